@@ -73,7 +73,7 @@ _NCCL = re.compile(r"\b[NR]CCL (INFO|TRACE|WARN|ABORT)\b")
 _LIBFABRIC = re.compile(r"libfabric:\d+:.{0,200}?<(info|trace|debug|warn|critical)>")
 _UCX = re.compile(r"\bUCX +(ERROR|FATAL|WARN|INFO|DEBUG|DIAG|TRACE)\b")
 _PYTHON_WARNING = re.compile(r"(?:\S+:\d+: )\w*Warning: ")
-_SLURM = re.compile(r"(?:srun|slurmstepd|slurmd\S*|sbatch|salloc): (?:error|fatal): ")
+_SLURM = re.compile(r"(?:srun|slurmstepd|slurmd|sbatch|salloc)\S{0,64}: (?:error|fatal): ")
 
 _TRACEBACK = re.compile(r"( *)(?:traceback *: )?(?:Exception Group )?Traceback \(most recent call last\):")
 _IGNORED = re.compile(r"Exception ignored (in|while|on)\b")
@@ -86,6 +86,8 @@ _EXCEPTION = re.compile(
     r"(?:: |:?\s*$)"
 )
 _NAMED = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
+_FRAME_BEGINS = re.compile(r'\s+File "[^"]+", line \d+, in ')
+_TRACEBACK_LATER = re.compile(r".*(Traceback \(most recent call last\):)$")  # after a progress bar
 _FRAME_FILE = re.compile(r'\s*File "([^"]+)", line \d+')
 _TERMINATE = re.compile(r"terminate called|libc\+\+abi: terminating|pure virtual method called")
 _WHAT = re.compile(r"\s*what\(\): ")
@@ -141,6 +143,8 @@ class _Line:
             bare = text.lstrip(" |+-")
             text = text[len(re.match(r"\s+[|+]-?", text).group(0)) :].removeprefix(" ") if bare else ""  # type: ignore[union-attr]
             text = re.sub(r"^\+?-{4,}.*", "", text)
+        if not _TRACEBACK.match(text) and (later := _TRACEBACK_LATER.match(text)):
+            text = later.group(1)
         self.text, self.speaker = text, speaker
         self.indent = len(text) - len(text.lstrip())
 
@@ -220,8 +224,8 @@ class _Reader:
         return None
 
     def _begins_within_frames(self, line: _Line) -> bool:
-        """The text begins in the middle of a traceback."""
-        return self._at == 0 and _FRAME_FILE.match(line.text) is not None
+        """A traceback's first line is not there, or another process wrote between its lines."""
+        return _FRAME_BEGINS.match(line.text) is not None
 
     def _exception(self, line: _Line, weight: Weight) -> Statement:
         """A traceback: its files, and the exception that ends it."""
@@ -239,7 +243,8 @@ class _Reader:
         if self._at == len(self._lines):
             return Statement("", Weight.NOISE)
         last = self._lines[self._at]
-        if not _NAMED.match(last.text.strip()):  # the log goes on with something else
+        strip = last.text.strip()
+        if not _NAMED.match(strip) or _HINT.match(strip) or _CRASH.match(strip):  # the log goes on with something else
             return Statement("", Weight.NOISE)
         self._at += 1
         text = self._message(last)
