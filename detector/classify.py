@@ -28,6 +28,7 @@ from detector.severity import (
 
 # The head and the tail of a longer text are read; the middle is the application's own noise.
 MAX_TEXT = 16 * 1024
+TEXTS_KEPT = 512
 _XID = re.compile(r"NVRM:?\s*(?:GPU at \S+:\s*)?Xid\s*(?:\(([^)]*)\))?:?\s*(\d+)([^\n]*)", re.IGNORECASE)
 _STATUS_NAMES = re.compile(r"(Derived)?ExitCode[=:]\s*|\(.*\)$", re.IGNORECASE)
 _RAISED = re.compile(r"RaisedSignal:(\d+)\S*", re.IGNORECASE)
@@ -35,10 +36,12 @@ _SLURM_STATUS = re.compile(r"\s*(\d+):(\d+)\s*")
 
 
 class Classifier:
-    """Classifies by one table; holds no state, so one instance serves all threads."""
+    """Classifies by one table; one instance serves all threads. Texts that were seen just before cost nothing: all
+    ranks of a job may say the same at once."""
 
     def __init__(self, table: Table | None = None) -> None:
         self.table = table or default_table()
+        self._match = functools.lru_cache(maxsize=TEXTS_KEPT)(self._match_text)
 
     def load(self, extra: str | Path | Mapping[str, object]) -> Classifier:
         """A classifier whose table is extended by an admin's rules, which go first.
@@ -74,20 +77,19 @@ class Classifier:
         """
         if source != "kernel" and "\n" in text.strip():
             return self.last_words(text, source, generic)[1]
-        return self._match(text, source, generic)
+        return self._match(_trimmed(text), source, generic)
 
     def last_words(self, text: str, source: str = "stderr", generic: bool = True) -> tuple[str, Verdict | None]:
         """Of a process's last lines the statement that says why it ended, and the verdict on it (detector.last_words).
 
         The statement alone gets the same verdict, so it can be told on in place of the lines.
         """
-        said, verdict = last_words.cause(text, lambda each, general: self._match(each, source, general))
+        said, verdict = last_words.cause(text, lambda each, general: self._match(_trimmed(each), source, general))
         if verdict is None and generic and said:
-            verdict = self._match(said, source, True)
+            verdict = self._match(_trimmed(said), source, True)
         return said, verdict
 
-    def _match(self, text: str, source: str, generic: bool) -> Verdict | None:
-        text = _trimmed(text)
+    def _match_text(self, text: str, source: str, generic: bool) -> Verdict | None:
         xids = [self.xid(int(hit.group(2)), hit.group(1) or "", hit.group(3)) for hit in _XID.finditer(text)]
         if xids:  # one event writes several lines (48, 63, 45): the worst of them is what happened
             return min(xids, key=lambda verdict: (verdict.severity, verdict.action == REPORT))
