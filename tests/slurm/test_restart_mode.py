@@ -94,3 +94,51 @@ def test_an_unmodified_script_trains_as_one_world_and_survives_a_kill(site: Site
     assert site.job(number)["ended"]["code"] == 0
     assert [site.steps(element)[-1]["step"] for element in (0, 1)] == [site.steps(0)[-1]["step"]] * 2
     wait_for(lambda: site.logs().count("is through") == 2, site.logs)
+
+
+@pytest.mark.timeout(300)
+def test_by_default_a_training_is_protected_and_nothing_else(site: Site) -> None:
+    """Defect: with default=on an ordinary array became one world, MPI did not run, each helper was a registration."""
+    plugstack = site.cluster.layout.etc_dir / "plugstack.conf"
+    plugstack.write_text(f"{plugstack.read_text().strip()} default=on\n")
+    sweep = site.folder / "sweep.py"
+    sweep.write_text("import os\nprint('run', os.environ['SLURM_ARRAY_TASK_ID'], os.environ.get('RANK', 'alone'))\n")
+
+    (site.folder / "place.py").write_text(
+        "import os\nprint('node', os.environ['SLURM_NODEID'], 'of', os.environ['SLURM_NNODES'], "
+        "os.environ.get('RANK', 'alone'))\n"
+    )
+    (site.folder / "train.py").write_text(
+        "import os, pathlib, time\nwhile not pathlib.Path('stop').exists():\n    time.sleep(0.1)\n"
+        "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
+    )
+
+    def submitted(*words: str) -> str:
+        done = call("sbatch", "--parsable", *words, cwd=site.folder, environment=site.environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    array = submitted("--array=0-3", "-N1", "--wrap", f"srun hostname; srun python {sweep}; echo END $?")
+    ranks = "import os; print('rank', os.environ['SLURM_PROCID'], os.environ['SLURM_NTASKS'])"
+    mpi = submitted("-N2", "--ntasks-per-node=2", "--wrap", f'srun python -c "{ranks}"; echo END $?')
+    outputs = {site.folder / f"slurm-{array}_{element}.out": f"run {element} alone" for element in range(4)}
+    outputs[site.folder / f"slurm-{mpi}.out"] = "rank 3 4"
+    for path, said in outputs.items():
+        wait_for(lambda path=path: path.exists() and "END 0\n" in path.read_text(), site.logs)
+        assert path.read_text().splitlines().count(said) == 1 and "unicron" not in path.read_text(), path.read_text()
+    assert site.controller.ask("jobs") == [] and not site.controller.events("registration_refused")
+
+    for asked, told in (((), 0), (("--unicron",), 1)):
+        rigid = submitted("-N2", *asked, "--wrap", f"srun python {site.folder}/place.py; echo END $?")
+        path = site.folder / f"slurm-{rigid}.out"
+        wait_for(lambda path=path: path.exists() and "END 0\n" in path.read_text(), site.logs)
+        text = path.read_text()
+        assert text.count("of 2 alone") == 2 and text.count("unprotected: it has 2 nodes") == told, text
+    assert site.controller.ask("jobs") == []
+
+    number = submitted("-N1", "--wrap", f"srun hostname; srun python {site.folder}/train.py; echo END $?")
+    wait_for(lambda: site.controller.job(number).get("state") == "running", site.logs)
+    assert [job["job"] for job in site.controller.ask("jobs")] == [number]
+    (site.folder / "stop").touch()
+    wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
+    assert "rank 0 of 1" in (site.folder / f"slurm-{number}.out").read_text()

@@ -34,6 +34,13 @@ def why_by_shape(environment: Mapping[str, str]) -> str:
             f"it has {tasks} tasks on a node, and the agent starts a node's ranks itself: "
             "give it one (--ntasks-per-node=1)"
         )
+    nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "")
+    if nodes.isdecimal() and (count := int(nodes)) > 1:
+        if "SLURM_ARRAY_TASK_ID" in environment:
+            return f"it has {count} nodes of an array's element: give each element one (--nodes=1)"
+        return (
+            f"it has {count} nodes and its job is no array: give each node an element (--array=0-{count - 1} --nodes=1)"
+        )
     return ""
 
 
@@ -49,10 +56,10 @@ def meant(mode: Mode, ranks: int, environment: Mapping[str, str]) -> bool:
 
 
 def become(command: Sequence[str], environment: Mapping[str, str], why: str = "") -> NoReturn:
-    """Becomes the command. why: said by the step's first task only."""
-    if why and environment.get("SLURM_PROCID", "0") == "0":
-        print(f"unicron: this step runs unprotected: {why}", file=sys.stderr, flush=True)
+    """Becomes the command. why: said by the step's first task only, and to nobody who has not asked for protection."""
     by_default = environment.get(BY_DEFAULT) == "1"
+    if why and not by_default and environment.get("SLURM_PROCID", "0") == "0":
+        print(f"unicron: this step runs unprotected: {why}", file=sys.stderr, flush=True)
     kept = {name: value for name, value in environment.items() if not by_default or name not in _OF_THE_PLUGIN}
     try:
         bare.become(command, kept)
