@@ -24,6 +24,7 @@ from tests.support.jobs import AGENT, Job, scripted
 from tests.support.processes import ROOT, call, is_alive, outside_slurm, wait_for
 from tests.support.scripted import FakeController
 from tests.support.users import User
+from unicron_ctl.agent.store import StoreProcess
 from unicron_ctl.protocol import wire
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -262,6 +263,31 @@ def test_a_rank_that_cannot_be_started_for_want_of_open_files_is_tried_again(fak
         assert agent.log.count("Too many open files; it is tried again") == 1, agent.log
     finally:
         job.close()
+
+
+def test_a_store_that_finds_no_descriptor_is_tried_again():
+    said: list[str] = []
+    store = StoreProcess(
+        [sys.executable, "train.py"],
+        outside_slurm(),
+        lambda words, output: None,
+        lambda descriptor, call: None,
+        lambda descriptor: None,
+        lambda: None,
+        said.append,
+    )
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        store.start()
+        store.settle()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try:
+        assert store.pid is None and len(said) == 1 and "it is tried again" in said[0]
+        wait_for(lambda: store.settle() or store.pid, "it has started")
+    finally:
+        store.close()
 
 
 def test_a_full_shared_memory_costs_the_copies_in_memory_alone(fake, tmp_path):

@@ -76,8 +76,10 @@ class _Lane(Generic[Item]):
     def put(self, task: Item) -> None:
         self._tasks.put(task)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="unicron-copies", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="unicron-copies", daemon=True)
+            with contextlib.suppress(RuntimeError):  # none is to be had: the next task tries again
+                thread.start()
+                self._thread = thread
 
     def close(self) -> None:
         self._tasks.put(None)

@@ -240,7 +240,9 @@ class RestartAgent(Agent):
         """The processes of a world from which this node is cut off end."""
         inside = [rank for rank in self._plain.values() if rank.child is not None]
         pids = [rank.child.pid for rank in inside if rank.child is not None]
-        if self._fence.turn(self._line.up, self._trials.muted, pids, time.monotonic()):
+        # What the controller has given up for good it forms no other world of.
+        connected = self._line.up or self._unprotected
+        if self._fence.turn(connected, self._trials.muted and not self._unprotected, pids, time.monotonic()):
             self._log.say(self._fence.told())
             for rank in inside:
                 rank.kill()

@@ -42,8 +42,8 @@ def _threads(needed: int) -> str:
             started.append(thread)
     except (RuntimeError, MemoryError):
         return (
-            f"only {len(started)} threads can be started and the agent needs {needed}: raise `ulimit -u`, or end "
-            "what else runs here"
+            f"only {len(started)} threads can be started and the agent needs {needed}: raise `ulimit -u` and "
+            "`ulimit -v`, or end what else runs here"
         )
     finally:
         done.set()

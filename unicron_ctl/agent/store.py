@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -14,6 +15,7 @@ from detector.supervise import Child
 from unicron_ctl.agent.template import Coming
 
 TRIES = 3
+AGAIN_SECONDS = 2.0  # before a store that found no descriptor is tried again
 HOST = ["-m", "transition.store_host"]
 
 
@@ -64,6 +66,8 @@ class StoreProcess:
         self._process: Child | subprocess.Popen[bytes] | None = None
         self._output = self._its_output = -1  # the agent's end of a pipe, and the store's until it has begun
         self._tries = 0
+        self._again: float | None = None  # when it is tried again (monotonic)
+        self._short = False  # it could not be started, and that was said
         self.port: int | None = None
 
     @property
@@ -72,18 +76,31 @@ class StoreProcess:
 
     def start(self) -> None:
         """Start it, unless it has ended too often."""
-        self._tries += 1
-        if self._tries > TRIES:
+        self._again = None
+        if self._tries >= TRIES:
             return
-        self._output, self._its_output = os.pipe()
+        try:
+            self._output, self._its_output = os.pipe()
+        except OSError as error:  # no descriptor is left: there may be one soon
+            self._again = time.monotonic() + AGAIN_SECONDS
+            if not self._short:
+                self._say(f"couldn't start the rendezvous store: {error.strerror}; it is tried again")
+            self._short = True
+            return
+        self._tries += 1
         os.set_blocking(self._output, False)
         self._watch(self._output, self._read)
-        self._coming = self._fork([*HOST, "forked"], self._its_output) if self._tries == 1 else None
+        try:
+            self._coming = self._fork([*HOST, "forked"], self._its_output) if self._tries == 1 else None
+        except OSError:
+            self._coming = None
         if self._coming is None:
             self._begin_cold()
 
     def settle(self) -> None:
         """The process that was forked begins; where none was, the store starts cold."""
+        if self._again is not None and time.monotonic() >= self._again:
+            self.start()
         if self._coming is None or not self._coming.settled:
             return
         coming, self._coming = self._coming, None
