@@ -143,6 +143,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "REQUEUE_SECONDS", 30.0, "between two requeues of an element whose agent has not come"),
     Limit("controller", "HINT_SECONDS", 0.5, "between two questions to an agent of which hints say that it ended"),
     Limit("controller", "NO_EFFECT_SECONDS", 2.0, "the same for one that Slurm took, and of which nothing has come"),
+    Limit("controller", "AWAY_SECONDS", 60.0, "without an answer of Slurm's, after which an admin is called"),
     Limit("controller", "ASKED_SECONDS", 60.0, "after a job's end, for which Slurm is still asked about it"),
     Limit("controller", "LATELY_SECONDS", 3600.0, "the same when the controller starts"),
     Limit("controller", "SETTINGS_SECONDS", 60.0, "between two looks at Slurm's PrivateData and topology"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +16,8 @@ import pytest
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.jobs import AGENT
 from tests.support.processes import ROOT, call, outside_slurm, wait_for
-from unicron_ctl.localslurm import LocalCluster, ports
+from unicron_ctl.localslurm import LocalCluster
+from unicron_ctl.reach import Reach, reach
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 POLL = 0.5  # seconds, as `quick_on_slurm` has it
@@ -136,13 +139,23 @@ def test_a_limit_of_a_qos_makes_nobody_ask_slurm_all_the_time(limited: LocalClus
 
 
 def test_slurmds_port_is_slurm_confs(tmp_path: Path) -> None:
-    """A node that names no port of its own has SlurmdPort, and scontrol does not print it."""
-    (port,) = ports.choose(1, str(tmp_path))
-    lines = (f"SlurmdPort={port}", "NodeName=m1 NodeAddr=127.0.0.1 CPUs=1 State=UNKNOWN")
-    cluster = LocalCluster(tmp_path / "state", nodes=1, gpus_per_node=0, config_lines=lines)
+    """A node that names no port of its own has SlurmdPort, and scontrol does not print it: here the node's own port is
+    SlurmdPort. Defect: 6818 was taken for it."""
+    cluster = LocalCluster(tmp_path / "state", nodes=1, gpus_per_node=0)
     try:
         cluster.up()
-        found = {node.name: node.port for node in cluster.client().nodes()}
-        assert found["m1"] == port and found["n1"] == cluster.spec.ports[1]
+        (port,) = (node.port for node in cluster.client().nodes())
+        conf = Path(cluster.layout.slurm_conf)
+        conf.write_text(conf.read_text() + f"SlurmdPort={port}\n")
+        for process in cluster.processes():
+            if process.kind == "slurmctld":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
+        wait_for(lambda: "slurmctld" not in {process.kind for process in cluster.processes()}, "slurmctld ends")
+        cluster.start_slurmctld()
+        said = call("scontrol", "-o", "show", "node", "n1", environment=outside_slurm() | cluster.env()).stdout
+        assert " Port=" not in said, said
+        (node,) = cluster.client().nodes()
+        assert (node.port, reach(f"{node.address}:{node.port}", 5.0)) == (port, Reach.REACHED)
     finally:
         cluster.down()

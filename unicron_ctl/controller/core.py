@@ -444,6 +444,8 @@ class Core:
     def on_slurm_error(self, message: str) -> None:
         """Slurm did not answer the question."""
         self.slurm.listed(self.now, self.config.slurm_poll_seconds, self.now - self.slurm.asked_at, failed=True)
+        if not self.view.slurm.error:
+            self.view.slurm.error_since = self.now
         if message != self.view.slurm.error:
             self.append("", 0, records.SlurmFailed(reason=message))
         self.view.slurm.error = message

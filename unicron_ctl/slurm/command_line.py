@@ -39,6 +39,7 @@ ANSWER_SECONDS = 3.0  # a slurmd that runs answers Slurm's ping within this time
 SLURMD_PORT = 6818  # slurmd's own default
 SETTINGS_SECONDS = 60.0  # for which Slurm's configuration is taken to stay as it is
 FEWEST_ALIKE = 256  # pending elements of an array that share a record and are read; with more nodes, two a node
+LARGE = 5000  # elements, of which a row each with all texts would be megabytes
 LONG = 2000  # rows of the queue; of a longer one, job by job is asked for, which costs slurmctld next to nothing
 MOST_REMEMBERED = 100_000  # elements, and jobs
 HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
@@ -118,7 +119,9 @@ class CommandLineClient:
         try:
             said = self._squeue("--array", *which, "-o", listing.FACTS_FORMAT).decode(errors="replace")
             facts = listing.parse_facts(said, self._most_alike)
-            texts = self._texts(which, [fact.key for fact in facts])
+            large = said.count("\n") > LARGE
+            texts = self._texts(which, [fact.key for fact in facts], large)
+            common = self._common_texts(which) if large else {}
         except SlurmError as error:
             if jobs and "Invalid job id" in str(error):
                 return []
@@ -127,7 +130,8 @@ class CommandLineClient:
         for fact in facts:
             if fact.key in texts:  # else it ended, or began, between the two listings
                 self._is_array[fact.info.job] = fact.is_array
-                found.append(listing.complete(fact, texts[fact.key]))
+                row = {**common.get(fact.info.job, {}), **texts[fact.key]}
+                found.append(listing.complete(fact, row))
                 self._note(found[-1])
         return found
 
@@ -184,9 +188,17 @@ class CommandLineClient:
         found = re.search(rf"^{name}\s*=\s*(\S*)\s*$", self._configuration, re.MULTILINE)
         return found[1] if found else ""
 
-    def _texts(self, which: list[str], wanted: list[listing.Key]) -> dict[listing.Key, dict[str, str]]:
-        """Raises SlurmError when squeue prints other columns than it was asked for."""
-        for columns in (listing.ALL_COLUMNS, listing.NEEDED_COLUMNS):  # if texts break the columns: without them
+    def _common_texts(self, which: list[str]) -> dict[str, dict[str, str]]:
+        """What all elements of an array have in common, by job: squeue prints those that are pending in one row."""
+        said = self._squeue(*which, "-O", listing.columns_format(listing.ALL_COLUMNS))
+        own = {name for name, _ in listing.OWN_COLUMNS}
+        rows = listing.parse_columns(said, listing.ALL_COLUMNS) or {}
+        return {job: {name: text for name, text in row.items() if name not in own} for (job, _), row in rows.items()}
+
+    def _texts(self, which: list[str], wanted: list[listing.Key], large: bool) -> dict[listing.Key, dict[str, str]]:
+        """Raises SlurmError when squeue prints other columns than it was asked for. large: only what may differ."""
+        first = listing.OWN_COLUMNS if large else listing.ALL_COLUMNS
+        for columns in (first, listing.NEEDED_COLUMNS):  # if texts break the columns: without them
             said = self._squeue("--array", *which, "-O", listing.columns_format(columns))
             if (found := listing.parse_columns(said, columns, wanted)) is not None:
                 return found

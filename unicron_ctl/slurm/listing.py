@@ -39,6 +39,8 @@ ALL_COLUMNS = (
     ("Comment", 64),
     ("admin_comment", 128),
 )
+# Of arrays that are large, where all else is the array's: what may differ between its elements.
+OWN_COLUMNS = (*NEEDED_COLUMNS, ("admin_comment", 48))
 _NOTHING = ("(null)", "N/A", "n/a", "None", "")
 _CUT = "…"
 _MOST_NAMES = 65536  # of one host list: more nodes than Slurm can have

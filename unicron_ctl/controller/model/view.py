@@ -93,6 +93,8 @@ class SlurmView:
     used: bool = False
     seen: Listing | None = None
     error: str = ""
+    """Why it has not answered since `error_since`."""
+    error_since: float = 0.0
     private: frozenset[str] = frozenset()
     """Slurm's PrivateData: kinds of things that users see of their own only."""
     domains: Mapping[str, str] = field(default_factory=dict)

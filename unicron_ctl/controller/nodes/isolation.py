@@ -30,6 +30,7 @@ from unicron_ctl.slurm.client import NodeInfo
 
 HEALTH = f"{OURS}[health]"
 REASON_LENGTH = 200  # characters of a node's reason in Slurm
+AWAY_SECONDS = 60.0  # without an answer of Slurm's, after which an admin is called
 DRAIN_SECONDS = 5.0  # for a node that is proven bad to drain itself; then it is drained from here
 
 
@@ -327,6 +328,10 @@ def attention(view: View) -> list[Attention]:
         for node, mark in sorted(view.state.withheld.items())
         if view.now - mark.at < window and (info := view.slurm.node(node)) is not None and info.healthy
     ]
+    slurm = view.slurm
+    if slurm.error and view.now - slurm.error_since >= AWAY_SECONDS:
+        said = f"Slurm has not answered for {view.now - slurm.error_since:.0f} s, and nothing is planned: {slurm.error}"
+        found.append(Attention("", slurm.error_since, "", said))
     for _, mark in sorted(view.state.withheld_takes.items()):
         if view.now - mark.at < window:
             found.append(Attention("", mark.at, mark.job, mark.reason))

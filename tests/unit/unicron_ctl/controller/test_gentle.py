@@ -12,6 +12,7 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller import answers, reconcile
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.requests import Action, Poll, Run
+from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.controller.plan.placement import MOST_HOLDS, Need, place
 from unicron_ctl.slurm.client import ElementInfo, NodeInfo, SlurmError
 
@@ -286,3 +287,20 @@ def test_nodes_that_are_awake_are_taken_first() -> None:
         [Need("7", desired=1)], [ElementInfo("7", 0, "7", "PENDING", None, "", "", "", "", 0)], nodes
     ).actions
     assert (first.action, first.node) == ("pin", "n2")
+
+
+def test_an_admin_is_called_when_slurm_gives_no_answer_for_long() -> None:
+    """Its programs hang, for one."""
+    world = Watched(FakeSlurm(2))
+    world.run(2.0)
+    world.slurm.refuse = (
+        "scontrol --all: no answer from Slurm within 10 s, and its process does not end when it is killed"
+    )
+    world.run(30.0)
+    assert not attention(world.core.view), "it may be started again"
+    world.run(40.0)
+    (item,) = attention(world.core.view)
+    assert "Slurm has not answered for" in item.reason and "does not end when it is killed" in item.reason
+    world.slurm.refuse = ""
+    world.run(5.0)
+    assert not attention(world.core.view)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.slurm import CommandLineClient, SlurmError, queue
+from unicron_ctl.slurm import CommandLineClient, SlurmError, command_line, listing, queue
 from unicron_ctl.slurm.client import Queue
 from unicron_ctl.slurm.listing import columns_format
 
@@ -168,3 +168,44 @@ def test_a_queue_of_100_000_jobs_costs_a_few_looks_at_each() -> None:
 def test_what_is_asked_for_is_what_is_read() -> None:
     for columns in queue.COLUMNS:
         assert columns_format(columns).count("\x1f") == len(columns)
+
+
+def test_of_a_large_array_only_what_differs_is_asked_for_each_element(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect: a row with all texts of each of 100,000 elements took squeue longer than its time limit."""
+    monkeypatch.setattr(command_line, "LARGE", 3)
+    facts = [
+        ["7", str(i), "7", "PENDING", "ann", "1000", "1970-01-02T00:00:01", "5:00", "12", "N/A", "main"]
+        for i in range(5)
+    ]
+    (tmp_path / "facts").write_text("".join("\x1f".join([*fact, "(null)", "", "(null)", ""]) + "\n" for fact in facts))
+
+    def rows(columns: queue.Columns, *indices: str) -> bytes:
+        texts = {
+            "ArrayJobID": "7",
+            "RestartCnt": "1",
+            "exit_code": "0",
+            "Reason": "Priority",
+            "Name": "big",
+            "QOS": "fast",
+        }
+        cells = [{**texts, "ArrayTaskID": index, "admin_comment": f"of {index}"} for index in indices]
+        return b"".join(
+            b"".join(cell.get(name, "(null)").encode().ljust(width) + b"\x1f" for name, width in columns) + b"\n"
+            for cell in cells
+        )
+
+    (tmp_path / "own").write_bytes(rows(listing.OWN_COLUMNS, *map(str, range(5))))
+    (tmp_path / "common").write_bytes(rows(listing.ALL_COLUMNS, "0-4"))
+    client = _squeue(
+        tmp_path,
+        ("*--array*Name:*", "printf nonsense"),
+        ("*--array*-O*", f"cat {tmp_path}/own"),
+        ("*-O*", f"cat {tmp_path}/common"),
+        ("*", f"cat {tmp_path}/facts"),
+    )
+    found = client.elements({"7"})
+    assert [(e.element, e.reason, e.admin_comment, e.name, e.qos) for e in found] == [
+        (i, "Priority", f"of {i}", "big", "fast") for i in range(5)
+    ]

@@ -1,0 +1,1 @@
+"""What listing a long queue costs the controller's interpreter and slurmctld."""
