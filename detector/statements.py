@@ -52,7 +52,8 @@ class Statement:
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # What launchers put before each line: torch, torchrun, mpirun, Ray, srun --label.
 _PREFIX = re.compile(
-    r"(\[(?:rank|default)\d+\]: ?|\[rank\d+\]:(?=\[)|\[\d+,\d+\]<\w+>: ?|\(\w+ pid=\d+[^)]*\) ?| {0,4}\d{1,5}: (?=\S))"
+    r"(\[(?:rank|default)\d+\]: ?|\[rank\d+\]:(?=\[)|\[\d+(?:,\d+)?\]<\w+>: ?|\(\w+ pid=\d+[^)]*\) ?|"
+    r" {0,4}\d{1,5}: (?=\S))"
 )
 _GUTTER = re.compile(r"\s+[|+](?:[ -]|$)[-+ ]*")  # of an ExceptionGroup
 _INFO = "INFO|DEBUG|TRACE|NOTICE|VERBOSE"
@@ -63,7 +64,7 @@ _GLOG = re.compile(r"\[?([IVDWEFC])\d{0,8}(?: [\d:.]+)?(?: +\d+)? [\w./<>-]+\.\w
 _TENSORFLOW = re.compile(r"(?:\d{4}-\d\d-\d\d [\d:.,]+: )?([IWEF]) (?=[\w/.]+\.\w+:\d+\])")
 _NEMO = re.compile(r"\[NeMo ([IWEDF]) [^\]]*\]")
 _LOGGER = re.compile(
-    rf"(?:\[|\(|<|\|\s*|-\s+)?\b({_INFO}|{_WARN}|{_BAD})\b(?=[\]\s:|)>\[-]|$)",
+    rf"(?<![=\w.])({_INFO}|{_WARN}|{_BAD})\b(?=[\]\s:|)>\[-]|$)",
 )
 _LEVEL = re.compile(rf"\blevel\"?[=:] ?\"?(?:({_INFO}|{_WARN})|{_BAD})\b", re.IGNORECASE)
 _LOGGED = re.compile(  # a line of a logger begins so: its level, a date, or something in brackets

@@ -189,6 +189,15 @@ def test_slurm_states(state, cause):
 def test_ordinary_kernel_lines_are_no_faults():
     for line in [
         "mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link ACTIVE",
+        "EDAC amd64: Node 0: DRAM ECC enabled.",
+        "amdgpu 0000:c3:00.0: amdgpu: MEM ECC is active.",
+        "amdgpu 0000:c3:00.0: amdgpu: ring gfx_0.0.0 uses VM inv eng 0 on hub 0",
+        "amdgpu 0000:83:00.0: amdgpu: SMU is resumed successfully!",
+        "pcieport 0000:10:00.0: pciehp: Slot #10 AttnBtn- PwrCtrl-",
+        "ena 0000:00:05.0 eth0: queue_3_tx_missed_tx: 0",
+        "bnxt_en 0000:19:00.0 ens1f0: NIC Link is Up, 100000 Mbps",
+        "NVRM: GPU Board Serial Number: 1650",
+        "nvidia-nvswitch0: using MSI",
         "EXT4-fs (nvme0n1p3): mounted filesystem with ordered data mode",
         "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  535.183.01",
         "usb 1-1: new high-speed USB device number 2",

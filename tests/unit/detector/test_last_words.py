@@ -189,6 +189,6 @@ def test_any_order_of_lines_is_read(lines):
     "line", ["[" * 9000, "(" * 9000, "a: " * 3000, " | " * 3000, "1: " * 3000, "x." * 4000 + "Error", "-" * 9000]
 )
 def test_hostile_lines_take_no_time(line):
-    began = time.perf_counter()
+    began = time.process_time()
     CLASSIFIER.last_words("\n".join([line] * 20))
-    assert time.perf_counter() - began < 5.0
+    assert time.process_time() - began < 5.0
