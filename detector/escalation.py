@@ -168,6 +168,9 @@ class Decision:
     wait_seconds: float = 0.0
 
 
+Slots = set[int]
+
+
 @dataclass
 class Recent:
     """The newest faults in the order in which they came, those of the network apart: where thousands of ranks fail at
@@ -220,7 +223,7 @@ class History:
     policy: Policy = field(default_factory=Policy)
     states: dict[tuple[str, int], State] = field(default_factory=dict)
     last: dict[tuple[str, int], float] = field(default_factory=dict)
-    of_job: dict[str, set[int]] = field(default_factory=dict)
+    of_job: dict[str, Slots] = field(default_factory=dict)
     by_slot: dict[tuple[str, int], deque[Fault]] = field(default_factory=dict)
     by_node: dict[str, deque[Fault]] = field(default_factory=dict)
     since_progress: dict[str, Stuck] = field(default_factory=dict)

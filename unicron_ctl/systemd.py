@@ -14,6 +14,10 @@ from collections.abc import Mapping
 log = logging.getLogger("unicron.systemd")
 
 
+STARTING_SECONDS = 1.0  # between two of its words while it starts
+EXTENDED_SECONDS = 30  # for which each of them has systemd wait on
+
+
 class SystemdNotifier:
     """Does nothing where there is no systemd. `watchdog_seconds` is 0 where no watchdog waits for this process."""
 
@@ -23,11 +27,18 @@ class SystemdNotifier:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self.watchdog_seconds = _watchdog_seconds(environment) if address else 0.0
         self._last: float | None = None
+        self._started: float | None = None
         self._failed = False
 
     def ready(self) -> None:
         """The start, or a reload, is over."""
         self._tell("READY=1")
+
+    def starting(self, now: float) -> None:
+        """To be called now and then until `ready`: the start goes on, however long it takes. now: as for `watchdog`."""
+        if self._started is None or now - self._started >= STARTING_SECONDS:
+            self._started = now
+            self._tell(f"EXTEND_TIMEOUT_USEC={EXTENDED_SECONDS * 1_000_000}\nWATCHDOG=1")
 
     def reloading(self) -> None:
         """The configuration is being read again; `ready` follows."""

@@ -60,7 +60,7 @@ def fill_month(state_dir: Path, agents: int, ranks: int) -> int | None:
     """
     store = Store(state_dir / "events.sqlite")
     try:
-        month = _Month(store, agents, ranks)
+        month = Month(store, agents, ranks)
         if month.job is None:
             return None
         began, story = month.state.last_event, list(failures(agents, ranks))
@@ -75,7 +75,7 @@ def fill_month(state_dir: Path, agents: int, ranks: int) -> int | None:
         store.close()
 
 
-class _Month:
+class Month:
     """The log of one job while time passes."""
 
     def __init__(self, store: Store, agents: int, ranks: int) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -102,7 +103,8 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
         log.warning("%s", shortage)
     store, listen = Store(folder / "events.sqlite"), config.controller.listen
     connections = descriptors.connections(granted)
-    server = Server(config, store, listen, slurm_client(config), classifier, connections)
+    client = slurm_client(config)
+    server = Server(config, store, listen, client, classifier, connections, lambda: notifier.starting(time.monotonic()))
 
     def reload() -> None:
         notifier.reloading()

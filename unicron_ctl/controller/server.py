@@ -24,8 +24,7 @@ from unicron_ctl.controller.asked import Answered, Asked, Question
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier, Where
 from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.store import Store, StoreError
-from unicron_ctl.controller.log.thinning import ENDED_SECONDS
+from unicron_ctl.controller.log.store import Progress, Store, StoreError, nothing
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron_ctl.controller.snapshot import freeze, read_state
 from unicron_ctl.controller.throttle import Quotas, Throttle, cost
@@ -53,14 +52,15 @@ COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state is long-
 NAMES_KEPT = 1000
 THIN_EVERY = 5000  # events: takes some 20 ms then
 FORGET_FIRST_SECONDS = 300.0  # after a start, which has more urgent things to do
-FORGET_SECONDS, FORGET_AGAIN_SECONDS = 1.0, 86400.0  # between two pieces of what is old; between two looks for it
+FORGET_SECONDS, FORGET_AGAIN_SECONDS = 1.0, 21600.0  # between two pieces of what is old; between two looks for it
 SNAPSHOT_SECONDS = 600.0  # between two snapshots of the state, and none in the middle of a recovery
 Route = tuple[bytes, ...]
 
 
 class Server:
     """One controller on `listen`; `address` is where it can be reached, `key` its public key, empty when it encrypts
-    nothing. connections: as many at once. Raises UserError when it can't start.
+    nothing. connections: as many at once. progress: called every now and then while the log is read. Raises UserError
+    when it can't start.
     """
 
     def __init__(
@@ -71,12 +71,13 @@ class Server:
         client: SlurmClient | None,
         classifier: Classifier,
         connections: int = MAX_SOCKETS,
+        progress: Progress = nothing,
     ) -> None:
         self.config, self.store = config, store
         self._offset = store.time(time.time()) - time.monotonic()  # one clock that never goes backwards
         saved = store.snapshot()
-        store.thin(saved[0] if saved else 0)  # what is older was thinned before the snapshot was stored
-        state = read_state(store)
+        store.thin(saved[0] if saved else 0, progress)  # what is older was thinned before the snapshot was stored
+        state = read_state(store, progress)
         self._thinned = state.last_event
         self._forgetting: Iterator[int] | None = None
         self._forget_at = self.now() + FORGET_FIRST_SECONDS
@@ -386,12 +387,15 @@ class Server:
         if (now := self.now()) - self._snapshot_at >= SNAPSHOT_SECONDS:
             self.save_snapshot()
         if now >= self._forget_at:
-            self._forget(now - ENDED_SECONDS)
+            self._forget(now)
 
-    def _forget(self, before: float) -> None:
-        """One piece of what the log can do without since that time."""
+    def _forget(self, now: float) -> None:
+        """One piece of what the log can do without; before the first one the base that replaces it."""
         state = self.core.state
-        self._forgetting = self._forgetting or self.store.forget(state.jobs, state.remembers, before)
+        if self._forgetting is None:
+            self.store.save_base(state.last_event, freeze(state))
+            observed = state.observed_since > 0
+            self._forgetting = self.store.forget(now, state.observed_after if observed else state.last_event)
         if next(self._forgetting, None) is None:
             self._forgetting = None
         self._forget_at = self.now() + (FORGET_SECONDS if self._forgetting else FORGET_AGAIN_SECONDS)

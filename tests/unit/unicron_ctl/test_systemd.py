@@ -47,6 +47,13 @@ def test_start_reload_and_stop(manager: socket.socket) -> None:
     assert re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=\d+", reloading)
 
 
+def test_a_long_start_has_systemd_wait_on(manager: socket.socket) -> None:
+    notifier = SystemdNotifier({"NOTIFY_SOCKET": address(manager)})
+    for now in (0.0, 0.1, 0.9, 1.0, 1.5, 2.5):
+        notifier.starting(now)
+    assert heard(manager) == ["EXTEND_TIMEOUT_USEC=30000000\nWATCHDOG=1"] * 3
+
+
 def test_an_abstract_address() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(f"\0unicron-test-{os.getpid()}")

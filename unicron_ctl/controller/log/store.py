@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import itertools
 import os
 import sqlite3
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event, Record
-from unicron_ctl.controller.log.thinning import OF_NODES, OF_THE_ENDED, redundant
+from unicron_ctl.controller.log.thinning import POLICIES, Kept, redundant
 from unicron_ctl.errors import UserError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BUSY_SECONDS = 2.0
 BRIDGED_SECONDS = 3600.0
 FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # that go, and that are looked at, at once: some 30 ms
+LARGEST_BYTES = 128 << 20  # of the log: what is older than both bases goes beyond it, whatever its kind
+FREE_BYTES = 32 << 20  # that the file has room for and nobody needs: beyond it, it shrinks
+BASES = 2  # states from which the log can be folded on
 TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
 TAIL_ROWS = 20_000  # that are looked at for one answer: some 80 ms
 
@@ -45,7 +47,25 @@ CREATE TABLE IF NOT EXISTS event (
 CREATE INDEX IF NOT EXISTS event_job ON event (job, id);
 CREATE INDEX IF NOT EXISTS event_kind ON event (kind, id);
 CREATE TABLE IF NOT EXISTS snapshot (event INTEGER PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS base (event INTEGER PRIMARY KEY, state BLOB NOT NULL);
 """
+
+
+Progress = Callable[[], object]
+TOLD_EVERY = 500  # records
+T = TypeVar("T")
+
+
+def nothing() -> None:
+    """Tells nobody how far it is."""
+
+
+def told(found: Iterable[T], progress: Progress) -> Iterator[T]:
+    """The same, and `progress` is called every now and then."""
+    for count, one in enumerate(found):
+        if not count % TOLD_EVERY:
+            progress()
+        yield one
 
 
 class StoreError(UserError):
@@ -64,15 +84,15 @@ class Store:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._forgotten = 0  # id of a job's end: of all that ended up to then nothing is left that may go
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
+            self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file: it has effect before all else only
             self._db.execute("PRAGMA journal_mode=WAL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, SCHEMA_VERSION):
                 raise StoreError(
-                    f"{self.path}: written by {'release 0.1' if version == 1 else 'a later release'} "
+                    f"{self.path}: written by {'an earlier' if version < SCHEMA_VERSION else 'a later'} release "
                     f"(format {version}, this one reads {SCHEMA_VERSION}): move it away and start again, "
                     "its jobs run on unprotected; or go back to that release"
                 )
@@ -96,12 +116,13 @@ class Store:
         with self._transaction(lasting):
             self._db.executemany("INSERT INTO event VALUES (?, ?, ?, ?, ?, ?)", rows)
 
-    def thin(self, after: int = 0) -> int:
+    def thin(self, after: int = 0, progress: Progress = nothing) -> int:
         """Deletes the steps above the id `after` that no restart needs; returns how many. The file does not shrink,
         but grows into the room.
         """
+        rows = self._db.execute("SELECT id, job, kind FROM event WHERE id > ? ORDER BY id", (after,))
         try:
-            doomed = redundant(self._db.execute("SELECT id, job, kind FROM event WHERE id > ? ORDER BY id", (after,)))
+            doomed = redundant(told(rows, progress))
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
         if doomed:
@@ -109,51 +130,80 @@ class Store:
                 self._db.executemany("DELETE FROM event WHERE id = ?", ((number,) for number in doomed))
         return len(doomed)
 
-    def forget(
-        self, known: Collection[str], remembered: Callable[[Event], bool], before: float
-    ) -> Generator[int, None, None]:
-        """Deletes what nobody needs any more of jobs that ended before that time (seconds since the epoch) and are not
-        among the `known`, and what agents said of nodes before it unless it is `remembered`. At each step as much as
-        keeps nobody waiting: yields how many records went."""
-        doomed, size, looked = list[tuple[int]](), 0, 0
+    def forget(self, now: float, summed: int) -> Generator[int, None, None]:
+        """Deletes what has been in the log for as long as its kind stays (`thinning.POLICIES`), and what is beyond
+        LARGEST_BYTES, oldest first: nothing that came after the older base. Then gives the disk what is free. now:
+        seconds since the epoch. summed: id of the last event of which the sum of what is observed was made. At each
+        step as much as keeps nobody waiting: yields how many records went.
+        """
+        bases = self._db.execute("SELECT event FROM base ORDER BY event DESC").fetchall()
+        if len(bases) < BASES:
+            return
+        upto = bases[-1][0]
         try:
-            for found in itertools.chain(self._of_the_ended(known, before), self._of_nodes(remembered, before)):
-                looked += 1
-                if found is not None:
-                    doomed.append((found[0],))
-                    size += found[1]
-                if looked >= FORGET_RECORDS or size > FORGET_BYTES:
-                    self._delete(doomed)
-                    yield len(doomed)
-                    doomed, size, looked = [], 0, 0
+            for kind, kept in POLICIES.items():
+                last = min(upto, summed) if kept.summed else upto
+                yield from self._in_pieces(self._aged(_tag(kind), kept, last, now - kept.seconds))
+            over = self._bytes() - LARGEST_BYTES
+            if over > 0:
+                yield from self._in_pieces(self._oldest(upto, over))
+            while self._free() > FREE_BYTES:
+                self._db.execute(f"PRAGMA incremental_vacuum({FORGET_RECORDS})").fetchall()
+                yield 0
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
-        self._delete(doomed)
+
+    def _in_pieces(self, found: Iterator[tuple[int, int] | None]) -> Generator[int, None, None]:
+        """Deletes what is found, so much at a time. found: (id, bytes), None for a record that stays."""
+        doomed, size, looked = list[tuple[int]](), 0, 0
+        for one in found:
+            looked += 1
+            if one is not None:
+                doomed.append((one[0],))
+                size += one[1]
+            if looked >= FORGET_RECORDS or size > FORGET_BYTES:
+                self._delete(doomed)
+                yield len(doomed)
+                doomed, size, looked = [], 0, 0
         if doomed:
+            self._delete(doomed)
             yield len(doomed)
 
-    def _of_the_ended(self, known: Collection[str], before: float) -> Iterator[tuple[int, int] | None]:
-        """(id, bytes) of what goes, None for a job that was looked at. Of jobs that were emptied once none is."""
-        kinds = [_tag(kind) for kind in OF_THE_ENDED]
-        theirs = f"job = ? AND time < ? AND +kind IN ({', '.join('?' * len(kinds))})"
-        done, waits = self._forgotten, False
-        for number, job, time in self._pages("job, time", "kind = ?", (_tag(records.JobEnded),), done):
-            yield None
-            if time >= before or job in known:
-                waits = True  # the next time begins with it
-            else:
-                yield from self._pages("length(payload)", theirs, (job, before, *kinds))
-            done = done if waits else number
-        self._forgotten = done
+    def _aged(self, kind: str, kept: Kept, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
+        """(id, bytes) of the records of a kind that may go, None for one that stays."""
+        if kept.last_of_node:
+            yield from self._superseded(kind, upto, before)
+            return
+        for number, time, length in self._pages("time, length(payload)", "kind = ? AND id <= ?", (kind, upto)):
+            if time >= before:
+                return
+            yield number, length
 
-    def _of_nodes(self, remembered: Callable[[Event], bool], before: float) -> Iterator[tuple[int, int] | None]:
-        """(id, bytes) of what goes, None for a record that stays."""
-        for kind in map(_tag, OF_NODES):
-            for number, time, payload in self._pages("time, payload", "kind = ?", (kind,)):
-                if time >= before:
-                    break
-                event = Event(number, time, "", 0, records.decode(kind, payload))
-                yield None if remembered(event) else (number, len(payload))
+    def _superseded(self, kind: str, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
+        """The same, without the last one of each node."""
+        latest: dict[str, tuple[int, int] | None] = {}
+        for number, time, payload in self._pages("time, payload", "kind = ?", (kind,)):
+            node = str(getattr(records.decode(kind, payload), "node", ""))
+            yield latest.get(node)
+            latest[node] = (number, len(payload)) if time < before and number <= upto else None
+
+    def _oldest(self, upto: int, size: int) -> Iterator[tuple[int, int]]:
+        """(id, bytes) of the oldest records, which make `size` bytes together."""
+        for number, length in self._pages("length(payload)", "id <= ?", (upto,)):
+            if size <= 0:
+                return
+            size -= length
+            yield number, length
+
+    def _bytes(self) -> int:
+        """What the log takes, without the room that is free in its file."""
+        return self._pragma("page_count") * self._pragma("page_size") - self._free()
+
+    def _free(self) -> int:
+        return self._pragma("freelist_count") * self._pragma("page_size")
+
+    def _pragma(self, name: str) -> int:
+        return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
 
     def _pages(self, what: str, where: str, values: tuple[Any, ...], after: int = 0) -> Iterator[tuple[Any, ...]]:
         """(id, what) of the records above the id `after`, oldest first; they may be deleted meanwhile."""
@@ -193,6 +243,22 @@ class Store:
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
         return (int(found[0]), bytes(found[1])) if found else None
+
+    def save_base(self, event: int, state: bytes) -> None:
+        """The state after that event: the log before the older of two of them is not needed any more."""
+        with self._transaction(lasting=True):
+            self._db.execute("INSERT OR REPLACE INTO base VALUES (?, ?)", (event, state))
+            self._db.execute(
+                f"DELETE FROM base WHERE event NOT IN (SELECT event FROM base ORDER BY event DESC LIMIT {BASES})"
+            )
+
+    def bases(self) -> list[tuple[int, bytes]]:
+        """(event, state) of those that are there, the newest first."""
+        try:
+            found = self._db.execute("SELECT event, state FROM base ORDER BY event DESC").fetchall()
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        return [(int(event), bytes(state)) for event, state in found]
 
     def open_to_others(self) -> str:
         """Why somebody else may have written what is here, and what to do; empty where nobody else can."""

@@ -1,40 +1,71 @@
-"""What the event log can do without: a run of months would fill it with steps, and a restart replays them all.
+"""How long each kind of record stays in the log, so that the log is bounded by what lives and not by time.
 
-Of an uninterrupted run of one job's steps the state keeps only what the first ones and the last ones say: that the job
-works again, where it stands, and how fast it was (`model.fold`). The log without the others folds to the same state.
+What the state is made of is in the newest bases (`Store.save_base`): no start needs a record that is older than both of
+them. So what is here says only how long people can read a record, and what a start has to fold again.
 
-Of a job that ended long ago and that the state has forgotten only what was asked of Slurm, decided about nodes, or
-is summed up counts any more. The rest (`OF_THE_ENDED`) goes. Of what agents said of nodes (`OF_NODES`) that long ago
-only what the state still holds of each node counts.
+Steps are nearly all of a quiet log. Of an uninterrupted run of one job's steps the state keeps only what the first
+ones and the last ones say: that the job works again, where it stands, and how fast it was (`model.fold`). The others
+go at once; the log without them folds to the same state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log import records, savings
 from unicron_ctl.controller.log.records import Record, Step
 
 RECENT_STEPS = 9  # of one job: its speed is the median of these
-ENDED_SECONDS = 14 * 86400.0
-OF_THE_ENDED: tuple[type[Record], ...] = (
-    *(records.AgentRegistered, records.AgentConfirmed, records.AgentGone, records.AgentBack),
-    *(records.RanksReady, records.RankStart, records.StartedCold, records.ExitNoted, records.Timing),
-    *(records.FailureDetected, records.FailureVerdict, records.FailureAction, records.LeaveOut),
-    *(records.Break, records.PlanMade, records.Adopted, records.NumberUsed, records.Offer, records.OfferWithdrawn),
-    *(records.LayoutWanted, records.LayoutChosen, records.NoCopies, records.CopiesRefused),
-    *(records.Entered, records.Reform, records.Reinstated, records.StateAwaited, records.LastCopy),
-    *(records.Parted, records.Rejoined, records.Allotted, records.NewcomersWait, records.Spares, records.Silence),
-    *(Step, records.Steady, records.LedgerViolation, records.Injected, records.InjectRefused),
-    *(records.Degraded, records.DegradedOver, records.Overdue, records.Hang, records.Stacks),
-    *(records.Anomaly, records.AnomalyOver, records.JobSetAside),
-)
-"""Kinds by which nothing but their own job is decided; of faults what nodes are judged by is a day old at most."""
-OF_NODES: tuple[type[Record], ...] = (records.NodeEvent, records.NodeVerdict, records.NodeEventsDropped)
-"""Kinds of no job, which any user's agents can have written."""
+DAY = 86400.0
 KEPT_FIRST = 2
 KEPT_LAST = RECENT_STEPS + 1
 _STEP = str(Step.__struct_config__.tag)
+
+
+class Kept(NamedTuple):
+    """For how many seconds records of a kind stay. last_of_node: the last one of each node stays beyond. summed: also
+    while the sum of what is only observed has not been made of it."""
+
+    seconds: float
+    last_of_node: bool = False
+    summed: bool = False
+
+
+SHORT = Kept(DAY)
+"""Large records, which name every rank of a job, and those that come all the time."""
+LONG = Kept(14 * DAY)
+POLICIES: dict[type[Record], Kept] = {
+    # ---- plans and what belongs to them: up to a megabyte each for a large job
+    **dict.fromkeys((records.PlanMade, records.Offer, records.Adopted, records.Break, records.Reinstated), SHORT),
+    **dict.fromkeys((records.Parted, records.Rejoined, records.StateAwaited, records.LastCopy), SHORT),
+    **dict.fromkeys((records.Allotted, records.Spares, records.NewcomersWait, records.Stacks, records.Hang), SHORT),
+    records.Entered: SHORT._replace(summed=True),
+    # ---- what comes all the time
+    **dict.fromkeys((Step, records.Steady, records.Timing, records.RanksReady, records.RankStart), SHORT),
+    **dict.fromkeys((records.ExitNoted, records.StartedCold, records.LedgerViolation, records.BadMessage), SHORT),
+    **dict.fromkeys((records.RegistrationRefused, records.AdmissionWaits, records.NodeEventsDropped), SHORT),
+    **dict.fromkeys((records.Silence, records.TakeDeferred, records.TakeWithheld, records.InjectRefused), SHORT),
+    records.NodeHealth: SHORT._replace(last_of_node=True),
+    # ---- what people ask for later: jobs, failures, nodes, what was asked of Slurm
+    **dict.fromkeys((records.JobRegistered, records.JobConfirmed, records.JobSetAside), LONG),
+    **dict.fromkeys((records.AgentRegistered, records.AgentConfirmed, records.AgentGone, records.AgentBack), LONG),
+    **dict.fromkeys((records.FailureDetected, records.FailureVerdict, records.FailureAction), LONG),
+    **dict.fromkeys((records.LeaveOut, records.ActionFailed, records.NumberUsed, records.OfferWithdrawn), LONG),
+    **dict.fromkeys((records.Reform, records.LayoutWanted, records.LayoutChosen), LONG),
+    **dict.fromkeys((records.NoCopies, records.CopiesRefused, records.Injected), LONG),
+    **dict.fromkeys((records.Degraded, records.DegradedOver, records.Overdue), LONG),
+    **dict.fromkeys((records.Anomaly, records.AnomalyOver), LONG),
+    **dict.fromkeys((records.SlurmAction, records.SlurmDone, records.SlurmFailed, records.SlurmBack), LONG),
+    **dict.fromkeys((records.HeldAgain, records.Unpinned, records.Replanned), LONG),
+    **dict.fromkeys((records.Alone, records.HeardAgain, records.MostSilent, records.MostHeard), LONG),
+    **dict.fromkeys((records.NodeLost, records.NodeResumed, records.Isolated, records.IsolationWithheld), LONG),
+    **dict.fromkeys((records.Avoided, records.NodeEvent, records.NodeVerdict, records.SlurmdReached), LONG),
+    **dict.fromkeys((records.Started, records.Configured, records.ObservedWeek), LONG),
+    **dict.fromkeys((records.JobEnded, records.Observed), LONG._replace(summed=True)),
+}
+"""Of every kind that can be written; `savings.KINDS` are summed."""
+assert {kind for kind, kept in POLICIES.items() if kept.summed} == set(savings.KINDS)
 
 
 def redundant(events: Iterable[tuple[int, str, str]]) -> list[int]:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from detector.escalation import History
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event, ObservedWeek
+from unicron_ctl.controller.log.records import ObservedWeek
 from unicron_ctl.controller.model.job import JobState
 from unicron_ctl.controller.model.node import NodeState
 
@@ -116,10 +115,3 @@ class ClusterState:
     def node(self, name: str) -> NodeState:
         """What is known of a node; reading adds nothing."""
         return self.nodes.get(name) or NodeState()
-
-    def remembers(self, event: Event) -> bool:
-        """Whether the last words of a node are made of this event."""
-        record = event.record
-        if isinstance(record, records.NodeEvent):
-            return record.mark in self.node(record.node).heard
-        return isinstance(record, records.NodeVerdict) and self.node(record.node).event(record.event) is not None

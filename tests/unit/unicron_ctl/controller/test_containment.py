@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import enum
-import io
-import pickle
+import json
 import sqlite3
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.training import events
@@ -20,11 +21,12 @@ from unicron_ctl.controller.job.machine import Action
 from unicron_ctl.controller.judge import failures
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.log.store import TOLD_EVERY, Store, StoreError
+from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.finding import What
 from unicron_ctl.controller.model.fold import fold, replay
 from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.snapshot import SAVED, STATE_FORMAT, freeze, read_state
+from unicron_ctl.controller.snapshot import SAVED, STATE_FORMAT, freeze, read_state, thaw
 from unicron_ctl.protocol import wire
 
 BROKEN = "this decider is broken"
@@ -194,22 +196,37 @@ def test_a_snapshot_and_a_whole_replay_give_the_same_state(tmp_path: Path) -> No
     assert read_state(store) == world.core.state
 
 
-class Classes(pickle.Unpickler):
-    """Notes which classes a pickle is made of."""
+def classes(value: Any, found: set[type]) -> set[type]:
+    """The dataclasses, structs and named tuples that a value is made of."""
+    kind = type(value)
+    if is_dataclass(kind) or issubclass(kind, msgspec.Struct) or hasattr(kind, "_fields"):
+        found.add(kind)
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    elif is_dataclass(kind):
+        value = [getattr(value, field.name) for field in fields(kind)]
+    elif issubclass(kind, msgspec.Struct):
+        value = [getattr(value, name) for name in kind.__struct_fields__]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        for part in value:
+            classes(part, found)
+    return found
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.met: set[type] = set()
 
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if isinstance(found, type) and not issubclass(found, enum.Enum) and module.startswith(("unicron", "detector")):
-            self.met.add(found)
-        return found
+def test_while_the_log_is_read_somebody_is_told(tmp_path: Path) -> None:
+    """systemd ends a start that says nothing for long."""
+    world = disturbed()
+    world.log += [Event(len(world.log) + n, world.now, "", 0, records.Alone()) for n in range(1, 2 * TOLD_EVERY)]
+    calls = list[int]()
+    store = stored(tmp_path, world)
+    store.thin(0, lambda: calls.append(1))
+    assert len(calls) >= 3
+    read_state(store, lambda: calls.append(2))
+    assert calls.count(2) >= 3
 
 
-def test_the_fields_of_all_that_a_snapshot_holds_are_compared(tmp_path: Path) -> None:
-    """A struct pickles by position: of another release, with a field more, it would be read as something else."""
+def test_the_fields_of_all_that_a_state_holds_are_compared() -> None:
+    """Of another release, with other fields, a snapshot would be read as something else."""
     world = disturbed()
     state = world.core.state
     said = records.NodeEvent(
@@ -217,27 +234,60 @@ def test_the_fields_of_all_that_a_snapshot_holds_are_compared(tmp_path: Path) ->
         scope="none", rule="r", action="report",
     )  # fmt: skip
     fold(state, Event(state.last_event + 1, world.now, "", 0, said))
-    reader = Classes(freeze(state))
-    assert reader.load()[1] == state
-    assert {records.NodeEvent, wire.Plan, JobState} <= reader.met <= set(SAVED)
-    assert STATE_FORMAT["Plan"] == list(wire.Plan.__struct_fields__)
+    again = thaw(freeze(state), state.last_event)
+    assert again == state and repr(again) == repr(state)
+    assert {records.NodeEvent, wire.Plan, JobState} <= classes(state, set()) <= set(SAVED)
+    assert json.loads(STATE_FORMAT)["Plan"] == list(wire.Plan.__struct_fields__)
+
+
+def of_another_release(state: ClusterState) -> bytes:
+    """The bytes of a release in which a node had a field more, and lacked one that has a default."""
+    form, plain = msgspec.msgpack.decode(freeze(state), type=tuple[str, Any])
+    for node in plain["nodes"].values():
+        node["colour"] = "red"
+        del node["suspicion"]
+    return msgspec.msgpack.encode((form.replace("suspicion", "colour"), plain))
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise", "other fields", "another event", "no state"])
 def test_a_damaged_snapshot_is_ignored(tmp_path: Path, damage: str) -> None:
     world = disturbed()
     store, state = stored(tmp_path, world), world.core.state
-    good, form = freeze(state), pickle.loads(freeze(state))[0]
+    good = freeze(state)
     other = replay(world.log[:-3])
     bad = {
         "cut": good[: len(good) // 2],
         "noise": b"\x80\x05 this is none",
-        "other fields": pickle.dumps((form | {"JobState": ["of", "another", "release"]}, other)),
+        "other fields": of_another_release(state),
         "another event": freeze(other),
-        "no state": pickle.dumps((form, "what?")),
+        "no state": msgspec.msgpack.encode((STATE_FORMAT, "what?")),
     }[damage]
     store.save_snapshot(state.last_event, bad)
     assert read_state(store) == state
+
+
+@pytest.mark.parametrize("damage", ["none", "other fields", "no snapshot", "newest base cut"])
+def test_a_log_that_lost_its_beginning_folds_to_the_same_state(tmp_path: Path, damage: str) -> None:
+    world = disturbed()
+    store, state = stored(tmp_path, world), world.core.state
+    half, most = (replay(world.log[:n]) for n in (len(world.log) // 2, len(world.log) - 3))
+    change = of_another_release if damage == "other fields" else freeze
+    for base in (replay(world.log[:1]), half, most):
+        store.save_base(base.last_event, change(base))
+    assert [event for event, _ in store.bases()] == [most.last_event, half.last_event]
+    store.save_snapshot(state.last_event, change(state))
+    assert sum(store.forget(world.now + 30 * 86400.0, state.last_event)) == half.last_event
+    assert [event.id for event in store.replay()] == list(range(half.last_event + 1, state.last_event + 1))
+    if damage == "no snapshot":
+        store._db.execute("DELETE FROM snapshot")
+    if damage == "newest base cut":
+        store._db.execute("DELETE FROM snapshot")
+        store._db.execute("UPDATE base SET state = substr(state, 1, 99) WHERE event = ?", (most.last_event,))
+    assert read_state(store) == state
+    store._db.execute("DELETE FROM snapshot")
+    store._db.execute("UPDATE base SET state = x'00'")
+    with pytest.raises(StoreError, match=r"the state that it begins with cannot be read .*: go back to the release"):
+        read_state(store)
 
 
 def test_a_damaged_record_in_the_log_costs_its_own_job_only(tmp_path: Path) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from detector.escalation import Recent
+from benchmarks.log_growth.year import Year
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.log import records, store
+from unicron_ctl.controller.log import records, savings, store
 from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.log.store import Store
-from unicron_ctl.controller.log.thinning import OF_THE_ENDED
-from unicron_ctl.controller.model import cluster_rules, fold
+from unicron_ctl.controller.log.thinning import DAY, POLICIES
 from unicron_ctl.controller.model.cluster import ClusterState
-from unicron_ctl.controller.model.node import MARKS_KEPT, NODE_EVENTS_KEPT
+from unicron_ctl.controller.snapshot import read_state
 from unicron_ctl.protocol import wire
 
 LINE = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4242, name=python, Ch 00000010, intr 00000000. MMU Fault"
@@ -46,92 +44,90 @@ def live(world: World, job: str) -> None:
     world.run(1.0)
 
 
-def without_faults(state: ClusterState) -> str:
-    """Faults of nodes count for a day: of those that are older none is read."""
-    state.history.by_node.clear()
-    state.history.recent = Recent()
-    return repr(state)
+def state_of(log: Store, state: ClusterState) -> None:
+    """Two bases, as they are made before anything goes."""
+    log.save_base(state.last_event - 1, b"older")
+    log.save_base(state.last_event, b"newer")
 
 
-def test_the_log_without_what_is_old_of_ended_jobs_folds_to_the_same_state(
+def test_every_kind_says_how_long_it_stays() -> None:
+    """Defect: a kind that nobody had thought of stayed for ever: node_health alone made 4.6 GB a year."""
+    assert set(POLICIES) == set(records.KINDS.values()) - {records.Unreadable}
+    assert {kind for kind, kept in POLICIES.items() if kept.summed} == set(savings.KINDS)
+    assert max(kept.seconds for kept in POLICIES.values()) == 14 * DAY
+
+
+def test_whatever_happened_goes_with_time_and_nothing_after_the_older_base(tmp_path: Path) -> None:
+    """Defect: what was asked of Slurm, observed, or decided about nodes, never went."""
+    world = World(FakeSlurm(6))
+    for job in ("1", "2"):
+        live(world, job)
+    log, state = Store(tmp_path / "events.sqlite"), world.core.state
+    log.append(world.log)
+    late = world.now + 15 * DAY
+    assert not sum(log.forget(late, state.last_event)), "without bases the log is all that there is"
+    log.save_base(state.last_event, b"one")
+    assert not sum(log.forget(late, state.last_event)), "if that one is damaged the log is all that there is"
+    state_of(log, state)
+    assert not sum(log.forget(world.log[0].time, state.last_event)), "nothing is old"
+    kinds = {event.kind for event in log.replay()}
+    assert sum(log.forget(world.now + 2 * DAY, 0)) > 0
+    left = {event.kind for event in log.replay()}
+    assert {"plan", "entered", "step"} <= kinds and not {"plan", "step"} & left
+    assert {"failure_detected", "entered"} <= left, "of what is observed no sum has been made since"
+    newest = max(event.id for event in world.log)
+    assert sum(log.forget(late, 0))
+    assert {e.kind for e in log.replay() if e.id < newest} == {"entered", "job_ended"}, "likewise"
+    assert sum(log.forget(late, newest))
+    assert [event.id for event in log.replay()] == [newest], "it came after the older base"
+    log.close()
+
+
+def test_the_last_health_of_each_node_stays(tmp_path: Path) -> None:
+    log = Store(tmp_path / "events.sqlite")
+    health = [records.NodeHealth(node=f"n{n % 3}", source="i", verdict="good", checked_at=n) for n in range(3000)]
+    log.append([Event(n + 1, float(n), "", 0, record) for n, record in enumerate(health)])
+    log.append([Event(3001, 3000.0, "", 0, STEADY), Event(3002, 3000.0, "", 0, STEADY)])
+    for base in (3001, 3002):
+        log.save_base(base, b"state")
+    pieces = list(log.forget(30 * DAY, 0))
+    assert len(pieces) >= 3 and max(pieces) <= store.FORGET_RECORDS
+    assert [event.record.node for event in log.replay() if event.id < 3001] == ["n0", "n1", "n2"]
+    log.close()
+
+
+def test_beyond_its_largest_size_the_oldest_go_and_the_disk_gets_the_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Defect: nothing but steps ever went."""
-    monkeypatch.setattr(cluster_rules, "ENDED_KEPT", 1)
-    monkeypatch.setattr(store, "FORGET_RECORDS", 7)
-    world = World(FakeSlurm(6))
-    for job in ("1", "2", "3"):
-        live(world, job)
-    assert set(world.core.state.jobs) == {"3"}
+    monkeypatch.setattr(store, "LARGEST_BYTES", 4 << 20)
+    monkeypatch.setattr(store, "FREE_BYTES", 1 << 20)
     log = Store(tmp_path / "events.sqlite")
-    log.append(world.log)
-    state = world.core.state
-    assert not sum(log.forget(state.jobs, state.remembers, world.log[0].time)), "they have not ended before that time"
-    pieces = len(list(log.forget(state.jobs, state.remembers, world.now + 1.0)))
-    kept = list(log.replay())
-    kinds = {event.kind for event in kept if event.job in ("1", "2")}
-    assert pieces > 3 and len(kept) < len(world.log) / 2 and {"job_registered", "job_ended"} <= kinds
-    assert not kinds & {"plan", "failure_detected", "step", "agent_registered"}
-    assert [e for e in kept if e.job in ("", "3")] == [e for e in world.log if e.job in ("", "3")]
-    assert without_faults(fold.replay(kept)) == without_faults(fold.replay(world.log))
-    log.close()
-
-
-def test_nothing_goes_that_nodes_or_the_plan_are_decided_by() -> None:
-    forgotten_with_the_job = {records.AgentRegistered, records.Step, records.Steady, records.FailureDetected}
-    assert not set(OF_THE_ENDED) & set(fold._NODE)
-    assert set(OF_THE_ENDED) & set(fold._CLUSTER) == forgotten_with_the_job
-
-
-def work_of(log: Store, *what: Any) -> int:
-    """Steps of SQLite's machine, in hundreds, in which all goes that may."""
-    work = list[int]()
-    log._db.set_progress_handler(lambda: work.append(1), 100)
-    for _ in log.forget(*what):
+    large = records.Steady(reason="x" * 10_000)
+    for first in range(1, 2001, 100):
+        log.append([Event(n, 1e9, "1", 1, large) for n in range(first, first + 100)])
+    for base in (1900, 2000):
+        log.save_base(base, b"state")
+    log._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    before = log.path.stat().st_size
+    for _ in log.forget(1e9 + 60.0, 2000):
         pass
-    return len(work)
-
-
-def test_a_job_that_was_emptied_is_not_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Defect: each piece asked for every job that ever ended: 2.7 s with 100,000 of them."""
-    monkeypatch.setattr(store, "FORGET_RECORDS", 50)
-    log = Store(tmp_path / "events.sqlite")
-    ends = [Event(n, float(n), str(n), 1, records.JobEnded(code=0)) for n in range(1, 1001)]
-    log.append(ends)
-    known = {"990"}
-    pieces = log.forget(known, lambda event: False, 995.0)
-    assert [next(pieces) for _ in range(3)] == [0, 0, 0] and log._forgotten == 0, "so many are looked at in one piece"
-    whole = work_of(log, known, lambda event: False, 995.0)
-    assert whole > 100 and work_of(log, known, lambda event: False, 995.0) < whole / 20
-    log.append([Event(1001, 980.0, "990", 1, STEADY), Event(1002, 980.0, "997", 1, STEADY)])
-    assert sum(log.forget(set(), lambda event: False, 2000.0)) == 2, "those that had to wait were not passed over"
+    log._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert before > 16 << 20 and log.path.stat().st_size < 6 << 20
+    assert [event.id for event in log.replay()][-1] == 2000 and log._bytes() <= 4 << 20
     log.close()
 
 
-def test_what_agents_said_of_nodes_goes_but_what_the_state_holds(tmp_path: Path) -> None:
-    """Defect: it is of no job, so nothing of it ever went: 0.43 GB a day of one user."""
-    said = [
-        records.NodeEvent(
-            **{"node": f"n{n % 2}", "source": "kernel", "text": str(n), "code": "", "count": 1, "at": 0.0, "pid": None},
-            **{"mark": f"a:{n}", "cause": "xid", "severity": 1, "scope": "node", "rule": "", "action": "wait"},
-        )
-        for n in range(1000)
-    ]
-    told = list[records.Record]()
-    for number, one in enumerate(said):
-        told += [one, records.NodeVerdict(node=one.node, event=3 * number + 1, action="report")]
-        told.append(records.NodeEventsDropped(node=one.node, of_job="1"))
-    told.append(records.NodeHealth(node="n0", source="checks", verdict="bad", checked_at=1.0))
-    told.append(records.SlurmAction(action="drain", element=-1, node="n0", slurm_reason="bad"))
-    events = [Event(n, float(n), "", 0, record) for n, record in enumerate(told, 1)]
-    log, state = Store(tmp_path / "events.sqlite"), fold.replay(events)
-    log.append(events)
-    assert not sum(log.forget(state.jobs, state.remembers, 1.0)), "nothing is that old"
-    pieces = list(log.forget(state.jobs, state.remembers, 1e6))
-    assert len(pieces) >= 3 and max(pieces) <= store.FORGET_RECORDS
-    kept = list(log.replay())
-    assert Counter(event.kind for event in kept) == {
-        **{"node_event": 2 * MARKS_KEPT, "node_verdict": 2 * NODE_EVENTS_KEPT, "node_health": 1, "slurm_action": 1}
-    }
-    assert repr(fold.replay(kept)) == repr(state)
-    log.close()
+def test_months_of_a_small_cluster_stay_small_and_start_from_a_base(tmp_path: Path) -> None:
+    """16 nodes that report every hour, a job that is broken off every third day, and others that come and go."""
+    year = Year(tmp_path, nodes=16, ranks=2)
+    for _ in range(16):
+        year.day()
+    early = year.bytes()
+    for _ in range(8):
+        year.day()
+    assert year.bytes() < 1.3 * early and year.bytes() < 8 << 20
+    year.store._db.execute("DELETE FROM snapshot")
+    assert read_state(year.store) == year.state
+    kept = Counter(event.kind for event in year.store.replay())
+    assert 16 <= kept["node_health"] <= 16 * 24 * 2
+    year.store.close()

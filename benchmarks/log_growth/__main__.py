@@ -1,0 +1,66 @@
+"""``python -m benchmarks.log_growth [--days N] [--nodes N]``: the log's file month by month, and a start on it, also
+without a snapshot. Each day takes some 5 s of a core, and after two weeks one is as the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.log_growth.year import Year
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.snapshot import read_state
+
+MONTH = 30
+LARGEST, LONGEST = 200.0, 5.0  # MB, and seconds of a start
+
+
+def main() -> int:
+    """Prints the figures and their marks; 1 where one was missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--days", type=int, default=365)
+    parser.add_argument("--nodes", type=int, default=2048)
+    parser.add_argument("--ranks", type=int, default=8, help="of a node")
+    given = parser.parse_args()
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        year = Year(Path(folder), given.nodes, given.ranks)
+        largest = 0.0
+        while year.days < given.days:
+            year.day()
+            size = year.bytes() / 1e6
+            largest = max(largest, size)
+            if year.days % MONTH == 0:
+                print(f"day {year.days}: {year.state.last_event:,} events so far, {size:.0f} MB", flush=True)
+        state = year.state
+        missed += line(f"log of {given.nodes:,} nodes, {given.days} days, at most", largest, "MB", LARGEST)
+        missed += line("start from its snapshot", start(year.store, state), "s", LONGEST)
+        year.store._db.execute("DELETE FROM snapshot")
+        missed += line("start after a change of the state's format", start(year.store, state), "s", LONGEST)
+    return 1 if missed else 0
+
+
+def start(store: Store, state: object) -> float:
+    """Seconds until the state is there, as `Server` reads it; it is checked."""
+    began = time.perf_counter()
+    saved = store.snapshot()
+    store.thin(saved[0] if saved else 0)
+    found = read_state(store)
+    seconds = time.perf_counter() - began
+    assert found == state, "the log folds to another state"
+    return seconds
+
+
+def line(what: str, value: float, unit: str, mark: float) -> bool:
+    """Prints one figure; whether it missed its mark."""
+    print(
+        f"{what:<60}{value:>10.3g} {unit:<4} asked: <= {mark:g} {unit}{'' if value <= mark else '   MISSED'}",
+        flush=True,
+    )
+    return value > mark
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

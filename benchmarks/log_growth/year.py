@@ -1,0 +1,150 @@
+"""A year of a cluster in the controller's log, day by day, with what the controller does to keep the log small.
+
+One job has all nodes, and fails as the nodes' MTBF gives; small jobs come and go; all nodes report their health every
+hour, and the plan is made anew at each failure. Everything is folded and stored as the controller does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from benchmarks.scale.history import DAY, Month, failures
+from unicron_ctl.agreement import resume
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Record
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.fold import fold
+from unicron_ctl.controller.server import FORGET_AGAIN_SECONDS, THIN_EVERY
+from unicron_ctl.controller.snapshot import freeze
+from unicron_ctl.protocol.wire import Plan, Settings
+
+JOB = "1"
+EPOCH = 1.7e9
+SMALL_JOBS = 20  # a day
+OK = "8 GPUs answer; 2063 GB; ib0, ib1 up; 512000 MB free; kept by a time service"
+WHY = "stays on 64 nodes (25.6 PFLOP/s): no other plan gains more than its transition costs; ann has 64 of 2048 nodes"
+
+
+class QuickStore(Store):
+    """Waits for no disk: a year has hundreds of thousands of commits that would."""
+
+    def _transaction(self, lasting: bool = False) -> AbstractContextManager[None]:
+        return super()._transaction(False)
+
+
+class Year:
+    """The log after as many days as `day` was called."""
+
+    def __init__(self, folder: Path, nodes: int, ranks: int, seed: int = 0) -> None:
+        self.nodes, self.ranks, self.seed, self.days = nodes, ranks, seed, 0
+        self.store = QuickStore(folder / "events.sqlite")
+        self._log(EPOCH, JOB, _beginning(nodes, ranks))
+        self.month = Month(self.store, nodes, ranks)
+        self.month.start = EPOCH
+        self._thinned = self.state.last_event
+
+    @property
+    def state(self):
+        """What the log folds to."""
+        return self.month.state
+
+    def bytes(self) -> int:
+        """Of the files on the disk."""
+        self.store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return sum(path.stat().st_size for path in self.store.path.parent.glob("events.sqlite*"))
+
+    def day(self) -> None:
+        """One more day happens."""
+        begin = EPOCH + self.days * DAY
+        for failure in failures(self.nodes, self.ranks, 1.0, self.seed + self.days):
+            self.month.start = begin
+            self.month.fail(failure, self.ranks)
+            self._log(begin + failure.at, JOB, self._aftermath(failure.element))
+        for number in range(SMALL_JOBS):
+            job = f"{self.days + 2}{number:02}"
+            self._log(begin + number * DAY / SMALL_JOBS, job, self._small_job())
+        for hour in range(24):
+            self._log(begin + hour * 3600.0, "", self._reports(begin + hour * 3600.0))
+        self.days += 1
+        for part in range(1, round(DAY / FORGET_AGAIN_SECONDS) + 1):
+            self._housekeeping(begin + part * FORGET_AGAIN_SECONDS)
+
+    def _housekeeping(self, now: float) -> None:
+        """As `Server.flush` does it."""
+        if self.state.last_event - self._thinned >= THIN_EVERY:
+            self.store.thin(self._thinned)
+            self._thinned = self.state.last_event
+        self.store.save_base(self.state.last_event, freeze(self.state))
+        for _ in self.store.forget(now, self.state.last_event):
+            pass
+        self.store.save_snapshot(self.state.last_event, freeze(self.state))
+
+    def _log(self, at: float, job: str, story: Iterator[Record]) -> None:
+        state = self.state if hasattr(self, "month") else None
+        events, number = [], state.last_event if state else 0
+        for record in story:
+            number += 1
+            event = records.Event(number, at, job, 0, record)
+            if state:
+                fold(state, event)
+            events.append(event)
+        self.store.append(events)
+
+    def _reports(self, at: float) -> Iterator[Record]:
+        for node in range(self.nodes):
+            yield records.NodeHealth(node=f"n{node}", source="interval", verdict="good", checked_at=at, reason=OK)
+
+    def _aftermath(self, element: int) -> Iterator[Record]:
+        """What is asked of Slurm, and the plan."""
+        node = f"n{element}"
+        yield records.NodeLost(node=node, element=element, reason="silent, and Slurm has it down")
+        yield records.SlurmAction(action="requeue", element=element, node=node, slurm_reason="unicron: lost")
+        yield records.SlurmDone(action="requeue", element=element, node=node)
+        yield records.Observed(would=f"down {node}", action="down", node=node, element=element)
+        reasons = {str(job): WHY for job in range(20)}
+        yield records.Replanned(
+            assignment=dict.fromkeys(reasons, 64),
+            reasons=reasons,
+            objective=1e20,
+            waf=1e18,
+            inputs=WHY * 10,
+            trigger=WHY * 20,
+            spares=0,
+            looked_up=True,
+        )
+
+    def _small_job(self) -> Iterator[Record]:
+        yield from _beginning(8, 8)
+        yield records.JobEnded(code=0, reason="all ranks have finished")
+
+
+def _beginning(nodes: int, ranks: int) -> Iterator[Record]:
+    """A job's start: its agents register, its ranks get ready, and all enter the first generation."""
+    yield records.JobRegistered(
+        settings=Settings(name="pretrain", user="ann", max_nodes=nodes, ranks_per_node=ranks), reason="its first agent"
+    )
+    slots = range(nodes * ranks)
+    agents = [f"{number:032x}" for number in range(nodes)]
+    own = [list(slots[number * ranks : (number + 1) * ranks]) for number in range(nodes)]
+    for number, agent in enumerate(agents):
+        address = f"tcp://n{number}:40000"
+        yield records.AgentRegistered(
+            element=number, agent=agent, node=f"n{number}", address=address, slots=own[number]
+        )
+        yield records.RanksReady(agent=agent, incarnations=dict.fromkeys(own[number], 1))
+    plan = Plan(
+        generation=1,
+        members=list(slots),
+        store="n0:29500",
+        prefix="g1",
+        assignment=resume.deal(slots, list(slots)),
+    )
+    crews = [records.Crew(agent, mine, [1] * ranks) for agent, mine in zip(agents, own, strict=True)]
+    yield records.PlanMade(plan=plan, crews=crews, reason="all are ready")
+    yield records.Entered(members=list(slots))
+    yield records.Step(
+        iteration=0, loss=1.0, seconds=1.0, ranks=len(slots), nodes=nodes, flops=1e15, train_iterations=10**9,
+        micro_batches=len(slots), computed=len(slots),
+    )  # fmt: skip
