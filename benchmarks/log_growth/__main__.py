@@ -32,23 +32,25 @@ def main() -> int:
             year.day()
             size = year.bytes() / 1e6
             largest = max(largest, size)
-            if year.days % MONTH == 0:
+            if year.days in (1, 2, 7, 14) or year.days % MONTH == 0:
                 print(f"day {year.days}: {year.state.last_event:,} events so far, {size:.0f} MB", flush=True)
-        state = year.state
+        year.part()  # a start just before the next base has most to read
+        state, largest = year.state, max(largest, year.bytes() / 1e6)
         missed += line(f"log of {given.nodes:,} nodes, {given.days} days, at most", largest, "MB", LARGEST)
-        missed += line("start from its snapshot", start(year.store, state), "s", LONGEST)
         year.store._db.execute("DELETE FROM snapshot")
         missed += line("start after a change of the state's format", start(year.store, state), "s", LONGEST)
+        year.store._db.execute("DELETE FROM base WHERE event = (SELECT max(event) FROM base)")
+        missed += line("start where the newer base is damaged as well", start(year.store, state), "s", LONGEST)
     return 1 if missed else 0
 
 
 def start(store: Store, state: object) -> float:
-    """Seconds until the state is there, as `Server` reads it; it is checked."""
-    began = time.perf_counter()
+    """Seconds of a core until the state is there, as `Server` reads it; it is checked."""
+    began = time.process_time()
     saved = store.snapshot()
     store.thin(saved[0] if saved else 0)
     found = read_state(store)
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     assert found == state, "the log folds to another state"
     return seconds
 

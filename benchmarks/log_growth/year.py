@@ -22,6 +22,7 @@ from unicron_ctl.protocol.wire import Plan, Settings
 
 JOB = "1"
 EPOCH = 1.7e9
+PARTS = round(DAY / FORGET_AGAIN_SECONDS)  # of a day, at whose ends a base is made
 SMALL_JOBS = 20  # a day
 OK = "8 GPUs answer; 2063 GB; ib0, ib1 up; 512000 MB free; kept by a time service"
 WHY = "stays on 64 nodes (25.6 PFLOP/s): no other plan gains more than its transition costs; ann has 64 of 2048 nodes"
@@ -38,7 +39,7 @@ class Year:
     """The log after as many days as `day` was called."""
 
     def __init__(self, folder: Path, nodes: int, ranks: int, seed: int = 0) -> None:
-        self.nodes, self.ranks, self.seed, self.days = nodes, ranks, seed, 0
+        self.nodes, self.ranks, self.seed, self.parts = nodes, ranks, seed, 0
         self.store = QuickStore(folder / "events.sqlite")
         self._log(EPOCH, JOB, _beginning(nodes, ranks))
         self.month = Month(self.store, nodes, ranks)
@@ -57,27 +58,41 @@ class Year:
 
     def day(self) -> None:
         """One more day happens."""
-        begin = EPOCH + self.days * DAY
-        for failure in failures(self.nodes, self.ranks, 1.0, self.seed + self.days):
-            self.month.start = begin
+        for _ in range(PARTS):
+            self.part()
+            self._housekeeping()
+
+    def part(self) -> None:
+        """What happens between two bases."""
+        begin, length = self.now, DAY / PARTS
+        self.month.start = begin
+        for failure in failures(self.nodes, self.ranks, 1.0 / PARTS, self.seed + self.parts):
             self.month.fail(failure, self.ranks)
             self._log(begin + failure.at, JOB, self._aftermath(failure.element))
-        for number in range(SMALL_JOBS):
-            job = f"{self.days + 2}{number:02}"
-            self._log(begin + number * DAY / SMALL_JOBS, job, self._small_job())
-        for hour in range(24):
-            self._log(begin + hour * 3600.0, "", self._reports(begin + hour * 3600.0))
-        self.days += 1
-        for part in range(1, round(DAY / FORGET_AGAIN_SECONDS) + 1):
-            self._housekeeping(begin + part * FORGET_AGAIN_SECONDS)
+        for number in range(SMALL_JOBS // PARTS):
+            job = f"{self.parts + 2}{number:02}"
+            self._log(begin + number * length / SMALL_JOBS, job, self._small_job())
+        for at in range(0, round(length), 3600):
+            self._log(begin + at, "", self._reports(begin + at))
+        self.parts += 1
 
-    def _housekeeping(self, now: float) -> None:
+    @property
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        return EPOCH + self.parts * DAY / PARTS
+
+    @property
+    def days(self) -> int:
+        """That have passed."""
+        return self.parts // PARTS
+
+    def _housekeeping(self) -> None:
         """As `Server.flush` does it."""
         if self.state.last_event - self._thinned >= THIN_EVERY:
             self.store.thin(self._thinned)
             self._thinned = self.state.last_event
         self.store.save_base(self.state.last_event, freeze(self.state))
-        for _ in self.store.forget(now, self.state.last_event):
+        for _ in self.store.forget(self.now, self.state.last_event):
             pass
         self.store.save_snapshot(self.state.last_event, freeze(self.state))
 
