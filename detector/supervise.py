@@ -53,8 +53,10 @@ def reap_orphans(known: Collection[int]) -> None:
 
 
 def _shown(line: bytes) -> bytes:
-    """What a terminal would show of the line: what is behind its last carriage return, the end of a long one."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2][-LINE_BYTES:]
+    """What a terminal would show of the line: what is behind its last carriage return; of a long one both ends."""
+    line = line.rstrip(b"\r").rpartition(b"\r")[2]
+    half = LINE_BYTES // 2
+    return line if len(line) <= LINE_BYTES else line[:half] + line[-half:]
 
 
 class Forked:
