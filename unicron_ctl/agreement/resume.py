@@ -278,6 +278,11 @@ def _kept(positions: Mapping[int, _Position], healthy: Iterable[Sequence[int]], 
     """By head: the micro-batches of the iteration that all ranks of a healthy replica have."""
     found: dict[int, list[int]] = {}
     for replica in healthy:
+        if len(replica) == 1:  # thousands of them in a large job
+            alone = positions.get(replica[0])
+            if alone is not None and alone.iteration == iteration:
+                found[replica[0]] = list(alone.done)
+            continue
         here = [positions[slot] for slot in replica if slot in positions and positions[slot].iteration == iteration]
         if len(here) == len(replica):
             common = set(here[0].done).intersection(*(position.done for position in here[1:]))

@@ -143,7 +143,7 @@ class AgentView:
                     self.began[slot] = now
                 if rank.state in CAN_ENTER and (slot in self.began or old is None or old.state not in CAN_ENTER):
                     self._came(slot, rank.incarnation, now)
-            if rank.state in CAN_ENTER or (rank.state == "stopped" and keeps(rank)):
+            if not waits and (rank.state in CAN_ENTER or (rank.state == "stopped" and keeps(rank))):
                 waits = True
             known[slot] = rank
         self.waits, self.fresh, self.newest = waits, fresh, newest

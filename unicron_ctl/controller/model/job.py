@@ -322,7 +322,8 @@ class JobState:
 
     def agents_of(self, members: Mapping[int, Identity]) -> dict[int, str]:
         """By element."""
-        return {self.element(slot): who.agent for slot, who in members.items()}
+        per_node = max(1, self.settings.ranks_per_node)
+        return {slot // per_node: who.agent for slot, who in members.items()}
 
     def elements(self, slots: Iterable[int]) -> list[int]:
         per_node = max(1, self.settings.ranks_per_node)

@@ -67,12 +67,13 @@ class PhaseTimes:
         """One agent's ranks; times that make no sense are left out."""
         place = step.iteration % WINDOW
         for rank in step.ranks:
-            if len(rank.phases) != len(COLUMNS) or not all(0.0 <= value < 1e9 for value in rank.phases):
+            phases = rank.phases  # a sum is below a bound only where none is NaN
+            if len(phases) != len(COLUMNS) or not (0.0 <= min(phases) and sum(phases) < 1e9):
                 continue
             row = self.rows.get(rank.slot)
             if row is None:
                 row = self._add(rank.slot)
-            self.seconds[row, place] = rank.phases
+            self.seconds[row, place] = phases
             self.stamps[row, place] = step.iteration
             self.shares[row] = len(rank.micro_batches if rank.computed is None else rank.computed)
             self.newest = max(self.newest, step.iteration)
