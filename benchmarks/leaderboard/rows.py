@@ -136,13 +136,34 @@ def heads() -> list[str]:
     return ["failure", "system", "survived", *COLUMNS.values(), "remarks"]
 
 
+def rate(row: Share) -> float | None:
+    """Micro-batches a second by which the training came forward under the stream."""
+    if row.useful_share is None or not row.undisturbed:
+        return None
+    return row.useful_share * statistics.mean(row.undisturbed)
+
+
+def of_the_best(row: Share, rows: Sequence[Share]) -> float | None:
+    """The share of that rate in the best rate that any system of the same run had undisturbed: a system that is slow
+    undisturbed has a large share of its own rate, and trains no more for that."""
+    run = [one for one in rows if (one.machine, one.commit) == (row.machine, row.commit) and one.undisturbed]
+    useful = rate(row)
+    return None if useful is None else useful / max(statistics.mean(one.undisturbed) for one in run)
+
+
 def shares(rows: Sequence[Share]) -> list[list[str]]:
     """The table of the stream."""
+
+    def shown(value: float | None, digits: int = 3) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
     return [
         [
             row.system,
-            "-" if row.useful_share is None else f"{row.useful_share:.3f}",
-            "-" if row.share_of_first is None else f"{row.share_of_first:.3f}",
+            shown(rate(row), 1),
+            shown(of_the_best(row, rows)),
+            shown(row.useful_share),
+            shown(row.share_of_first),
             f"{row.minutes:g}",
             ", ".join(f"{rate:.1f}" for rate in row.undisturbed) or "-",
             "-" if row.struck is None else f"{row.struck} of {row.struck + row.missed}",
@@ -155,8 +176,8 @@ def shares(rows: Sequence[Share]) -> list[list[str]]:
     ]
 
 
-SHARE_HEADS = ["system", "useful share", "over the first spell", "minutes", "micro-batches/s undisturbed, by spells"]
-SHARE_HEADS += ["failures that struck", "begun again by hand"]
+SHARE_HEADS = ["system", "useful micro-batches/s", "of the best undisturbed rate", "of its own", "of its first spell"]
+SHARE_HEADS += ["minutes", "micro-batches/s undisturbed, by spells", "failures that struck", "begun again by hand"]
 SHARE_HEADS += [COLUMNS["loss_difference"], COLUMNS["iterations_compared"], "remarks"]
 
 

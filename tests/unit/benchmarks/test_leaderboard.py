@@ -231,7 +231,22 @@ def test_each_row_says_at_which_commit_it_was_taken() -> None:
     assert rows.taken(some) == "m; commits abc, def+"
     assert rows.taken([some[0], row("b", "hang", machine="m", commit="abc")]) == "m; commit abc"
     assert rows.taken([row("a", "hang")]) == "machine not noted; commit not noted"
-    assert [line[5] for line in rows.shares([Share("a", 0.9), Share("a", 0.9, struck=3, missed=1)])] == ["-", "3 of 4"]
+    struck = rows.SHARE_HEADS.index("failures that struck")
+    told = rows.shares([Share("a", 0.9), Share("a", 0.9, struck=3, missed=1)])
+    assert [line[struck] for line in told] == ["-", "3 of 4"]
+
+
+def test_the_stream_is_compared_in_what_was_trained_and_not_in_shares_of_each_systems_own_rate() -> None:
+    """A system that is slow undisturbed keeps a larger share of its own rate, and is behind for all that. Another run's
+    rates are no measure for it."""
+    slow = Share("slow", 0.95, undisturbed=[80.0, 80.0], machine="m", commit="c")
+    quick = Share("quick", 0.80, undisturbed=[99.0, 101.0], machine="m", commit="c")
+    other = Share("other", 0.5, undisturbed=[1000.0], machine="n", commit="c")
+    none = Share("none", None, machine="m", commit="c")
+    told = [dict(zip(rows.SHARE_HEADS, line, strict=True)) for line in rows.shares([slow, quick, other, none])]
+    assert [line["useful micro-batches/s"] for line in told] == ["76.0", "80.0", "500.0", "-"]
+    assert [line["of the best undisturbed rate"] for line in told] == ["0.760", "0.800", "0.500", "-"]
+    assert [line["of its own"] for line in told] == ["0.950", "0.800", "0.500", "-"]
 
 
 def test_all_systems_of_the_leaderboard_are_there() -> None:
