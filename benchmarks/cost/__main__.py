@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.leaderboard.ranks.core import MICRO_BATCHES
 from benchmarks.leaderboard.systems.unicron import Shipped
 from tests.support import rank_harness
 from tests.support.processes import outside_slurm
@@ -73,15 +72,17 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Module:
-    """One row of a plain module: what a micro-batch takes on a device of its own, and iterations of a block."""
+    """One row of a plain module: micro-batches of an iteration, over all ranks, what each takes on a device of its own,
+    and iterations of a block."""
 
+    micro_batches: int
     device_seconds: float
     each: int
 
 
 MODULES = {
-    "plain module, iterations of 160 ms": Module(0.025, 10),
-    "plain module, iterations of 50 ms": Module(0.003, 30),
+    "plain module, iterations of 160 ms": Module(16, 0.025, 10),
+    "plain module, iterations of 50 ms": Module(4, 0.030, 30),
 }
 PLAIN_WARM_UP = 10
 
@@ -96,19 +97,21 @@ class Quiet(Ranks):
 class Turns(threading.Thread):
     """Opens the gates of the two sets by turns, in the order a b b a; `blocks` has (seconds, processor's seconds)."""
 
-    def __init__(self, folder: Path, pairs: int):
+    def __init__(self, folder: Path, pairs: int, size: int = SIZE):
         super().__init__(daemon=True)
-        self.folder, self.pairs = folder, pairs
+        self.folder, self.pairs, self.size = folder, pairs, size
         self.blocks: dict[str, list[tuple[float, float]]] = {"healed": [], "plain": []}
         for kind in self.blocks:
-            for rank in range(SIZE):
+            for rank in range(self.size):
                 os.mkfifo(folder / f"{kind}.{rank}")
         os.mkfifo(folder / "done")
 
     def run(self) -> None:
-        gates = {kind: [open(self.folder / f"{kind}.{rank}", "wb", 0) for rank in range(SIZE)] for kind in self.blocks}
+        gates = {
+            kind: [open(self.folder / f"{kind}.{rank}", "wb", 0) for rank in range(self.size)] for kind in self.blocks
+        }
         with open(self.folder / "done") as done:
-            for _ in range(2 * SIZE):
+            for _ in range(2 * self.size):
                 done.readline()  # the warm-up
             for pair in range(self.pairs):
                 kinds = ("healed", "plain") if pair % 2 == 0 else ("plain", "healed")
@@ -118,7 +121,7 @@ class Turns(threading.Thread):
     def _block(self, gates: list[Any], done: IO[str]) -> tuple[float, float]:
         for gate in gates:
             gate.write(b"x")
-        ends = [json.loads(done.readline()) for _ in range(SIZE)]
+        ends = [json.loads(done.readline()) for _ in range(self.size)]
         return max(end[2] for end in ends), sum(end[3] for end in ends)
 
 
@@ -131,8 +134,9 @@ def run(layout: Layout, model: dict[str, str], pairs: int, each: int) -> dict[st
         common = {**model, **layout.settings, "TINY_LAYOUT": layout.shape, "TINY_SAVE": "0"}
         common |= {"COST_FOLDER": name, "COST_BLOCKS": str(pairs), "COST_EACH": str(each)}
         common |= {"COST_WARM_UP": str(WARM_UP), "TINY_SCRIPT": str(SCRIPT)}
+        shared = port()
         plain = [
-            Script(SCRIPT, environment=_plain(common, name, rank, port)) for port in [_port()] for rank in range(SIZE)
+            Script(SCRIPT, environment=plain_environment(common, folder, rank, SIZE, shared)) for rank in range(SIZE)
         ]
         ranks = Quiet(folder, SIZE, [], fork=True, replica=layout.replica, **common)
         ranks.drive()
@@ -151,9 +155,10 @@ def run_module(module: Module, pairs: int) -> dict[str, list[tuple[float, float]
         turns.start()
         common = {"COST_FOLDER": name, "COST_BLOCKS": str(pairs), "COST_EACH": str(module.each)}
         common |= {"COST_WARM_UP": str(PLAIN_WARM_UP), "LEADERBOARD_DEVICE_SECONDS": str(module.device_seconds)}
+        common["LEADERBOARD_MICRO_BATCHES"] = str(module.micro_batches)
+        shared = port()
         plain = [
-            Script(MODULE_SCRIPT, environment=_plain(common, name, rank, port))
-            for port in [_port()]
+            Script(MODULE_SCRIPT, environment=plain_environment(common, folder, rank, SIZE, shared))
             for rank in range(SIZE)
         ]
         (folder / "unicron").mkdir()
@@ -178,15 +183,16 @@ def shared_memory() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _port() -> int:
+def port() -> int:
+    """One that is free."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 
 
-def _plain(common: dict[str, str], folder: str, rank: int, port: int) -> dict[str, str]:
+def plain_environment(common: dict[str, str], folder: Path, rank: int, size: int, port: int) -> dict[str, str]:
     """What torchrun gives a rank."""
-    world = {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    out = Path(folder) / f"out.{rank}"
+    world = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    out = folder / f"out.{rank}"
     out.mkdir()
     return outside_slurm() | common | world | {"TINY_OUT": str(out), "COST_RANK": str(rank), "OMP_NUM_THREADS": "1"}
 
@@ -229,7 +235,7 @@ def main() -> int:
     results, marks = [], []
     for name in options.only or [*LAYOUTS, *MODULES]:
         if name in MODULES:
-            ratio, result = row(name, MICRO_BATCHES, run_module(MODULES[name], options.pairs))
+            ratio, result = row(name, MODULES[name].micro_batches, run_module(MODULES[name], options.pairs))
             results.append(result)
             marks.append((f"iteration with Unicron / plain, {name}", ratio))
             continue

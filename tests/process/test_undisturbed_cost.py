@@ -1,0 +1,50 @@
+"""What an undisturbed iteration of a plain module takes under a session, beside the loop of torch's documents that
+takes turns with it: 30 iterations of each. ``benchmarks.cost`` measures the time; here stands what a busy machine cannot
+change, so that nobody adds a collective, a message or a copy unseen."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cost.__main__ import Quiet, Turns, plain_environment, port
+from tests.support.processes import ROOT
+from tests.support.warm import Script
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+SCRIPT = ROOT / "tests" / "support" / "undisturbed.py"
+RANKS, BLOCKS, EACH = 2, 3, 10
+MESSAGES = 2.0  # an iteration begins; it is stepped
+PROGRESS = 0.5  # and of mere progress what the time of a busy machine makes of it
+CPU = 1.4  # times that of the plain loop; 0.9 to 1.2 was measured, the copy to memory included
+
+
+def test_an_undisturbed_iteration_takes_two_collectives_two_messages_and_little_of_the_processor(tmp_path):
+    turns = Turns(tmp_path, BLOCKS, RANKS)
+    turns.start()
+    common = {"COST_FOLDER": str(tmp_path), "COST_BLOCKS": str(BLOCKS), "COST_EACH": str(EACH), "COST_WARM_UP": "5"}
+    common |= {"LEADERBOARD_DEVICE_SECONDS": "0", "TINY_SCRIPT": str(SCRIPT), "OMP_NUM_THREADS": "1"}
+    shared = port()
+    plain = [
+        Script(SCRIPT, environment=plain_environment(common, tmp_path, rank, RANKS, shared)) for rank in range(RANKS)
+    ]
+    with tempfile.TemporaryDirectory(prefix="unicron-test-", dir="/dev/shm") as memory:
+        Quiet(tmp_path, RANKS, [], fork=True, UNICRON_MEMORY=memory, **common).drive()
+        assert list(Path(memory).glob("state-*")), "the state is copied to memory"
+    for script in plain:
+        ended = script.wait()
+        assert ended.returncode == 0, ended.stderr
+    turns.join(60.0)
+    for rank in range(RANKS):
+        healed, theirs = (json.loads((tmp_path / f"counted.{kind}.{rank}").read_text()) for kind in ("healed", "plain"))
+        assert theirs == {"all-reduce": 1.0}, "of the loss; DistributedDataParallel reduces the gradients itself"
+        assert (healed["all-reduce"], healed["exchange"]) == (1.0, 1.0), "gradients with their proof; the commit"
+        assert MESSAGES <= healed["message"] <= MESSAGES + PROGRESS
+    busy = [ours[1] / theirs[1] for ours, theirs in zip(turns.blocks["healed"], turns.blocks["plain"], strict=True)]
+    print(f"processor's time of a session's iterations over the plain loop's: {busy}")
+    assert statistics.median(busy) <= CPU
