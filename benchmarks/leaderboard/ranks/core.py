@@ -4,9 +4,9 @@ A micro-batch is a function of (iteration, index) alone, and each weighs the sam
 ranks there are. So the losses of any run can be laid over those of any other.
 
 Environment: LEADERBOARD_OUT folder of the notes; LEADERBOARD_NODE number of the node, or SLURMD_NODENAME;
-LEADERBOARD_CHECKPOINT file; LEADERBOARD_MICRO_BATCHES of an iteration; LEADERBOARD_DEVICE_SECONDS that a micro-batch takes on a device of its own, slept, since
-the ranks of this benchmark share cores; LEADERBOARD_COLLECTIVE_SECONDS for a collective; LEADERBOARD_ITERATIONS
-after which it ends.
+LEADERBOARD_CHECKPOINT file; LEADERBOARD_MICRO_BATCHES of an iteration; LEADERBOARD_DEVICE_SECONDS that a micro-batch
+takes on a device of its own, slept, since the ranks of this benchmark share cores; LEADERBOARD_COLLECTIVE_SECONDS for a
+collective; LEADERBOARD_ITERATIONS after which it ends.
 """
 
 from __future__ import annotations
