@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.scale import small
 
-# 1.4 times what was seen, within 8 % of it whatever else the machine did (a load of 10 to 45 on two cores).
+# 1.4 times what was seen, which lay within 10 % of it whatever else the machine did (a load of 10 to 45 on two cores).
 MOST = {
     "form": 185.0,
     "steady": 27.5,
@@ -14,7 +14,7 @@ MOST = {
     "plan": 14.5,
     "mass_break": 28.0,
     "mass_plan": 14.5,
-    "all_at_once": 200.0,
+    "all_at_once": 230.0,
 }
 
 
