@@ -182,6 +182,9 @@ LIMITS: tuple[Limit, ...] = (
     Limit("controller", "BACK_SECONDS", 10.0, "for which that slurmd must have answered; then the node is back"),
     Limit("agent", "RECEIVE_SECONDS", 0.02, "of the loop for what other agents say at once"),
     Limit("agent", "REGISTER_SECONDS", 0.5, "between two tries to register"),
+    Limit("agent", "ADDRESS_SECONDS", 1.5, "for one of the controller's addresses to accept, where it has several"),
+    Limit("agent", "REDIAL_SECONDS", 2.0, "without a connection, before the controller's other addresses are tried"),
+    Limit("agent", "RACE_SECONDS", 1.5, "for one of those to accept"),
     Limit("agent", "DOWN_SECONDS", 1.0, "between two questions for the controller's key while the line is down"),
     Limit(
         "agent",

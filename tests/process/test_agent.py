@@ -368,8 +368,9 @@ SHOW = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=Tru
 def test_without_a_controller_the_command_runs_unprotected(tmp_path):
     silent = zmq.Context().socket(zmq.PULL)  # takes connections and says nothing
     address = f"tcp://127.0.0.1:{silent.bind_to_random_port('tcp://127.0.0.1')}"
+    port = address.rpartition(":")[2]
     why = {
-        address: f"no controller answers at {address}",
+        address: f"no controller answers at {address} (no answer from UDP port {port} of 127.0.0.1)",
         "": "no controller is configured (UNICRON_CONTROLLER)",
         "head node": "head node is no address of a controller: write tcp://HOST:PORT",
     }
