@@ -122,7 +122,7 @@ class Others:
 
 def somebody(node: str) -> ElementInfo:
     """Who is on a node that is in use, as long as the queue has not been read again."""
-    return ElementInfo(SOMEBODY, 0, "", "RUNNING", node, "", "", "", "", 0)
+    return ElementInfo(SOMEBODY, 0, "", "RUNNING", node, "", "", "", "", 0, brief=True)
 
 
 @dataclass(frozen=True)

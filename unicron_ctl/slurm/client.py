@@ -132,6 +132,7 @@ class ElementInfo:
     what it asks of a node. `time_limit` is in seconds, None for none. `starts` and `planned_nodes` are the scheduler's
     own estimate for a pending one. Users write `name`, `comment` and, without accounting, `account`; any of their
     bytes may be in them. Only administrators write `admin_comment`. A text with an ellipsis at its end was longer.
+    `brief`: only the whole queue showed it, so that its owner, its number and its texts are not known.
     """
 
     job: str
@@ -159,6 +160,7 @@ class ElementInfo:
     admin_comment: str = ""
     starts: float | None = None
     planned_nodes: frozenset[str] = frozenset()
+    brief: bool = False
 
     @property
     def label(self) -> str:

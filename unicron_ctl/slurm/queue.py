@@ -128,4 +128,5 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         priority=int(priority) if priority.isdigit() else 0,
         starts=listing.parse_time(cells["StartTime"]),
         planned_nodes=frozenset(listing.hosts(cells["SchedNodes"])),
+        brief=True,
     )

@@ -36,7 +36,7 @@ class Listing:
     def __post_init__(self) -> None:
         self.by_name = {node.name: node for node in self.nodes}
         self.by_job: dict[str, dict[int, ElementInfo]] = {}
-        for element in self.elements:
+        for element in (element for element in self.elements if not element.brief):  # these say nothing of a job
             self.by_job.setdefault(element.job, {})[element.element] = element
         self._names: dict[str, Mapping[str, int]] = {}
         self._partitions: dict[str, frozenset[str]] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from unicron_ctl.controller.model.view import Listing
 from unicron_ctl.slurm import CommandLineClient, SlurmError, command_line, listing, queue
 from unicron_ctl.slurm.client import Queue
 from unicron_ctl.slurm.listing import columns_format
@@ -209,3 +210,16 @@ def test_of_a_large_array_only_what_differs_is_asked_for_each_element(
     assert [(e.element, e.reason, e.admin_comment, e.name, e.qos) for e in found] == [
         (i, "Priority", f"of {i}", "big", "fast") for i in range(5)
     ]
+
+
+def test_what_only_the_whole_queue_shows_says_nothing_of_its_job() -> None:
+    """Defect: a job of which the queue showed two rows had two elements for good, the second one in the first's place,
+    and root's id for an owner."""
+    shown = read(
+        row(ArrayTaskID="0", State="RUNNING", NodeList="n1"),
+        row(ArrayTaskID="1", State="RUNNING", NodeList="n2"),
+        row(ArrayTaskID="2-3"),
+    )
+    seen = Listing(1.0, [], shown.elements)
+    assert not seen.of("7") and {name: len(found) for name, found in seen.by_node.items()} == {"n1": 1, "n2": 1}
+    assert [e.job for e in seen.waiting] == ["7"]
