@@ -51,6 +51,8 @@ _TABLE = {
             "shared_memory_full",
             "file_system_error",
             "checkpoint_corrupt",
+            "worker_died",
+            "service_unreachable",
         ],
         3: ["connection_refused", "connection_reset", "other_network_error", "hardware_warning", "finished"],
     },

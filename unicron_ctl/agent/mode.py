@@ -7,7 +7,7 @@ import ast
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unicron_ctl.errors import WRONG_USE, UserError
@@ -56,7 +56,7 @@ class Mode:
     name: str
     reason: str
     launched: bool = False
-    text: str = ""
+    text: str = field(default="", compare=False)
 
 
 def asked_mode(option: str | None, environment: Mapping[str, str]) -> tuple[str, str]:
