@@ -40,7 +40,7 @@ from unicron_ctl.reach import door_at
 from unicron_ctl.slurm.client import SlurmClient
 
 log = logging.getLogger("unicron.controller")
-TICK_SECONDS = 0.05
+TICK_SECONDS, PAUSE_SECONDS = 0.05, 0.2  # between two ticks: from begin to begin at least, from end to begin at most
 RECEIVE_SECONDS, RESULTS_SECONDS, ANSWERS_SECONDS = 0.03, 0.02, 0.02  # of one turn of the loop at most
 BUSY = wire.Answer(ok=False, error="the controller is asked too much at once: try again")
 HINTS_PER_TURN = 1000
@@ -91,12 +91,14 @@ class Server:
         self._complaints = Throttle(*COMPLAINTS)
         self._quotas = Quotas()
         self._asked, self._answered = Asked(), Answered()
+        self._answer_at = 0.0  # questions wait until then
         self._verifier = Verifier(self.worker, lambda: self.config.controller.admins)
         self._munge = config.controller.auth == "munge"
         self._verifying: set[tuple[str, str]] = set()
         keys, self.key = self._keys(config.controller, store.path.parent)
         sockets, self._hints, self.address = _listen(listen)
         self.doorkeeper = Listener(sockets, keys, connections, wire.MAX_BYTES, refused=self._refused)
+        self.core.unread = lambda route: self.doorkeeper.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)
@@ -122,7 +124,8 @@ class Server:
         self.core.last_tick = next_tick
         running = True
         while running:
-            wait = 0 if self.core.pending or self._asked else max(0, int((next_tick - self.now()) * 1000))
+            due = min(next_tick, self._answer_at) if self._asked else next_tick
+            wait = 0 if self.core.pending else max(0, int((due - self.now()) * 1000))
             ready = dict(self._poller.poll(wait))
             if self.doorkeeper.fileno() in ready:
                 self._receive()
@@ -143,10 +146,11 @@ class Server:
                 if self._weekly.due(now):
                     self.flush()
                     self._weekly.record(now)
-                next_tick = now + TICK_SECONDS
+                ended = self.now()  # after a tick that took long there is as much time for what has come meanwhile
+                next_tick = max(now + TICK_SECONDS, ended + min(ended - now, PAUSE_SECONDS))
             self.watchdog(now)
             self.flush()
-            if self._asked and not self.core.pending:
+            if self._asked and not self.core.pending and self.now() >= self._answer_at:
                 self._answer_some()
 
     def started(self) -> None:
@@ -328,14 +332,18 @@ class Server:
             self._send(question.route, BUSY)
 
     def _answer_some(self) -> None:
-        """By turns of those who ask, for a part of the time until the next tick: no question may delay a Break."""
-        until = self.now() + ANSWERS_SECONDS
+        """By turns of those who ask, for a part of the time until the next tick: no question may delay a Break. The
+        next ones have to wait as long as these take."""
+        began = self.now()
+        until = began + ANSWERS_SECONDS
         while self._asked and self.now() < until:
             question = self._asked.next()
             if self._munge and not self._quotas.may_ask(question.pays, question.address, self.now()):
                 self._send(question.route, BUSY)
             else:
                 self._answer(question)
+        ended = self.now()
+        self._answer_at = ended + (ended - began)
 
     def _answer(self, question: Question) -> None:
         """The answer is sent, and paid for by who asks: nobody may fill the memory, nor take the time of others."""

@@ -1,8 +1,9 @@
 """The sockets at which peers connect, for a loop that polls one descriptor. What all peers together can make it hold is
 bounded, whatever they send, and so is the time that one look at them takes.
 
-Messages of known connections are handed over first; strangers share half of the time by turns. Nothing is read from a
-connection before what was read has been handed over, so TCP holds back who sends faster than the program hears.
+Messages of known connections are handed over first; strangers share half of the time by turns, or a tenth beyond it
+where known ones need all of it. Nothing is read from a connection before what was read has been handed over, so TCP
+holds back who sends faster than the program hears.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ READ_BYTES = 65536  # in one turn of a connection
 KERNEL_BYTES = (
     131072  # that the kernel may hold of what a connection sends, twice; more than waits there costs a peer's time only
 )
-MESSAGES_AT_ONCE = 32  # of one connection; then it is another's turn
+MESSAGES_AT_ONCE = 4  # of one connection; then it is another's turn, however far the program is behind
+LEFT_TO_STRANGERS = 0.1  # of the time, beyond it, where known ones have used all: who asks a question is a stranger
 ACCEPTED_AT_ONCE = 64
 # Bytes that wait to be complete or to be sent; of everybody where nothing is encrypted, so that all are strangers.
 HELD_OF_STRANGERS, HELD_OF_KNOWN, HELD_OF_ALL = 32 << 20, 128 << 20, 64 << 20
@@ -134,7 +136,7 @@ class Listener:
 
     def receive(self, take: Callable[[Connection, bytes], object], until: float) -> None:
         """Hands over what has come, and does all else that is due; not for longer than until then, by the monotonic
-        clock."""
+        clock, but for what is left to strangers."""
         now = time.monotonic()
         if now >= self._sweep_at:
             self._sweep(now)
@@ -154,7 +156,9 @@ class Listener:
                     self._now_known(connection, False)  # another one speaks for its agent, or none does
                 self._queues[connection.known].append(connection)
         self._serve(self._queues[True], take, until)
-        self._serve(self._queues[False], take, until if self._keys is None else now + (until - now) / 2)
+        if self._keys is not None:
+            until = max(now + (until - now) / 2, time.monotonic() + (until - now) * LEFT_TO_STRANGERS)
+        self._serve(self._queues[False], take, until)
         if self._queues[0] or self._queues[1]:
             os.eventfd_write(self._again, 1)
 
@@ -165,6 +169,11 @@ class Listener:
             return False
         self._write(connection, connection.session.pack(data))
         return True
+
+    def unread(self, route: bytes) -> bool:
+        """Something of this connection has come that was not handed over yet."""
+        connection = self._by_route.get(route)
+        return connection is not None and connection.queued
 
     def is_known(self, connection: Connection) -> None:
         """It has spoken for a registered agent: it is put out for no stranger. To be told at each message."""

@@ -74,17 +74,26 @@ def look(view: View) -> Outcome:
 
 
 # ---------------------------------------------------------------- who is silent
+def late(view: View) -> list[AgentView]:
+    """Living agents whose next word is late, the longest silent first."""
+    found: list[AgentView] = []
+    for key in view.live.leases:
+        agent = view.live.agent(*key)
+        if agent is None or view.now - agent.last_heard <= questions.ask_after(view):
+            break  # all others have spoken later than this one
+        found.append(agent)
+    return found
+
+
 def _silent(view: View) -> Iterator[tuple[Key, Inquiry]]:
     """Agents whose next word is late, those of which Slurm or its plugin says that they ended, those that do not answer
     after their peers' connections broke, and those that the log knows and that have not spoken to this controller since
     its start."""
-    late, inquiries = questions.ask_after(view), view.inquiries
-    for key in view.live.leases:
-        agent = view.live.agent(*key)
-        if agent is None or view.now - agent.last_heard <= late:
-            break  # all others have spoken later than this one
-        if key not in inquiries.open and view.now - sign_of_life(view, agent) > late:
-            yield key, _inquiry(view, agent)
+    inquiries = view.inquiries
+    for one in late(view):
+        key = one.job, one.element
+        if key not in inquiries.open and view.now - sign_of_life(view, one) > questions.ask_after(view):
+            yield key, _inquiry(view, one)
     for key in chain(view.live.suspects, doors.hushed(view)):
         agent = view.live.agent(*key)
         if agent is not None and agent.alive and key not in inquiries.open:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from detector.classify import Classifier
+from tests.support.processes import wait_for
 from tests.support.world import FakeAgent, World
 from unicron_ctl.config import Config, ControllerConfig
 from unicron_ctl.controller import answers
@@ -132,3 +136,46 @@ def test_old_records_go_piece_by_piece_and_not_at_once_after_a_start(
         clock[0] += FORGET_SECONDS
         server.flush()
     assert begun == [start] and server._forget_at == clock[0] + FORGET_AGAIN_SECONDS
+
+
+def test_a_controller_that_is_behind_goes_on_hearing_and_answers_before_all_is_heard(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect: with 2,048 agents a tick took longer than the time until the next one, so only 30 ms of each turn were
+    left to hear them, and a question waited for up to 32 messages of each of them: it had no answer within 60 s."""
+    spent, heard, peers, each = {"tick": 0.0, "receive": 0.0}, [0], 40, 32
+
+    def slow(kind: str, seconds: float) -> Any:
+        def work(*given: Any, **more: Any) -> None:
+            began = time.monotonic()
+            time.sleep(seconds)
+            spent[kind] += time.monotonic() - began
+            heard[0] += kind == "receive"
+
+        return work
+
+    monkeypatch.setattr(server.core, "tick", slow("tick", 0.1))
+    monkeypatch.setattr(server.core, "receive", slow("receive", 0.002))
+    context = zmq.Context()
+    context.setsockopt(zmq.LINGER, 0)
+    loop = threading.Thread(target=server.run)
+    try:
+        message = wire.encode(FakeAgent(World(), "1", 0, "n1").registration())
+        dealers = [context.socket(zmq.DEALER) for _ in range(peers)]
+        for dealer in dealers:
+            dealer.connect(server.address)
+            for _ in range(each):
+                dealer.send(message)
+        asker = context.socket(zmq.DEALER)
+        asker.connect(server.address)
+        loop.start()
+        wait_for(lambda: heard[0], "the first message is heard", 20.0)
+        asker.send(wire.encode(wire.Ask(what="ping")))
+        assert asker.poll(20_000), "no answer"
+        assert heard[0] < peers * each / 2
+        wait_for(lambda: heard[0] == peers * each, "all are heard", 20.0)
+        assert spent["tick"] < 2 * spent["receive"]
+    finally:
+        server.stop()
+        loop.join(20.0)
+        context.destroy()

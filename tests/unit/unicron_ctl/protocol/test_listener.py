@@ -273,3 +273,52 @@ def test_both_families_are_served_at_one_port() -> None:
 def test_whose_an_address_is() -> None:
     assert origin("10.0.0.1") == "10.0.0.1"
     assert origin("2001:db8::1") == origin("2001:db8::ffff:2") != origin("2001:db8:0:1::1")
+
+
+def test_a_peer_that_was_not_read_is_told_from_one_that_is_silent(raw: Served) -> None:
+    peers = [stranger(raw) for _ in range(3)]
+    here = raw.listener._connections
+    raw.until(lambda: len(here) == 3 and all(one.session.ready for one in here.values()), "they are here")
+    for one in peers[1:]:
+        one.socket.sendall(framed(0, b"x"))
+
+    def slow(connection: Connection, data: bytes) -> None:
+        raw.heard.append((connection, data))
+        time.sleep(0.2)
+
+    wait_for(lambda: (raw.listener.receive(slow, time.monotonic() + 0.1), raw.heard)[1], "one is heard", 20.0)
+    routes = {one.route for one in here.values()}
+    unread = {route for route in routes if raw.listener.unread(route)}
+    assert len(raw.heard) == 1 and len(unread) < 3
+    raw.turn()
+    heard = {connection.route for connection, _ in raw.heard}
+    assert len(heard) == 2 and unread == heard and not any(map(raw.listener.unread, routes))
+
+
+def test_agents_that_take_all_the_time_leave_some_to_strangers() -> None:
+    """Defect: while there was more to hear of agents than a turn had time for, a question was not even read."""
+    served = Served()
+    try:
+        pair = new_pair()
+        agent, asker = served.dealer(pair=pair), served.dealer()
+        for one in (agent, asker):
+            one.send(b"first")
+        served.until(lambda: len(served.heard) == 2, "both are here")
+        known = next(connection for connection, _ in served.heard if connection.session.key == pair[0])
+        served.listener.is_known(known)
+        for _ in range(500):
+            agent.send(b"step")
+        asker.send(b"question")
+        time.sleep(0.3)
+        served.heard.clear()
+
+        def slow(connection: Connection, data: bytes) -> None:
+            served.heard.append((connection, data))
+            time.sleep(0.01)
+
+        for _ in range(3):
+            served.listener.receive(slow, time.monotonic() + 0.03)
+        said = [data for _, data in served.heard]
+        assert b"question" in said and said[0] == b"step" and said.count(b"step") > 3
+    finally:
+        served.close()

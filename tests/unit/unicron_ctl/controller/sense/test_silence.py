@@ -680,3 +680,18 @@ def test_an_agent_that_registers_again_is_where_it_was():
     seen = world.core.view.live.agent("1", 0)
     assert seen is not None and (seen.node, seen.door) == ("n1", world.job().agents[0].door) != ("n1", BLACK_HOLE)
     assert not [call for call in taken(world) if call[0] in ("down", "drain")]
+
+
+def test_an_agent_whose_messages_wait_to_be_read_is_not_silent() -> None:
+    """Defect: a controller that was behind took those for silent whom it had not read yet, and asked everybody about
+    them, which put it further behind."""
+    world = on_slurm(5, 4)
+    agent = world.agents[1]
+    agent.silent = True
+    world.core.unread = lambda route: route == agent.route
+    world.run(20.0)
+    assert not world.core.view.inquiries.open and not world.job().failures and world.job().phase == "running"
+    world.core.unread = lambda route: False
+    world.dead_nodes.add(agent.node)
+    world.run(20.0)
+    assert world.job().failures, "once all is read, silence counts"
