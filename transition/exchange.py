@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from transition.accumulation import PeerLost, Sum
 from transition.process import Process
 from transition.watch import Plan
 
+SENT_SECONDS = 10.0  # for a peer that lives to take a message of an exchange that it has begun
+SENT_TIME = timedelta(seconds=SENT_SECONDS)
 FIRST_TAG = 1 << 20  # of these messages; pipelines send with tag 0
 
 
@@ -86,6 +89,8 @@ class Exchange:
         said = torch.tensor([held, -held, float(first), float(save), float(busy)], dtype=torch.float64)
         most, least, *anybody = self._largest(said, None).tolist()
         same = offer is not None and most == -least == held
+        if same:
+            self.wait_until_sent()  # the groups end with this iteration
         return Said(offer if same else None, *(number > 0 for number in anybody))
 
     def furthest(self, state: tuple[int, int]) -> tuple[int, int]:
@@ -102,6 +107,14 @@ class Exchange:
     def all_there(self) -> None:
         """Returns when all members have come here."""
         self._largest(torch.zeros(1), None)
+
+    def wait_until_sent(self) -> None:
+        """Waits until the peers have taken what the last exchange sent, before the connections to them end. gloo sends
+        only what its receiver asks for, and a slow one asks after this rank knows the outcome. Raises RuntimeError when
+        a peer is gone, or takes nothing for SENT_SECONDS."""
+        for _, work in self._sending:
+            work.wait(SENT_TIME)
+        self._sending.clear()
 
     def _largest(self, tensor: torch.Tensor, group: Any, inside: bool = False) -> torch.Tensor:
         """Of each number, over the ranks of the group."""

@@ -9,6 +9,7 @@ same iteration because the commit all-reduce carries the offer that each holds.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -488,6 +489,8 @@ class Session:
     def _finish(self) -> None:
         self._at.train_iterations = self._at.iteration  # an end that was asked for is the end for everybody
         self._persistence.finish(self._at.iteration)
+        with contextlib.suppress(RuntimeError):  # a peer that ends now has all that it needs, or is lost
+            self._exchange.wait_until_sent()
         if self._channel is not None:
             self._member.publish("finished")
             self._channel.close()

@@ -268,6 +268,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("rank", "OTHERS_SECONDS", 10.0, "for others' files at the end of a training, before older ones are removed"),
     Limit("rank", "LOCK_SECONDS", 1800.0, "for another rank to build an index of Megatron-LM's, or what it compiles"),
     Limit("rank", "RESCUE_SECONDS", 60.0, "for the member before it to save the state of a job that nobody leads"),
+    Limit("rank", "SENT_SECONDS", 10.0, "for a peer that lives to take the last word before the groups end"),
     Limit("rank", "KEYS_SECONDS", 10.0, "between two looks for old keys in a rendezvous store"),
     Limit("rank", "KEPT_KEYS_SECONDS", 60.0, "for which keys of a generation that is over stay there"),
     Limit("rank", "LOOK_SECONDS", 0.2, "between two looks whether it has"),

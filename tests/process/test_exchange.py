@@ -1,0 +1,59 @@
+"""What the members tell each other over a real gloo, when one of them is slower than the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.processes import outside_slurm
+
+pytestmark = pytest.mark.process
+# Rank 1 asks for its last message a second after the two others know the outcome, and end.
+RANK = """
+import os, sys, time
+import torch, torch.distributed as dist
+from types import SimpleNamespace
+from transition import exchange as module
+
+rank, waits = int(sys.argv[1]), sys.argv[3] == "waits"
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=3)
+
+class Slow:
+    def __getattr__(self, name):
+        return getattr(dist.group.WORLD, name)
+    def recv(self, tensors, source, tag):
+        if rank == 1 and tag == module.FIRST_TAG + 2:
+            time.sleep(1.0)
+        return dist.group.WORLD.recv(tensors, source, tag)
+
+of_all = module.largest_of_all
+module.largest_of_all = lambda tensor, group: of_all(tensor, Slow())
+watch = SimpleNamespace(disturbed=lambda inside: False)
+exchange = module.Exchange(SimpleNamespace(backend="gloo", channel=object(), watch=watch))
+print(exchange.largest(rank), flush=True)
+if waits:
+    exchange.wait_until_sent()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["waits", "ends at once"])
+def test_a_member_that_is_done_ends_when_the_others_have_its_word(tmp_path, how):
+    """Defect: a rank that ended right after the last commit took its word with it, and the one that still waited for it
+    stopped its training as for a lost peer. The second case shows that the wait is what helps."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=outside_slurm(),
+        )
+        for rank in range(3)
+    ]
+    heard = [rank.communicate(timeout=90) for rank in ranks]
+    said = [out for out, _ in heard]
+    assert said[0] == said[2] == "2\n", heard
+    assert said[1] == ("2\n" if how == "waits" else ""), heard
