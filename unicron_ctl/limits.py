@@ -79,6 +79,7 @@ HOMES: dict[str, str] = {
 
 LIMITS: tuple[Limit, ...] = (
     Limit("controller", "TICK_SECONDS", 0.05, "between two turns of the loop that look at the clock"),
+    Limit("controller", "GATHER_SECONDS", 0.002, "from one turn that heard something to the next"),
     Limit("controller", "PAUSE_SECONDS", 0.2, "at most, after a look at the clock that took long, for what has come"),
     Limit("controller", "STALL_SECONDS", 0.5, "a turn that is later than this was the controller's own delay"),
     Limit("controller", "BUSY_SECONDS", 2.0, "for another process's lock on the event log"),

@@ -315,11 +315,13 @@ class Core:
         if self.view.alone and self.intake.knows(message, key):
             self._heard_again()
         name: str = getattr(message, "job", "")
+        recorded = self.state.last_event
         try:
             self.intake.receive(route, message, key, asker)
         except Exception as error:
             self._set_aside(name, repr(message), error)
-        self._bound(name)
+        if self.state.last_event > recorded:
+            self._bound(name)
         if name in self.state.jobs:
             self._dirty.add(name)
 

@@ -12,6 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -42,6 +43,7 @@ from unicron_ctl.slurm.client import SlurmClient
 log = logging.getLogger("unicron.controller")
 TICK_SECONDS, PAUSE_SECONDS = 0.05, 0.2  # between two ticks: from begin to begin at least, from end to begin at most
 RECEIVE_SECONDS, RESULTS_SECONDS, ANSWERS_SECONDS = 0.03, 0.02, 0.02  # of one turn of the loop at most
+GATHER_SECONDS = 0.002  # from one turn that heard something to the next
 BUSY = wire.Answer(ok=False, error="the controller is asked too much at once: try again")
 HINTS_PER_TURN = 1000
 MAX_SOCKETS = 16384
@@ -91,6 +93,7 @@ class Server:
         self._complaints = Throttle(*COMPLAINTS)
         self._quotas = Quotas()
         self._asked, self._answered = Asked(), Answered()
+        self._received_at, self._settled_in = float("-inf"), 0.0  # the last turn's
         self._answer_at = 0.0  # questions wait until then
         self._verifier = Verifier(self.worker, lambda: self.config.controller.admins)
         self._munge = config.controller.auth == "munge"
@@ -124,6 +127,7 @@ class Server:
         self.core.last_tick = next_tick
         running = True
         while running:
+            self._gather()
             due = min(next_tick, self._answer_at) if self._asked else next_tick
             wait = 0 if self.core.pending else max(0, int((due - self.now()) * 1000))
             ready = dict(self._poller.poll(wait))
@@ -138,7 +142,9 @@ class Server:
                 self._results(self.worker.verified)
             if self._stop_read in ready:
                 running = self._on_signal(os.read(self._stop_read, 64))
+            heard = self.now()
             self.core.settle()
+            self._settled_in = self.now() - heard
             if self.core.pending:
                 self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
@@ -194,8 +200,18 @@ class Server:
 
     # ------------------------------------------------------------ in
     def _receive(self) -> None:
-        """What has come, no longer than until the next tick: hearing many must not keep others waiting."""
-        self.doorkeeper.receive(self._hear, time.monotonic() + RECEIVE_SECONDS)
+        """What has come, for a short time: hearing many must not keep others waiting. It is longer where what follows
+        takes long, which is done once for all that was heard."""
+        seconds = max(RECEIVE_SECONDS, min(self._settled_in, PAUSE_SECONDS))
+        self.doorkeeper.receive(self._hear, time.monotonic() + seconds)
+        self._received_at = self.now()
+
+    def _gather(self) -> None:
+        """Right after messages were heard, those of thousands of agents come one by one: a turn for several of them
+        costs little more than one for each."""
+        early = self._received_at + GATHER_SECONDS - self.now()
+        if early > 0.0 and not self.core.pending and not self.doorkeeper.behind:
+            time.sleep(early)
 
     def _hear(self, connection: Connection, data: bytes) -> None:
         key = connection.session.key
@@ -383,10 +399,13 @@ class Server:
                 self._thinned = events[-1].id
         outbox, core.outbox = core.outbox, []
         last: tuple[wire.Message | None, bytes] = None, b""
-        for send in outbox:
-            if send.message is not last[0]:  # what goes to many is encoded once
-                last = send.message, wire.encode(send.message)
-            self._send_bytes(send.route, last[1])
+        for route, sends in groupby(outbox, lambda send: send.route):
+            told: list[bytes] = []
+            for send in sends:
+                if send.message is not last[0]:  # what goes to many is encoded once
+                    last = send.message, wire.encode(send.message)
+                told.append(last[1])
+            self._send_bytes(route, *told)
         requests, core.requests = core.requests, []
         for request in requests:
             self.worker.submit(request, core)
@@ -416,8 +435,8 @@ class Server:
     def _send(self, route: Route, message: msgspec.Struct) -> None:
         self._send_bytes(route, wire.encode(message))
 
-    def _send_bytes(self, route: Route, data: bytes) -> None:
-        if not self.doorkeeper.send(route[0], data):
+    def _send_bytes(self, route: Route, *messages: bytes) -> None:
+        if not self.doorkeeper.send(route[0], *messages):
             self.dropped["send"] += 1  # the peer is gone or does not read; whatever matters is repeated
 
     # ------------------------------------------------------------ binding

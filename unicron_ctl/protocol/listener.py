@@ -162,12 +162,17 @@ class Listener:
         if self._queues[0] or self._queues[1]:
             os.eventfd_write(self._again, 1)
 
-    def send(self, route: bytes, data: bytes) -> bool:
-        """Whether it goes out, sooner or later: the connection is there, and is read by its peer."""
+    @property
+    def behind(self) -> bool:
+        """There is more to hand over than there was time for."""
+        return bool(self._queues[0] or self._queues[1])
+
+    def send(self, route: bytes, *messages: bytes) -> bool:
+        """Whether they go out, sooner or later: the connection is there, and is read by its peer."""
         connection = self._by_route.get(route)
         if connection is None or len(connection.out) >= UNSENT:
             return False
-        self._write(connection, connection.session.pack(data))
+        self._write(connection, b"".join(map(connection.session.pack, messages)))
         return True
 
     def unread(self, route: bytes) -> bool:

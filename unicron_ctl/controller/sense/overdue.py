@@ -16,6 +16,7 @@ from unicron_ctl.controller.model.agent_view import CAN_ENTER
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job import AGENT_DIED, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.sense.progress import last_copy
 
@@ -27,7 +28,7 @@ NAMES = {State.REATTEMPTING: REATTEMPT, State.RESTARTING: RESTART, State.ISOLATI
 class Clocks:
     """When an action was last seen to wait for somebody else; lost with the process. Times in seconds."""
 
-    looked_at: dict[str, float] = field(default_factory=dict)
+    look_at: dict[str, float] = field(default_factory=dict)
     excused: dict[tuple[str, str], float] = field(default_factory=dict)  # (job, what) -> when
 
     def elapsed(self, key: tuple[str, str], since: float, waits: bool, now: float, started_at: float) -> float:
@@ -38,7 +39,7 @@ class Clocks:
 
     def forget(self, job: str) -> None:
         self.excused = {key: at for key, at in self.excused.items() if key[0] != job}
-        self.looked_at.pop(job, None)
+        self.look_at.pop(job, None)
 
 
 def limit(config: ControllerConfig, state: State, moved: bool) -> float:
@@ -94,12 +95,14 @@ def pending(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -
 
 
 def look(view: View, clocks: Clocks, job: JobState) -> Iterator[Finding]:
-    """Actions of the job whose time is over. Called at every tick, looks twice a second."""
-    if view.now - clocks.looked_at.get(job.job, 0.0) < LOOK_SECONDS:
+    """Actions of the job whose time is over. Called at every tick, looks twice a second, and less often where all
+    ranks of a large job are being started."""
+    if view.now < clocks.look_at.get(job.job, 0.0):
         return
-    clocks.looked_at[job.job] = view.now
     history = view.state.history
-    for slot in history.slots(job.job):
+    slots = history.slots(job.job)
+    clocks.look_at[job.job] = look_again(view.now, len(slots), LOOK_SECONDS)
+    for slot in slots:
         state = history.states.get((job.job, slot))
         if state in NAMES and slot >= 0:
             yield from _slot(view, clocks, job, slot, state)
