@@ -25,7 +25,7 @@ from unicron_ctl.protocol.zmtp import NOTHING, Keys, Refused, Session
 
 log = logging.getLogger("unicron.listener")
 QUEUE = 20000  # connections that wait to be accepted at once
-READ_BYTES = 65536  # in one turn of a connection
+READ_BYTES, READ_MOST_BYTES = 4096, 65536  # in one turn of a connection; of a message that lacks more
 KERNEL_BYTES = (
     131072  # that the kernel may hold of what a connection sends, twice; more than waits there costs a peer's time only
 )
@@ -236,7 +236,7 @@ class Listener:
                 if fresh:
                     break
                 try:
-                    data = connection.socket.recv(READ_BYTES)
+                    data = connection.socket.recv(min(max(READ_BYTES, session.lacks), READ_MOST_BYTES))
                 except BlockingIOError:
                     break
                 except OSError:

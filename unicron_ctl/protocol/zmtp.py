@@ -88,6 +88,11 @@ class Session:
         """Bytes that have come and were not read."""
         return len(self._data) - self._at + sum(map(len, self._parts))
 
+    @property
+    def lacks(self) -> int:
+        """Bytes without which the message that has begun to come is not complete."""
+        return max(0, self._wanted)
+
     def feed(self, data: bytes) -> None:
         """More has come."""
         if self._at == len(self._data):

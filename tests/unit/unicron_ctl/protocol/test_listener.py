@@ -322,3 +322,27 @@ def test_agents_that_take_all_the_time_leave_some_to_strangers() -> None:
         assert b"question" in said and said[0] == b"step" and said.count(b"step") > 3
     finally:
         served.close()
+
+
+def test_a_program_that_is_behind_puts_out_nobody_for_short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: of each of 2,048 agents 64 KiB of short messages were read before they were heard, which is more than may
+    be held, so some were put out."""
+    monkeypatch.setattr(module, "HELD_OF_ALL", 1 << 20)
+    served = Served(encrypted=False)
+    try:
+        peers, each = [stranger(served) for _ in range(50)], 60
+        for one in peers:
+            one.socket.sendall(framed(0, bytes(1000)) * each)
+
+        def slow(connection: Connection, data: bytes) -> None:
+            served.heard.append((connection, data))
+            time.sleep(0.0005)
+
+        def all_heard() -> bool:
+            served.listener.receive(slow, time.monotonic() + 0.03)
+            return bool(served.refused) or len(served.heard) == len(peers) * each
+
+        wait_for(all_heard, "all are heard", 30.0)
+        assert not served.refused
+    finally:
+        served.close()
