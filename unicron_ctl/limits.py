@@ -208,6 +208,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "MERGE_SECONDS", 0.05, "that a rank's report of a step waits for those of the node's other ranks"),
     Limit("agent", "DUMP_SECONDS", 0.02, "between two looks at stack traces in the making"),
     Limit("agent", "LOOK_SECONDS", 0.05, "between two looks at processes that have to end"),
+    Limit("agent", "DOORS_SECONDS", 1.0, "that a restart-mode world waits at most to know which doors answer"),
     Limit("agent", "TICK_SECONDS", 1.0, "between two looks at the memory cgroup and at files that cannot be polled"),
     Limit("agent", "KEPT_SECONDS", 300.0, "for which node events are kept for a controller that was restarted"),
     Limit("agent", "ERROR_SECONDS", 0.02, "of rest after an error of the agent's own"),

@@ -70,7 +70,6 @@ def test_without_the_controller_a_world_goes_on_and_a_stopped_agents_processes_e
     The others answer each other, so they go on for as long as the controller is away."""
     job = Writers(tmp_path, "65", 3)
     try:
-        time.sleep(3.0)  # each agent has seen that the others can be reached
         pids = job.pids()
         job.controller.kill()
         time.sleep(MINORITY_SECONDS + 4.0)
@@ -87,7 +86,6 @@ def test_without_the_controller_a_world_goes_on_and_a_stopped_agents_processes_e
 def test_a_node_that_is_cut_off_does_not_work_beside_the_next_world(tmp_path):
     job = Writers(tmp_path, "66", 2)
     try:
-        time.sleep(3.0)
         first = job.world(2)["generation"]
         cut_off = job.pids()[1]
         job.controller.ask("inject", fault="lost-network", job="66", slot=1, seconds=300.0)

@@ -41,7 +41,7 @@ class Fence:
         self._say, self._watch, self._unwatch = say, watch, unwatch
         self._lease = Lease()
         self._doors: list[str] = []
-        self._world = 0  # counts them
+        self._world = self._answered = 0  # counts them; the last one of which the doors were tried
         self._answers: Mailbox[tuple[int, int, float]] = Mailbox()
         self._trying = False
         self._tried = self._started = float("-inf")
@@ -54,6 +54,11 @@ class Fence:
         """The processes end in time, whatever becomes of this agent: the controller may count on it."""
         return self._lease.armed and self._dog is not None
 
+    @property
+    def tried(self) -> bool:
+        """Whether this world's doors answer is known, so that a lease that can be held is held."""
+        return not self._doors or self._answered == self._world
+
     def enter(self, doors: Sequence[str], now: float) -> None:
         """A world begins; doors: of its other agents, as far as they are known."""
         self._doors, self._world, self._tried = list(doors), self._world + 1, float("-inf")
@@ -64,17 +69,19 @@ class Fence:
         of the world. True when they have to end now."""
         connected = connected and not muted
         for world, count, began in self._answers.take():
-            self._trying = False
+            self._trying, self._answered = False, world
             if world == self._world and not muted:
                 self._lease.answered(count, began)
-        if not pids:
-            self._renew(NEVER, pids)
-            return False
         if connected:
             self._lease.connected(now)
+        if not pids and self.tried:
+            self._renew(NEVER, pids)
+            return False
         if self._doors and (not connected or not self._lease.armed) and now - self._tried >= PASS_SECONDS:
             self._try_all(now)
         self._keep_watchdog(now)
+        if not pids:
+            return False
         until = self._lease.until
         self._renew(NEVER if math.isinf(until) else until, pids)
         return now >= until

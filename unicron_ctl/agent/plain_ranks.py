@@ -33,6 +33,7 @@ YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails 
 OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error
 PLANNED_SECONDS = 8.0  # between SIGTERM and SIGKILL when nobody is lost: time to save something
 LOOK_SECONDS = 0.05
+DOORS_SECONDS = 1.0
 WITHOUT_CONTROLLER_SECONDS = 60.0  # a node that is through waits so long for the others when nobody tells their end
 NOT_FOR_PROGRAMS = ("UNICRON_AGENT", "UNICRON_SLOT", "UNICRON_INCARNATION", "UNICRON_STACKS")
 
@@ -149,6 +150,7 @@ class RestartAgent(Agent):
         self._began = 0.0  # when the present world's processes were started
         self._term_at = self._kill_at = 0.0
         self._shares_doors: list[str] = []  # of the last plan
+        self._next: tuple[wire.Plan, float] | None = None  # a world that begins once its doors were tried; until when
 
     def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
         per_node = self.place.settings.ranks_per_node
@@ -191,10 +193,18 @@ class RestartAgent(Agent):
             if rank.status.state == "waiting" and rank.status.broken < plan.generation
         ]
         if not ready:
+            self._next = None
             return
-        world, self._began = world_of(plan, self.place), time.monotonic()
+        now = time.monotonic()
+        if self._next is None or self._next[0].generation != plan.generation:
+            self._next = plan, now + DOORS_SECONDS
+            self._fence.enter(self._shares_doors, now)
+        # A node that is lost in the first second of a world has told the controller of its lease before.
+        if not self._fence.tried and now < self._next[1]:
+            return
+        self._next = None
+        world, self._began = world_of(plan, self.place), now
         self._store.close()
-        self._fence.enter(self._shares_doors, self._began)
         for rank in ready:
             rank.enter(
                 plan.generation,
@@ -206,6 +216,7 @@ class RestartAgent(Agent):
         self._send_status()
 
     def _break(self, generation: int, lost: bool) -> None:
+        self._next = None
         if any([rank.break_(generation) for rank in self._plain.values()]):
             now = time.monotonic()
             young = lost and now - self._began < YOUNG_SECONDS
@@ -232,9 +243,11 @@ class RestartAgent(Agent):
                 rank.kill()
 
     def _serve(self, seconds: float) -> None:
-        super()._serve(min(seconds, LOOK_SECONDS) if self._breaking() else seconds)
+        super()._serve(min(seconds, LOOK_SECONDS) if self._breaking() or self._next is not None else seconds)
         self._press()
         self._containment.attempt("look after the lease", self._check_lease)
+        if self._next is not None:
+            self._enter(self._next[0])
 
     def _check_lease(self) -> None:
         """The processes of a world from which this node is cut off end."""
