@@ -50,6 +50,17 @@ def canonical(host: str) -> str:
     return str(mapped or found)
 
 
+@functools.lru_cache(maxsize=4096)  # the controller asks at each message
+def origin(address: str) -> str:
+    """Whose quota a numeric address counts for: in IPv6 a host has a whole network of them, of 64 bits."""
+    address = canonical(address)
+    if ":" not in address:
+        return address
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_network((address, 64), strict=False).network_address)
+    return address
+
+
 def is_loopback(host: str) -> bool:
     """Whether the numeric address is this machine's own, which no other machine reaches."""
     try:

@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
+from unicron_ctl.addresses import origin
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.protocol import wire
 
@@ -24,7 +25,7 @@ class Question:
     @property
     def whose(self) -> str:
         """Whose turn it takes: a user's, or an address's where nobody is proven."""
-        return f"address {self.address}" if self.asker.uid is None else f"user {self.asker.uid}"
+        return f"address {origin(self.address)}" if self.asker.uid is None else f"user {self.asker.uid}"
 
     @property
     def pays(self) -> str:
@@ -32,7 +33,7 @@ class Question:
         checks run on all nodes at once."""
         if self.asker.uid is None:
             return ""
-        return f"{self.asker.uid} {self.address}" if self.asker.admin else f"{self.asker.uid}"
+        return f"{self.asker.uid} {origin(self.address)}" if self.asker.admin else f"{self.asker.uid}"
 
 
 class Asked:

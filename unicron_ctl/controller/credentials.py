@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unicron_ctl.addresses import origin
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.protocol import claims, datagrams, wire
@@ -44,17 +45,18 @@ class Verifier:
     def verify(self, credential: str, claim: str, address: str, then: Callable[[Asker | Unproven], None]) -> bool:
         """Calls `then` in the main thread with who made the credential, if it holds this claim. False, and nothing is
         called, when too many are being verified, of this address or of all."""
-        if self._all >= AT_ONCE or self._busy[address] >= OF_ONE_ADDRESS:
+        network = origin(address)  # of IPv6, where a host has many addresses
+        if self._all >= AT_ONCE or self._busy[network] >= OF_ONE_ADDRESS:
             return False
         self._all += 1
-        self._busy[address] += 1
+        self._busy[network] += 1
         admins = self._admins()
 
         def done(found: Asker | Unproven | None) -> None:
             self._all -= 1
-            self._busy[address] -= 1
-            if not self._busy[address]:
-                del self._busy[address]
+            self._busy[network] -= 1
+            if not self._busy[network]:
+                del self._busy[network]
             then(found or Unproven("the controller could not look at the munge credential: see its log"))
 
         self._worker.verify(lambda: asker_of(credential, claim, admins), done)

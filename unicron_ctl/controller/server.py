@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from detector.classify import Classifier
-from unicron_ctl.addresses import canonical, join, reason_of
+from unicron_ctl.addresses import canonical, join, origin, reason_of
 from unicron_ctl.config import Config, ControllerConfig
 from unicron_ctl.controller import answers
 from unicron_ctl.controller.asked import Answered, Asked, Question
@@ -230,7 +230,8 @@ class Server:
         address = canonical(address)  # where both families are listened to, IPv4 is said in IPv6
         if not self._allowed(key, address, len(data)):
             self.dropped["rate"] += 1
-            self._complain(records.BadMessage, address, f"dropped messages of {address}: too many")
+            peer = origin(address)
+            self._complain(records.BadMessage, peer, f"dropped messages of {peer}: too many")
             return
         try:
             message = wire.decode(data, wire.ToController)

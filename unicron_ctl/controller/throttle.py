@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from unicron_ctl.addresses import origin
+
 NAMES = 4096  # buckets kept; a peer that comes back after so many others begins with a full one
 SECONDS_OF_ONE = 5e-4  # of the controller's time: a user's questions have 15 % of it, and 1.5 s at once
 BYTES_OF_ONE = 16384  # a message costs one, and one more for each so many bytes
@@ -12,7 +14,7 @@ BYTES_OF_ONE = 16384  # a message costs one, and one more for each so many bytes
 OF_AN_AGENT = 500.0, 3000.0
 OF_A_USER = 300.0, 3000.0  # at one address, and not by the connections of registered agents; questions at all of them
 OF_A_STRANGER = 30.0, 300.0  # one key, of which nothing is proven
-OF_AN_ADDRESS = 300.0, 3000.0  # all strangers there
+OF_AN_ADDRESS = 300.0, 3000.0  # all strangers there; in IPv6 of a whole /64
 OF_A_JOB = 100.0, 5e6  # bytes a second, and at once, in the log for each of its elements
 # ... for all jobs of one owner. One of 16,384 ranks writes 0.8 MB at a failure: 1,250 at once, one in 160 s for good.
 OF_AN_OWNER = 5e3, 1e9
@@ -61,7 +63,8 @@ class Quotas:
     """How much each peer may ask for: a registered agent by its key; whoever has proven who he is by his user id and
     address, for one user may have many keys; strangers by key and by address, for keys are free. So nobody uses up
     what others at his address have, but for strangers. Questions take the controller's time: a user has one bucket
-    for them wherever he asks, and admins one at each address, for root asks on all nodes at once."""
+    for them wherever he asks, and admins one at each address, for root asks on all nodes at once. In IPv6 the addresses
+    of one network of 64 bits count as one, for a single host may use them all."""
 
     def __init__(self) -> None:
         self._agents, self._users, self._askers = Throttle(*OF_AN_AGENT), Throttle(*OF_A_USER), Throttle(*OF_A_USER)
@@ -81,8 +84,8 @@ class Quotas:
             return self._agents.allows(key, now, cost)
         uid = self._proven.get(key)
         if uid is not None:
-            return self._users.allows(f"{uid} {address}", now, cost)
-        return self._strangers.allows(key, now, cost) and self._addresses.allows(address, now, cost)
+            return self._users.allows(f"{uid} {origin(address)}", now, cost)
+        return self._strangers.allows(key, now, cost) and self._addresses.allows(origin(address), now, cost)
 
     def answered(self, asker: str, address: str, now: float, cost: float) -> None:
         """What an answer costs is taken from later questions of the asker, empty where none is proven: then of all
@@ -90,13 +93,13 @@ class Quotas:
         if asker:
             self._askers.charge(asker, now, cost)
         else:
-            self._addresses.charge(address, now, cost)
+            self._addresses.charge(origin(address), now, cost)
 
     def may_ask(self, asker: str, address: str, now: float) -> bool:
         """Whether there may be yet another question, by whatever key."""
         if asker:
             return self._askers.allows(asker, now)
-        return self._addresses.left(address, now) > 0.0
+        return self._addresses.left(origin(address), now) > 0.0
 
 
 def cost(size: int, seconds: float = 0.0) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import logging
 import os
 import select
@@ -19,7 +18,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from unicron_ctl.addresses import canonical
+from unicron_ctl.addresses import canonical, origin
 from unicron_ctl.protocol.doors import Doors
 from unicron_ctl.protocol.zmtp import NOTHING, Keys, Refused, Session
 
@@ -408,15 +407,6 @@ class Listener:
         if now - self._told >= TELL_AGAIN_SECONDS:
             self._told = now
             self._warn(text)
-
-
-def origin(address: str) -> str:
-    """Whose an address is: in IPv6 a host has a whole network of them, of 64 bits."""
-    if ":" not in address:
-        return address
-    with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_network((address, 64), strict=False).network_address)
-    return address
 
 
 def listening(host: str, port: int) -> list[socket.socket]:

@@ -97,6 +97,12 @@ def test_only_so_many_are_looked_at_at_once() -> None:
     later = Later()
     verifier = Verifier(later, lambda: [])  # type: ignore[arg-type]
     found: list[object] = []
+    for number in range(2 * credentials.OF_ONE_ADDRESS):
+        verifier.verify("", "claim", f"2001:db8::{number:x}", found.append)
+    assert len(later.todo) == credentials.OF_ONE_ADDRESS, "in IPv6 a network is one host's"
+    later.run()
+    assert len(found) == credentials.OF_ONE_ADDRESS and not verifier._busy
+    found.clear()
     for number in range(1000):
         verifier.verify("", "claim", "10.0.0.1", found.append)
         assert len(later.todo) == min(number + 1, credentials.OF_ONE_ADDRESS)

@@ -162,6 +162,26 @@ def test_an_answer_counts_for_who_asked_wherever_he_asks() -> None:
     assert quotas.may_ask(there, "10.0.0.2", 0.0), "its checks run on all nodes at once"
 
 
+def test_a_network_of_ipv6_has_as_much_as_one_address_of_ipv4() -> None:
+    """Defect: one host has 2^64 addresses there, and each had quotas of its own."""
+
+    def admitted(addresses: list[str], keys: int) -> list[int]:
+        quotas = Quotas()
+        quotas.proven("bob's", 1001)
+        strangers = sum(drain(quotas, f"key {number}", addresses[number % len(addresses)]) for number in range(keys))
+        return [strangers, sum(drain(quotas, "bob's", address) for address in addresses)]
+
+    here = [f"2001:db8::{number:x}:1" for number in range(40)]
+    assert admitted(here, 40) == admitted(["10.0.0.1"], 40) == [OF_AN_ADDRESS[1], OF_A_USER[1]]
+    assert admitted(["2001:db8::1", "2001:db8:0:1::1"], 40) == [2 * OF_AN_ADDRESS[1], 2 * OF_A_USER[1]]
+    quotas, ask = Quotas(), wire.Ask(what="ping")
+    quotas.answered("", here[0], 0.0, OF_AN_ADDRESS[1])
+    assert not quotas.may_ask("", here[1], 0.0)
+    for asker in (NOBODY, Asker(0, "root", admin=True)):
+        first, second = (Question((b"r",), ask, asker, address) for address in here[:2])
+        assert (first.whose, first.pays) == (second.whose, second.pays)
+
+
 def test_proofs_cost_bounded_memory() -> None:
     quotas = Quotas()
     for number in range(3 * NAMES):

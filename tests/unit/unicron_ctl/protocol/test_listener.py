@@ -12,9 +12,10 @@ import zmq
 
 from tests.support.processes import wait_for
 from tests.support.stranger import COMMAND, MORE, Stranger, framed
+from unicron_ctl.addresses import origin
 from unicron_ctl.protocol import listener as module
 from unicron_ctl.protocol.encryption import new_pair
-from unicron_ctl.protocol.listener import Connection, Listener, listening, origin
+from unicron_ctl.protocol.listener import Connection, Listener, listening
 from unicron_ctl.protocol.zmtp import Keys
 
 MOST = 1 << 20
