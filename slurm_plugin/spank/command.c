@@ -10,6 +10,7 @@
 #include "command.h"
 
 #define SCRIPT_BYTES 65536    /* that are read of a script */
+#define MOST_WRAPPERS 16      /* that are looked through, one inside another */
 
 /* Programs of the system's that train nothing, whatever their arguments are. None of them runs another program. */
 static const char *const utilities[] = {
@@ -202,28 +203,13 @@ static bool is_of_the_system(const char *word)
 		strncmp(word, "/usr/", 5) == 0);
 }
 
-struct command command_of(char *const argv[])
+/* Judges a command that is no wrapper. */
+static struct command plain_command(char *const argv[])
 {
 	struct command found = { .kind = COMMAND_MAY_TRAIN };
-	const char *name;
+	const char *name = base_name(argv[0]);
 
-	if (argv[0] == NULL)
-		return (found);
-	name = base_name(argv[0]);
-	if (IS_ONE_OF(name, wrappers)) {
-		char *const *inner = inner_command(argv);
-
-		if (*inner == NULL) {
-			found.kind = strcmp(name, "env") == 0 ? COMMAND_UTILITY : COMMAND_MAY_TRAIN;
-			return (found);
-		}
-		found = command_of(inner);
-		/* An option of the wrapper's may have had this word for itself: then the inner command comes later. */
-		if (found.kind == COMMAND_UTILITY && has_option(argv, inner))
-			found.kind = COMMAND_MAY_TRAIN;
-		for (; found.kind != COMMAND_TRAINS && *inner != NULL; ++inner)
-			hear_word(&found, *inner);
-	} else if (is_of_the_system(argv[0]) && IS_ONE_OF(name, utilities)) {
+	if (is_of_the_system(argv[0]) && IS_ONE_OF(name, utilities)) {
 		found.kind = COMMAND_UTILITY;
 	} else if (IS_ONE_OF(name, shells)) {
 		hear_shell(&found, argv);
@@ -237,5 +223,32 @@ struct command command_of(char *const argv[])
 			hear_script(&found, argv[0]);
 		}
 	}
+	return (found);
+}
+
+/* A user chooses how many words and wrappers there are, and slurmstepd runs this: each word is visited a few times at the most. */
+struct command command_of(char *const argv[])
+{
+	struct command found = { .kind = COMMAND_MAY_TRAIN };
+	char *const *command = argv, *const *inner = NULL;
+
+	for (int i = 0; i < MOST_WRAPPERS && *command != NULL && IS_ONE_OF(base_name(*command), wrappers); ++i) {
+		char *const *next = inner_command(command);
+
+		if (*next == NULL && strcmp(base_name(*command), "env") == 0)
+			found.kind = COMMAND_UTILITY;    /* it prints its variables */
+		command = next;
+		if (inner == NULL)
+			inner = next;
+	}
+	if (*command != NULL && !IS_ONE_OF(base_name(*command), wrappers))
+		found = plain_command(command);
+	if (inner == NULL)
+		return (found);
+	/* An option of a wrapper's may have had this word for itself: then the inner command comes later. */
+	if (found.kind == COMMAND_UTILITY && *inner != NULL && has_option(argv, command))
+		found.kind = COMMAND_MAY_TRAIN;
+	for (; found.kind != COMMAND_TRAINS && *inner != NULL; ++inner)
+		hear_word(&found, *inner);
 	return (found);
 }

@@ -412,6 +412,28 @@ static void test_commands(void)
 	}
 }
 
+/* However many wrappers a user writes, slurmstepd judges them in a moment and within its stack. */
+static void test_many_wrappers(void)
+{
+	static const struct { size_t count; const char *command; enum command_kind kind; } cases[] = {
+		{ 16, "hostname", COMMAND_UTILITY }, { 17, "hostname", COMMAND_MAY_TRAIN }, { 200000, "./x", COMMAND_MAY_TRAIN },
+		{ 200000, "python", COMMAND_TRAINS }, { 200000, NULL, COMMAND_MAY_TRAIN },
+	};
+
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
+		char **words = calloc(cases[i].count + 2, sizeof(*words));
+
+		assert(words != NULL);
+		for (size_t k = 0; k < cases[i].count; ++k)
+			words[k] = (char *) "nice";
+		words[cases[i].count] = (char *) cases[i].command;
+		alarm(60);
+		assert(command_of(words).kind == cases[i].kind);
+		alarm(0);
+		free(words);
+	}
+}
+
 /* Which steps get an agent, by default and when the user asked for it. */
 static void test_judge(void)
 {
@@ -561,6 +583,7 @@ int main(int argc, char **argv)
 	test_addresses();
 	test_config();
 	test_commands();
+	test_many_wrappers();
 	test_judge();
 	context = S_CTX_LOCAL;
 	args_register(NULL);
