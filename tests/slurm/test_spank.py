@@ -426,11 +426,13 @@ def test_one_node_of_several_is_no_training(bench: Bench) -> None:
 
 
 def container(folder: Path) -> Path:
-    """A root in which there is a shell, and nothing of ours."""
+    """A root in which there is a shell, slurmstepd, by which Slurm starts task prologs (from 23.11 on), and nothing of
+    ours."""
     root = folder / "root"
-    shell = Path("/bin/sh").resolve()
-    linked = subprocess.run(["ldd", shell], capture_output=True, text=True, check=True).stdout.split()
-    for path in (shell, *(Path(word) for word in linked if word.startswith("/"))):
+    shell, stepd = Path("/bin/sh").resolve(), shutil.which("slurmstepd", path=f"{os.environ['PATH']}:/usr/sbin")
+    programs = [shell] if stepd is None else [shell, Path(stepd)]
+    linked = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout.split()
+    for path in (*programs, *(Path(word) for word in linked if word.startswith("/") and not word.endswith(":"))):
         (root / path.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, root / path.relative_to("/"))
     for name in ("bin", "dev"):
