@@ -64,7 +64,32 @@ def agent(command: Sequence[str] = COMMAND) -> str:
     return shlex.join([*AGENT, "run", "--", *command])
 
 
+LAUNCHER = ROOT / "slurm_plugin" / "spank" / "unicron-launch"  # `make plugin`
+
+
 # ---------------------------------------------------------------- at the start
+@pytest.mark.parametrize(
+    ("home", "module"),
+    [("/opt/python3.8", ""), ("", "enum.py"), ("", "zmq.py"), ("", "unicron_ctl/__init__.py")],
+    ids=["a home of another Python", "a module of Python's", "a library", "a package of the project's name"],
+)
+def test_what_the_user_has_set_for_python_is_the_commands_not_the_agents(fake, tmp_path, home, module):
+    """Defect: the agent's Python did not start, or imported the user's modules, and the command never ran."""
+    theirs = tmp_path / "theirs"
+    (theirs / module).parent.mkdir(parents=True, exist_ok=True)
+    if module:
+        (theirs / module).write_text("raise SystemExit(9)\n")
+    mine = tmp_path / "agent"
+    mine.write_text(f'#!/bin/sh\nexec {sys.executable} -m unicron_ctl.agent.entry "$@"\n')
+    mine.chmod(0o755)
+    environment = agents_of(fake, tmp_path) | {"PYTHONPATH": str(theirs)} | ({"PYTHONHOME": home} if home else {})
+    show = f'echo "ran ${{PYTHONHOME:-}} $PYTHONPATH"; env | grep -c _UNICRON_USERS; exit {CODE}'
+    done = call(LAUNCHER, mine, "sh", "-c", show, environment=environment)
+    assert done.returncode == CODE, done
+    said = done.stdout.splitlines()
+    assert said[0].startswith(f"ran {home} ") and str(theirs) in said[0] and said[1] == "0", done
+
+
 @pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize("files", [14, 30])
 def test_with_too_few_open_files_the_command_runs_unprotected(fake, tmp_path, files, ranks):
