@@ -11,8 +11,11 @@
 
 #define SCRIPT_BYTES 65536    /* that are read of a script */
 #define MOST_WRAPPERS 16      /* that are looked through, one inside another */
+#define MOST_COMMANDS 64      /* of a shell's -c whose scripts are read */
+#define MOST_WORDS 64         /* of one of them */
 
-/* Programs of the system's that train nothing, whatever their arguments are. None of them runs another program. */
+/* Programs of the system's that train nothing, whatever their arguments are. None of them runs another program,
+ * except for awk: hear_awk. */
 static const char *const utilities[] = {
 	"[", "amd-smi", "awk", "basename", "cat", "chgrp", "chmod", "chown", "cksum", "cmp", "cp", "cut", "date", "dcgmi", "dd", "df",
 	"diff", "dig", "dirname", "dmesg", "du", "echo", "egrep", "expand", "expr", "false", "fgrep", "fold", "free", "getent", "git",
@@ -30,9 +33,10 @@ static const char *const utilities[] = {
 
 /* Programs that run the command in their arguments. */
 static const char *const wrappers[] = {
-	"catchsegv", "chrt", "command", "dumb-init", "env", "exec", "faketime", "ionice", "linux32", "linux64", "ltrace", "ncu", "nice",
-	"nohup", "nsys", "numactl", "perf", "prlimit", "rocprof", "setarch", "setpriv", "setsid", "strace", "stdbuf", "taskset", "time",
-	"timeout", "tini", "unbuffer", "xvfb-run",
+	"catchsegv", "chrt", "command", "compute-sanitizer", "cuda-gdb", "doas", "dumb-init", "env", "eval", "exec", "faketime", "gdb",
+	"ionice", "linux32", "linux64", "ltrace", "ncu", "nice", "nohup", "nsys", "numactl", "perf", "prlimit", "rocprof", "script",
+	"setarch", "setpriv", "setsid", "strace", "stdbuf", "sudo", "taskset", "time", "timeout", "tini", "unbuffer", "valgrind", "xargs",
+	"xvfb-run",
 	/* of environments of Python's, and of containers */
 	"apptainer", "ch-run", "conda", "docker", "enroot", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "podman",
 	"podman-hpc", "poetry", "sarus", "shifter", "singularity", "uv", "uvx",
@@ -76,7 +80,7 @@ static bool ends_with(const char *word, const char *end)
 	return (length > of_end && strcmp(word + length - of_end, end) == 0);
 }
 
-/* python, python3, python3.11, pypy3, ipython; or a script of Python's. */
+/* python, python3, python3.11, python3.11-dbg, pypy3, ipython; or a script of Python's. */
 static bool is_python(const char *word)
 {
 	static const char *const names[] = { "ipython", "python", "pypy" };
@@ -85,7 +89,10 @@ static bool is_python(const char *word)
 	for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); ++i) {
 		size_t length = strlen(names[i]);
 
-		if (strncmp(name, names[i], length) == 0 && strspn(name + length, "0123456789.td") == strlen(name + length))
+		if (strncmp(name, names[i], length) != 0)
+			continue;
+		length += strspn(name + length, "0123456789.td");
+		if (name[length] == '\0' || strcmp(name + length, "-dbg") == 0)
 			return (true);
 	}
 	return (ends_with(name, ".py") || ends_with(name, ".pyz") || ends_with(name, ".pex"));
@@ -158,25 +165,84 @@ static void hear_script(struct command *found, const char *path)
 	free(text);
 }
 
-/* A shell's command: the text behind -c, or its script. */
-static void hear_shell(struct command *found, char *const argv[])
+static void hear_copy(struct command *found, const char *text)
 {
-	for (int i = 1; argv[i] != NULL; ++i) {
-		if (argv[i][0] != '-' && argv[i][0] != '+') {
-			hear_script(found, argv[i]);
-			return;
-		}
-		if (argv[i][0] == '-' && argv[i][1] != '-' && strchr(argv[i], 'c') != NULL && argv[i + 1] != NULL) {
-			char *text = strdup(argv[i + 1]);
+	char *copy = strdup(text);
 
-			if (text != NULL)
-				hear_text(found, text);
-			free(text);
-			return;
+	if (copy != NULL)
+		hear_text(found, copy);
+	free(copy);
+}
+
+/* The options of a shell that argv begins with: what follows them, and whether they hold -c. */
+static char *const *skip_shell_options(char *const argv[], bool *has_text)
+{
+	*has_text = false;
+	while (*argv != NULL && ((*argv)[0] == '-' || (*argv)[0] == '+')) {
+		const char *option = *argv++, *letter = option + 1;
+		int values = 0;
+
+		if (strcmp(option, "-") == 0 || strcmp(option, "--") == 0)
+			break;
+		if (option[1] == '-') {
+			values = strcmp(option, "--rcfile") == 0 || strcmp(option, "--init-file") == 0;
+		} else {
+			bool of_bash = option[strspn(option + 1, "abcefhiklmnoprstuvxBCDEHOPT") + 1] == '\0';
+
+			*has_text = *has_text || (option[0] == '-' && of_bash && strchr(letter, 'c') != NULL);
+			for (; of_bash && *letter != '\0'; ++letter)
+				values += *letter == 'o' || *letter == 'O';    /* each of them takes the next word */
 		}
-		if (strcmp(argv[i], "-o") == 0 && argv[i + 1] != NULL)
-			++i;
+		for (; values > 0 && *argv != NULL; --values)
+			++argv;
 	}
+	return (argv);
+}
+
+static struct command command_within(char *const argv[], bool reads_text);
+
+/* The commands in a shell's text, so that the scripts that they run are read. Quotes and settings are not kept. */
+static void hear_commands(struct command *found, const char *text)
+{
+	char *copy = strdup(text), *rest, *inner;
+	int left = MOST_COMMANDS;
+
+	for (char *line = copy ? strtok_r(copy, "\n;&|(){}`", &rest) : NULL; line != NULL && left > 0 && found->kind != COMMAND_TRAINS;
+	     line = strtok_r(NULL, "\n;&|(){}`", &rest), --left) {
+		static const char *const keywords[] = { "!", "do", "elif", "else", "if", "then", "until", "while" };
+		char *words[MOST_WORDS + 1];
+		int count = 0;
+
+		for (char *word = strtok_r(line, " \t\r\"'<>", &inner); word != NULL && count < MOST_WORDS;
+		     word = strtok_r(NULL, " \t\r\"'<>", &inner))
+			if (count > 0 || !(IS_ONE_OF(word, keywords) || strchr(word, '=') != NULL))
+				words[count++] = word;
+		words[count] = NULL;
+		if (count > 0) {
+			struct command run = command_within(words, false);
+
+			if (run.kind == COMMAND_TRAINS)
+				*found = run;
+		}
+	}
+	free(copy);
+}
+
+/* A shell's command: the text behind -c, or its script. */
+static void hear_shell(struct command *found, char *const argv[], bool reads_text)
+{
+	bool has_text;
+	char *const *words = skip_shell_options(argv + 1, &has_text);
+
+	if (*words == NULL)
+		return;
+	if (!has_text) {
+		hear_script(found, *words);
+		return;
+	}
+	hear_copy(found, *words);
+	if (reads_text && found->kind != COMMAND_TRAINS)
+		hear_commands(found, *words);
 }
 
 /* Where a wrapper's command begins: options, numbers (of cores, of seconds) and settings come before it. */
@@ -203,16 +269,32 @@ static bool is_of_the_system(const char *word)
 		strncmp(word, "/usr/", 5) == 0);
 }
 
+/* An awk whose program runs others is what these are. */
+static void hear_awk(struct command *found, char *const argv[])
+{
+	for (int i = 1; argv[i] != NULL; ++i) {
+		const char *call = strstr(argv[i], "system");
+
+		if (call == NULL || call[6 + strspn(call + 6, " ")] != '(')
+			continue;
+		if (found->kind == COMMAND_UTILITY)
+			found->kind = COMMAND_MAY_TRAIN;
+		hear_copy(found, argv[i]);
+	}
+}
+
 /* Judges a command that is no wrapper. */
-static struct command plain_command(char *const argv[])
+static struct command plain_command(char *const argv[], bool reads_text)
 {
 	struct command found = { .kind = COMMAND_MAY_TRAIN };
 	const char *name = base_name(argv[0]);
 
 	if (is_of_the_system(argv[0]) && IS_ONE_OF(name, utilities)) {
 		found.kind = COMMAND_UTILITY;
-	} else if (IS_ONE_OF(name, shells)) {
-		hear_shell(&found, argv);
+		if (strcmp(name, "awk") == 0)
+			hear_awk(&found, argv);
+	} else if (IS_ONE_OF(name, shells) || strcmp(argv[0], ".") == 0 || strcmp(argv[0], "source") == 0) {
+		hear_shell(&found, argv, reads_text);
 	} else {
 		hear_word(&found, argv[0]);
 		if (found.kind == COMMAND_TRAINS) {
@@ -226,8 +308,34 @@ static struct command plain_command(char *const argv[])
 	return (found);
 }
 
+/* script -qc 'python train.py' */
+static bool is_text_option(const char *word)
+{
+	return (word[0] == '-' && (strcmp(word, "--command") == 0 || (word[1] != '-' && ends_with(word, "c"))));
+}
+
+/* What the words behind a wrapper say, wherever its command begins; the first shell among them is followed. */
+static void hear_inner_words(struct command *found, char *const argv[], char *const *inner, bool reads_text)
+{
+	bool followed = false;
+
+	for (++argv; found->kind != COMMAND_TRAINS && *argv != NULL; ++argv) {
+		if (is_text_option(argv[-1])) {
+			hear_copy(found, *argv);
+			if (reads_text && found->kind == COMMAND_MAY_TRAIN)
+				hear_commands(found, *argv);
+			reads_text = false;
+		} else if (argv >= inner && !followed && IS_ONE_OF(base_name(*argv), shells)) {
+			followed = true;
+			hear_shell(found, argv, reads_text);
+		} else if (argv >= inner) {
+			hear_word(found, *argv);
+		}
+	}
+}
+
 /* A user chooses how many words and wrappers there are, and slurmstepd runs this: each word is visited a few times at the most. */
-struct command command_of(char *const argv[])
+static struct command command_within(char *const argv[], bool reads_text)
 {
 	struct command found = { .kind = COMMAND_MAY_TRAIN };
 	char *const *command = argv, *const *inner = NULL;
@@ -242,13 +350,17 @@ struct command command_of(char *const argv[])
 			inner = next;
 	}
 	if (*command != NULL && !IS_ONE_OF(base_name(*command), wrappers))
-		found = plain_command(command);
+		found = plain_command(command, reads_text);
 	if (inner == NULL)
 		return (found);
 	/* An option of a wrapper's may have had this word for itself: then the inner command comes later. */
 	if (found.kind == COMMAND_UTILITY && *inner != NULL && has_option(argv, command))
 		found.kind = COMMAND_MAY_TRAIN;
-	for (; found.kind != COMMAND_TRAINS && *inner != NULL; ++inner)
-		hear_word(&found, *inner);
+	hear_inner_words(&found, argv, inner, reads_text);
 	return (found);
+}
+
+struct command command_of(char *const argv[])
+{
+	return (command_within(argv, true));
 }

@@ -351,7 +351,7 @@ static void test_choice(void)
 	args_reset();
 }
 
-/* What a command line is, its words separated by spaces; FILE stands for a script with the given text. */
+/* What a command line is, its words separated by spaces; FILE stands for a script with the given text, @ for a space in a word. */
 static void test_commands(void)
 {
 	static const struct { const char *line, *script; enum command_kind kind; bool launches; } cases[] = {
@@ -388,10 +388,46 @@ static void test_commands(void)
 		{ "bash /nonexistent/file", NULL, COMMAND_MAY_TRAIN, false },
 		{ "bash", NULL, COMMAND_MAY_TRAIN, false },
 		{ "bash /dev/zero", NULL, COMMAND_MAY_TRAIN, false },
+		{ "bash -euo pipefail FILE", "python train.py\n", COMMAND_TRAINS, false },
+		{ "bash -o pipefail FILE", "python train.py\n", COMMAND_TRAINS, false },
+		{ "bash +O extglob -- FILE", "python train.py\n", COMMAND_TRAINS, false },
+		{ "bash -oO pipefail extglob FILE", "python train.py\n", COMMAND_TRAINS, false },
+		{ "bash --rcfile f FILE", "python train.py\n", COMMAND_TRAINS, false },
+		{ "bash --init-file f --norc FILE", "python train.py\n", COMMAND_TRAINS, false },
+		{ "bash -euxo pipefail -c python@train.py@--x=1", NULL, COMMAND_TRAINS, false },
+		{ "bash -euxoc pipefail python@-u@train", NULL, COMMAND_TRAINS, false },
+		{ "bash -c -e python@-u@train", NULL, COMMAND_TRAINS, false },
+		{ "bash -magic python@-u@train", NULL, COMMAND_MAY_TRAIN, false },
+		{ "bash -euo", NULL, COMMAND_MAY_TRAIN, false },
+		{ "bash -c FILE", "#!/bin/sh\npython train.py\n", COMMAND_TRAINS, false },
+		{ "bash -c FILE", "#!/bin/sh\nexec ./a.out\n", COMMAND_MAY_TRAIN, false },
+		{ "bash -c cd@/tmp&&A=1@nice@bash@-eu@FILE", "torchrun train.py\n", COMMAND_TRAINS, true },
+		{ "sh -c if@true;then@.@FILE;fi", "python train.py\n", COMMAND_TRAINS, false },
+		{ "bash -c cat@FILE", "python train.py\n", COMMAND_MAY_TRAIN, false },
+		{ "sudo -u me FILE", "#!/bin/sh\n./a.out\n", COMMAND_MAY_TRAIN, false },
+		{ "sudo -u me bash FILE", "python train.py\n", COMMAND_TRAINS, false },
+		{ "doas -u me python train.py", NULL, COMMAND_TRAINS, false },
+		{ "xargs -a list -n 1 python train.py", NULL, COMMAND_TRAINS, false },
+		{ "xargs -n 1 bash -euo pipefail FILE", "python train.py\n", COMMAND_TRAINS, false },
+		{ "gdb -ex run --args python train.py", NULL, COMMAND_TRAINS, false },
+		{ "cuda-gdb --args python3 train.py", NULL, COMMAND_TRAINS, false },
+		{ "valgrind --tool=memcheck python train.py", NULL, COMMAND_TRAINS, false },
+		{ "compute-sanitizer --tool memcheck python train.py", NULL, COMMAND_TRAINS, false },
+		{ "script -qec python@-u@train log", NULL, COMMAND_TRAINS, false },
+		{ "script -c A=1@python@-u@train", NULL, COMMAND_TRAINS, false },
+		{ "script -qc FILE log", "#!/bin/sh\npython train.py\n", COMMAND_TRAINS, false },
+		{ "script -qc hostname log", NULL, COMMAND_MAY_TRAIN, false },
+		{ "xargs -n 1 grep . FILE", "python train.py\n", COMMAND_MAY_TRAIN, false },
+		{ "python3.11-dbg train.py", NULL, COMMAND_TRAINS, false },
+		{ "python3-config --libs", NULL, COMMAND_MAY_TRAIN, false },
+		{ "awk {print@$1} python.txt", NULL, COMMAND_UTILITY, false },
+		{ "awk BEGIN{system(\"python@-u@train\")}", NULL, COMMAND_TRAINS, false },
+		{ "awk BEGIN{system@(\"./x\")}", NULL, COMMAND_MAY_TRAIN, false },
 	};
 
 	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
-		char line[128], path[] = "/tmp/unicron-test-XXXXXX", *words[16], *rest;
+		char line[256], path[] = "/tmp/unicron-test-XXXXXX", *words[16], *rest;
+		const char *file = strstr(cases[i].line, "FILE");
 		int count = 0, fd = mkstemp(path);
 		struct command found;
 
@@ -399,9 +435,15 @@ static void test_commands(void)
 		if (cases[i].script != NULL)
 			assert(write(fd, cases[i].script, strlen(cases[i].script)) == (ssize_t) strlen(cases[i].script));
 		close(fd);
-		snprintf(line, sizeof(line), "%s", cases[i].line);
-		for (char *word = strtok_r(line, " ", &rest); word != NULL; word = strtok_r(NULL, " ", &rest))
-			words[count++] = strcmp(word, "FILE") == 0 ? path : word;
+		if (file != NULL)
+			snprintf(line, sizeof(line), "%.*s%s%s", (int) (file - cases[i].line), cases[i].line, path, file + 4);
+		else
+			snprintf(line, sizeof(line), "%s", cases[i].line);
+		for (char *word = strtok_r(line, " ", &rest); word != NULL; word = strtok_r(NULL, " ", &rest)) {
+			for (char *at = word; *at != '\0'; ++at)
+				*at = *at == '@' ? ' ' : *at;
+			words[count++] = word;
+		}
 		words[count] = NULL;
 		found = command_of(words);
 		if (found.kind != cases[i].kind || found.launches != cases[i].launches) {
