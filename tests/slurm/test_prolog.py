@@ -281,6 +281,37 @@ def test_epilog_removes_training_state_that_nobody_has_held_for_long(epilog: Hoo
     assert {path.name for path in shm.iterdir()} == {foreign, f"unicron.77.n11.{me}", "unicron.77.n1.me"}
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root removes what is another user's")
+@pytest.mark.parametrize(
+    ("kind", "name"), [("epilog", "unicron-815-x"), ("epilog", "unicron.77.n1.5"), ("prolog", "unicron.77.n1.5")]
+)
+def test_root_removes_nothing_that_the_folders_owner_could_not(request, kind: str, name: str) -> None:
+    """A user's folder may hold another user's, put there with a name that root's hooks remove."""
+    games, victim = 5, 65534
+    hook = request.getfixturevalue(kind)
+    shm = hook.folder / "shm"
+    shm.mkdir(exist_ok=True)
+    twin = name.replace("815", "815-0").replace("77", "78")
+    for folder in (shm / name, shm / twin):
+        (folder / "own").mkdir(parents=True)
+        (folder / "own" / "file").touch()
+        for path in (folder, folder / "own", folder / "own" / "file"):
+            os.chown(path, games, games)
+    theirs = shm / name / "victim"
+    theirs.mkdir(mode=0o700)
+    (theirs / "precious").touch()
+    os.chown(theirs, victim, victim)
+    os.chown(theirs / "precious", victim, victim)
+    (shm / twin).chmod(0o000)  # its owner may change that
+    for folder in (shm / name, shm / twin):
+        os.utime(folder, (time.time() - 20 * 60,) * 2)
+    hook.settings |= {"UNICRON_SHM_DIR": str(shm), "UNICRON_SHM_STRANGERS": "100"}
+    assert hook(**JOB | {"SLURM_JOB_UID": str(games if kind == "epilog" else victim)}) == 0
+    assert (theirs / "precious").exists() and not (shm / name / "own").exists()
+    assert not (shm / twin).exists(), "all of it was its owner's"
+    assert f"{shm}/{name} left there: it holds what its owner may not remove" in hook.said()
+
+
 # Puts something else in the place of the folder that is to be removed, in the moment in which the program runs.
 SWAPS = """#!/bin/sh
 [ -L {folder} ] || {{ mv {folder} {aside} && ln -s {target} {folder}; }}
