@@ -25,6 +25,7 @@ from detector.severity import (
     default_table,
     folded,
 )
+from detector.speakers import library_lines
 
 # The head and the tail of a longer text are read; the middle is the application's own noise.
 MAX_TEXT = 16 * 1024
@@ -90,16 +91,20 @@ class Classifier:
         return said, verdict
 
     def _match_text(self, text: str, source: str, generic: bool) -> Verdict | None:
-        xids = [self.xid(int(hit.group(2)), hit.group(1) or "", hit.group(3)) for hit in _XID.finditer(text)]
+        of_a_program = source != "kernel"
+        hits = () if of_a_program else _XID.finditer(text)
+        xids = [self.xid(int(hit.group(2)), hit.group(1) or "", hit.group(3)) for hit in hits]
         if xids:  # one event writes several lines (48, 63, 45): the worst of them is what happened
             return min(xids, key=lambda verdict: (verdict.severity, verdict.action == REPORT))
-        low = folded(text)
+        by_libraries = library_lines(text) if of_a_program else text
+        low, low_by_libraries = folded(text), folded(by_libraries)
         for rule in self.table.of_kind("text"):
             if (rule.only_from and source not in rule.only_from) or (rule.generic and not generic):
                 continue
-            hit = rule.regex.search(low)
+            hit = rule.regex.search(low_by_libraries if rule.hardware else low)
             if hit:
-                return self._verdict(rule, f"{source} text has {_quoted(text[hit.start() : hit.end()])}")
+                words = (by_libraries if rule.hardware else text)[hit.start() : hit.end()]
+                return self._verdict(rule, f"{source} text has {_quoted(words)}")
         return None
 
     def exit(self, status: int | str | signal.Signals, stderr_tail: str = "", oom: bool = False) -> Verdict:

@@ -91,6 +91,7 @@ class Rule:
     severity: Severity | None = None
     action: str = ""
     generic: bool = False  # says only that there was an error; see Classifier.match
+    hardware: bool = False  # counts in an application's text only where a library speaks; see detector.speakers
 
     @functools.cached_property
     def regex(self) -> re.Pattern[str]:
@@ -232,6 +233,7 @@ def parse_rule(raw: Mapping[str, object], causes: Mapping[str, Cause]) -> Rule:
         "severity",
         "action",
         "generic",
+        "hardware",
     }
     _check_keys(raw, allowed, where)
     kind = _text(raw, "kind", where) or "text"
@@ -253,6 +255,7 @@ def parse_rule(raw: Mapping[str, object], causes: Mapping[str, Cause]) -> Rule:
         severity=_severity(raw["severity"], where) if "severity" in raw else None,
         action=_action(raw, where),
         generic=raw.get("generic") is True,
+        hardware=raw.get("hardware") is True,
     )
     _check_rule(rule, where)
     return rule

@@ -72,6 +72,54 @@ def test_words_alone_prove_no_hardware_fault(text):
     assert CLASSIFIER.text(text).severity is not Severity.SEV1
 
 
+QUOTED = [
+    "ValueError: unexpected answer: 'GPU has fallen off the bus'",
+    "ValueError: could not parse line 'NVRM: Xid (PCI:0000:05:00): 79, GPU has fallen off the bus.'",
+    "ValueError: bad rows:\n  CUDA error: uncorrectable ECC error encountered",
+    "KeyError: 'CUDA error: uncorrectable ECC error encountered'",
+    "AssertionError: CUDA error: uncorrectable ECC error encountered",
+    "json.decoder.JSONDecodeError: uncorrectable ECC error encountered: line 1 column 1 (char 0)",
+    "my.reader.ParseError: kernel panic - not syncing: Fatal machine check",
+    "RuntimeError: worker reported: EDAC MC0: 1 UE memory read error",
+    "RuntimeError: customer said 'GPU has fallen off the bus'",
+    "RuntimeError: expected 'CUDA error: uncorrectable ECC error encountered' in the log",
+    "RuntimeError: NVRM: Xid (PCI:0000:05:00): 79, GPU has fallen off the bus.",
+    "RuntimeError: nvidia-smi said 'GPU is lost'",
+    "OSError: nvme nvme0: controller is down",
+    "mlx5_core 0000:17:00.0: Health issue observed, firmware internal error, severity(3) ERROR",
+    "the answer was: NVRM: RmInitAdapter failed!",
+]
+
+
+@pytest.mark.parametrize("text", QUOTED)
+@pytest.mark.parametrize(
+    "before", ["", "[rank3]: ", 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n']
+)
+@pytest.mark.parametrize("source", ["stderr", "exception"])
+def test_what_an_application_quotes_is_no_fault_of_the_hardware(text, before, source):
+    verdict = CLASSIFIER.text(before + text, source)
+    assert verdict.severity is not Severity.SEV1 and verdict.scope != "hardware", verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "ecc_error"),
+        ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", "ecc_error"),
+        ("RuntimeError: [Rank 3] CUDA error: uncorrectable ECC error encountered", "ecc_error"),
+        ("RuntimeError: Triton Error [CUDA]: uncorrectable ECC error encountered", "ecc_error"),
+        ("jaxlib.xla_extension.XlaRuntimeError: INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: device 0", "ecc_error"),
+        ("  what():  CUDA error: uncorrectable ECC error encountered", "ecc_error"),
+        ("host:12:34 [0] misc/cuda.cc:11 NCCL WARN Cuda failure 'uncorrectable ECC error encountered'", "ecc_error"),
+        ("NVMLError_GpuIsLost: GPU is lost", "gpu_lost"),
+    ],
+)
+@pytest.mark.parametrize("source", ["stderr", "exception"])
+def test_what_a_library_says_of_the_hardware_counts(text, cause, source):
+    verdict = CLASSIFIER.text(text, source)
+    assert (verdict.cause, verdict.severity) == (cause, Severity.SEV1)
+
+
 def test_a_root_cause_stands_above_its_symptoms():
     text = (
         "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
