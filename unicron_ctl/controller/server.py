@@ -234,9 +234,12 @@ class Server:
             self._complain(records.BadMessage, peer, f"dropped messages of {peer}: too many")
             return
         try:
-            message = wire.decode(data, wire.ToController)
+            message = wire.decode(data) if self._is_agent(key) else self._of_stranger(data)
         except wire.BadMessage as error:
             self._bad(route, data, key or (route[0].hex() if route else ""), str(error))
+            return
+        if message is None:
+            self.dropped["stranger"] += 1
             return
         if isinstance(message, wire.Register):  # its door is where it is, whatever it says; without keys that is here
             message.door = door_at(address or "127.0.0.1", message.door)
@@ -251,8 +254,25 @@ class Server:
         """The peer has not sent too much."""
         if not self._munge:
             return True  # there is one user
-        registered = key in self.core.view.live.keys
-        return self._quotas.allows(key, address, registered, self.now(), cost(size))
+        return self._quotas.allows(key, address, self._is_agent(key), self.now(), cost(size))
+
+    def _is_agent(self, key: str) -> bool:
+        """A registered agent has this key; where there is one user, everybody may be one."""
+        return not self._munge or key in self.core.view.live.keys
+
+    def _of_stranger(self, data: bytes) -> wire.Message | None:
+        """A registration, a question, or the head of a status, which is told to register first; None for all else that
+        only agents say. What is not heeded is not decoded: that takes the loop's time. Raises BadMessage."""
+        if len(data) > wire.STRANGER_BYTES:
+            raise wire.BadMessage(f"register first: {len(data)} bytes are over the {wire.STRANGER_BYTES} before that")
+        kind = wire.decode(data, wire.Envelope).kind
+        if kind == "status":
+            head: wire.StatusHead = wire.decode(data, wire.StatusHead)
+            return head.status()
+        if kind in wire.OF_AGENTS:
+            return None
+        message: wire.Message = wire.decode(data)
+        return message
 
     def _bad(self, route: Route, data: bytes, peer: str, reason: str) -> None:
         self.dropped["message"] += 1

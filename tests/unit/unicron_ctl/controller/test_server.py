@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import zmq
@@ -234,3 +234,66 @@ def test_what_one_agent_is_told_at_once_goes_out_in_its_order(server: Server) ->
         assert said == told
     finally:
         context.destroy(linger=0)
+
+
+def test_of_strangers_only_what_is_heeded_is_decoded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: a status of 4 MiB took 0.1 s to decode before anybody asked whether its key is known."""
+    sent, decoded, received = list[Any](), list[Any](), list[wire.Message]()
+    decode, receive = wire.decode, server.core.receive
+
+    def counted(data: bytes, kind: Any = wire.ToController, *more: Any) -> Any:
+        decoded.append(kind)
+        return decode(data, kind, *more)
+
+    def heard(route: Any, message: wire.Message, *more: Any) -> None:
+        received.append(message)
+        receive(route, message, *more)
+
+    monkeypatch.setattr(server, "_munge", True)
+    monkeypatch.setattr(wire, "decode", counted)
+    monkeypatch.setattr(server.core, "receive", heard)
+    monkeypatch.setattr(
+        server, "_send_bytes", lambda route, *data: sent.extend(decode(one, wire.ToAgent) for one in data)
+    )
+
+    def tell(message: wire.Message, key: str) -> None:
+        for log in (sent, decoded, received):
+            log.clear()
+        server._take((b"route",), wire.encode(message), key, "10.0.0.1")
+        server.flush()
+
+    def status(ranks: int) -> wire.Status:
+        each = wire.RankStatus(state="running", done=list(range(200)))
+        return wire.Status(job="1", element=0, agent="a", sent=1.0, ranks=dict.fromkeys(range(ranks), each))
+
+    tell(status(1000), "stranger's")
+    assert not decoded and not received and "register first" in sent[0].reason
+    tell(status(8), "stranger's")
+    assert wire.ToController not in decoded and [one.reason for one in sent] == ["register first"]
+    assert isinstance(received[0], wire.Status) and not received[0].ranks
+    steps = wire.Steps(job="1", element=0, agent="a", generation=1, iteration=1, total=1, at=1.0, ranks=[])
+    tell(steps, "stranger's")
+    assert decoded == [wire.Envelope] and not received and not sent
+    server.core.view.live.keys.add("agent's")
+    for message in (status(1000), steps):
+        tell(message, "agent's")
+        assert decoded == [wire.ToController] and received == [message]
+    monkeypatch.setattr(server, "_munge", False)
+    tell(status(1000), "")
+    assert decoded == [wire.ToController] and len(received) == 1, "there is one user"
+
+
+def test_what_strangers_may_say_are_the_kinds_that_are_not_the_agents() -> None:
+    kinds = {kind.__struct_config__.tag for kind in get_args(wire.ToController)}
+    assert kinds - wire.OF_AGENTS == {"register", "ask", "status"} and wire.OF_AGENTS < kinds
+
+
+def test_the_longest_registration_of_an_agent_is_heard_of_a_stranger() -> None:
+    message = FakeAgent(World(), "1", 0, "n1").registration()
+    message.settings.ranks_per_node = 1024
+    message.slots = list(range(1024))
+    message.settings.layouts = [f"TP{number} PP{number} EP{number} CP{number} DP{number}" for number in range(64)]
+    message.settings.model = {f"hidden_size_of_part_{number}": 1 << 40 for number in range(256)}
+    message.settings.mode_reason = "reason " * 2000
+    message.credential = "MUNGE:" + "A" * 4096
+    assert len(wire.encode(message)) < wire.STRANGER_BYTES / 2
