@@ -31,6 +31,7 @@ KERNEL_BYTES = (
 MESSAGES_AT_ONCE = 4  # of one connection; then it is another's turn, however far the program is behind
 LEFT_TO_STRANGERS = 0.1  # of the time, beyond it, where known ones have used all: who asks a question is a stranger
 ACCEPTED_AT_ONCE = 64
+COMMANDS, COMMANDS_AT_ONCE = 20.0, 200.0  # a second of one connection: heartbeats are one in seconds
 # Bytes that wait to be complete or to be sent; of everybody where nothing is encrypted, so that all are strangers.
 HELD_OF_STRANGERS, HELD_OF_KNOWN, HELD_OF_ALL = 32 << 20, 128 << 20, 64 << 20
 UNSENT = 1000  # messages to one peer that does not read; what matters is repeated
@@ -50,6 +51,8 @@ class Connection:
     __slots__ = (
         "address",
         "came",
+        "commanded",
+        "commands",
         "counted",
         "descriptor",
         "known",
@@ -72,6 +75,7 @@ class Connection:
         self.came = now
         self.since = now  # when it began to wait for the rest of a message, or to be read
         self.said = float("-inf")
+        self.commands, self.commanded = COMMANDS_AT_ONCE, now  # how many may still come, when that was
 
     @property
     def open(self) -> bool:
@@ -228,6 +232,8 @@ class Listener:
         for _ in range(MESSAGES_AT_ONCE):
             message = session.read()
             if message is NOTHING:
+                if session.ready:
+                    _charge_command(connection)
                 self._understood(connection)
                 if not connection.open:
                     return False
@@ -407,6 +413,16 @@ class Listener:
         if now - self._told >= TELL_AGAIN_SECONDS:
             self._told = now
             self._warn(text)
+
+
+def _charge_command(connection: Connection) -> None:
+    """A command costs the loop as much time as a short message, and no quota of the program counts it. Raises
+    Refused."""
+    now = time.monotonic()
+    left = min(COMMANDS_AT_ONCE, connection.commands + (now - connection.commanded) * COMMANDS)
+    if left < 1.0:
+        raise Refused(f"more than {COMMANDS:.0f} commands a second, as heartbeats are")
+    connection.commands, connection.commanded = left - 1.0, now
 
 
 def listening(host: str, port: int) -> list[socket.socket]:

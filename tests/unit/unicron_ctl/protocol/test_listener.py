@@ -118,6 +118,37 @@ def test_libzmqs_heartbeat_is_answered(served: Served) -> None:
     assert served.heard[0][0] is served.heard[1][0], "by one connection"
 
 
+@pytest.mark.parametrize("command", [b"\x04PING\0\0context", b"\x09SUBSCRIBEtopic"])
+def test_who_floods_with_commands_is_put_out_and_nobody_else(raw: Served, command: bytes) -> None:
+    """Defect: commands counted for nobody's quota, and 150 connections held 0.65 of a core with them."""
+    flooding, good = stranger(raw), stranger(raw)
+    raw.until(lambda: raw.listener.count == 2, "both are there")
+    good.socket.sendall(framed(COMMAND, command) * int(module.COMMANDS_AT_ONCE // 2))
+    good.send(b"fine")
+    flooding.socket.sendall(framed(COMMAND, command) * 3000)
+    raw.until(lambda: raw.refused and raw.heard, "one is put out, the other is heard")
+    assert raw.listener.count == 1 and "commands" in raw.refused[0] and len(raw.refused) == 1
+    good.send(b"still there")
+    raw.until(lambda: len(raw.heard) == 2, "it is heard")
+
+
+def test_commands_are_counted_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that lives for long sends many heartbeats."""
+    monkeypatch.setattr(module, "COMMANDS", 2000.0)
+    monkeypatch.setattr(module, "COMMANDS_AT_ONCE", 50.0)
+    raw = Served(encrypted=False)
+    try:
+        one = stranger(raw)
+        for number in range(10):
+            one.socket.sendall(framed(COMMAND, b"\x04PING\0\0") * 20)
+            one.send(b"there")
+            raw.until(lambda count=number + 1: len(raw.heard) == count, "it is heard")  # type: ignore[misc]
+            time.sleep(0.02)
+        assert not raw.refused and raw.listener.count == 1
+    finally:
+        raw.close()
+
+
 def test_more_than_one_frame_and_too_large_a_frame_end_the_connection_and_no_other(raw: Served) -> None:
     good, endless, large = stranger(raw), stranger(raw), stranger(raw)
     endless.socket.sendall(b"\1\5hello")  # MORE
