@@ -110,7 +110,9 @@ def test_each_rank_is_told_the_plan_with_its_agents_share_of_the_work(fake, two)
         fake.send(wire.PlanShare(common=msgspec.Raw(bad)))
     fake.plan(msgspec.structs.replace(plan, generation=4), [0, 1])
     assert two.hear()["generation"] == 4, "nothing else has reached them"
-    assert two.agent.log.count("dropped a bad message of the controller") == 4
+    said = "dropped a bad message of the controller"
+    wait_for(lambda: two.agent.log.count(said) >= 4, lambda: two.agent.log)
+    assert two.agent.log.count(said) == 4
 
 
 def test_a_plain_program_starts_in_the_world_of_its_plan(fake, tmp_path):
@@ -124,7 +126,8 @@ def test_a_plain_program_starts_in_the_world_of_its_plan(fake, tmp_path):
         assert fake.rank(lambda rank: rank.state == "running", "its program runs").generation == 2
         agent = job.agents[0]
         wait_for(lambda: "0 20123" in agent.log, lambda: agent.log)
-        assert "dropped a bad message of the controller: the plan's world meets at 'nowhere'" in agent.log
+        said = "dropped a bad message of the controller: the plan's world meets at 'nowhere'"
+        wait_for(lambda: said in agent.log, lambda: agent.log)
     finally:
         job.close()
 

@@ -70,6 +70,8 @@ def test_without_the_controller_a_world_goes_on_and_a_stopped_agents_processes_e
     The others answer each other, so they go on for as long as the controller is away."""
     job = Writers(tmp_path, "65", 3)
     try:
+        for element in range(3):
+            job.world(3, element=element)
         pids = job.pids()
         job.controller.kill()
         time.sleep(MINORITY_SECONDS + 4.0)
@@ -87,6 +89,7 @@ def test_a_node_that_is_cut_off_does_not_work_beside_the_next_world(tmp_path):
     job = Writers(tmp_path, "66", 2)
     try:
         first = job.world(2)["generation"]
+        job.world(2, element=1)
         cut_off = job.pids()[1]
         job.controller.ask("inject", fault="lost-network", job="66", slot=1, seconds=300.0)
         new = job.world(1, after=first)
