@@ -72,7 +72,8 @@ class Classifier:
         return self.match(text, source, generic=True) or self._unknown(text)
 
     def match(self, text: str, source: str = "exception", generic: bool = False) -> Verdict | None:
-        """As ``text``, but None where no rule knows the fault: for streams in which most lines are none (kernel log).
+        """Judges as ``text`` does, but gives None where no rule knows the fault: for streams in which most lines are
+        none (kernel log).
 
         ``generic``: rules that say no more than "there was an exception" count, too.
         """
@@ -81,7 +82,7 @@ class Classifier:
         return self._match(_trimmed(text), source, generic)
 
     def last_words(self, text: str, source: str = "stderr", generic: bool = True) -> tuple[str, Verdict | None]:
-        """Of a process's last lines the statement that says why it ended, and the verdict on it (detector.last_words).
+        """Finds in a process's last lines the statement that says why it ended, and judges it (detector.last_words).
 
         The statement alone gets the same verdict, so it can be told on in place of the lines.
         """

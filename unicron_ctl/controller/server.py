@@ -100,15 +100,15 @@ class Server:
         self._verifying: set[tuple[str, str]] = set()
         keys, self.key = self._keys(config.controller, store.path.parent)
         sockets, self._hints, self.address = _listen(listen)
-        self.doorkeeper = Listener(sockets, keys, connections, wire.MAX_BYTES, refused=self._refused)
-        self.core.unread = lambda route: self.doorkeeper.unread(route[0])
+        self.listener = Listener(sockets, keys, connections, wire.MAX_BYTES, refused=self._refused)
+        self.core.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)
         self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
         self._poller = select.poll()
         mailboxes = self.worker.results.fileno(), self.worker.verified.fileno()
-        ours = self.doorkeeper.fileno(), *mailboxes, self._stop_read
+        ours = self.listener.fileno(), *mailboxes, self._stop_read
         for descriptor in (*ours, *(hints.fileno() for hints in self._hints)):
             self._poller.register(descriptor, select.POLLIN)
 
@@ -131,7 +131,7 @@ class Server:
             due = min(next_tick, self._answer_at) if self._asked else next_tick
             wait = 0 if self.core.pending else max(0, int((due - self.now()) * 1000))
             ready = dict(self._poller.poll(wait))
-            if self.doorkeeper.fileno() in ready:
+            if self.listener.fileno() in ready:
                 self._receive()
             for hints in self._hints:
                 if hints.fileno() in ready:
@@ -175,7 +175,7 @@ class Server:
             self.flush()
             self.save_snapshot()
         self.worker.close()
-        self.doorkeeper.close()
+        self.listener.close()
         for hints in self._hints:
             hints.close()
         self.store.close()
@@ -203,20 +203,20 @@ class Server:
         """What has come, for a short time: hearing many must not keep others waiting. It is longer where what follows
         takes long, which is done once for all that was heard."""
         seconds = max(RECEIVE_SECONDS, min(self._settled_in, PAUSE_SECONDS))
-        self.doorkeeper.receive(self._hear, time.monotonic() + seconds)
+        self.listener.receive(self._hear, time.monotonic() + seconds)
         self._received_at = self.now()
 
     def _gather(self) -> None:
         """Right after messages were heard, those of thousands of agents come one by one: a turn for several of them
         costs little more than one for each."""
         early = self._received_at + GATHER_SECONDS - self.now()
-        if early > 0.0 and not self.core.pending and not self.doorkeeper.behind:
+        if early > 0.0 and not self.core.pending and not self.listener.behind:
             time.sleep(early)
 
     def _hear(self, connection: Connection, data: bytes) -> None:
         key = connection.session.key
         if key in self.core.view.live.keys:
-            self.doorkeeper.is_known(connection)
+            self.listener.is_known(connection)
         self._take((connection.route,), data, key, connection.address)
 
     def _refused(self, connection: Connection, reason: str) -> None:
@@ -457,7 +457,7 @@ class Server:
         self._send_bytes(route, wire.encode(message))
 
     def _send_bytes(self, route: Route, *messages: bytes) -> None:
-        if not self.doorkeeper.send(route[0], *messages):
+        if not self.listener.send(route[0], *messages):
             self.dropped["send"] += 1  # the peer is gone or does not read; whatever matters is repeated
 
     # ------------------------------------------------------------ binding

@@ -185,15 +185,17 @@ def test_a_controller_that_is_behind_goes_on_hearing_and_answers_before_all_is_h
 def test_where_a_turn_takes_long_more_is_heard_before_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect: when all ranks of 2,048 agents died at once each 30 ms of hearing were followed by half a second of what
     comes of it, for all of the job anew, and the last rank was told to start again after 28 s."""
-    heard, settled, peers, each = [0], [0], 40, 10
+    heard, hearing, settled, peers, each = [0], [0.0], [0], 40, 10
 
     def settle() -> None:
         settled[0] += 1
         time.sleep(0.1 if heard[0] < peers * each else 0.0)
 
     def receive(*given: Any) -> None:
+        began = time.monotonic()
         heard[0] += 1
         time.sleep(0.002)
+        hearing[0] += time.monotonic() - began
 
     monkeypatch.setattr(server.core, "settle", settle)
     monkeypatch.setattr(server.core, "tick", lambda now: None)
@@ -210,9 +212,10 @@ def test_where_a_turn_takes_long_more_is_heard_before_it(server: Server, monkeyp
         time.sleep(0.5)
         loop.start()
         wait_for(lambda: heard[0], "the first message is heard", 20.0)
-        before, at = heard[0], settled[0]
+        before, at = hearing[0], settled[0]
         wait_for(lambda: heard[0] == peers * each, "all are heard", 20.0)
-        assert (heard[0] - before) / (settled[0] - at) > 25, "30 ms are 15 messages"
+        # In seconds, not messages: a busy machine takes longer for each.
+        assert (hearing[0] - before) / (settled[0] - at) > 0.05, "a turn heard for 30 ms"
     finally:
         server.stop()
         loop.join(20.0)
