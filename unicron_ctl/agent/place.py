@@ -20,6 +20,9 @@ from unicron_ctl.protocol.wire import Settings
 from unicron_ctl.reach import first_open
 
 ADDRESS_SECONDS = 1.5  # for one of the controller's addresses to accept, where it has several
+# From here on step numbers are Slurm's own (slurm.h); as signed ones they are -16 to -1. From 26.05 on it gives one to
+# batch and interactive scripts, for which older releases set no SLURM_STEP_ID.
+MOST_STEP = 0xFFFFFFF0
 LEAST_MEMORY_RATE = 0.1  # megabytes a second: the other side gives up what is slower (transfer.LEAST_RATE)
 
 
@@ -165,9 +168,10 @@ def _own_name() -> str:
 
 def _step(environment: Mapping[str, str]) -> int:
     """The number of this training's Slurm step among those of its batch script; steps that a restarted element only
-    uses up (sbatch_templates) are not counted."""
+    uses up (sbatch_templates) are not counted. A script that is no step of its own counts as the first one."""
     first = int(number(environment, "UNICRON_FIRST_STEP", "0", least=0))
-    return max(0, int(number(environment, "SLURM_STEP_ID", "0", least=0)) - first)
+    step = int(number(environment, "SLURM_STEP_ID", "0", least=-16))
+    return max(0, step - first) if step < MOST_STEP else 0
 
 
 def _address(controller: str) -> str:

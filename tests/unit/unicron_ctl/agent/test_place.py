@@ -16,6 +16,18 @@ def test_steps_that_a_restart_only_uses_up_are_not_counted(first, step):
     assert read_place(SLURM | {"UNICRON_FIRST_STEP": first}, "tcp://127.0.0.1:7451").step == step
 
 
+@pytest.mark.parametrize("own", ["-5", "-6", "4294967291", "4294967290"])
+def test_a_batch_script_counts_as_the_first_step_whatever_number_slurm_gives_it(own):
+    """From 26.05 on Slurm sets SLURM_STEP_ID for batch and interactive scripts, to a number of its own."""
+    assert read_place(SLURM | {"SLURM_STEP_ID": own}, "tcp://127.0.0.1:7451").step == 0
+
+
+@pytest.mark.parametrize("said", ["batch", "-17", "1.5", "99999999999999999999"])
+def test_a_step_that_makes_no_sense_is_refused_in_one_line(said):
+    with pytest.raises(UserError, match=r"^SLURM_STEP_ID=[^\n]*unset it or give a value like 0$"):
+        read_place(SLURM | {"SLURM_STEP_ID": said}, "tcp://127.0.0.1:7451")
+
+
 ARRAY = SLURM | {"SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_ID": "0"}
 
 
