@@ -41,11 +41,15 @@ def cluster(local_cluster: LocalCluster) -> Iterator[LocalCluster]:
 
 
 def _idle(client: SlurmClient) -> bool:
-    """Of a job that is cancelled in the moment of its start Slurm now and then cannot end a step, and drains the node
-    20 s later (UnkillableStepTimeout): long after all were resumed."""
+    """Slurm now and then takes a node out of service after all were resumed.
+
+    Of a job that is cancelled in the moment of its start it cannot end a step, and drains the node 20 s later
+    (UnkillableStepTimeout). Of a node that has just booted and registers twice it works out two times of boot, from
+    whole seconds, and takes that for a second boot.
+    """
     nodes = client.nodes()
     for node in nodes:
-        if node.reason == "Kill task failed" and "DRAIN" in node.states:
+        if node.reason in ("Kill task failed", "Node unexpectedly rebooted"):
             client.resume(node.name)
     return all(node.states == {"IDLE"} for node in nodes)
 

@@ -39,7 +39,7 @@ class Site:
         prolog = wrapper(folder, PROLOG, "UNICRON_PROLOG_CONF")
         (folder / "prolog.conf").write_text(
             f"UNICRON_LOG={folder}/prolog.log\nUNICRON_HEALTH_CONF={folder}/health.conf\n"
-            "UNICRON_CHECK_SHM=off\nUNICRON_HEALTH_SECONDS=20\n"
+            "UNICRON_CHECK_SHM=off\nUNICRON_HEALTH_SECONDS=45\n"
         )
         lines += [f"Prolog={prolog}", "SchedulerParameters=bf_interval=1,sched_interval=2,nohold_on_prolog_fail"]
         self.layout = layout
@@ -130,7 +130,7 @@ def test_the_prolog_drains_a_bad_node_and_the_job_runs_elsewhere(site: Site) -> 
     )
     (site.folder / f"prolog-{first}.conf").write_text(
         f"UNICRON_LOG={site.folder}/prolog.log\nUNICRON_HEALTH_CONF={site.folder}/bad.conf\nUNICRON_CHECK_SHM=off\n"
-        "UNICRON_HEALTH_SECONDS=20\n"
+        "UNICRON_HEALTH_SECONDS=45\n"
     )
     done = site.call("sbatch", "--parsable", "--requeue", "--wrap", f"echo $SLURMD_NODENAME > {site.folder}/ran")
     assert done.returncode == 0, done.stderr

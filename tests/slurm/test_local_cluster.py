@@ -279,10 +279,10 @@ def test_a_node_that_rebooted_unnoticed_loses_its_job_to_the_queue(
 
 
 def test_another_user_than_root_can_have_one() -> None:
-    """All other tests run as whoever started them: root in a container. This one runs as nobody there."""
+    """All other tests run as whoever started them: root in a container. This one runs as daemon there, for from 26.05
+    on Slurm's daemons refuse to be nobody's."""
     folder = Path(tempfile.mkdtemp(prefix="unicron-user-", dir="/tmp"))
-    nobody = pwd.getpwnam("nobody")
-    user = nobody if os.getuid() == 0 else pwd.getpwuid(os.getuid())
+    user = pwd.getpwnam("daemon") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
     try:
         os.chown(folder, user.pw_uid, user.pw_gid)
         report = folder / "report"
