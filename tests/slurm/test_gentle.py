@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.controller import Controller, quick_on_slurm
-from tests.support.jobs import AGENT
-from tests.support.processes import ROOT, call, outside_slurm, wait_for
+from tests.support.jobs import sleepers
+from tests.support.processes import call, outside_slurm, wait_for
 from unicron_ctl.localslurm import LocalCluster
 from unicron_ctl.reach import Reach, reach
 
@@ -34,15 +34,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         environment = outside_slurm() | cluster.env()
         controller = Controller(tmp_path, quick_on_slurm("act"), environment)
         started.append(controller)
-        script = tmp_path / "job.sh"
-        script.write_text(
-            "#!/bin/bash\n"
-            f"export PYTHONPATH={ROOT} UNICRON_CONTROLLER={controller.address} UNICRON_NODE_ADDRESS=127.0.0.1\n"
-            f"export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=30\n"
-            f"exec {' '.join(AGENT)} run -- sleep 600\n"
-        )
         usual = ["--parsable", "-N1", "--exclusive", "--requeue", "-o", "/dev/null"]
-        done = call("sbatch", *usual, *options, script, environment=environment)
+        done = call("sbatch", *usual, *options, sleepers(tmp_path, controller), environment=environment)
         assert done.returncode == 0, done.stderr
         return controller, done.stdout.strip()
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.controller import Controller
-from tests.support.jobs import AGENT
-from tests.support.processes import ROOT, call, outside_slurm, wait_for
+from tests.support.jobs import sleepers
+from tests.support.processes import call, outside_slurm, wait_for
 
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 SETTINGS = """
@@ -31,14 +31,11 @@ def job(cluster, tmp_path):
     environment = outside_slurm() | cluster.env()
     controller = Controller(tmp_path, SETTINGS, environment)
     try:
-        script = tmp_path / "job.sh"
-        script.write_text(
-            "#!/bin/bash\n"
-            f"export PYTHONPATH={ROOT} UNICRON_CONTROLLER={controller.address} UNICRON_NODE_ADDRESS=127.0.0.1\n"
-            f"export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=30\n"
-            f"export UNICRON_KMSG={tmp_path}/kmsg.$SLURMD_NODENAME\n"
-            f"echo $$ > {tmp_path}/pid.$SLURM_ARRAY_TASK_ID\n"
-            f"exec {' '.join(AGENT)} run -- sleep 600\n"
+        script = sleepers(
+            tmp_path,
+            controller,
+            f"export UNICRON_KMSG={tmp_path}/kmsg.$SLURMD_NODENAME",
+            f"echo $$ > {tmp_path}/pid.$SLURM_ARRAY_TASK_ID",
         )
         options = ["--parsable", "-N1", "--exclusive", "--gres=gpu:1", "--array=0-2", "-o", "/dev/null"]
         done = call("sbatch", *options, script, environment=environment)

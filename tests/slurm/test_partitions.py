@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.controller import Controller, quick_on_slurm
-from tests.support.jobs import AGENT
-from tests.support.processes import ROOT, call, outside_slurm, wait_for
+from tests.support.jobs import sleepers
+from tests.support.processes import call, outside_slurm, wait_for
 from unicron_ctl.localslurm import LocalCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
@@ -26,15 +26,8 @@ def start(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Simpl
     def run(mode: str, *options: str) -> SimpleNamespace:
         controller = Controller(tmp_path, quick_on_slurm(mode), environment)
         started.append(controller)
-        script = tmp_path / "job.sh"
-        script.write_text(
-            "#!/bin/bash\n"
-            f"export PYTHONPATH={ROOT} UNICRON_CONTROLLER={controller.address} UNICRON_NODE_ADDRESS=127.0.0.1\n"
-            f"export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=30\n"
-            f"exec {' '.join(AGENT)} run -- sleep 600\n"
-        )
         usual = ["--parsable", "-N1", "--exclusive", "--gres=gpu:1", "--array=0-2", "--requeue", "-o", "/dev/null"]
-        done = call("sbatch", *usual, *options, script, environment=environment)
+        done = call("sbatch", *usual, *options, sleepers(tmp_path, controller), environment=environment)
         assert done.returncode == 0, done.stderr
         return SimpleNamespace(id=done.stdout.strip(), controller=controller, environment=environment)
 

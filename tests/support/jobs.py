@@ -28,6 +28,19 @@ def scripted(folder: Path, text: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
+def sleepers(folder: Path, controller: Controller, *lines: str) -> Path:
+    """A batch script for a real Slurm, whose agent keeps a sleeping rank; `lines` come before it."""
+    script = folder / "job.sh"
+    script.write_text(
+        "#!/bin/bash\n"
+        f"export PYTHONPATH={ROOT} UNICRON_CONTROLLER={controller.address} UNICRON_NODE_ADDRESS=127.0.0.1\n"
+        "export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=30\n"
+        + "".join(f"{line}\n" for line in lines)
+        + f"exec {' '.join(AGENT)} run -- sleep 600\n"
+    )
+    return script
+
+
 class Agent:
     """A real `unicron-agent run -- COMMAND` of one element of an array job."""
 

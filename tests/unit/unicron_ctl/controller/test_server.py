@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -38,6 +39,25 @@ def server(tmp_path: Path) -> Iterator[Server]:
     yield server
     server.close()
     store.close()
+
+
+@contextlib.contextmanager
+def crowded(server: Server, peers: int, each: int) -> Iterator[tuple[zmq.Context, threading.Thread]]:
+    """So many agents that have each sent as many messages to the server, and its loop, which is still to be started."""
+    context, loop = zmq.Context(), threading.Thread(target=server.run)
+    context.setsockopt(zmq.LINGER, 0)
+    try:
+        message = wire.encode(FakeAgent(World(), "1", 0, "n1").registration())
+        dealers = [context.socket(zmq.DEALER) for _ in range(peers)]
+        for dealer in dealers:
+            dealer.connect(server.address)
+            for _ in range(each):
+                dealer.send(message)
+        yield context, loop
+    finally:
+        server.stop()
+        loop.join(20.0)
+        context.destroy()
 
 
 @pytest.mark.parametrize(
@@ -157,16 +177,7 @@ def test_a_controller_that_is_behind_goes_on_hearing_and_answers_before_all_is_h
 
     monkeypatch.setattr(server.core, "tick", slow("tick", 0.1))
     monkeypatch.setattr(server.core, "receive", slow("receive", 0.002))
-    context = zmq.Context()
-    context.setsockopt(zmq.LINGER, 0)
-    loop = threading.Thread(target=server.run)
-    try:
-        message = wire.encode(FakeAgent(World(), "1", 0, "n1").registration())
-        dealers = [context.socket(zmq.DEALER) for _ in range(peers)]
-        for dealer in dealers:
-            dealer.connect(server.address)
-            for _ in range(each):
-                dealer.send(message)
+    with crowded(server, peers, each) as (context, loop):
         asker = context.socket(zmq.DEALER)
         asker.connect(server.address)
         loop.start()
@@ -176,10 +187,6 @@ def test_a_controller_that_is_behind_goes_on_hearing_and_answers_before_all_is_h
         assert heard[0] < peers * each / 2
         wait_for(lambda: heard[0] == peers * each, "all are heard", 20.0)
         assert spent["tick"] < 2 * spent["receive"]
-    finally:
-        server.stop()
-        loop.join(20.0)
-        context.destroy()
 
 
 def test_where_a_turn_takes_long_more_is_heard_before_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,15 +207,7 @@ def test_where_a_turn_takes_long_more_is_heard_before_it(server: Server, monkeyp
     monkeypatch.setattr(server.core, "settle", settle)
     monkeypatch.setattr(server.core, "tick", lambda now: None)
     monkeypatch.setattr(server.core, "receive", receive)
-    context = zmq.Context()
-    loop = threading.Thread(target=server.run)
-    try:
-        message = wire.encode(FakeAgent(World(), "1", 0, "n1").registration())
-        dealers = [context.socket(zmq.DEALER) for _ in range(peers)]
-        for dealer in dealers:
-            dealer.connect(server.address)
-            for _ in range(each):
-                dealer.send(message)
+    with crowded(server, peers, each) as (_, loop):
         time.sleep(0.5)
         loop.start()
         wait_for(lambda: heard[0], "the first message is heard", 20.0)
@@ -216,10 +215,6 @@ def test_where_a_turn_takes_long_more_is_heard_before_it(server: Server, monkeyp
         wait_for(lambda: heard[0] == peers * each, "all are heard", 20.0)
         # In seconds, not messages: a busy machine takes longer for each.
         assert (hearing[0] - before) / (settled[0] - at) > 0.05, "a turn heard for 30 ms"
-    finally:
-        server.stop()
-        loop.join(20.0)
-        context.destroy(linger=0)
 
 
 def test_what_one_agent_is_told_at_once_goes_out_in_its_order(server: Server) -> None:
