@@ -19,6 +19,13 @@ fi
 unset UNICRON_IN_NAMESPACE
 
 command -v debootstrap >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends debootstrap >/dev/null
+# A second command would take the copy away under the first.
+mkdir -p "$(dirname "$root")"
+exec 9>"$root.lock"
+flock -n 9 || {
+    echo "unicron: another command runs in $root: wait for its end" >&2
+    exit 1
+}
 if [ ! -e "$root/.complete" ]; then
     echo "unicron: making a Debian $suite in $root"
     rm -rf --one-file-system "$root"
@@ -47,4 +54,4 @@ here=$OLDPWD
 mkdir -p srv/unicron
 find srv/unicron -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
 (cd "$here" && git ls-files --cached --others --exclude-standard -z | tar --null --files-from=- --ignore-failed-read -cf -) | tar -C srv/unicron -xf -
-exec chroot "$root" /bin/sh -c 'cd /srv/unicron && exec "$@"' sh "$@"
+chroot "$root" /bin/sh -c 'cd /srv/unicron && exec "$@"' sh "$@" 9>&- # no daemon that outlives it holds the lock
