@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commit import commit
 from benchmarks.torture import leaks, picture, progress, proof, schedule
 from benchmarks.torture.deeds import refused
 from benchmarks.torture.progress import Progress
@@ -27,7 +27,6 @@ from benchmarks.torture.run import Defect, Run, Stopped, begin
 from benchmarks.torture.show import Show
 from benchmarks.torture.stage import CHECKPOINTS, ELEMENTS, KEEP_MINUTES, NODES, TRAININGS, Site, end_leftovers
 from planner.model import PlanError
-from tests.support.processes import ROOT
 from unicron_ctl.errors import WRONG_USE, UserError, one_line
 from unicron_ctl.localslurm.layout import default_state_dir
 
@@ -222,10 +221,9 @@ class Torture:
 
 
 def _about(run: Progress, hours: float) -> dict[str, Any]:
-    git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip(),
+        "commit": commit(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "seed": run.seed,
         "failures": len(run.inflicted),

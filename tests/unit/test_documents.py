@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import tomllib
@@ -21,10 +22,14 @@ MOST_FILES = 12
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """Files of the repository; all of them where there is no git."""
-    done = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
-    names = done.stdout.split("\0") if done.returncode == 0 else []
-    found = [ROOT / name for name in names if name] or [path for pattern in patterns for path in ROOT.rglob(pattern)]
+    """Files of the repository; of a copy that is no checkout, or without git, all that lies in no hidden folder."""
+    names: list[str] = []
+    with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
+        command = ["git", "ls-files", "-z", *patterns]
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    found = [ROOT / name for name in names if name]
+    for pattern in patterns if not found else ():
+        found += [path for path in ROOT.rglob(pattern) if not path.relative_to(ROOT).as_posix().startswith(".")]
     return [path for path in found if path.is_file()]
 
 

@@ -3,18 +3,16 @@ where under Slurm the requeued element would start on them."""
 
 from __future__ import annotations
 
-import functools
 import shutil
-import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.commit import commit
 from benchmarks.leaderboard import processes
 from benchmarks.leaderboard.systems.base import NODES, RANKS, System
 from tests.support.jobs import World
-from tests.support.processes import ROOT
 
 
 class Shipped(World):
@@ -99,13 +97,3 @@ class Restart(Session):
         "transition.memory at each iteration, no file; the script of torchrun, gloo with the same time-out"
     )
     script = "restarted.py"
-
-
-@functools.cache
-def commit() -> str:
-    """Of this checkout when it was first asked for, with a + where it was changed."""
-    found = []
-    for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
-        found.append(done.stdout.strip())
-    return (found[0] or "unknown") + ("+" if found[1] else "")
