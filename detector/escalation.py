@@ -48,6 +48,7 @@ class Event(enum.Enum):
     OWN_BUG = "own_bug"  # the job fails by itself, wherever it runs
 
 
+ACTING = frozenset({State.REATTEMPTING, State.RESTARTING, State.ISOLATING})  # an action runs
 WHOLE_JOB = -1  # the slot of a fault of which no rank, and so no node, can be named
 # ISOLATE: this job leaves the node, which is a suspect from then on. MOVE: the same, and the node is none.
 NOTHING, REATTEMPT, RESTART, MOVE, ISOLATE, END_JOB = "none", "reattempt", "restart", "move", "isolate", "end_job"
@@ -224,6 +225,7 @@ class History:
     states: dict[tuple[str, int], State] = field(default_factory=dict)
     last: dict[tuple[str, int], float] = field(default_factory=dict)
     of_job: dict[str, Slots] = field(default_factory=dict)
+    actions: dict[str, Slots] = field(default_factory=dict)  # those of `states` for which an action runs
     by_slot: dict[tuple[str, int], deque[Fault]] = field(default_factory=dict)
     by_node: dict[str, deque[Fault]] = field(default_factory=dict)
     since_progress: dict[str, Stuck] = field(default_factory=dict)
@@ -241,15 +243,26 @@ class History:
             state = TABLE[state][Event.QUIET][0]
         return state
 
-    def slots(self, job: str) -> list[int]:
-        """The slots of the job of which something is remembered."""
-        return sorted(self.of_job.get(job, ()))
+    def __post_init__(self) -> None:
+        for (job, slot), state in self.states.items():
+            self._note_action(job, slot, state)
+
+    def acting(self, job: str) -> list[int]:
+        """The slots of the job for which an action runs, in order."""
+        return sorted(self.actions.get(job, ()))
 
     def set(self, job: str, slot: int, state: State, now: float) -> None:
         """An action runs for the slot from now on."""
         self.states[(job, slot)] = state
         self.last[(job, slot)] = now
         self.of_job.setdefault(job, set()).add(slot)
+        self._note_action(job, slot, state)
+
+    def _note_action(self, job: str, slot: int, state: State) -> None:
+        if state in ACTING:
+            self.actions.setdefault(job, set()).add(slot)
+        elif slot in self.actions.get(job, ()):
+            self.actions[job].discard(slot)
 
     def record(self, fault: Fault, decision: Decision) -> None:
         """Takes a fault and what was decided about it into the history."""
@@ -269,6 +282,7 @@ class History:
         key = (job, slot)
         if key in self.states:
             self.states[key] = TABLE[self.state(job, slot, now)][Event.RECOVERED][0]
+            self._note_action(job, slot, self.states[key])
         return self.states.get(key, State.HEALTHY)
 
     def progressed(self, job: str) -> None:
@@ -277,7 +291,7 @@ class History:
 
     def forget_job(self, job: str) -> None:
         """The job is over. What its faults said about nodes stays, for admins to see."""
-        for of_job in (self.since_progress, self.node_of_job, self.recent_of_job):
+        for of_job in (self.since_progress, self.node_of_job, self.recent_of_job, self.actions):
             of_job.pop(job, None)
         for slot in self.of_job.pop(job, ()):
             for memory in (self.by_slot, self.states, self.last):

@@ -7,7 +7,7 @@ time, however busy the machine is.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Alone:
         self._idle, self._began = START, 0.0
         self.used, self.messages = 0.0, 0
         self._arrived: deque[tuple[int, bytes]] = deque()
+        self._waiting: Counter[int] = Counter()  # messages of each that have arrived
         self._left: dict[int, list[bytes]] = {}
         self._left_at: dict[int, float] = {}
         self._next_tick = START
@@ -42,6 +43,7 @@ class Alone:
         )
         self._store = Store(folder / "events.sqlite")
         self.core = Core(config, ClusterState(), START, Classifier())
+        self.core.view.unread = lambda route: int.from_bytes(route[0]) in self._waiting
 
     def now(self) -> float:
         computing = time.process_time() - self._began if self._began else 0.0
@@ -49,6 +51,7 @@ class Alone:
 
     def send(self, index: int, data: bytes) -> None:
         self._arrived.append((index, data))
+        self._waiting[index] += 1
 
     def flush(self) -> None:
         pass
@@ -88,6 +91,9 @@ class Alone:
 
     def _take(self, index: int, data: bytes) -> None:
         self.messages += 1
+        self._waiting[index] -= 1
+        if not self._waiting[index]:
+            del self._waiting[index]
         message = wire.decode(data, wire.ToController)
         route = (index.to_bytes(4),)
         if isinstance(message, wire.Ask):

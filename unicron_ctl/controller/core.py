@@ -83,9 +83,6 @@ class Core:
     def __post_init__(self) -> None:
         self.events: list[Event] = []
         self.outbox: list[Send] = []
-        self.unread: Callable[[Route], bool] = lambda route: (
-            False
-        )  # messages of this connection wait; set by the server
         self.requests: list[Any] = []
         self.last_tick = self.started_at
         self.view = View(
@@ -404,7 +401,7 @@ class Core:
 
     def _silence(self) -> None:
         for agent in silence.late(self.view):
-            if self.unread(agent.route):  # it is not silent: this controller is behind
+            if self.view.unread(agent.route):  # it is not silent: this controller is behind
                 self.view.live.heard(agent, self.now)
         outcome = silence.look(self.view)
         for finding in outcome.findings:

@@ -101,7 +101,7 @@ class Server:
         keys, self.key = self._keys(config.controller, store.path.parent)
         sockets, self._hints, self.address = _listen(listen)
         self.listener = Listener(sockets, keys, connections, wire.MAX_BYTES, refused=self._refused)
-        self.core.unread = lambda route: self.listener.unread(route[0])
+        self.core.view.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)

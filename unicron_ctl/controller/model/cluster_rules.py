@@ -86,7 +86,7 @@ def remember_fault(state: ClusterState, event: Event, record: records.FailureDet
 def remember_progress(state: ClusterState, event: Event, record: records.Record) -> None:
     state.history.progressed(event.job)
     job = state.jobs.get(event.job)
-    for slot in state.history.slots(event.job) if job else ():
+    for slot in state.history.acting(event.job) if job else ():
         if slot == WHOLE_JOB or (job and slot in job.members):
             state.history.recovered(event.job, slot, event.time)
 

@@ -24,6 +24,8 @@ class Survey:
     """For which it was asked last because entering took long."""
     left: int = 0
     """Rounds of it that are still to be asked: in a large job one does not ask about all pairs."""
+    tried: float = -1.0
+    """When the last round was begun, whether anybody could be asked or not."""
     turn: int = 0
     """Rounds so far: a large job's ask about other pairs each."""
     again: float = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -121,6 +121,8 @@ class View:
     views: dict[str, JobView] = field(default_factory=dict)
     inquiries: Inquiries = field(default_factory=Inquiries)
     """What is asked about silent agents and their nodes; only `sense.silence` and what it calls change it."""
+    unread: Callable[[Route], bool] = lambda route: False
+    """Whether messages of this connection wait to be heard: then its agent is not silent, this controller is behind."""
 
     def job(self, state: JobState) -> JobView:
         """The job with what its agents say."""

@@ -196,6 +196,9 @@ def look(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Ou
     limits = _limits(job, times, watch, waited, view.config)
     if waited < min(limit for limit, _ in limits.values()):
         return out
+    if any(view.unread(agent.route) for agent in job.alive()):
+        watch.overdue = None  # what is judged is older than what the ranks have said: this controller is behind
+        return out
     if watch.overdue is None:
         watch.overdue = view.now
     if _all_answered(view, job, watch.overdue, out):

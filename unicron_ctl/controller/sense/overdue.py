@@ -21,6 +21,8 @@ from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.sense.progress import last_copy
 
 LOOK_SECONDS = 0.5
+MANY = 100  # actions that begin between two looks
+COSTS = 10  # times what pacing counts for a rank: 16,384 that are being started are looked at every eight seconds
 NAMES = {State.REATTEMPTING: REATTEMPT, State.RESTARTING: RESTART, State.ISOLATING: MOVE}
 
 
@@ -29,6 +31,7 @@ class Clocks:
     """When an action was last seen to wait for somebody else; lost with the process. Times in seconds."""
 
     look_at: dict[str, float] = field(default_factory=dict)
+    paced_for: dict[str, int] = field(default_factory=dict)  # job -> actions when its next look was planned
     excused: dict[tuple[str, str], float] = field(default_factory=dict)  # (job, what) -> when
 
     def elapsed(self, key: tuple[str, str], since: float, waits: bool, now: float, started_at: float) -> float:
@@ -40,6 +43,7 @@ class Clocks:
     def forget(self, job: str) -> None:
         self.excused = {key: at for key, at in self.excused.items() if key[0] != job}
         self.look_at.pop(job, None)
+        self.paced_for.pop(job, None)
 
 
 def limit(config: ControllerConfig, state: State, moved: bool) -> float:
@@ -100,8 +104,12 @@ def look(view: View, clocks: Clocks, job: JobState) -> Iterator[Finding]:
     if view.now < clocks.look_at.get(job.job, 0.0):
         return
     history = view.state.history
-    slots = history.slots(job.job)
-    clocks.look_at[job.job] = look_again(view.now, len(slots), LOOK_SECONDS)
+    slots = history.acting(job.job)
+    before = clocks.paced_for.get(job.job, 0)
+    clocks.paced_for[job.job] = len(slots)
+    clocks.look_at[job.job] = look_again(view.now, COSTS * len(slots), LOOK_SECONDS)
+    if len(slots) > 2 * max(before, MANY):
+        return  # so many have just begun: there is nothing to see yet, and more urgent work
     for slot in slots:
         state = history.states.get((job.job, slot))
         if state in NAMES and slot >= 0:

@@ -29,11 +29,11 @@ MOST_NAMED = 8  # elements about which all others are asked
 
 
 def begin(view: View, job: JobView, slots: Iterable[int] = ()) -> Outcome:
-    """Asks all agents of the job whether they reach the others, unless that is being asked. slots: those that others
-    wait for; in a large job all are asked about them first."""
+    """Asks all agents of the job whether they reach the others, unless that is being asked, or was tried for another
+    finding of this moment. slots: those that others wait for; in a large job all are asked about them first."""
     out, survey = Outcome(), job.live.survey
-    if not survey.open or survey.returning is not None:
-        survey.before = survey.returning = None
+    if survey.tried != view.now and (not survey.open or survey.returning is not None):
+        survey.tried, survey.before, survey.returning = view.now, None, None
         _ask(view, job, _round(job, job.state.elements(slots)), out)
         survey.turn += 1
     return out

@@ -688,10 +688,10 @@ def test_an_agent_whose_messages_wait_to_be_read_is_not_silent() -> None:
     world = on_slurm(5, 4)
     agent = world.agents[1]
     agent.silent = True
-    world.core.unread = lambda route: route == agent.route
+    world.core.view.unread = lambda route: route == agent.route
     world.run(20.0)
     assert not world.core.view.inquiries.open and not world.job().failures and world.job().phase == "running"
-    world.core.unread = lambda route: False
+    world.core.view.unread = lambda route: False
     world.dead_nodes.add(agent.node)
     world.run(20.0)
     assert world.job().failures, "once all is read, silence counts"
