@@ -309,10 +309,10 @@ def _seconds(job: JobView) -> float:
 def end(view: View, job: JobView, cuts: Cuts) -> None:
     """The job has grown: every place is in enough nodes that train it, and has been for a while. Copies only take
     memory then."""
-    agents = job.alive()
-    left = any(agent.images for agent in agents)
     able = (job.live.remembers or job.live.sharded) and not cuts.unkept
-    if not cuts.none and left and able and reached(job) > cuts.since + AHEAD:
+    if cuts.none or not able or not any(agent.images for agent in job.agents.values() if agent.alive):
+        return
+    if reached(job) > cuts.since + AHEAD:
         cuts.none, cuts.good = True, -1
         name(view, job, cuts, -1)
 

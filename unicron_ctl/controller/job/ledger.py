@@ -22,8 +22,12 @@ NAMED = 100  # of the micro-batches that nobody reported
 
 @dataclass
 class OpenIteration:
-    """An iteration of which not all reports are there. summed, computed: how often, by micro-batch. dropped: a rank
-    says that it has computed what is not in its gradient; it had no copy to undo a reduce with."""
+    """An iteration of which not all reports are there.
+
+    summed, computed: how often, by micro-batch. summed_again, computed_again: those that were counted more than once.
+    strangers: micro-batches that do not exist. dropped: a rank says that it has computed what is not in its gradient;
+    it had no copy to undo a reduce with.
+    """
 
     total: int
     generation: int = 0
@@ -32,6 +36,9 @@ class OpenIteration:
     seconds: list[float] = field(default_factory=list)
     summed: dict[int, int] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
+    summed_again: set[int] = field(default_factory=set)
+    computed_again: set[int] = field(default_factory=set)
+    strangers: set[int] = field(default_factory=set)
     in_gradients: int = 0
     times_computed: int = 0
     dropped: bool = False
@@ -44,25 +51,40 @@ class OpenIteration:
         self.reporters.add(rank.slot)
         self.seconds.append(rank.seconds)
         self.generation = max(self.generation, generation)
-        _count(self.summed, rank.micro_batches)
+        self._count(self.summed, self.summed_again, rank.micro_batches)
         self.in_gradients += len(rank.micro_batches)
         computed = rank.micro_batches if rank.computed is None else rank.computed
-        _count(self.computed, computed)
+        self._count(self.computed, self.computed_again, computed)
         self.dropped = self.dropped or len(computed) > len(rank.micro_batches)
         self.times_computed += len(computed)
+
+    def _count(self, counts: dict[int, int], again: set[int], indices: list[int]) -> None:
+        """As `Counter.update`, which takes several times as long for the few indices of one rank."""
+        for index in indices:
+            if index not in counts:
+                counts[index] = 1
+                if not 0 <= index < self.total:
+                    self.strangers.add(index)
+            else:
+                counts[index] += 1
+                again.add(index)
 
     def account(self, iteration: int, unsure: bool, again: bool = False) -> Account:
         """The iteration's account. unsure: reports on it may have been lost, with a rank or on their way. again: ranks
         that lived on may have had to compute something again."""
-        missing = list(islice((index for index in range(self.total) if index not in self.summed), NAMED))
-        problems = [f"micro-batch {index} is in {count} gradients" for index, count in self._doubled(self.summed)]
+        missing = []
+        if len(self.summed) < self.total + len(self.strangers):
+            missing = list(islice((index for index in range(self.total) if index not in self.summed), NAMED))
+        problems = [
+            f"micro-batch {index} is in {self.summed[index]} gradients"
+            for index in sorted(self.summed_again - self.strangers)
+        ]
         problems += [
-            f"micro-batch {index} was computed {count} times by ranks that lived on"
-            for index, count in self._doubled(self.computed)
+            f"micro-batch {index} was computed {self.computed[index]} times by ranks that lived on"
+            for index in sorted(self.computed_again - self.strangers)
             if not again
         ]
-        strangers = {index for index in (*self.summed, *self.computed) if not 0 <= index < self.total}
-        problems += [f"micro-batch {index} does not exist" for index in sorted(strangers)]
+        problems += [f"micro-batch {index} does not exist" for index in sorted(self.strangers)]
         if missing and not unsure:
             problems.append(f"micro-batches {missing} are in nobody's gradient")
         return Account(
@@ -76,9 +98,6 @@ class OpenIteration:
             unreported=missing if unsure else [],
             problems=problems[:PROBLEMS_KEPT],
         )
-
-    def _doubled(self, counts: dict[int, int]) -> list[tuple[int, int]]:
-        return sorted((index, count) for index, count in counts.items() if count > 1 and 0 <= index < self.total)
 
 
 @dataclass
@@ -128,11 +147,5 @@ class JobLedger:
         return any(later > iteration and _all_in(members, other) for later, other in self.open.items())
 
 
-def _count(counts: dict[int, int], indices: list[int]) -> None:
-    """As `Counter.update`, which takes several times as long for the few indices of one rank."""
-    for index in indices:
-        counts[index] = counts.get(index, 0) + 1
-
-
 def _all_in(members: Collection[int], entry: OpenIteration) -> bool:
-    return len(entry.reporters) >= len(members) and all(slot in entry.reporters for slot in members)
+    return len(entry.reporters) >= len(members) and entry.reporters.issuperset(members)

@@ -8,8 +8,7 @@ ranks stand. The culprit's stacks are asked for before anything is done.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from detector.culprit import Culprit, Progress, stuck
@@ -36,7 +35,7 @@ class Standing:
     """How far each member has come. `done`: iterations behind it; a job stands where the least is."""
 
     done: dict[int, int] = field(default_factory=dict)
-    count: Counter[int] = field(default_factory=Counter)
+    count: dict[int, int] = field(default_factory=dict)
     outside: dict[int, set[int]] = field(default_factory=dict)
     """done -> members that have not begun the next iteration: they are in the script's own code."""
     unjudged: set[int] = field(default_factory=set)
@@ -57,30 +56,33 @@ class Standing:
         self.unjudged.clear()
         self.moved.clear()
 
-    def runs(self, slot: int, status: RankStatus) -> None:
-        """A member that runs in the job's generation tells how far it has come."""
-        if not status.micro_batches or status.phase not in ORDER:
-            self._judge_not(slot)
-            return
-        if status.moved and self.moved.get(slot) != status.moved:
-            self.moved[slot] = status.moved
-            self.pulses += 1
-        stepped = status.phase == "stepped"
-        done, before = status.iteration + stepped, self.done.get(slot)
-        if before != done:
-            if before is not None:
-                self._forget(slot, before)
-            self.unjudged.discard(slot)
-            self.done[slot] = done
-            self.count[done] += 1
-        waiting = self.outside.get(done)
-        if stepped == (waiting is not None and slot in waiting):
-            return
-        if stepped:
-            self.outside.setdefault(done, set()).add(slot)
-        elif waiting is not None:
-            waiting.discard(slot)
-        self.moves += done <= self.upto
+    def run(self, members: Iterable[tuple[int, RankStatus]]) -> None:
+        """Members that run in the job's generation tell how far they have come. This runs for every rank in every
+        iteration, so it is one loop."""
+        came, count, outside = self.done, self.count, self.outside
+        for slot, status in members:
+            if not status.micro_batches or status.phase not in ORDER:
+                self._judge_not(slot)
+                continue
+            if status.moved and self.moved.get(slot) != status.moved:
+                self.moved[slot] = status.moved
+                self.pulses += 1
+            stepped = status.phase == "stepped"
+            done, before = status.iteration + stepped, came.get(slot)
+            if before != done:
+                if before is not None:
+                    self._forget(slot, before)
+                self.unjudged.discard(slot)
+                came[slot] = done
+                count[done] = count.get(done, 0) + 1
+            waiting = outside.get(done)
+            if stepped == (waiting is not None and slot in waiting):
+                continue
+            if stepped:
+                outside.setdefault(done, set()).add(slot)
+            elif waiting is not None:
+                waiting.discard(slot)
+            self.moves += done <= self.upto
 
     def notice(self, job: JobView, slot: int) -> None:
         """The member's status, or its agent, changed."""
@@ -94,7 +96,7 @@ class Standing:
             running = status.state == "running" and status.generation == state.plan.generation
             running = running and state.members[slot] == Identity(agent.agent, status.incarnation)
         if running and status is not None:
-            self.runs(slot, status)
+            self.run([(slot, status)])
         else:
             self._judge_not(slot)
 
@@ -108,8 +110,10 @@ class Standing:
             self._forget(slot, before)
 
     def _forget(self, slot: int, before: int) -> None:
-        self.count[before] -= 1
-        if not self.count[before]:
+        left = self.count[before] - 1
+        if left:
+            self.count[before] = left
+        else:
             del self.count[before]
         waiting = self.outside.get(before)
         if waiting is not None and slot in waiting:

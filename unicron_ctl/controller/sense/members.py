@@ -28,7 +28,7 @@ def plain(job: JobView, standing: Standing) -> list[int]:
     generation = plan.generation if plan is not None and state.phase is not Phase.FORMING else -1
     # While an offer is out, members run on in the plan before it.
     offered = state.plan.generation if state.offer is not None and state.plan is not None else generation
-    odd = []
+    odd, running = [], []
     for slot in live.changed:
         agent, member = agents.get(slot // per_node), members.get(slot)
         status = agent.ranks.get(slot) if agent is not None else None
@@ -50,11 +50,12 @@ def plain(job: JobView, standing: Standing) -> list[int]:
             if status.generation == generation:
                 awaited.discard(slot)
             live.stopped.pop(slot, None)
-            standing.runs(slot, status)
+            running.append((slot, status))
         elif status.state == "stopped" and breaking and status.broken >= state.broken:
             awaited.discard(slot)
         else:
             odd.append(slot)
+    standing.run(running)
     return odd
 
 

@@ -6,7 +6,9 @@ first iterations, those after a recovery or at a new size, and the script's own 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -51,11 +53,13 @@ class Patience:
         elif warm_up:
             self.longest_regrouped = max(self.longest_regrouped, seconds)
 
-    def was_outside(self, slot: int, seconds: float) -> None:
-        """A rank says how long it was outside before its iteration."""
-        if 0.0 <= seconds < float("inf"):
-            self.outside[slot] += 1
-            self.longest_outside = max(self.longest_outside, seconds)
+    def were_outside(self, times: Mapping[int, float]) -> None:
+        """Ranks say how long each was outside before its iteration: slot -> seconds."""
+        for slot, seconds in times.items():
+            if 0.0 <= seconds < math.inf:
+                self.outside[slot] = self.outside.get(slot, 0) + 1
+                if seconds > self.longest_outside:
+                    self.longest_outside = seconds
 
     def warm_up(self, usual: float, config: ControllerConfig) -> float:
         """For an iteration that is not judged otherwise: the first ones after a (re)start, or at a new size.
