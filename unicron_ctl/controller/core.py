@@ -162,13 +162,13 @@ class Core:
         job = self.state.jobs.get(name)
         if job is None:
             return
-        if event.job:
-            steps = self._steps[name] = self._steps[name] + 1 if isinstance(event.record, records.Step) else 0
-            if not steps:
-                del self._steps[name]
-            elif steps > STEPS_KEPT:
+        if isinstance(event.record, records.Step):
+            self._steps[name] += 1
+            if self._steps[name] > STEPS_KEPT:
                 return
-        self.written.charge(name, job.owner, size, len(job.agents), self.now)
+        elif event.job:
+            self._steps.pop(name, None)
+        self.written.charge(name, job.owner, size, len(job.agents))
 
     def take(self, outcome: Outcome) -> bool:
         """Carries out what a decider wants. False when that is nothing."""
@@ -214,7 +214,7 @@ class Core:
     def _with_peers(self, outcome: Outcome) -> Outcome:
         """A failure's reason tells what was odd with its node before."""
         for index, (job, generation, record) in enumerate(outcome.records):
-            if isinstance(record, records.FailureDetected) and record.node and self.desks:
+            if isinstance(record, records.FailureDetected) and record.node:
                 said = peers.evidence((desk.peers for desk in self.desks.values()), record.node, self.now)
                 if said:
                     outcome.records[index] = job, generation, records.amended(record, record.reason + said)

@@ -112,17 +112,26 @@ class Written:
 
     def __init__(self) -> None:
         self._jobs, self._owners = Throttle(*OF_A_JOB), Throttle(*OF_AN_OWNER)
+        self._unpaid: dict[tuple[str, str, int], int] = {}  # bytes; a large job's failures make thousands of records
 
-    def charge(self, job: str, owner: str, size: int, elements: int, now: float) -> None:
-        """There is one more record, of so many bytes."""
-        self._jobs.charge(job, now, (BYTES_OF_A_ROW + size) / max(1, elements))
-        self._owners.charge(owner, now, BYTES_OF_A_ROW + size)
+    def charge(self, job: str, owner: str, size: int, elements: int) -> None:
+        """There is one more record, of so many bytes; it counts at the next question whether there may be more."""
+        whose = job, owner, elements
+        self._unpaid[whose] = self._unpaid.get(whose, 0) + BYTES_OF_A_ROW + size
+
+    def _pay(self, now: float) -> None:
+        for (job, owner, elements), size in self._unpaid.items():
+            self._jobs.charge(job, now, size / max(1, elements))
+            self._owners.charge(owner, now, size)
+        self._unpaid.clear()
 
     def allows(self, job: str, owner: str, now: float, kept: float = 0.0) -> bool:
         """Whether there may be more, with such a part of all of them kept for others."""
+        self._pay(now)
         mine = self._jobs.left(job, now) >= kept * self._jobs.burst
         return mine and self._owners.left(owner, now) >= kept * self._owners.burst
 
     def owner_may(self, owner: str, now: float) -> bool:
         """Whether there may be more of this owner's."""
+        self._pay(now)
         return self._owners.left(owner, now) >= 0.0

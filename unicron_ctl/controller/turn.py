@@ -21,7 +21,7 @@ from unicron_ctl.controller.job import (
 )
 from unicron_ctl.controller.job.desk import JobDesk
 from unicron_ctl.controller.job.modes import Happening
-from unicron_ctl.controller.job.orders import Letter, due, later
+from unicron_ctl.controller.job.orders import Letter, Order, due, later
 from unicron_ctl.controller.judge.ranks import revive
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding
@@ -202,7 +202,7 @@ class Turns:
         if job.over:
             self._begin_phase(job, view)
         letter, now = self._letter(view), self._view.now
-        rest: list[tuple[AgentView, str, wire.Message]] = []
+        rest: list[tuple[AgentView, str, Order]] = []
         for element in sorted(view.live.touched):
             agent = view.agents.get(element)
             if agent is None:
@@ -249,7 +249,7 @@ class Turns:
                 del view.live.due[element]
                 view.live.touched.add(element)
 
-    def _order(self, agent: AgentView, key: str, message: wire.Message) -> float:
+    def _order(self, agent: AgentView, key: str, order: Order) -> float:
         """Sends it, unless that was done a moment ago. Returns when it may be repeated."""
         now, pause = self._view.now, self._view.config.repeat_seconds
         last = agent.repeated.get(key)
@@ -258,5 +258,5 @@ class Turns:
         if len(agent.repeated) > ORDERS_KEPT:
             agent.repeated.clear()
         agent.repeated[key] = now
-        self._send(Send(agent.route, message))
+        self._send(Send(agent.route, order() if callable(order) else order))
         return now + pause

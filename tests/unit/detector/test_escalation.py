@@ -261,6 +261,20 @@ def test_other_jobs_do_not_explain_a_jobs_fault():
     assert run.fault("connection_reset", job="ann", node="n1", after=1.0).event is Event.FAULT3
 
 
+def test_only_slots_with_a_running_action_are_gone_through_at_each_iteration():
+    """Defect: once all 16,384 ranks of a job had failed, each of its iterations went through all of them for ever."""
+    run = Run()
+    for slot in range(4):
+        run.fault("cuda_error", slot=slot, node=f"n{slot}", after=1.0)
+    assert run.history.acting("7") == [0, 1, 2, 3]
+    for slot in range(3):
+        run.iteration(slot)
+    assert run.history.acting("7") == [3] and run.history.state("7", 0, run.now) is State.RESTARTED
+    assert History(run.history.policy, states=run.history.states).acting("7") == [3], "as read from a snapshot"
+    run.history.forget_job("7")
+    assert run.history.acting("7") == []
+
+
 def test_forgetting_a_job_keeps_what_is_known_of_nodes():
     run = Run()
     run.fault("link_flapping", job="1", node="n1")

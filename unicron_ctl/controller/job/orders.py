@@ -4,7 +4,7 @@ shows that it was obeyed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 
 import msgspec
@@ -90,10 +90,9 @@ class Letter:
         """What all agents are told of the plan, encoded."""
         return sharing.common(self.plan, self._leading) if self.plan is not None else msgspec.Raw(b"")
 
-    def share(self, agent: AgentView) -> wire.PlanShare | None:
-        """The agent's part of the plan."""
-        if self.plan is None:
-            return None
+    def share(self, agent: AgentView) -> wire.PlanShare:
+        """The agent's part of the plan, of which there must be one."""
+        assert self.plan is not None
         peers = self.peers if agent.element in self.leaders else ()
         doors = self._doors(agent.element) if self._job.restart_mode else ()
         return sharing.share(self.plan, self.common, agent.slots, peers, self._heads, doors)
@@ -136,8 +135,12 @@ def ending(ended: Ending) -> wire.Message:
     return wire.End(code=ended.code, reason=ended.reason)
 
 
-def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, wire.Message]]:
-    """(key, message) for every order to this agent that is not obeyed yet; the key is the same as long as the order is.
+Order = wire.Message | Callable[[], wire.Message]
+"""What is sent, or what makes it: an order that was sent a moment ago need not be made again."""
+
+
+def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, Order]]:
+    """(key, order) for every order to this agent that is not obeyed yet; the key is the same as long as the order is.
 
     A process that is not to start yet is no order; see :func:`later`.
     """
@@ -151,11 +154,10 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
     if stale := _withdrawn(job.state, agent, letter):
         yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
     plan, agreed, known = letter.plan, agent.agreed, job.state.plan
-    if plan is not None and _lacks(agent, letter.members, plan.generation) and (share := letter.share(agent)):
-        yield letter.plan_key, share
+    if plan is not None and _lacks(agent, letter.members, plan.generation):
+        yield letter.plan_key, partial(letter.share, agent)
     elif agreed is not None and known is not None and agreed.generation <= known.generation:
-        if (share := letter.confirmed.share(agent)) is not None:
-            yield f"confirm {known.generation}", share
+        yield f"confirm {known.generation}", partial(letter.confirmed.share, agent)
     if agent.element in job.live.restarts:
         yield from _processes(job, agent, now)
 

@@ -111,7 +111,4 @@ def start(
     """Orders a new process in the slot, unless a newer one is ordered already. failure: whose remedy it is, or 0."""
     if job.slot(slot).wanted >= incarnation:
         return
-    out.record(job, records.RankStart(slot=slot, incarnation=incarnation, not_before=at, reason=why))
-    if failure:
-        wait = f" in {at - view.now:.0f} s" if at > view.now else ""
-        out.record(job, records.FailureAction(failure=failure, text=f"restart slot {slot} in place{wait}"))
+    out.record(job, records.RankStart(slot=slot, incarnation=incarnation, not_before=at, failure=failure, reason=why))

@@ -176,11 +176,13 @@ class RanksReady(Record, frozen=True, tag="ranks_ready"):
 
 
 class RankStart(Record, frozen=True, tag="rank_start"):
-    """A new process is wanted in the slot, not before `not_before` (seconds since the epoch)."""
+    """A new process is wanted in the slot, not before `not_before` (seconds since the epoch). failure: whose remedy it
+    is, 0 for none's."""
 
     slot: int
     incarnation: int
     not_before: float
+    failure: int = 0
 
 
 class StartedCold(Record, frozen=True, tag="started_cold"):

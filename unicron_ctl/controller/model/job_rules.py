@@ -70,6 +70,9 @@ def ranks_ready(job: JobState, event: Event, record: records.RanksReady) -> None
 def rank_start(job: JobState, event: Event, record: records.RankStart) -> None:
     slot = _slot(job, record.slot)
     slot.wanted, slot.not_before, slot.why = record.incarnation, record.not_before, record.reason
+    if failure := job.failure(record.failure) if record.failure else None:
+        wait = f" in {record.not_before - event.time:.0f} s" if record.not_before > event.time else ""
+        failure.actions.append(f"restart slot {record.slot} in place{wait}")
 
 
 def exit_noted(job: JobState, event: Event, record: records.ExitNoted) -> None:

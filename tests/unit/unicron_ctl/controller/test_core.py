@@ -131,7 +131,7 @@ def test_the_dead_rank_is_started_again_and_rejoins_at_a_boundary():
     agents[0].take_offer()
     assert world.job().phase == "running" and world.job().plan.generation == 3
     assert world.job().failures[-1].restored_at == world.now
-    story = ["failure_detected", "rank_start", "failure_action", "break", "plan", "entered", "offer", "entered"]
+    story = ["failure_detected", "rank_start", "break", "plan", "entered", "offer", "entered"]
     assert world.kinds() == ["plan", "entered", *story]
     world.check_replay()
 

@@ -205,7 +205,7 @@ def test_a_large_job_that_fails_every_few_minutes_is_not_set_aside():
     for failure in range(10_000):
         now = 180.0 * failure
         for job, elements, size in (("1", 2048, 800_000), ("2", 1, 15_000)):
-            written.charge(job, f"uid {job}", size, elements, now)
+            written.charge(job, f"uid {job}", size, elements)
             assert written.allows(job, f"uid {job}", now)
 
 

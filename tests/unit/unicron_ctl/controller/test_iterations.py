@@ -440,6 +440,19 @@ def test_a_late_tick_of_the_controller_is_no_hang(trained):
     assert events(trained, "hang")
 
 
+def test_no_hang_is_seen_while_what_ranks_have_said_waits_to_be_read(trained):
+    """Defect: a controller that was seconds behind judged ranks by what they had said before, and called a job that
+    trained a hanging one."""
+    world = trained
+    hang(world, [1])
+    world.core.view.unread = lambda route: route == world.agents[2].route
+    world.run(20.0)
+    assert not events(world, "hang")
+    world.core.view.unread = lambda route: False
+    world.run(USUAL * 3 + 0.5)
+    assert len(events(world, "hang")) == 1, "once all is read, it is"
+
+
 def test_a_job_that_recovers_or_grows_is_not_judged(trained):
     trained.agents[0].obedient = False
     trained.agents[1].die(1)

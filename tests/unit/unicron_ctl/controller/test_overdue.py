@@ -10,6 +10,7 @@ from tests.unit.unicron_ctl.controller.test_reconcile import follow
 from unicron_ctl.config import ControllerConfig, problems
 from unicron_ctl.controller.log import records
 from unicron_ctl.controller.nodes.isolation import attention
+from unicron_ctl.controller.sense import overdue
 from unicron_ctl.controller.sense.overdue import pending
 from unicron_ctl.protocol import wire
 
@@ -35,6 +36,23 @@ def on_slurm(nodes: int, elements: int, **settings) -> tuple[World, FakeSlurm]:
 
 
 # ---------------------------------------------------------------- time limits
+def test_many_that_are_started_at_once_are_looked_at_later_and_no_limit_is_lost(monkeypatch):
+    looked = []
+    real = overdue.pending
+    monkeypatch.setattr(overdue, "pending", lambda *args: looked.append(args[1]) or real(*args))
+    world = World(restart_seconds=20.0)
+    agents = world.start_job(nodes=60, ranks=4)
+    for agent in agents:
+        for slot in agent.slots:
+            agent.die(slot)
+    world.run(0.5)
+    assert not looked, "what has just begun is not looked at"
+    world.run(24.0)
+    assert {slot for each in world.log if each.kind == "action_failed" for slot in [each.record.slot]} == set(
+        range(240)
+    )
+
+
 def test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity_follows():
     world = World(restart_seconds=60.0, isolate_seconds=40.0)
     agents = world.start_job()

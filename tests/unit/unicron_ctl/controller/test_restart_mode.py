@@ -41,7 +41,7 @@ def test_a_dead_process_leads_to_a_new_world_of_all():
     world.run(2.0)
     assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2]
     assert [len(plan.members) for plan in plans(world)] == [3, 3]
-    assert world.kinds()[-6:] == ["rank_start", "failure_action", "break", "reform", "plan", "entered"]
+    assert world.kinds()[-6:] == ["failure_detected", "rank_start", "break", "reform", "plan", "entered"]
     (failure,) = world.job().failures
     assert failure.slots == [1] and failure.resumed_at and failure.restored_at
     assert agents[1].ranks[1].incarnation == 1 and agents[0].ranks[0].incarnation == 0

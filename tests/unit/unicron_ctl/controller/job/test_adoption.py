@@ -22,8 +22,12 @@ def train(world: World, agents: list[FakeAgent], iterations: range) -> None:
 
 
 def forget(world: World, records: int | None) -> None:
-    """The controller is gone with the last records of its log, or with all of them."""
-    del world.log[len(world.log) - records if records else 0 :]
+    """The controller is gone with the last records of its log, or with all of them. Those of one moment are stored in
+    one transaction, so none of them is lost alone."""
+    first = len(world.log) - records if records else 0
+    while first and world.log[first - 1].time == world.log[first].time:
+        first -= 1
+    del world.log[first:]
     world.restart()
 
 

@@ -147,6 +147,24 @@ def test_a_large_job_asks_first_about_those_that_the_others_wait_for():
     assert [failure.kind for failure in world.job().failures] == ["network"]
 
 
+def test_a_survey_is_worked_out_once_for_all_findings_of_a_moment(monkeypatch):
+    """Defect: where nobody could be asked each of thousands of ranks that hung made the questions to all again, and
+    16,384 took minutes."""
+    world = on_slurm(130)
+    job = world.core.view.job(world.job())
+    for agent in job.agents.values():
+        agent.door = ""
+    made = []
+    real = parting._round
+    monkeypatch.setattr(parting, "_round", lambda job, named: made.append(named) or real(job, named))
+    for slot in range(60):
+        world.core.take(parting.begin(world.core.view, job, [slot]))
+    assert len(made) == 1 and not job.live.survey.open
+    world.run(1.0)
+    world.core.take(parting.begin(world.core.view, job, [60]))
+    assert len(made) == 2
+
+
 @given(st.integers(2, 400))
 def test_every_pair_of_a_large_job_is_asked_about(count):
     ways = parting._ways(count)
