@@ -65,11 +65,12 @@ class Classifier:
         return Classifier(self.table.extended(rules, causes))
 
     def text(self, text: str, source: str = "exception") -> Verdict:
-        """The verdict on an error text; one that no rule knows gets the table's default (SEV2, restart).
+        """The verdict on an error text; one that no rule knows gets the table's default (SEV2, restart);
+        an unknown line of the kernel moves nobody and is only reported.
 
         ``source``: "exception", "stderr", "kernel", "nccl", "watchdog", ... (rules may hold for some sources only).
         """
-        return self.match(text, source, generic=True) or self._unknown(text)
+        return self.match(text, source, generic=True) or self._unknown(text, source)
 
     def match(self, text: str, source: str = "exception", generic: bool = False) -> Verdict | None:
         """Judges as ``text`` does, but gives None where no rule knows the fault: for streams in which most lines are
@@ -183,8 +184,10 @@ class Classifier:
         cause = self.table.causes[cause_name]
         return Verdict(cause.name, cause.severity, cause.first_action, said, rule_id, cause.scope)
 
-    def _unknown(self, text: str) -> Verdict:
+    def _unknown(self, text: str, source: str) -> Verdict:
         line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+        if source == "kernel":  # most of what a kernel says is no fault
+            return self._make("hardware_warning", "kernel-default", f"no rule knows {_quoted(line)}; nothing is done")
         said = f"no rule knows {_quoted(line)}; the default is to restart the process and to escalate if that fails"
         return self._make(self.table.default, "default", said)
 

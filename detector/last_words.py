@@ -24,6 +24,8 @@ CRASHES = (
     "nccl-internal",
     "launcher-report",
     "container-report",
+    "slurm-cancel",
+    "nccl-system",
 )  # rules that say how, not why
 GENERAL = ("python", "python-exception")  # rules of exceptions by their class alone
 # Exceptions of Python's own sockets and pipes: with whom they were connected, the frames tell.
