@@ -185,7 +185,7 @@ class Classifier:
         return Verdict(cause.name, cause.severity, cause.first_action, said, rule_id, cause.scope)
 
     def _unknown(self, text: str, source: str) -> Verdict:
-        line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+        line = next((line.strip() for line in reversed(text.splitlines()) if re.search(r"\w", line)), "")
         if source == "kernel":  # most of what a kernel says is no fault
             return self._make("hardware_warning", "kernel-default", f"no rule knows {_quoted(line)}; nothing is done")
         said = f"no rule knows {_quoted(line)}; the default is to restart the process and to escalate if that fails"

@@ -18,15 +18,11 @@ Judge = Callable[[str, bool], Verdict | None]
 """The verdict on a statement's text; generic: rules that say no more than "there was an exception" count, too."""
 
 LONGEST = 500  # characters of what is told on
-CRASHES = (
-    "segfault",
-    "slurm-other",
-    "nccl-internal",
-    "launcher-report",
-    "container-report",
-    "slurm-cancel",
-    "nccl-system",
-)  # rules that say how, not why
+# Rules that say how a process ended, not why; and those that sum up what others said of it.
+CRASHES = ("segfault", "slurm-other", "slurm-own", "nccl-internal", "launcher-report", "container-report", "ray-report")
+SUMMARIES = ("slurm-cancel", "nccl-system")
+# Rules that name who failed; another error may say what it failed of.
+PLACES = ("container", "dataloader-child")
 GENERAL = ("python", "python-exception")  # rules of exceptions by their class alone
 # Exceptions of Python's own sockets and pipes: with whom they were connected, the frames tell.
 _SOCKET = re.compile(
@@ -51,10 +47,11 @@ def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:
     said = [one for one in statements(text) if one.weight is not Weight.NOISE]
     fatal = [one for one in said if one.weight is Weight.FATAL]
     best = _of_the_fatal(fatal, judge)
-    if _rank(best) <= _CRASH and not (best and best[1] and best[1].rule in GENERAL):
-        errors = [one for one in said if one.weight is Weight.ERROR]
-        plain = [one for one in said if one.weight is Weight.PLAIN]
-        best = _better(best, _last(errors, judge), _of_the_plain(plain, judge))
+    errors = _last([one for one in said if one.weight is Weight.ERROR], judge)
+    if _rank(best) <= _SUMMARY:
+        best = _better(best, errors, _of_the_plain([one for one in said if one.weight is Weight.PLAIN], judge))
+    elif _rank(best) == _PLACE:
+        best = _better(best, errors)
     if best is not None:
         return best
     rest = fatal or said
@@ -78,15 +75,17 @@ def words(one: Statement) -> str:
 
 # ------------------------------------------------------------------------------------------------ which of them
 Found = tuple[str, Verdict | None] | None
-_NONE, _CRASH, _NETWORK, _SPECIFIC = range(4)
+_NONE, _CRASH, _SUMMARY, _NETWORK, _PLACE, _SPECIFIC = range(6)
 
 
 def _rank(found: Found) -> int:
-    """How much a statement says: nothing, how the process ended, what the others looked like, or why."""
+    """How much a statement says: nothing, how the process ended, what the others looked like, who failed, or why."""
     if found is None or found[1] is None:
         return _NONE
-    if found[1].rule in CRASHES:
-        return _CRASH
+    rule = found[1].rule
+    for rules, rank in ((CRASHES, _CRASH), (SUMMARIES, _SUMMARY), (PLACES, _PLACE)):
+        if rule in rules:
+            return rank
     return _NETWORK if found[1].scope == "network" else _SPECIFIC
 
 
@@ -102,14 +101,13 @@ def _judged(one: Statement, judge: Judge, generic: bool = False) -> Found:
 
 
 def _last(said: Sequence[Statement], judge: Judge) -> Found:
-    """The last one that a rule knows; one that says only how the process ended yields to those before it."""
-    crash: Found = None
+    """The last one that a rule knows; one that does not say why yields to one before it that says more."""
+    best: Found = None
     for one in reversed(said):
-        found = _judged(one, judge)
-        if _rank(found) > _CRASH:
-            return found
-        crash = crash or found
-    return crash
+        best = _better(best, _judged(one, judge))
+        if _rank(best) in (_NETWORK, _SPECIFIC):
+            break
+    return best
 
 
 def _of_the_fatal(fatal: Sequence[Statement], judge: Judge) -> Found:

@@ -27,7 +27,7 @@ _NO_TYPE = re.compile(
 _BEFORE = re.compile(
     r"(?:\[[^\]\n]{0,120}\](?:: ?| |(?=\[))|[EF]\d{4,8} [\d:.]+ +\d+ \S+:\d+\] ?|\d{4}-\d\d-\d\d[T ][\d:.,]+:? |"
     r"[EF] \S+:\d+\] |[EF]\d* \S+:\d+\] |(?:ERROR|FATAL|CRITICAL|INTERNAL)(?::[\w.]+)?: ?|what\(\): +|"
-    r"slurmstepd\S{0,64}: error: |pyxis: +|[\w.-]{1,64}:\d+:\d+ \[\d+\] |\S{1,80}\.\w{1,4}:\d+ |"
+    r"slurmstepd\S{0,64}: error: |pyxis: +|[\w.-]{1,64}:\d+:\d+ \[\d+\] |Error \([\w./-]+:\d+\): |\S{1,80}\.\w{1,4}:\d+ |"
     r"(?:NCCL|Process group) watchdog thread terminated with exception: |"
     r"terminating with uncaught exception of type [\w:]+: |Exception \(either an error or timeout\)[^\n:]{0,60}: )+",
     re.IGNORECASE,
@@ -40,6 +40,7 @@ _BEGINS = re.compile(
     r"failed call to (?-i:cu|hip)(?-i:[A-Z])|call to (?-i:cu[A-Z])|"
     r"(?:an )?uncorrectable (?:ECC|NVLink) error encountered\s*$|"
     r"unexpected error from cuda\w+|no CUDA-capable device|no ROCm-capable device|no HIP GPUs|"
+    r"(?:\w{1,40}: )?(?:failed|unable) to init(?:ialize)? (?:CUDA|HIP|NVML)|OS call failed or operation not supported|No devices were found|"
     r"all CUDA-capable devices|CUDA-capable device|nvidia-smi has failed|nvidia-container-cli: |"
     r"unable to determine the device handle for gpu|failed to initialize NVML|couldn't init CUDA|"
     r"HW Exception by GPU node|Memory access fault by GPU|GPU Hang\b|system not yet initialized)",

@@ -83,7 +83,7 @@ _CHAIN = re.compile(
     r"(?:The above exception was the direct cause of|During handling of the above exception, another exception)"
 )
 _EXCEPTION = re.compile(
-    r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Timeout|Refused|Expired|Group|Unavailable|Failed)"
+    r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*)?(?:Error|Exception|Exit|Interrupt|Timeout|Refused|Expired|Group|Unavailable|Failed)"
     r"(?:: |:?\s*$)"
 )
 _NAMED = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
@@ -105,7 +105,7 @@ _CRASH = re.compile(
 )
 _LAUNCHER = re.compile(
     r"(?:[\w.]+\.)?(?:ChildFailedError|ProcessExitedException|ProcessRaisedException|CalledProcessError|"
-    r"RayTaskError\S*)\b|"
+    r"RayTaskError\S*|RayActorError|\w*(?:Died|Crashed)Error)\b|"
     r"(?:srun: error: \S+: tasks? [\d,-]+: )|(?:mpirun|mpiexec|prterun|orterun)\b.{0,40} noticed that|"
     r"Primary job +terminated|-+ Process \d+ terminated with"
 )
@@ -121,6 +121,14 @@ _FRAME = re.compile(
     r"frame #\d+: |\s*#\d+ +(?:0x|\S+ )|\s*@ +0x|PC: @ |\s+\d+:? +(?:0x[0-9a-f]+|/\S+)|\[0x[0-9a-f]+\]|\s+at \S+:\d+|"
     r"\s*\d+ +/\S+\(|\[\S+:\d+\] +\[ *\d+\]|=+ backtrace|={4,}|-{4,}|\*{4,}$|[0-9a-f]{6,}-[0-9a-f]{6,} [-r]|"
     r"\s*/\S+\.so\S*\(\S*\) ?\[0x|\s+[~^]+[~^ ]*$|\s+<[^>]+>$|\s*\d+: 0x[0-9a-f]+|\s*\.\.\. \d+ more"
+)
+
+
+# Help texts list what may have happened; that is no evidence.
+_ADVICE = re.compile(
+    r"(?:There are (?:some|many|several) (?:potential|possible|reasons)|This (?:usually )?(?:is|could be|may be) (?:usually )?"
+    r"(?:caused by(?: a number|:)|due to either)|This error may occur when|Possible (?:causes|reasons)|Common causes).*",
+    re.DOTALL,
 )
 
 
@@ -262,7 +270,7 @@ class _Reader:
             self._at += 1
             if here.text.strip() and not _FRAME.match(here.text) and not _HINT.match(here.text):
                 parts.append(here.text.strip())
-        return "\n".join(parts)
+        return _ADVICE.sub("", "\n".join(parts)).strip()
 
     @staticmethod
     def _begins_anew(text: str) -> bool:
