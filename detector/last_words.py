@@ -125,7 +125,8 @@ def _of_the_fatal(fatal: Sequence[Statement], judge: Judge) -> Found:
     if best is not None:
         return best
     # A class of exceptions that no rule knows is the program's own; so is a fatal line.
-    return next((found for one in reversed(fatal) if (found := _judged(one, judge, True))), None)
+    own = [one for one in reversed(fatal) if one.kind is not Kind.LAUNCHER]
+    return next((found for one in own if (found := _judged(one, judge, True))), None)
 
 
 def _chain(fatal: Sequence[Statement]) -> Sequence[Statement]:
