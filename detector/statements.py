@@ -119,7 +119,7 @@ _HINT = re.compile(
 )
 _FRAME = re.compile(
     r"frame #\d+: |\s*#\d+ +(?:0x|\S+ )|\s*@ +0x|PC: @ |\s+\d+:? +(?:0x[0-9a-f]+|/\S+)|\[0x[0-9a-f]+\]|\s+at \S+:\d+|"
-    r"\s*\d+ +/\S+\(|\[\S+:\d+\] +\[ *\d+\]|=+ backtrace|={4,}|-{4,}|\*{4,}$|[0-9a-f]{6,}-[0-9a-f]{6,} [-r]|"
+    r"\s*\d+ +/\S+\(|\[[\w.-]+:\d+\] +\[ *\d+\]|=+ backtrace|={4,}|-{4,}|\*{4,}$|[0-9a-f]{6,}-[0-9a-f]{6,} [-r]|"
     r"\s*/\S+\.so\S*\(\S*\) ?\[0x|\s+[~^]+[~^ ]*$|\s+<[^>]+>$|\s*\d+: 0x[0-9a-f]+|\s*\.\.\. \d+ more"
 )
 
@@ -213,6 +213,8 @@ class _Reader:
             if _IN_THREAD.match(text):
                 owner = Weight.ERROR, False
                 continue
+            if text.startswith("Exception raised from ") and said and said[-1].kind is Kind.LINE:
+                said[-1].weight = max(said[-1].weight, Weight.ERROR)  # torch logs some errors as warnings
             if _FRAME.match(text) or _HINT.match(text):
                 continue
             one = self._statement(line)
