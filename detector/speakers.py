@@ -29,6 +29,7 @@ _BEFORE = re.compile(
     r"[EF] \S+:\d+\] |[EF]\d* \S+:\d+\] |(?:ERROR|FATAL|CRITICAL|INTERNAL)(?::[\w.]+)?: ?|what\(\): +|"
     r"slurmstepd\S{0,64}: error: |pyxis: +|[\w.-]{1,64}:\d+:\d+ \[\d+\] |Error \([\w./-]+:\d+\): |\S{1,80}\.\w{1,4}:\d+: |"
     r"(?:\S{0,80}docker: )?Error response from daemon: [^\n]{0,400}?(?=nvidia-container-cli)|stderr: |\S{1,80}\.\w{1,4}:\d+ |"
+    r"Attempting to fetch value instead of handling error |failed initializing StreamExecutor[^\n:]{0,60}: |"
     r"(?:NCCL|Process group) watchdog thread terminated with exception: |"
     r"terminating with uncaught exception of type [\w:]+: |Exception \(either an error or timeout\)[^\n:]{0,60}: )+",
     re.IGNORECASE,
