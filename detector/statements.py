@@ -167,6 +167,8 @@ def label(text: str) -> Weight | None:
     if hit := _UCX.search(text[:160]):
         return Weight.ERROR if hit.group(1) in ("ERROR", "FATAL") else Weight.NOISE
     if hit := _GLOG.match(text) or _TENSORFLOW.match(text) or _NEMO.match(text):
+        if "/op_kernel.cc:" in text[:120]:  # TensorFlow logs what failed an operation as a warning
+            return Weight.ERROR
         return _LETTERS.get(hit.group(1), Weight.FATAL)
     if _PYTHON_WARNING.match(text):
         return Weight.NOISE
