@@ -25,7 +25,7 @@ from detector.severity import (
     default_table,
     folded,
 )
-from detector.speakers import library_lines
+from detector.speakers import library_lines, own_words
 
 # The head and the tail of a longer text are read; the middle is the application's own noise.
 MAX_TEXT = 16 * 1024
@@ -100,10 +100,12 @@ class Classifier:
             return min(xids, key=lambda verdict: (verdict.severity, verdict.action == REPORT))
         by_libraries = library_lines(text) if of_a_program else text
         low, low_by_libraries = folded(text), folded(by_libraries)
+        low_of_network = folded(own_words(text)) if of_a_program else low
         for rule in self.table.of_kind("text"):
             if (rule.only_from and source not in rule.only_from) or (rule.generic and not generic):
                 continue
-            hit = rule.regex.search(low_by_libraries if rule.hardware else low)
+            network = self.table.causes[rule.cause].scope == "network"
+            hit = rule.regex.search(low_by_libraries if rule.hardware else low_of_network if network else low)
             if hit:
                 words = (by_libraries if rule.hardware else text)[hit.start() : hit.end()]
                 return self._verdict(rule, f"{source} text has {_quoted(words)}")

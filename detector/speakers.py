@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+from detector.statements import exception
+
 # Types that carry a library's words among others, and types that one library alone raises.
 _CARRIERS = re.compile(
     r"(?:[A-Za-z_]\w*\.)*(?:RuntimeError|SystemError|UserWarning|OSError|InternalError|LogicError|(?:c10::)?\w*Error_?Impl)"
@@ -18,7 +20,12 @@ _OF_A_LIBRARY = re.compile(
     r"(?:AcceleratorError|Dist(?:Backend)?Error|NVMLError\w*|XlaRuntimeError|CUDARuntimeError|CUDADriverError|"
     r"CudaAPIError|NcclError|c10::(?:\w*::)*\w*Error)|(?:torch\.cuda|cupy\w*|numba\.cuda|pycuda|pynvml)\.[\w.]+|c10::\w+"
 )
-_EXCEPTION = re.compile(r"((?:[A-Za-z_]\w*(?:\.|::))*[A-Z]\w*): +")
+# Types that Python and programs raise of their own data.
+_OF_THE_PROGRAM = re.compile(
+    r"(?:\w+\.)*(?:Value|Key|Type|Index|Attribute|Assertion|Name|UnboundLocal|ZeroDivision|NotImplemented|Lookup|Syntax|"
+    r"Unicode\w*|JSONDecode|Validation)Error"
+)
+_QUOTED = re.compile(r"\"[^\"\n]{1,300}\"|`[^`\n]{1,300}`|(?<!\w)'[^'\n]{1,300}'(?!\w)")
 # Not types, though they are written like one: a library's own words, and labels of loggers.
 _NO_TYPE = re.compile(
     r"CUDA\w*|HIP\w*|NCCL\w*|RCCL\w*|NVML\w*|NVIDIA\w*|CU[A-Z]+_\w+|INTERNAL|ERROR|FATAL|CRITICAL|E|F"
@@ -53,7 +60,7 @@ _BEGINS = re.compile(
 def library_lines(text: str) -> str:
     """The lines in which a library speaks; empty where the text is the application's own."""
     bare = _bare(text)
-    raised = _EXCEPTION.match(bare)
+    raised = exception(bare)
     if raised and _OF_A_LIBRARY.fullmatch(raised.group(1)):
         return text
     if raised and not _NO_TYPE.fullmatch(raised.group(1)):
@@ -61,6 +68,17 @@ def library_lines(text: str) -> str:
             return ""
         bare = bare[raised.end() :]
     return "\n".join(line for line in bare.splitlines() if _BEGINS.match(_bare(line)))
+
+
+def own_words(text: str) -> str:
+    """What rules of the network may read, at the same places: an exception of the program's own data tells nothing of
+    the network, and what a message quotes was said elsewhere."""
+    raised = exception(_bare(text))
+    if raised and _OF_THE_PROGRAM.fullmatch(raised.group(1)):
+        return ""
+    if raised and raised.group(1) in ("RuntimeError", "Exception"):
+        return _QUOTED.sub(lambda quoted: " " * len(quoted.group()), text)
+    return text
 
 
 def _bare(text: str) -> str:

@@ -82,10 +82,8 @@ _IN_THREAD = re.compile(r"Exception in thread |Exception in callback |Task excep
 _CHAIN = re.compile(
     r"(?:The above exception was the direct cause of|During handling of the above exception, another exception)"
 )
-_EXCEPTION = re.compile(
-    r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*)?(?:Error|Exception|Exit|Interrupt|Timeout|Refused|Expired|Group|Unavailable|Failed)"
-    r"(?:: |:?\s*$)"
-)
+_EXCEPTION = re.compile(r"((?:[A-Za-z_]\w*(?:\.|::))*[A-Z]\w*)(?:: +|:?\s*$)")
+_CLASS = re.compile(r"(?:Error|Exception|Exit|Interrupt|Timeout|Refused|Expired|Group|Unavailable|Failed)$")
 _NAMED = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
 _FRAME_BEGINS = re.compile(r'\s+File "[^"]+", line \d+, in ')
 _TRACEBACK_LATER = re.compile(r".*(Traceback \(most recent call last\):)$")  # after a progress bar
@@ -132,6 +130,11 @@ _ADVICE = re.compile(
 )
 
 
+def exception(text: str) -> re.Match[str] | None:
+    """What a message begins with, written as an exception's type (group 1) and what stands before its words."""
+    return _EXCEPTION.match(text)
+
+
 def statements(text: str) -> list[Statement]:
     """What was said, in the order of the text; frames of backtraces and the like are left out."""
     return list(_Reader(text.splitlines()[-MOST_LINES:]))
@@ -156,6 +159,12 @@ class _Line:
             text = later.group(1)
         self.text, self.speaker = text, speaker
         self.indent = len(text) - len(text.lstrip())
+
+
+def _raised(text: str) -> bool:
+    """Whether a line without a traceback is an exception by the name of its type."""
+    named = exception(text)
+    return named is not None and _CLASS.search(named.group(1)) is not None
 
 
 def label(text: str) -> Weight | None:
@@ -282,8 +291,9 @@ class _Reader:
         return (
             any(
                 each.match(strip)
-                for each in (_TRACEBACK, _CHAIN, _IGNORED, _IN_THREAD, _TERMINATE, _EXCEPTION, _CRASH, _LAUNCHER)
+                for each in (_TRACEBACK, _CHAIN, _IGNORED, _IN_THREAD, _TERMINATE, _CRASH, _LAUNCHER)
             )
+            or _raised(strip)
             or _TRACEBACK.match(text) is not None
             or strip.startswith(("Exception raised from ", "frame #"))
             or label(text) is not None
@@ -305,7 +315,7 @@ class _Reader:
             return Statement(text, weight, Kind.LINE, line.speaker)
         if _CRASH.match(text):
             return Statement(text, Weight.FATAL, Kind.CRASH, line.speaker)
-        if _EXCEPTION.match(text):
+        if _raised(text):
             return Statement(self._message(line), Weight.FATAL, Kind.EXCEPTION, line.speaker, grouped=line.grouped)
         if _TERMINATE.match(text):
             return Statement(text, Weight.PLAIN, Kind.LINE, line.speaker)
