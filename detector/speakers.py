@@ -34,8 +34,10 @@ _NO_TYPE = re.compile(
 _BEFORE = re.compile(
     r"(?:\[[^\]\n]{0,120}\](?:: ?| |(?=\[))|[EF]\d{4,8} [\d:.]+ +\d+ \S+:\d+\] ?|\d{4}-\d\d-\d\d[T ][\d:.,]+:? |"
     r"[EF] \S+:\d+\] |[EF]\d* \S+:\d+\] |(?:ERROR|FATAL|CRITICAL|INTERNAL)(?::[\w.]+)?: ?|what\(\): +|"
-    r"slurmstepd\S{0,64}: error: |pyxis: +|[\w.-]{1,64}:\d+:\d+ \[\d+\] |Error \([\w./-]+:\d+\): |\S{1,80}\.\w{1,4}:\d+: |"
-    r"(?:\S{0,80}docker: )?Error response from daemon: [^\n]{0,400}?(?=nvidia-container-cli)|stderr: |\S{1,80}\.\w{1,4}:\d+ |"
+    r"slurmstepd\S{0,64}: error: |pyxis: +|[\w.-]{1,64}:\d+:\d+ \[\d+\] |"
+    r"Error \([\w./-]+:\d+\): |\S{1,80}\.\w{1,4}:\d+: |"
+    r"(?:\S{0,80}docker: )?Error response from daemon: [^\n]{0,400}?(?=nvidia-container-cli)|"
+    r"stderr: |\S{1,80}\.\w{1,4}:\d+ |"
     r"Attempting to fetch value instead of handling error |failed initializing StreamExecutor[^\n:]{0,60}: |"
     r"(?:NCCL|Process group) watchdog thread terminated with exception: |"
     r"terminating with uncaught exception of type [\w:]+: |Exception \(either an error or timeout\)[^\n:]{0,60}: )+",
@@ -45,11 +47,13 @@ _BEGINS = re.compile(
     r"(?:(?:CUDA|HIP|ROCm|NCCL|RCCL|NVML|cuDNN|cuBLAS\w*|cuSOLVER|cuFFT|MIOpen|Triton|OpenCL)\b[ \w]{0,20}"
     r"\b(?:error|failure|failed|call|warn|initialization|communicator)|"
     r"(?:cuda|hip|nccl|cublas|cudnn)(?:Error|Unhandled|System|Internal|Remote|Get|Malloc|Stream|Device|Event|Mem)\w*|"
-    r"(?:CUDA|NVML|HIP|HSA)_(?:ERROR|STATUS)_|(?:CUBLAS|CUDNN|CUSOLVER|CUFFT)_\w+|(?:(?:failed )?call to |operation )?(?-i:cu[A-Z]\w+)|cxil_\w+|ibv_\w+|"
+    r"(?:CUDA|NVML|HIP|HSA)_(?:ERROR|STATUS)_|(?:CUBLAS|CUDNN|CUSOLVER|CUFFT)_\w+|"
+    r"(?:(?:failed )?call to |operation )?(?-i:cu[A-Z]\w+)|cxil_\w+|ibv_\w+|"
     r"failed call to hip(?-i:[A-Z])|"
     r"(?:an )?uncorrectable (?:ECC|NVLink) error encountered\s*$|"
     r"unexpected error from cuda\w+|no CUDA-capable device|no ROCm-capable device|no HIP GPUs|"
-    r"(?:\w{1,40}: )?(?:failed|unable) to init(?:ialize)? (?:CUDA|HIP|NVML)|OS call failed or operation not supported|No devices were found|"
+    r"(?:\w{1,40}: )?(?:failed|unable) to init(?:ialize)? (?:CUDA|HIP|NVML)|"
+    r"OS call failed or operation not supported|No devices were found|"
     r"all CUDA-capable devices|CUDA-capable device|nvidia-smi has failed|nvidia-container-cli: |"
     r"unable to determine the device handle for gpu|failed to initialize NVML|couldn't init CUDA|"
     r"HW Exception by GPU node|Memory access fault by GPU|GPU Hang\b|system not yet initialized)",

@@ -124,8 +124,10 @@ _FRAME = re.compile(
 
 # Help texts list what may have happened; that is no evidence.
 _ADVICE = re.compile(
-    r"(?:There are (?:some|many|several) (?:potential|possible|reasons)|This (?:usually )?(?:is|could be|may be) (?:usually )?"
-    r"(?:caused by(?: a number|:)|due to either)|This error may occur when|Possible (?:causes|reasons)|Common causes).*",
+    r"(?:There are (?:some|many|several) (?:potential|possible|reasons)|This (?:usually )?(?:is|could be|may be) "
+    r"(?:usually )?"
+    r"(?:caused by(?: a number|:)|due to either)|This error may occur when|Possible (?:causes|reasons)|"
+    r"Common causes).*",
     re.DOTALL,
 )
 
@@ -289,10 +291,7 @@ class _Reader:
     def _begins_anew(text: str) -> bool:
         strip = text.strip()
         return (
-            any(
-                each.match(strip)
-                for each in (_TRACEBACK, _CHAIN, _IGNORED, _IN_THREAD, _TERMINATE, _CRASH, _LAUNCHER)
-            )
+            any(each.match(strip) for each in (_TRACEBACK, _CHAIN, _IGNORED, _IN_THREAD, _TERMINATE, _CRASH, _LAUNCHER))
             or _raised(strip)
             or _TRACEBACK.match(text) is not None
             or strip.startswith(("Exception raised from ", "frame #"))

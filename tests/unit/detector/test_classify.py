@@ -21,7 +21,7 @@ CLASSIFIER = default_classifier()
 
 
 def test_the_corpus_is_large_and_sourced():
-    assert len(CORPUS) >= 600
+    assert len(CORPUS) >= 1200
     assert all(len(entry["source"]) > 5 for entry in CORPUS)
     assert len({(entry["text"], entry["channel"]) for entry in CORPUS}) == len(CORPUS)
     assert {entry["split"] for entry in CORPUS} >= {"development", "held-out", "blind-6", "rules-6"}
@@ -46,6 +46,48 @@ def test_what_the_agent_tells_of_the_lines_has_the_verdict_of_the_lines():
         if entry["channel"] != "kernel":
             told = last_words(entry["text"])
             assert CLASSIFIER.text(told, "stderr").cause == CLASSIFIER.text(entry["text"], "stderr").cause, told
+
+
+def test_a_programs_own_words_blame_no_node_and_no_network():
+    quoted = [entry for entry in CORPUS if entry["split"] == "quoted-32"]
+    assert len(quoted) >= 30
+    for entry in quoted:
+        verdict = CLASSIFIER.text(entry["text"], entry["channel"])
+        assert verdict.scope not in ("hardware", "network") and verdict.severity == Severity.SEV2, entry["text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("RuntimeError: [/gloo/pair.cc:534] Connection closed by peer [10.0.0.202]:35230", "connection_reset"),
+        ("RuntimeError: the tool said 'Connection closed by peer'", "application_error"),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", "connection_refused"),
+        ("ValueError: Connection refused", "application_error"),
+        ("=>> PBS: job killed: walltime 259217 exceeded limit 259200", "killed_from_outside"),
+        ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.", "host_out_of_memory"),
+        (
+            "botocore.exceptions.ClientError: An error occurred (SlowDown) when calling the PutObject",
+            "service_unreachable",
+        ),
+        (
+            "botocore.exceptions.ClientError: An error occurred (AccessDenied) when calling PutObject",
+            "configuration_error",
+        ),
+        ("slurmstepd: error: task/cgroup: unable to add task[pid=1] to memory cg '(null)'", "configuration_error"),
+        (
+            "FATAL:   While making image from oci registry: while searching for mksquashfs: not found",
+            "configuration_error",
+        ),
+        ("ValueError: Detected nan and/or inf values in `layer3.weight`.", "numerical_error"),
+    ],
+)
+def test_kinds_that_blind_parts_taught(text, expected):
+    assert CLASSIFIER.text(text, "stderr").cause == expected
+
+
+def test_an_unknown_line_of_the_kernel_is_only_reported():
+    verdict = CLASSIFIER.text("foo0: frobnicated the widget", "kernel")
+    assert (verdict.cause, verdict.action, verdict.rule) == ("hardware_warning", "report", "kernel-default")
 
 
 def test_no_application_error_is_isolated():

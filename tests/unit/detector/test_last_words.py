@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detector.classify import default_classifier
-from detector.statements import Weight, label, statements
+from detector.statements import Weight, exception, label, statements
 
 CLASSIFIER = default_classifier()
 FRAMES = "\n".join(
@@ -192,3 +192,80 @@ def test_hostile_lines_take_no_time(line):
     began = time.process_time()
     CLASSIFIER.last_words("\n".join([line] * 20))
     assert time.process_time() - began < 5.0
+
+
+NCCL_SUMMARY = (
+    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1333, unhandled system error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.21.5"
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (  # a summary yields to what it sums up
+            ("n1:70:90 [1] net_ib.cc:180 NCCL WARN NET/IB : Got completion from peer with status=12", NCCL_SUMMARY),
+            "other_network_error",
+        ),
+        (
+            (
+                "slurmstepd: error: Detected 1 oom_kill event in StepId=9.0. Some step tasks have been OOM Killed.",
+                "slurmstepd: error: *** STEP 9.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***",
+            ),
+            "host_out_of_memory",
+        ),
+        (  # who failed yields to what it failed of
+            (
+                "slurmstepd: error: pyxis:     FATAL ERROR:Failed to write to output: No space left on device",
+                "slurmstepd: error: pyxis: couldn't start container",
+            ),
+            "disk_full",
+        ),
+        (  # a parent's report of a compiler yields to the compiler
+            (
+                "kernel.cu:3:10: fatal error: cuda.h: No such file or directory",
+                "compilation terminated.",
+                "subprocess.CalledProcessError: Command '['ninja', '-v']' returned non-zero exit status 1.",
+            ),
+            "configuration_error",
+        ),
+        (  # a warning that carries a backtrace is torch's way to tell an error
+            (
+                "[rank2]:[W729 10:15:17.5 TCPStore.cpp:125] [c10d] recvValue failed: Connection reset by peer",
+                "Exception raised from recvBytes at Utils.hpp:675 (most recent call first):",
+                FRAMES,
+            ),
+            "connection_reset",
+        ),
+        (  # TensorFlow logs what failed an operation as a warning
+            ("W tensorflow/core/framework/op_kernel.cc:968] Resource exhausted: OOM when allocating tensor",),
+            "cuda_out_of_memory",
+        ),
+        (  # help texts list what may have happened
+            (
+                "ray.exceptions.RayActorError: The actor died unexpectedly before finishing this task.",
+                "There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high",
+                "memory usage. (2) ray stop --force is called. (3) Connection refused.",
+            ),
+            "exited_abnormally",
+        ),
+        (("value: Connection", "error: the answer was 42", "KeyError: 'loss'"), "application_error"),
+    ],
+)
+def test_what_says_how_yields_to_what_says_why(lines, expected):
+    assert cause(*lines) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("torch.distributed.DistStoreError: timed out", "torch.distributed.DistStoreError"),
+        ("c10::Error: x", "c10::Error"),
+        ("KeyboardInterrupt", "KeyboardInterrupt"),
+        ("value: 3", None),
+        ("the Error: 3", None),
+    ],
+)
+def test_speakers_and_statements_read_one_type(line, named):
+    found = exception(line)
+    assert (found.group(1) if found else None) == named
