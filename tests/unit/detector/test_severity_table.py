@@ -163,7 +163,7 @@ def test_the_causes_are_what_traces_may_name():
 
 
 def test_folding_is_the_same_as_ignoring_case_only_faster():
-    texts = [json.loads(line)["text"] for line in (Path(__file__).parents[2] / "data" / "errors.jsonl").open()]
+    texts = [json.loads(line)["text"] for line in (Path(__file__).parents[2] / "data" / "errors.jsonl").open()][::4]
     texts += [text.upper() for text in texts[::3]] + ["İSTANBUL connection refused", "Straße CUDA Error"]
     for rule in TABLE.of_kind("text"):
         slow = re.compile(rule.pattern, re.IGNORECASE)
