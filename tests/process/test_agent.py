@@ -18,7 +18,7 @@ from tests.support.processes import ROOT, call, is_alive, outside_slurm, wait_fo
 from tests.support.scripted import FakeController
 from unicron_ctl.protocol import wire
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.process
 TEMPLATE = ROOT / "sbatch_templates" / "train_gpt.py"
 
 

@@ -19,7 +19,7 @@ from tests.support.processes import wait_for
 from tests.support.scripted import FakeController
 from unicron_ctl.protocol import sharing, wire
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.support.jobs import World
 from transition.memory import folders
 from transition.memory.images import Found, inventory
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 SETTINGS = {"TINY_ITERATIONS": "100000", "TINY_SLOW": "0.02", "TINY_LAYOUT": "2 1 1"}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.process.test_copies import SETTINGS, Halves
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 SLOWLY = {"UNICRON_MEMORY_RATE": "0.1"}  # MB a second: a transfer takes long enough to be hit
 LITTLE = 1 << 16  # bytes of a file: no image fits, and all else does
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support import proof
 from tests.support.jobs import FOREVER, World, undisturbed
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.process
 LOSSES = 1e-5  # see test_rank_recovery
 ITERATIONS = 90
 

@@ -27,7 +27,7 @@ from tests.support.users import User
 from unicron_ctl.agent.store import StoreProcess
 from unicron_ctl.protocol import wire
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 PRIVATE_MOUNTS = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
 CODE = 7
 COMMAND = ["sh", "-c", f"echo ran $RANK; exit {CODE}"]

@@ -17,7 +17,7 @@ from tests.support.controller import Controller
 from tests.support.jobs import HERE, Job, json_lines
 from tests.support.processes import wait_for
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 FRAMEWORKS = ("lightning", "accelerate")
 NODES, STEPS = 2, 40
 SETTINGS = "lease_periods = 4\nforming_settle_seconds = 4\njoin_after_seconds = 1\n"

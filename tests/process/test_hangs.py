@@ -53,7 +53,6 @@ def faults(*wanted: dict) -> str:
     return json.dumps([{"incarnation": 0, **fault} for fault in wanted])
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.long
 def test_hangs_before_the_job_is_known_and_between_two_iterations(tmp_path):
     """One job, one after the other: a rank stopped in its third iteration, one stopped between two iterations, and one

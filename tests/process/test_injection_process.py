@@ -104,3 +104,5 @@ def test_it_is_refused_where_the_configuration_does_not_allow_it(job):
     job.wait(lambda: job.events("configured"), "the configuration is read again")
     with pytest.raises(UserError, match="allow_inject = true"):
         job.ask("inject", fault="rank-kill", job="7", slot=1)
+    job.reload(SETTINGS)  # the other tests have the same controller, in whatever order they run
+    job.wait(lambda: len(job.events("configured")) == 2, "and again")

@@ -9,7 +9,7 @@ from tests.support import proof
 from tests.support.rank_harness import Ranks
 from transition.checkpoint import Checkpoints
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 SHARDED = " sharded"
 LOSSES = 1e-5  # relative, in fp32

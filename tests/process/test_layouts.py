@@ -17,7 +17,7 @@ from tests.support.matrix import ITERATIONS, KINDS, LAYOUTS, OVERFLOWS, size_of,
 from tests.support.moments import fault, moments
 from tests.support.rank_harness import Ranks
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 GRADIENTS = 1e-6  # of the struck iteration, relative to the largest, in fp32; 1.6e-7 is seen
 LATER = 1e-5  # after it Adam carries last bits on; 1.0e-6 is seen, and a micro-batch too few would be 0.1

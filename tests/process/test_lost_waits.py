@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.processes import of_a_world
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.process
 
 LIMIT = 12  # seconds that gloo's group waits
 ON_ITS_WAY = 1 << 25  # bytes, of 1 << 28

@@ -21,6 +21,7 @@ from tests.support.jobs import HERE, World, json_lines, undisturbed
 from tests.support.moments import fault
 from tests.support.processes import LIMIT, of_a_world
 from transition.memory import folders
+from transition.memory.cuts import COPY_PREFIX
 from transition.memory.images import inventory
 
 pytestmark = pytest.mark.process
@@ -40,13 +41,16 @@ class Remembering(World):
 
     @contextmanager
     def down(self) -> Iterator[list[int]]:
-        """All ranks are killed, and no agent starts them again before the block ends; what each node has."""
+        """All ranks are killed, and no agent starts them again before the block ends; what each node has of its own: it
+        has copies for others, too."""
         for agent in self.agents.values():
             agent.process.send_signal(signal.SIGSTOP)
         for slot in range(len(self.agents)):
             os.kill(self.rank(slot)["pid"], signal.SIGKILL)
         try:
-            yield [max((each.key.iteration for each in inventory(self.memory(e))), default=-1) for e in self.agents]
+            found = {e: inventory(self.memory(e)) for e in self.agents}
+            own = {e: [each for each in found[e] if not each.path.name.startswith(COPY_PREFIX)] for e in found}
+            yield [max((each.key.iteration for each in own[e]), default=-1) for e in own]
         finally:
             for agent in self.agents.values():
                 agent.process.send_signal(signal.SIGCONT)

@@ -11,7 +11,7 @@ from tests.support.controller import Controller
 from tests.support.jobs import Job
 from tests.support.processes import wait_for
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 SETTINGS = """
 forming_settle_seconds = 0.5
 restart_grace = 20

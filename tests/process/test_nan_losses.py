@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.jobs import World
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.process
 SCRIPT = """
 import torch, transition
 transition.init_process_group("gloo")

@@ -20,7 +20,7 @@ from tests.support.processes import wait_for
 from unicron_ctl.agent.node_watch import NodeWatch
 from unicron_ctl.config import AgentConfig
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 PAGE_FAULT = "NVRM: Xid (PCI:0000:3b:00): 31, pid={pid}, name=python, Ch 00000010, intr 00000000. MMU Fault"
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 HOG = "import time\nkept = []\nwhile True:\n    kept.append(b'x' * (8 << 20))\n    time.sleep(0.005)\n"

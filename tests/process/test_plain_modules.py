@@ -18,7 +18,7 @@ from tests.support.processes import ROOT, call, of_a_world, outside_slurm
 from tests.support.rank_harness import Ranks
 from tests.support.warm import Script
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 SCRIPT = ROOT / "tests" / "support" / "tiny_plain.py"
 TEMPLATE = ROOT / "sbatch_templates" / "train_plain.py"

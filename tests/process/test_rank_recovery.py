@@ -12,7 +12,7 @@ from tests.support import proof
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 ITERATIONS = 6
 GRADIENTS = 1e-7  # largest absolute difference in fp32, where other members add the micro-batches in another order

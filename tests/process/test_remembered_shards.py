@@ -17,7 +17,7 @@ from tests.support.rank_harness import Ranks
 from transition.memory import files
 from transition.memory.images import inventory
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 ITERATIONS = 6
 HIT, SAVED = 3, 2  # the iteration that is broken off, that of the newest checkpoint

@@ -14,7 +14,7 @@ from tests.support.controller import Controller
 from tests.support.jobs import PLAIN, Job, json_lines
 from tests.support.processes import is_alive, wait_for
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 COMMAND = [sys.executable, str(PLAIN)]
 SETTINGS = """
 lease_periods = 4

@@ -17,7 +17,7 @@ from tests.support.sharded_states import merged
 from tests.support.warm import Script
 from transition.shard_exchange import TRIES
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 SCRIPT = ROOT / "tests" / "support" / "sharded_gpt.py"
 OVERLAP = {"overlap": True, "gather": True}

@@ -16,7 +16,7 @@ from benchmarks.cost.__main__ import Quiet, Turns, plain_environment, port
 from tests.support.processes import ROOT
 from tests.support.warm import Script
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 SCRIPT = ROOT / "tests" / "support" / "undisturbed.py"
 RANKS, BLOCKS, EACH = 2, 3, 10

@@ -18,7 +18,7 @@ from tests.support.processes import is_alive, state_of, wait_for
 from tests.support.warm import Warm
 from unicron_ctl.agent.template import TRIES, Template
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.support.processes import is_alive, unicronctl, wait_for
 from tests.support.scripted import FakeController
 from unicron_ctl.protocol import wire
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 WAITS = "import os, sys, time\nprint('rank', os.environ['UNICRON_INCARNATION'], file=sys.stderr)\ntime.sleep(600)\n"
 
 

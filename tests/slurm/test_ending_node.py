@@ -17,7 +17,7 @@ from tests.support.controller import Controller, quick_on_slurm
 from tests.support.processes import LIMIT, outside_slurm, wait_for
 from unicron_ctl.localslurm import LocalCluster, processes
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.support.processes import call, outside_slurm, wait_for
 from unicron_ctl.localslurm import LocalCluster
 from unicron_ctl.reach import Reach, reach
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slurm
 POLL = 0.5  # seconds, as `quick_on_slurm` has it
 SECONDS = 20.0  # for which RPCs are counted
 Start = Callable[..., tuple[Controller, str]]

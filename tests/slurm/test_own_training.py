@@ -15,7 +15,7 @@ import pytest
 from tests.support.processes import ROOT, outside_slurm, wait_for
 from unicron_ctl.protocol.client import ask
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slurm
 PAGE = ROOT / "docs" / "own-training.md"
 ACTIVATE = ". .venv/bin/activate\n"  # the one line that is not: the tests' environment is another one's
 DONE = "~~~ status"

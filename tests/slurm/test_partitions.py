@@ -14,7 +14,7 @@ from tests.support.jobs import sleepers
 from tests.support.processes import call, outside_slurm, wait_for
 from unicron_ctl.localslurm import LocalCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.support.jobs import FOREVER
 from tests.support.processes import ROOT, call, outside_slurm
 from unicron_ctl.localslurm import LocalCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 FOLDER = ROOT / "sbatch_templates"
 WORDS = [FOLDER / "train_plain.py", "--text", FOLDER]
 LOSSES = 1e-4  # relative; ranks add the same gradients in another order

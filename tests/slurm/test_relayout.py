@@ -12,7 +12,7 @@ from tests.support.jobs import AGENT, FOREVER, TINY, json_lines
 from tests.support.processes import ROOT, call, outside_slurm
 from unicron_ctl.localslurm import LocalCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 EVERY = 10  # iterations between two checkpoints
 LOSSES = 1e-5  # relative, in fp32
 SCRIPT = """#!/bin/bash

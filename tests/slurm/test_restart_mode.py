@@ -71,7 +71,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
         made.close()
 
 
-@pytest.mark.timeout(240)
 def test_an_unmodified_script_trains_as_one_world_and_survives_a_kill(site: Site) -> None:
     command = ["sbatch", "--parsable", "--unicron", "--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive"]
     command += [
@@ -96,7 +95,6 @@ def test_an_unmodified_script_trains_as_one_world_and_survives_a_kill(site: Site
     wait_for(lambda: site.logs().count("is through") == 2, site.logs)
 
 
-@pytest.mark.timeout(300)
 def test_by_default_a_training_is_protected_and_nothing_else(site: Site) -> None:
     """Defect: with default=on an ordinary array became one world, MPI did not run, each helper was a registration."""
     plugstack = site.cluster.layout.etc_dir / "plugstack.conf"

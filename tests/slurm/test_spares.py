@@ -13,7 +13,7 @@ from tests.support.jobs import AGENT, FOREVER, TINY, json_lines
 from tests.support.processes import ROOT, call, outside_slurm
 from unicron_ctl.localslurm import LocalCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slurm
 SCRIPT = """#!/bin/bash
 export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
 export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60 UNICRON_SPARES={spares}

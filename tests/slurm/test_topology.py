@@ -8,7 +8,7 @@ import pytest
 
 from unicron_ctl.localslurm import LocalCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slurm
 TREE = ["SwitchName=leaf1 Nodes=n[1-2]", "SwitchName=leaf2 Nodes=n3", "SwitchName=top Switches=leaf[1-2]"]
 
 

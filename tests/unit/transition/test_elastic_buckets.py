@@ -222,7 +222,7 @@ assert param_and_grad_buffer._ParamAndGradBuffer.unicron_roomy
 assert not any(type(finder).__name__ == "_Waiting" for finder in sys.meta_path)
 """
     root = Path(__file__).resolve().parents[3]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=300)
 
 
 # ------------------------------------------------------------ shards as files of a checkpoint
