@@ -205,7 +205,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("agent", "ENDING_SECONDS", 10.0, "the same when Slurm ends the job"),
     Limit("agent", "YOUNG_SECONDS", 20.0, "age up to which a restart-mode world that breaks may have a broken script"),
     Limit("agent", "OWN_END_SECONDS", 2.0, "for the processes of such a world to end by themselves"),
-    Limit("agent", "MERGE_SECONDS", 0.05, "that a rank's report of a step waits for those of the node's other ranks"),
+    Limit("agent", "MERGE_SECONDS", 0.2, "that a rank's report of a step waits for other ranks' and for later ones"),
     Limit("agent", "DUMP_SECONDS", 0.02, "between two looks at stack traces in the making"),
     Limit("agent", "LOOK_SECONDS", 0.05, "between two looks at processes that have to end"),
     Limit("agent", "DOORS_SECONDS", 1.0, "that a restart-mode world waits at most to know which doors answer"),

@@ -1,6 +1,6 @@
 """What Unicron costs while nothing fails: iteration time with a Session over plain Megatron-core, layout by layout.
 
-    python -m benchmarks.cost [--pairs 12] [--only "DP2 TP2, distributed optimizer"]...
+    python -m benchmarks.cost [--pairs 12] [--only "DP2 TP2, distributed optimizer"]... [--ranks 2]
 
 Two sets of ranks live at once, of the same layout, model and data: one of sessions, which report to an agent's
 stand-in, one of Megatron's own loop in processes that never heard of this project. They take turns: each trains a block
@@ -72,7 +72,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Module:
-    """One row of a plain module: micro-batches of an iteration, over all ranks, what each takes on a device of its own,
+    """One row of a plain module: micro-batches of an iteration, in each rank, what each takes on a device of its own,
     and iterations of a block."""
 
     micro_batches: int
@@ -81,8 +81,8 @@ class Module:
 
 
 MODULES = {
-    "plain module, iterations of 160 ms": Module(16, 0.025, 10),
-    "plain module, iterations of 50 ms": Module(4, 0.030, 30),
+    "plain module, iterations of 160 ms": Module(4, 0.025, 10),
+    "plain module, iterations of 50 ms": Module(1, 0.030, 30),
 }
 PLAIN_WARM_UP = 10
 
@@ -147,24 +147,24 @@ def run(layout: Layout, model: dict[str, str], pairs: int, each: int) -> dict[st
     return {kind: [(wall / each, busy / each) for wall, busy in found] for kind, found in turns.blocks.items()}
 
 
-def run_module(module: Module, pairs: int) -> dict[str, list[tuple[float, float]]]:
-    """The same of a plain module."""
+def run_module(module: Module, pairs: int, size: int) -> dict[str, list[tuple[float, float]]]:
+    """The same of a plain module, in so many ranks."""
     with tempfile.TemporaryDirectory(prefix="unicron-bench-") as name, shared_memory() as memory:
         folder = Path(name)
-        turns = Turns(folder, pairs)
+        turns = Turns(folder, pairs, size)
         turns.start()
         common = {"COST_FOLDER": name, "COST_BLOCKS": str(pairs), "COST_EACH": str(module.each)}
         common |= {"COST_WARM_UP": str(PLAIN_WARM_UP), "LEADERBOARD_DEVICE_SECONDS": str(module.device_seconds)}
-        common["LEADERBOARD_MICRO_BATCHES"] = str(module.micro_batches)
+        common["LEADERBOARD_MICRO_BATCHES"] = str(module.micro_batches * size)
         shared = port()
         plain = [
-            Script(MODULE_SCRIPT, environment=plain_environment(common, folder, rank, SIZE, shared))
-            for rank in range(SIZE)
+            Script(MODULE_SCRIPT, environment=plain_environment(common, folder, rank, size, shared))
+            for rank in range(size)
         ]
         (folder / "unicron").mkdir()
         command = [sys.executable, str(MODULE_SCRIPT)]
-        with Shipped(folder / "unicron", SIZE, command=command, UNICRON_MEMORY_DIR=memory, **common) as world:
-            assert [agent.wait(LIMIT) for agent in world.agents.values()] == [0] * SIZE, world.told()
+        with Shipped(folder / "unicron", size, command=command, UNICRON_MEMORY_DIR=memory, **common) as world:
+            assert [agent.wait(LIMIT) for agent in world.agents.values()] == [0] * size, world.told()
         for script in plain:
             end = script.wait()
             assert end.returncode == 0, end.stderr[-3000:]
@@ -223,19 +223,21 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=10, help="pairs of blocks")
     parser.add_argument("--each", type=int, default=1, help="iterations of a block")
     parser.add_argument("--only", action="append", choices=[*LAYOUTS, *MODULES], help="this row; may be given again")
+    parser.add_argument("--ranks", type=int, default=SIZE, help="of a plain module")
     parser.add_argument("--short", action="store_true", help="iterations of an eighth of the tokens as well")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     rank_harness.LIMIT = LIMIT
     os.environ.update(MEMORY)
-    print(f"iteration with Unicron / plain Megatron-core; {SIZE} ranks on {os.cpu_count()} cores, ", end="")
+    print(f"iteration with Unicron / without; {options.ranks} ranks on {os.cpu_count()} cores, ", end="")
     print(f"load {os.getloadavg()[0]:.1f}; {options.pairs} pairs of {options.each}; ms")
     print("median and quartiles of the pairs' ratios; the processor's time alone")
     print(f"{'layout, micro-batches':<40}{'plain':>10}{'more':>9}{'ratio':>27}{'processor':>10}")
     results, marks = [], []
     for name in options.only or [*LAYOUTS, *MODULES]:
         if name in MODULES:
-            ratio, result = row(name, MODULES[name].micro_batches, run_module(MODULES[name], options.pairs))
+            found = run_module(MODULES[name], options.pairs, options.ranks)
+            ratio, result = row(name, MODULES[name].micro_batches * options.ranks, found)
             results.append(result)
             marks.append((f"iteration with Unicron / plain, {name}", ratio))
             continue

@@ -254,24 +254,31 @@ class Agent:
         return self._store.pid
 
     def _wait(self) -> None:
-        now = time.monotonic()
-        wait = min(self._status_period() - (now - self._reports.sent_at), self._reports.wait(now))
+        """Until something is to be done. That ranks get on is taken in here: it changes nothing but when to report."""
+        now, sent = time.monotonic(), self._reports.sent_at
         waits = self._stand_in.agreement.wait(now), self._dumps.wait, self._warmth.wait(now), self._copies.wait(now)
-        self._serve(min(wait, *waits, self._processes.wait(self.ranks.values(), now)))
+        until = now + min(*waits, self._processes.wait(self.ranks.values(), now))
+        while True:
+            due = min(until, now + self._status_wait(now), now + self._reports.wait(now))
+            came = self._serve(due - now)
+            now = time.monotonic()
+            if came != [self._rank_line.socket] or self._reports.sent_at != sent or now >= due:
+                return
 
     def _report(self, now: float) -> None:
         """A status, when it is due."""
         urgent = self._stand_in.turn(now) or self._trials.due()
-        if urgent or now - self._reports.sent_at >= self._status_period():
+        if urgent or self._status_wait(now) <= 0.0:
             self._send_status()
 
-    def _status_period(self) -> float:
-        return min(self._period, self._progress_period) if self._reports.dirty else self._period
+    def _status_wait(self, now: float) -> float:
+        return self._reports.status_wait(now, self._period, self._progress_period)
 
-    def _serve(self, seconds: float) -> None:
-        """Wait up to `seconds` for something to happen, and deal with all that has."""
-        self._polling.serve(seconds)
+    def _serve(self, seconds: float) -> list[Any]:
+        """Wait up to `seconds` for something to happen, and deal with all that has; returns where."""
+        came = self._polling.serve(seconds)
         self._settle()
+        return came
 
     def _settle(self) -> None:
         """Processes that were forked begin."""
@@ -354,7 +361,7 @@ class Agent:
     def _from_ranks(self) -> None:
         for identity, data in self._rank_line.receive():
             self._from_rank(identity, data)
-        self._reports.steps(time.monotonic())
+        self._reports.steps(time.monotonic(), hold=True)
 
     def _from_rank(self, identity: bytes, data: bytes) -> None:
         try:

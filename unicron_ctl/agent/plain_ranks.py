@@ -19,6 +19,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transition.memory import cuts
 from unicron_ctl.agent.agent import Agent
@@ -242,12 +243,13 @@ class RestartAgent(Agent):
             elif rank.told and now >= self._kill_at:
                 rank.kill()
 
-    def _serve(self, seconds: float) -> None:
-        super()._serve(min(seconds, LOOK_SECONDS) if self._breaking() or self._next is not None else seconds)
+    def _serve(self, seconds: float) -> list[Any]:
+        came = super()._serve(min(seconds, LOOK_SECONDS) if self._breaking() or self._next is not None else seconds)
         self._press()
         self._containment.attempt("look after the lease", self._check_lease)
         if self._next is not None:
             self._enter(self._next[0])
+        return came
 
     def _check_lease(self) -> None:
         """The processes of a world from which this node is cut off end."""

@@ -32,8 +32,10 @@ class Polling:
         if self._calls.pop(source, None) is not None:
             self._poller.unregister(source)
 
-    def serve(self, seconds: float) -> None:
-        """Wait up to `seconds` for something to happen, and deal with all that has."""
-        for source, _ in self._poller.poll(max(0, math.ceil(seconds * 1000))):
+    def serve(self, seconds: float) -> list[Any]:
+        """Wait up to `seconds` for something to happen, and deal with all that has; returns where."""
+        found = [source for source, _ in self._poller.poll(max(0, math.ceil(seconds * 1000)))]
+        for source in found:
             if source in self._calls:  # one before it may have ended this one
                 self._containment.attempt("take in what has come", self._calls[source])
+        return found

@@ -12,7 +12,7 @@ from unicron_ctl.agent.node_watch import NodeWatch
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank
 from unicron_ctl.agent.sampling import Sampling
-from unicron_ctl.agent.step_reports import StepReports
+from unicron_ctl.agent.step_reports import MERGE_SECONDS, StepReports
 from unicron_ctl.agent.vitals import Vitals
 from unicron_ctl.agreement.agreement import Agreement
 from unicron_ctl.protocol import wire
@@ -52,9 +52,17 @@ class Reports:
         """Seconds until :meth:`turn` is to be called whatever happens; infinity when nothing is due."""
         return self._steps.wait(now)
 
+    def status_wait(self, now: float, period: float, progress: float) -> float:
+        """Seconds until a status is due by time. period: from one to the next; progress: until one that tells of
+        nothing else. Steps tell of progress, too: while they flow it needs no status."""
+        due = self.sent_at + period
+        if self.dirty and not self._steps.held:
+            due = min(due, max(self.sent_at + progress, self._steps.sent_at + progress + MERGE_SECONDS))
+        return due - now
+
     def turn(self, now: float) -> None:
         """What is due by time."""
-        self.steps(now)
+        self.steps(now, hold=True)
         self._metrics(now)
 
     def status(self, port: int | None, leaving: str = "") -> None:
@@ -99,11 +107,11 @@ class Reports:
         """Takes a rank's `step` message in. Raises msgspec.ValidationError for one that does not fit."""
         self._steps.add(message, time.monotonic())
 
-    def steps(self, now: float, leaving: bool = False) -> None:
-        """Step reports that are due."""
+    def steps(self, now: float, leaving: bool = False, hold: bool = False) -> None:
+        """Step reports that are due. hold: they may wait for later ones."""
         ranks = {} if leaving else self._ranks
         running = {slot: rank.status.generation for slot, rank in ranks.items() if rank.running}
-        for message in self._steps.take(now, running):
+        for message in self._steps.take(now, running, hold):
             self._send(message)
 
     def testimony(self, answers: Iterable[tuple[int, list[str]]]) -> None:

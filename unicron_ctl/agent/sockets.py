@@ -45,8 +45,11 @@ class RankLine:
 
     def receive(self) -> Iterator[tuple[bytes, bytes]]:
         """What has come: (who, message)."""
-        while self.socket.poll(0):
-            identity, *frames = self.socket.recv_multipart()
+        while True:
+            try:
+                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
             yield identity, frames[-1] if frames else b""
 
     def know(self, slot: int, identity: bytes) -> None:

@@ -1,8 +1,10 @@
-"""The step reports of a node's ranks, merged into one message for each iteration.
+"""The step reports of a node's ranks, merged into one message for each iteration; those of short iterations leave
+together.
 
 The ranks of a node step together, within milliseconds, and each of them says so; the controller's work is to grow with
-nodes, not with ranks. Nothing waits for long, and nothing is left out: what cannot be merged in time is a message of
-its own.
+nodes, not with ranks. Each time that an agent sends something it wakes the controller, which then works just when all
+ranks begin their next iteration. So it sends nothing more for a while: a few iterations wait for each other. Nothing
+waits for long, and nothing is left out: what cannot be merged in time is a message of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import msgspec
 
 from unicron_ctl.protocol import wire
 
-MERGE_SECONDS = 0.05  # an iteration's first report waits this long for the others
+MERGE_SECONDS = wire.MERGE_SECONDS  # an iteration's first report waits this long for the others, or for later ones
+MOST_HELD = 4  # iterations that wait: of more than a few that are not whole the controller takes the first as it is
 
 
 class Report(msgspec.Struct):
@@ -55,6 +58,7 @@ class StepReports:
         self._last: tuple[int, int] = (-1, -1)  # generation and iteration of the last message ...
         self._told: set[int] = set()  # ... and the slots that have reported it
         self._number = 0  # of the last message
+        self.sent_at = float("-inf")  # the last message
 
     def add(self, message: Mapping[str, Any], now: float) -> None:
         """Take in a rank's `step` message. Raises msgspec.ValidationError for one that does not fit."""
@@ -64,13 +68,15 @@ class StepReports:
             self._repeated.append(self._open.pop(key))
         self._open.setdefault(key, _Group(key, now)).reports[report.slot] = report
 
-    def take(self, now: float, running: Mapping[int, int]) -> list[wire.Steps]:
+    def take(self, now: float, running: Mapping[int, int], hold: bool = False) -> list[wire.Steps]:
         """The messages that are due, oldest iteration first.
 
         running: slot -> generation, for each rank that runs in one. An iteration waits for the ranks of its generation,
         unless a rank has reported a later one, or a rank that has reported it runs no more: the controller is to have
-        the proof before it learns of that end.
+        the proof before it learns of that end. hold: what is complete may wait, too, if something was sent just now.
         """
+        if hold and self._may_wait(now, running):
+            return []
         messages = [self._message(group) for group in self._repeated]
         self._repeated = []
         newest = max(self._open, default=None)
@@ -78,7 +84,25 @@ class StepReports:
             group = self._open[key]
             if key != newest or now - group.since >= MERGE_SECONDS or self._complete(group, running):
                 messages.append(self._message(self._open.pop(key)))
+        if messages:
+            self.sent_at = now
         return messages
+
+    @property
+    def held(self) -> bool:
+        """Something is going to be sent soon."""
+        return bool(self._open or self._repeated)
+
+    def _may_wait(self, now: float, running: Mapping[int, int]) -> bool:
+        """The last message is not old, no report is, there are few, and all who have reported run on."""
+        few = not self._repeated and len(self._open) < MOST_HELD
+        young = now - self.sent_at < MERGE_SECONDS and self.wait(now) > 0.0
+        return few and young and not any(self._ended(group, running) for group in self._open.values())
+
+    @staticmethod
+    def _ended(group: _Group, running: Mapping[int, int]) -> bool:
+        """A rank that has reported it runs no more in its generation."""
+        return any(running.get(slot) != group.key[0] for slot in group.reports)
 
     def wait(self, now: float) -> float:
         """Seconds until the next message is due even if nothing more is reported; infinity when there is none."""
@@ -86,7 +110,7 @@ class StepReports:
 
     def _complete(self, group: _Group, running: Mapping[int, int]) -> bool:
         generation, iteration, _ = group.key
-        if any(running.get(slot) != generation for slot in group.reports):
+        if self._ended(group, running):
             return True
         told = self._told if self._last == (generation, iteration) else set()
         members = {slot for slot, in_generation in running.items() if in_generation == generation}

@@ -308,6 +308,9 @@ class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     phases: Annotated[list[ranges.Seconds], Meta(max_length=len(PHASES))] = []
 
 
+MERGE_SECONDS = 0.2  # that an agent holds such a report back, at most, for others that come soon
+
+
 class Steps(Message, tag="steps"):
     """One optimizer step of the ranks of one agent; `total` micro-batches are in the iteration.
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.survey import Survey
+from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import Plan
 
 READY = ("waiting", "entering", "running", "standby")
@@ -23,8 +24,8 @@ READY = ("waiting", "entering", "running", "standby")
 
 @dataclass
 class Stepped:
-    """The newest iteration that a member reported as ended, when that was heard, and when the one before it was: the
-    newest began after that, with all members."""
+    """The newest iteration that a member reported as ended, when that was heard, and when the one before it had ended,
+    at the latest that is certain: the newest began after that, with all members."""
 
     iteration: int = -1
     at: float = 0.0
@@ -32,7 +33,7 @@ class Stepped:
 
     def take(self, iteration: int, now: float) -> None:
         if iteration > self.iteration:
-            self.iteration, self.at, self.before = iteration, now, self.at
+            self.iteration, self.at, self.before = iteration, now, self.at - wire.MERGE_SECONDS
 
 
 class Told(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.agent.step_reports import MERGE_SECONDS, StepReports
+from unicron_ctl.agent.step_reports import MERGE_SECONDS, MOST_HELD, StepReports
 from unicron_ctl.protocol import wire
 
 PHASES = {name: float(number) for number, name in enumerate(wire.PHASES)}
@@ -146,11 +146,38 @@ def test_a_bad_report_is_refused_and_harms_no_other(steps, more):
 
 REPORTS = st.tuples(st.just("report"), st.integers(0, 2), st.integers(1, 2), st.integers(0, 3))
 STATES = st.tuples(st.just("running"), st.dictionaries(st.integers(0, 2), st.integers(1, 2)))
-WAITS = st.tuples(st.just("wait"), st.sampled_from([0.0, 0.02, 0.06]))
+WAITS = st.tuples(st.just("wait"), st.sampled_from([0.0, 0.4 * MERGE_SECONDS, 1.2 * MERGE_SECONDS]))
 
 
-@given(st.lists(st.one_of(REPORTS, STATES, WAITS), max_size=40))
-def test_whatever_happens_each_report_leaves_once_and_in_time(story):
+def test_short_iterations_leave_together_and_longer_ones_at_once(steps):
+    steps.add(report(0, 3), 10.0)
+    assert told(steps.take(10.0, running(0), hold=True)) == [(1, 3, [0])], "nothing was sent just before"
+    steps.add(report(0, 4), 10.0 + 0.7 * MERGE_SECONDS)
+    assert steps.take(10.0 + 0.7 * MERGE_SECONDS, running(0), hold=True) == [] and steps.held
+    steps.add(report(0, 5), 10.0 + 1.4 * MERGE_SECONDS)
+    assert told(steps.take(10.0 + 1.4 * MERGE_SECONDS, running(0), hold=True)) == [(1, 4, [0]), (1, 5, [0])]
+    assert not steps.held
+
+
+def test_what_is_held_goes_in_time_before_any_status_and_before_there_are_many(steps):
+    steps.add(report(0, 3), 10.0)
+    assert steps.take(10.0, running(0), hold=True)
+    for iteration in range(4, 4 + MOST_HELD):
+        assert steps.take(10.01, running(0), hold=True) == []
+        steps.add(report(0, iteration), 10.01)
+    assert len(steps.take(10.01, running(0), hold=True)) == MOST_HELD
+    steps.add(report(0, 20), 10.02)
+    assert steps.wait(10.02) == pytest.approx(MERGE_SECONDS)
+    assert told(steps.take(10.02 + 1.01 * MERGE_SECONDS, running(0), hold=True)) == [(1, 20, [0])], "no later one came"
+    steps.add(report(0, 21), 10.3)
+    assert told(steps.take(10.3, running(0))) == [(1, 21, [0])], "a status asks for what there is"
+    steps.add(report(0, 22), 10.31)
+    assert told(steps.take(10.31, {}, hold=True)) == [(1, 22, [0])], "its rank has ended"
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@given(story=st.lists(st.one_of(REPORTS, STATES, WAITS), max_size=40))
+def test_whatever_happens_each_report_leaves_once_and_in_time(hold, story):
     steps, now, state = StepReports("7", 0, "agent"), 0.0, running(0, 1, 2)
     said: list[tuple[int, int, int]] = []  # (slot, generation, iteration)
     heard: list[tuple[int, int, int]] = []
@@ -165,7 +192,7 @@ def test_whatever_happens_each_report_leaves_once_and_in_time(story):
             state = more[0]
         else:
             now += more[0]
-        for message in steps.take(now, state):
+        for message in steps.take(now, state, hold):
             assert len({rank.slot for rank in message.ranks}) == len(message.ranks)
             heard += [(rank.slot, message.generation, message.iteration) for rank in message.ranks]
             since.pop((message.generation, message.iteration), None)
