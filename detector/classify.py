@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from detector import last_words
+from detector.prefilter import search
 from detector.severity import (
     ACTIONS,
     REPORT,
@@ -43,6 +44,10 @@ class Classifier:
     def __init__(self, table: Table | None = None) -> None:
         self.table = table or default_table()
         self._match = functools.lru_cache(maxsize=TEXTS_KEPT)(self._match_text)
+
+    def forget(self) -> None:
+        """Forget the texts that were seen, to measure what an unknown one costs."""
+        self._match.cache_clear()
 
     def load(self, extra: str | Path | Mapping[str, object]) -> Classifier:
         """A classifier whose table is extended by an admin's rules, which go first.
@@ -99,14 +104,18 @@ class Classifier:
         if xids:  # one event writes several lines (48, 63, 45): the worst of them is what happened
             return min(xids, key=lambda verdict: (verdict.severity, verdict.action == REPORT))
         by_libraries = library_lines(text) if of_a_program else text
-        low, low_by_libraries = folded(text), folded(by_libraries)
+        low = folded(text)
+        low_by_libraries = folded(by_libraries) if of_a_program else low
         low_of_network = folded(own_words(text)) if of_a_program else low
-        for rule in self.table.of_kind("text"):
+        views = {view: self.table.candidates(view) for view in {low, low_by_libraries, low_of_network}}
+        rules = self.table.of_kind("text")
+        for number in sorted({number for found in views.values() for number in found}):
+            rule = rules[number]
             if (rule.only_from and source not in rule.only_from) or (rule.generic and not generic):
                 continue
             network = self.table.causes[rule.cause].scope == "network"
-            hit = rule.regex.search(low_by_libraries if rule.hardware else low_of_network if network else low)
-            if hit:
+            view = low_by_libraries if rule.hardware else low_of_network if network else low
+            if hit := search(views[view].get(number, ()), view):
                 words = (by_libraries if rule.hardware else text)[hit.start() : hit.end()]
                 return self._verdict(rule, f"{source} text has {_quoted(words)}")
         return None

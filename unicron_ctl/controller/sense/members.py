@@ -86,7 +86,7 @@ def _end(view: View, job: JobView, agent: AgentView, slot: int, status: RankStat
         (slot,),
         view.now,
         Source.AGENT if status.exit else Source.RANK,
-        "\n".join(part for part in (text, end.last_line) if part),
+        "\n".join(part for part in dict.fromkeys((text, end.last_line)) if part),
         element=agent.element,
         node=agent.node,
         by="process exit" if status.exit else "exception",

@@ -1,0 +1,160 @@
+"""The rules that can match a text at all, found by words that each pattern needs.
+
+Most texts have nothing to do with most rules. A pattern is taken apart into the alternatives of its outermost ``|``,
+and each alternative into what must stand in a text that it matches: one of a few literal words. Pieces of four bytes
+of these words are the keys of an index, so only alternatives whose word is in the text are tried. Of an alternative
+that could not be read, or has no such word, nothing is required, and it is always tried; the verdict stays the same.
+Standard library only: ranks import it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+PIECE = 4  # bytes of a key of the index
+SHORTEST = 3  # letters of a word
+
+_TOKEN = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:!=]|<[!=])|\(\?|[()|^$.]|[*+?]|\{\d*,?\d*\}|.",
+    re.DOTALL,
+)
+_FROM_NONE = re.compile(r"\{0*(?:,\d*)?\}")
+_LOOKS_AROUND = ("(?!", "(?=", "(?<!", "(?<=")
+_SPECIAL = frozenset("()|^$.*+?")
+Words = tuple[str, ...]
+"""Of these one must be in the text."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A part of a rule's pattern that matches by itself. place: which part of the pattern it is. required: whatever it
+    matches has one word of each of these."""
+
+    place: int
+    pattern: str
+    flags: int
+    required: tuple[Words, ...]
+
+    @functools.cached_property
+    def regex(self) -> re.Pattern[str]:
+        return re.compile(self.pattern, self.flags)
+
+
+def alternatives(pattern: str, flags: int) -> tuple[Alternative, ...]:
+    """The parts of a pattern, in its order. A pattern that has flags, or groups with a meaning of their own, stays
+    whole and requires nothing."""
+    tokens = _TOKEN.findall(pattern)
+    if flags or "(?" in tokens:
+        return (Alternative(0, pattern, flags, ()),)
+    parts = enumerate(_read(tokens, 0)[0])
+    return tuple(Alternative(place, "".join(tokens[a:b]), flags, required) for place, (a, b, required) in parts)
+
+
+def _read(tokens: Sequence[str], at: int) -> tuple[list[tuple[int, int, tuple[Words, ...]]], int]:
+    """The alternatives up to the end of a group or of the pattern, each from where to where it goes and what it
+    requires; and where that end is."""
+    parts: list[tuple[int, int, tuple[Words, ...]]] = []
+    start, run = at, ""
+    required: list[Words] = []
+    while True:
+        token = tokens[at] if at < len(tokens) else ")"
+        letter = _literal(token)
+        if letter is not None and not _may_be_absent(tokens, at + 1):
+            run += letter
+        else:
+            if len(run) >= SHORTEST:
+                required.append((run,))
+            run = ""
+        if token[0] == "(":
+            inner, at = _read(tokens, at + 1)
+            if token not in _LOOKS_AROUND and not _may_be_absent(tokens, at + 1):
+                required += _of_one([each for _, _, each in inner])
+        elif token in ("|", ")"):
+            parts.append((start, at, tuple(required)))
+            if token == ")":
+                return parts, at
+            start, required = at + 1, []
+        at += 1
+
+
+def _of_one(branches: Sequence[tuple[Words, ...]]) -> list[Words]:
+    """What a group requires of which one branch matches."""
+    if not all(branches):
+        return []
+    longest = [max(each, key=lambda words: min(map(len, words))) for each in branches]
+    return [tuple(dict.fromkeys(word for words in longest for word in words))]
+
+
+def _literal(token: str) -> str | None:
+    """The letter that a token stands for; None for one that stands for several, for none, or for a line's end."""
+    if len(token) == 2 and token[0] == "\\":
+        return None if token[1].isalnum() else token[1]
+    return token if len(token) == 1 and token not in _SPECIAL and token.isprintable() else None
+
+
+def _may_be_absent(tokens: Sequence[str], at: int) -> bool:
+    """Whether what stands at `at` lets the piece before it be left out."""
+    return at < len(tokens) and (tokens[at] in ("?", "*") or _FROM_NONE.match(tokens[at]) is not None)
+
+
+_Entry = tuple[str, list[tuple[int, Alternative]]]  # a word, and who needs it
+
+
+class Prefilter:
+    """The index over the alternatives of many rules, which are known by their numbers."""
+
+    def __init__(self, rules: Sequence[Sequence[Alternative]]) -> None:
+        self._always: list[tuple[int, Alternative]] = []
+        self._short: list[_Entry] = []
+        self._by_piece: dict[int, list[_Entry]] = defaultdict(list)
+        numbered = [(number, part) for number, parts in enumerate(rules) for part in parts]
+        usual = Counter(word for _, part in numbered for words in part.required for word in words)
+        needed: dict[str, list[tuple[int, Alternative]]] = defaultdict(list)
+        for owner in numbered:
+            for word in min(
+                owner[1].required, key=lambda words: sum(usual[w] / len(w) ** 2 for w in words), default=()
+            ):
+                needed[word].append(owner)
+            if not owner[1].required:
+                self._always.append(owner)
+        common = Counter(piece for word in needed for piece in _pieces(word))
+        for entry in needed.items():
+            pieces = _pieces(entry[0])
+            home = self._by_piece[min(pieces, key=lambda piece: (common[piece], piece))] if pieces else self._short
+            home.append(entry)
+
+    def candidates(self, text: str) -> dict[int, list[Alternative]]:
+        """By rule, those of its alternatives that may match the text, in any order."""
+        found: dict[int, list[Alternative]] = defaultdict(list)
+        for number, part in self._always:
+            found[number].append(part)
+        entries = [self._short]
+        entries += [self._by_piece[piece] for piece in self._by_piece.keys() & _pieces(text)]
+        for word, owners in chain.from_iterable(entries):
+            if word in text:
+                for number, part in owners:
+                    found[number].append(part)
+        return found
+
+
+def _pieces(text: str) -> set[int]:
+    """All pieces of a text; four bytes as a number, which are made faster than strings."""
+    data = memoryview(text.encode(errors="surrogatepass"))
+    whole = [data[first : len(data) - (len(data) - first) % PIECE] for first in range(min(PIECE, len(data)))]
+    return set().union(*(part.cast("I") for part in whole))
+
+
+def search(parts: Iterable[Alternative], text: str) -> re.Match[str] | None:
+    """What the pattern finds of which these are parts: the match that begins first, of several there that of the first
+    part."""
+    best: tuple[int, int, re.Match[str]] | None = None
+    for part in parts:
+        hit = part.regex.search(text)
+        if hit is not None and (best is None or (hit.start(), part.place) < best[:2]):
+            best = hit.start(), part.place, hit
+    return best[2] if best is not None else None
