@@ -80,6 +80,10 @@ def decide(
     both serve the report only. size: ranks of a replica. former: the broken generation's members, replica-major; the
     home replicas where it is not known.
     """
+    alike = _alike(survivors, total) if size == 1 else None
+    if alike is not None and alike.iteration >= (finished_at or 0):
+        lost = {index for done in (lost_done or {}).values() for index in done}
+        return _decision(list(alike.kept), {}, alike, total, size, lost, lost_share, lost_iteration)
     sharded = any(status.shards for status in survivors.values())
     usable, unusable = _usable(survivors, total) if size == 1 else _sound(survivors, total)
     top = max([position.iteration for position in usable.values()], default=0)
@@ -98,14 +102,29 @@ def decide(
     doubled = _doubled(way.kept, size)
     if doubled:
         return Decision([], {**unusable, **doubled}, None, way.iteration, {}, 0, 0, 0, "")
-    assignment = _assign(layout.heads(members, size), way.kept, total)
+    again = {index for done in (lost_done or {}).values() for index in done}
+    if size > 1:  # what broken replicas have finished is in no complete gradient
+        again |= {i for p in usable.values() if p.iteration == way.iteration for i in p.done}
+    return _decision(members, unusable, way, total, size, again, lost_share, lost_iteration, standbys)
+
+
+def _decision(
+    members: list[int],
+    unusable: dict[int, str],
+    way: _Way,
+    total: int,
+    size: int,
+    again: set[int],
+    lost_share: Collection[int],
+    lost_iteration: int | None,
+    standbys: Sequence[int] = (),
+) -> Decision:
+    """again: what others have finished of the iteration, and is in no complete gradient unless a member has it, too."""
+    have = {index for done in way.kept.values() for index in done}
+    assignment = _assign(layout.heads(members, size), way.kept, have, total)
     reused = sum(len(done) for done in way.kept.values())
     same = way.step is None and lost_iteration == way.iteration
-    survivors_have = {index for done in way.kept.values() for index in done}
-    again = {index for done in (lost_done or {}).values() for index in done} if same else set()
-    if same and size > 1:  # what broken replicas have finished is in no complete gradient
-        again |= {i for p in usable.values() if p.iteration == way.iteration for i in p.done}
-    recomputed = len(again - survivors_have)
+    recomputed = len(again - have) if same else 0
     if way.step is not None:
         # The reduce of that iteration is kept whole, the lost ranks' part of it included.
         reused = max(reused, total)
@@ -117,9 +136,9 @@ def decide(
         assignment,
         reused,
         recomputed,
-        len(set(lost_share) - survivors_have) if same else 0,
+        len(set(lost_share) - have) if same else 0,
         _why(members, size, way, reused, recomputed, total, standbys),
-        standbys,
+        list(standbys),
         way.state,
     )
 
@@ -206,6 +225,23 @@ def _doubled(kept: Mapping[int, Sequence[int]], size: int) -> dict[int, str]:
     return found
 
 
+def _alike(survivors: Mapping[int, RankStatus], total: int) -> _Way | None:
+    """The way on where all stopped in one iteration before its reduce was complete, which is the usual case and found
+    in one pass over thousands of ranks; None in any other, and where a report cannot be worked with."""
+    kept: dict[int, list[int]] = {}
+    indices: list[int] = []
+    at = next((status.iteration for status in survivors.values()), None)
+    if at is None:
+        return None
+    for slot in sorted(survivors):
+        status = survivors[slot]
+        if status.iteration != at or status.phase in ("stepped", "synced") or status.shards:
+            return None
+        kept[slot] = status.done
+        indices += status.done
+    return _Way(None, at, kept) if _indices(indices, total) else None
+
+
 def _usable(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, _Position], dict[int, str]]:
     """Positions of those whose report can be worked with, and why the others' cannot."""
     if _all_sound(survivors, total):
@@ -290,9 +326,10 @@ def _kept(positions: Mapping[int, _Position], healthy: Iterable[Sequence[int]], 
     return found
 
 
-def _assign(heads: Sequence[int], kept: Mapping[int, Sequence[int]], total: int) -> dict[int, list[int]]:
+def _assign(
+    heads: Sequence[int], kept: Mapping[int, Sequence[int]], have: Collection[int], total: int
+) -> dict[int, list[int]]:
     """Everyone keeps what it has; the rest is dealt round-robin, so that the remaining work differs by one at most."""
-    have = {index for done in kept.values() for index in done}
     found = {slot: list(kept.get(slot, ())) for slot in heads}
     for place, index in enumerate(index for index in range(total) if index not in have):
         found[heads[place % len(heads)]].append(index)

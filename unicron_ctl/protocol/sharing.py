@@ -83,9 +83,10 @@ def share(
 ) -> wire.PlanShare:
     """What the agent with these slots is told; `encoded` is :func:`common` of the plan, and `heads` are
     :func:`transition.layout.heads_of` its members, for who tells many agents."""
-    if heads is None:
-        heads = layout.heads_of(plan.members, plan.replica)
-    own = dict.fromkeys(heads.get(slot, slot) for slot in slots)
+    own = slots
+    if plan.replica > 1:
+        known = heads if heads is not None else layout.heads_of(plan.members, plan.replica)
+        own = dict.fromkeys(known.get(slot, slot) for slot in slots)
     micro_batches = {slot: plan.assignment[slot] for slot in own if slot in plan.assignment}
     return wire.PlanShare(common=encoded, assignment=micro_batches, peers=list(peers), doors=list(doors))
 

@@ -163,7 +163,7 @@ def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[
 
 
 def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:
-    if not job.broken:
+    if not job.broken or (job.replica == 1 and agent.broken >= job.broken):
         return False
     breaking = job.phase is Phase.BREAKING
     for slot, status in agent.ranks.items():

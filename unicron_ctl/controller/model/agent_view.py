@@ -69,6 +69,8 @@ class AgentView:
     """It votes no more on what follows generations up to this one."""
     newest: int = 0
     """The highest generation that one of its ranks is in, or enters."""
+    broken: int = 0
+    """The highest Break that all of its ranks know of."""
     before: dict[int, RankStatus] = field(default_factory=dict)
     """slot -> the last word of the process that was in it before the present one."""
     fenced: bool = False
@@ -147,6 +149,7 @@ class AgentView:
                 waits = True
             known[slot] = rank
         self.waits, self.fresh, self.newest = waits, fresh, newest
+        self.broken = min([rank.broken for rank in known.values()], default=0)
         return changed
 
     def _came(self, slot: int, incarnation: int, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
+from itertools import repeat
 
 import msgspec
 
@@ -179,11 +180,10 @@ def _leave(job: JobState) -> None:
 
 
 def _identities(crews: Iterable[records.Crew]) -> dict[int, Identity]:
-    return {
-        slot: Identity(crew.agent, incarnation)
-        for crew in crews
-        for slot, incarnation in zip(crew.slots, crew.incarnations, strict=True)
-    }
+    found: dict[int, Identity] = {}
+    for crew in crews:
+        found.update(zip(crew.slots, map(Identity, repeat(crew.agent), crew.incarnations), strict=True))
+    return found
 
 
 def plan(job: JobState, event: Event, record: records.PlanMade) -> None:
