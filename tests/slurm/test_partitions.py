@@ -13,6 +13,7 @@ from tests.support.controller import Controller, quick_on_slurm
 from tests.support.jobs import sleepers
 from tests.support.processes import call, outside_slurm, wait_for
 from unicron_ctl.localslurm import LocalCluster
+from unicron_ctl.slurm.client import slurms_own
 
 pytestmark = pytest.mark.slurm
 
@@ -60,7 +61,8 @@ def test_where_it_only_observes_a_lost_node_is_slurms_matter(
     job.controller.wait(goes_on, "it goes on without the lost node")
     assert job.controller.job()["nodes"] >= 2
     reasons = [info.reason for info in client.nodes()]
-    assert not any("unicron" in reason for reason in reasons), reasons
+    # From 24.11 on Slurm puts its word behind the reason that the node once had, that of another test perhaps.
+    assert all(slurms_own(reason.rpartition(" : ")[2]) for reason in reasons), reasons
     assert not job.controller.events("slurm_action")
     assert job.controller.ask("status")["controller"]["modes"] == {"default": "observe", "main": "observe"}
     assert "acting would have given" in job.controller.ask("status")["observed"][0]
