@@ -487,7 +487,10 @@ class Core:
         there = around(self.view, listing, managed)
         for job in managed:  # one that cannot be planned for must not keep the others waiting
             self._contained(job.job, "its part in the plan", inputs, self.view, [job], there)
+        # One that has registered since Slurm was asked is listed as others' are: what it has is not known yet.
+        brief = {element.job for element in listing.elements if element.brief}
         jobs = confirmation.confirmed_jobs(self.view, reconcile.managed(self.view))
+        jobs = [job for job in jobs if listing.of(job.job) or job.job not in brief]
         planned = [job for job in jobs if permission.acts(self.view, job)]
         if planned:
             self.take(replan(self.view, planned, self.slurm.aheads))

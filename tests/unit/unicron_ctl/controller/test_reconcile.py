@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.plan import inputs
 from unicron_ctl.controller.plan.reach import Ground
 from unicron_ctl.controller.reconcile import RETRY_SECONDS, Asked
@@ -251,3 +254,21 @@ def test_what_others_want_is_worked_out_once_a_listing_for_all_jobs(monkeypatch:
     monkeypatch.setattr(inputs, "Ground", lambda listing, *of: made.append(listing) or Ground(listing, *of))
     world.run(10.0)
     assert len(made) > 2 and len({id(listing) for listing in made}) == len(made)
+
+
+def test_a_job_that_registers_while_slurm_is_asked_keeps_its_node() -> None:
+    """Defect: a listing before had confirmed the agent, and the next one, asked for when nobody had spoken for the job,
+    showed it as others' jobs are; the plan gave it no nodes, and its element was requeued."""
+    slurm = FakeSlurm(2)
+    world = World(slurm)
+    slurm.submit("1", 1)
+    agent = FakeAgent(world, "1", 0, "n1", 1, nodes=1)
+    world.core.slurm.asked_at = world.now
+    world.core.on_listing(slurm.nodes(), slurm.elements())
+    world.core.receive(agent.route, agent.registration(), world.now, asker=Asker(0, "ann"))
+    assert world.job().agents, "it is taken in at once"
+    world.core.on_listing(slurm.nodes(), [replace(e, brief=True, user="", name="") for e in slurm.elements()])
+    world.deliver()
+    assert not slurm.calls and slurm.queue["1", 0]["state"] == "RUNNING"
+    world.run(3.0)
+    assert not slurm.calls and world.core.state.assignment == {"1": 1}
