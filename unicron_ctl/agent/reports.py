@@ -12,10 +12,11 @@ from unicron_ctl.agent.node_watch import NodeWatch
 from unicron_ctl.agent.place import Place
 from unicron_ctl.agent.ranks import Rank
 from unicron_ctl.agent.sampling import Sampling
-from unicron_ctl.agent.step_reports import MERGE_SECONDS, StepReports
+from unicron_ctl.agent.step_reports import StepReports
 from unicron_ctl.agent.vitals import Vitals
 from unicron_ctl.agreement.agreement import Agreement
 from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.wire import MERGE_SECONDS
 
 COLD_TEXT = 400  # characters of a reason
 

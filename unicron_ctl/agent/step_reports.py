@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from unicron_ctl.protocol import wire
+from unicron_ctl.protocol.wire import MERGE_SECONDS
 
-MERGE_SECONDS = wire.MERGE_SECONDS  # an iteration's first report waits this long for the others, or for later ones
 MOST_HELD = 4  # iterations that wait: of more than a few that are not whole the controller takes the first as it is
 
 
