@@ -75,7 +75,11 @@ class Classifier:
 
         ``source``: "exception", "stderr", "kernel", "nccl", "watchdog", ... (rules may hold for some sources only).
         """
-        return self.match(text, source, generic=True) or self._unknown(text, source)
+        known = self.match(text, source, generic=True)
+        if known is None and source != "kernel":  # nothing is known: a guess by a few words of what was said last
+            said, _ = self.last_words(text, source)
+            known = self._match(_trimmed(said), source, True, True)
+        return known or self._unknown(text, source)
 
     def match(self, text: str, source: str = "exception", generic: bool = False) -> Verdict | None:
         """Judges as ``text`` does, but gives None where no rule knows the fault: for streams in which most lines are
@@ -97,7 +101,7 @@ class Classifier:
             verdict = self._match(_trimmed(said), source, True)
         return said, verdict
 
-    def _match_text(self, text: str, source: str, generic: bool) -> Verdict | None:
+    def _match_text(self, text: str, source: str, generic: bool, weak: bool = False) -> Verdict | None:
         of_a_program = source != "kernel"
         hits = () if of_a_program else _XID.finditer(text)
         xids = [self.xid(int(hit.group(2)), hit.group(1) or "", hit.group(3)) for hit in hits]
@@ -111,7 +115,9 @@ class Classifier:
         rules = self.table.of_kind("text")
         for number in sorted({number for found in views.values() for number in found}):
             rule = rules[number]
-            if (rule.only_from and source not in rule.only_from) or (rule.generic and not generic):
+            if rule.only_from and source not in rule.only_from:
+                continue
+            if (rule.generic and not generic) or (rule.weak and not weak):
                 continue
             network = self.table.causes[rule.cause].scope == "network"
             view = low_by_libraries if rule.hardware else low_of_network if network else low

@@ -19,8 +19,8 @@ Judge = Callable[[str, bool], Verdict | None]
 
 LONGEST = 500  # characters of what is told on
 # Rules that say how a process ended, not why; and those that sum up what others said of it.
-CRASHES = ("segfault", "slurm-other", "slurm-own", "nccl-internal", "launcher-report", "container-report", "ray-report")
-SUMMARIES = ("slurm-cancel", "nccl-system")
+CRASHES = ("segfault", "slurm-other", "slurm-own", "nccl-internal", "launcher-report", "ray-report")
+SUMMARIES = ("slurm-cancel", "nccl-system", "container-report")
 # Rules that name who failed; another error may say what it failed of.
 PLACES = ("container", "dataloader-child")
 GENERAL = ("python", "python-exception")  # rules of exceptions by their class alone

@@ -93,6 +93,7 @@ class Rule:
     severity: Severity | None = None
     action: str = ""
     generic: bool = False  # says only that there was an error; see Classifier.match
+    weak: bool = False  # a guess by a few words; see Classifier.text
     hardware: bool = False  # counts in an application's text only where a library speaks; see detector.speakers
 
     @functools.cached_property
@@ -251,6 +252,7 @@ def parse_rule(raw: Mapping[str, object], causes: Mapping[str, Cause], tested: b
         "severity",
         "action",
         "generic",
+        "weak",
         "hardware",
     }
     _check_keys(raw, allowed, where)
@@ -273,6 +275,7 @@ def parse_rule(raw: Mapping[str, object], causes: Mapping[str, Cause], tested: b
         severity=_severity(raw["severity"], where) if "severity" in raw else None,
         action=_action(raw, where),
         generic=raw.get("generic") is True,
+        weak=raw.get("weak") is True,
         hardware=raw.get("hardware") is True,
     )
     if not tested:
