@@ -195,7 +195,8 @@ class Classifier:
         severity = rule.severity or cause.severity
         action = rule.action or cause.action or ACTIONS[severity]
         why = f": {rule.why}" if rule.why else ""
-        return Verdict(rule.cause, severity, action, f"{said} -> {cause.title}{why}", rule.id, cause.scope)
+        scope = "unknown" if rule.weak else cause.scope  # a guess acquits nobody: what returns on a node escalates
+        return Verdict(rule.cause, severity, action, f"{said} -> {cause.title}{why}", rule.id, scope)
 
     def _make(self, cause_name: str, rule_id: str, said: str) -> Verdict:
         cause = self.table.causes[cause_name]

@@ -21,7 +21,7 @@ CLASSIFIER = default_classifier()
 
 
 def test_the_corpus_is_large_and_sourced():
-    assert len(CORPUS) >= 1200
+    assert len(CORPUS) >= 1500
     assert all(len(entry["source"]) > 5 for entry in CORPUS)
     assert len({(entry["text"], entry["channel"]) for entry in CORPUS}) == len(CORPUS)
     assert {entry["split"] for entry in CORPUS} >= {"development", "held-out", "blind-6", "rules-6"}
@@ -79,10 +79,37 @@ def test_a_programs_own_words_blame_no_node_and_no_network():
             "configuration_error",
         ),
         ("ValueError: Detected nan and/or inf values in `layer3.weight`.", "numerical_error"),
+        ("slurmd: fatal: can't stat gres.conf file /dev/nvidia1: No such file or directory", "configuration_error"),
+        ("train.py: error: unrecognized arguments: --lr-decay", "configuration_error"),
+        (
+            "requests.exceptions.ReadTimeout: HTTPSConnectionPool(host='hub', port=443): Read timed out.",
+            "service_unreachable",
+        ),
+        ("yaml.scanner.ScannerError: mapping values are not allowed here", "application_error"),
     ],
 )
 def test_kinds_that_blind_parts_taught(text, expected):
     assert CLASSIFIER.text(text, "stderr").cause == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("frobnicator 7: the budget of memory is exhausted", "host_out_of_memory"),
+        ("frobnicator 7: option x is not supported", "configuration_error"),
+        ("frobnicator 7: an error", "application_error"),
+        ("frobnicator 7: child stopped", "exited_abnormally"),
+    ],
+)
+def test_a_guess_names_a_cause_and_decides_nothing(text, expected):
+    verdict = CLASSIFIER.text(text, "stderr")
+    assert (verdict.cause, verdict.rule.startswith("guess-")) == (expected, True)
+    unknown = CLASSIFIER.text("frobnicator 7", "stderr")
+    assert unknown.rule == "default"
+    assert (verdict.severity, verdict.action, verdict.scope) == (unknown.severity, unknown.action, unknown.scope)
+    assert CLASSIFIER.match(text, "stderr", generic=True) is None
+    assert CLASSIFIER.exit(-9, text).cause == "killed_from_outside"
+    assert CLASSIFIER.text(text, "kernel").rule == "kernel-default"
 
 
 def test_an_unknown_line_of_the_kernel_is_only_reported():

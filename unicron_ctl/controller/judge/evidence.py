@@ -30,6 +30,7 @@ ENDINGS = (
     "cuda-generic",
     "unspecified-launch",
     "dataloader-child",
+    "guess-",
     "default",
 )
 WAIT, SHARED = "wait", "shared"  # what is done about a node event, beside the severity table's own actions
