@@ -5,6 +5,7 @@ What happens is drawn here and knows nothing of the log's records; :func:`fill_m
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -73,6 +74,7 @@ def fill_month(state_dir: Path, agents: int, ranks: int) -> int | None:
         return month.state.last_event - began
     finally:
         store.close()
+        os.sync()  # a gigabyte was written just now; a start does not wait for the disk to have taken a month
 
 
 class Month:
