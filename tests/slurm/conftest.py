@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.controller import Controller, quick_on_slurm
+from tests.support.nodes import all_idle
 from tests.support.processes import outside_slurm, wait_for
 from unicron_ctl.localslurm import LocalCluster
 from unicron_ctl.slurm import ElementInfo, SlurmClient
@@ -37,21 +38,7 @@ def cluster(local_cluster: LocalCluster) -> Iterator[LocalCluster]:
     for node in local_cluster.spec.node_names:
         local_cluster.power_on(node)
         client.resume(node)
-    wait_for(lambda: _idle(client), "all nodes are idle", now=client.nodes)
-
-
-def _idle(client: SlurmClient) -> bool:
-    """Slurm now and then takes a node out of service after all were resumed.
-
-    Of a job that is cancelled in the moment of its start it cannot end a step, and drains the node 20 s later
-    (UnkillableStepTimeout). Of a node that has just booted and registers twice it works out two times of boot, from
-    whole seconds, and takes that for a second boot.
-    """
-    nodes = client.nodes()
-    for node in nodes:
-        if node.reason in ("Kill task failed", "Node unexpectedly rebooted"):
-            client.resume(node.name)
-    return all(node.states == {"IDLE"} for node in nodes)
+    wait_for(lambda: all_idle(client), "all nodes are idle", now=client.nodes)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.controller import Controller
+from tests.support.nodes import all_idle
 from tests.support.processes import UNICRONCTL, call, outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent
 from unicron_ctl.localslurm import LocalCluster
@@ -106,7 +107,7 @@ def site(whole_site: Site) -> Iterator[Site]:
     for name in whole_site.cluster.spec.node_names:
         whole_site.client.resume(name)
     client = whole_site.client
-    wait_for(lambda: all(node.states == {"IDLE"} for node in client.nodes()), "all nodes are idle", now=client.nodes)
+    wait_for(lambda: all_idle(client), "all nodes are idle", now=client.nodes)
 
 
 def test_healthy_nodes_run_jobs_and_are_shown_as_such(site: Site) -> None:

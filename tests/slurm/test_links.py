@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.links import NEEDS_ROOT
+from tests.support.nodes import all_idle
 from tests.support.processes import LIMIT, ROOT, unicronctl, wait_for
 from unicron_ctl.localslurm import LocalCluster, network
 
@@ -103,7 +104,7 @@ def cluster(linked: LocalCluster) -> Iterator[LocalCluster]:
     for node in linked.spec.node_names:
         linked.power_on(node)
         linked.client().resume(node)
-    wait_for(lambda: all(node.states == {"IDLE"} for node in linked.client().nodes()), "all nodes are idle")
+    wait_for(lambda: all_idle(linked.client()), "all nodes are idle", now=linked.client().nodes)
 
 
 def run(cluster: LocalCluster, host: str, *words: str) -> subprocess.CompletedProcess[str]:
