@@ -28,16 +28,12 @@ FIRST_TAG = 1 << 20  # of these messages; pipelines send with tag 0
 class Said:
     """What the members' commit came to. offer: the one that all of them hold. first: some rank does not know yet in
     which order its gradients are made. save: some rank wants a checkpoint of the state after this step; busy: some
-    rank's last one is still being written. early: some rank's last copy to memory is not old enough for the next one.
-    whole: the newest image in memory that a rank has made, -1 without one, None where it makes none; of all that make
-    some, where they have the same."""
+    rank's last one is still being written."""
 
     offer: Plan | None = None
     first: bool = False
     save: bool = False
     busy: bool = False
-    early: bool = False
-    whole: int | None = None
 
 
 class Exchange:
@@ -87,19 +83,15 @@ class Exchange:
         told, bad = self.inside([loss if knows and math.isfinite(loss) else -math.inf, float(not math.isfinite(loss))])
         return math.nan if bad else told
 
-    def commit(self, offer: Plan | None, said: Said) -> Said:
-        """Over all members; each says what is so of itself. offer: what this rank holds. said: the rest."""
+    def commit(self, offer: Plan | None, first: bool, save: bool = False, busy: bool = False) -> Said:
+        """Over all members; each says what is so of itself."""
         held = float(offer.generation if offer else 0)
-        images = (-math.inf, -math.inf) if said.whole is None else (float(said.whole), -float(said.whole))
-        bits = map(float, (said.first, said.save, said.busy, said.early))
-        told = self._largest(torch.tensor([held, -held, *images, *bits], dtype=torch.float64), None)
-        most, least, newest, oldest, *anybody = told.tolist()
+        said = torch.tensor([held, -held, float(first), float(save), float(busy)], dtype=torch.float64)
+        most, least, *anybody = self._largest(said, None).tolist()
         same = offer is not None and most == -least == held
         if same:
             self.wait_until_sent()  # the groups end with this iteration
-        whole = int(newest) if newest == -oldest else None
-        first, save, busy, early = (number > 0 for number in anybody)
-        return Said(offer if same else None, first, save, busy, early, whole)
+        return Said(offer if same else None, *(number > 0 for number in anybody))
 
     def furthest(self, state: tuple[int, int]) -> tuple[int, int]:
         """The (base, version) of the members; a newcomer has none, or an older one."""
@@ -111,22 +103,6 @@ class Exchange:
         """Of what the members say."""
         told = self._largest(torch.tensor([number], dtype=torch.int64), None)
         return int(told)
-
-    def image_of_all(self, mine: Sequence[int], most: int, read: int | None) -> int:
-        """The image from which all members can go on: the one that some have just read, else the newest that all have
-        which have any; -1 without one. Collective over the members. mine: at most `most` images. read: None for none.
-        """
-        numbers = [*mine, *[-1] * (most - len(mine)), -1 if read is None else read]
-        row = torch.tensor(numbers, dtype=torch.int64, device=self._process.device)
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-        work = dist.all_gather(rows, row, async_op=True)
-        work.wait()
-        told = [each.tolist() for each in rows]
-        self._check(work)
-        begun = max(each[most] for each in told)
-        held = [images for each in told if (images := set(each[:most]) - {-1})]
-        common = set.intersection(*held) if held else set()
-        return begun if begun >= 0 else max(common, default=-1)
 
     def all_there(self) -> None:
         """Returns when all members have come here."""

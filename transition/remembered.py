@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ class Remembered:
         self._generation, self._writes = -1, slot  # of the node's ranks at this place, in that generation
         self._cuts = False  # copies of its state may be asked for, in that generation
         self._asked = False
-        self._left_out = False  # the next copy, unless it is asked for
         self.active = False
 
     def look(self, checkpoints: Checkpoints | None, start: int, writer: Writer) -> int:
@@ -53,7 +51,7 @@ class Remembered:
         folder = self._folder
         self._beginnings = Beginnings(folder, checkpoints, start, writer)
         if folder is not None:
-            self._keeper = Keeper(folder, self._slot, settings.every, settings.rest)
+            self._keeper = Keeper(folder, self._slot, settings.every)
         return self._beginnings.newest
 
     def note(self, checkpoints: Checkpoints | None, folder: Path | None) -> None:
@@ -113,16 +111,11 @@ class Remembered:
             return None
         return self._beginnings.take(self._state, plan.iteration)
 
-    def images(self, iteration: int) -> list[int]:
-        """Those that this rank has made, of the past of the state with which `iteration` comes next."""
-        return [] if self._keeper is None else self._keeper.images(iteration)
-
-    def goes_on(self, iteration: int, common: int) -> None:
-        """The generation begins with the state with which `iteration` comes next. common: the image that all
-        can go on from; -1 without one."""
-        self._left_out = False
+    def goes_on(self, iteration: int) -> None:
+        """The generation begins with the state with which `iteration` comes next."""
         if self._keeper is not None:
-            self._keeper.goes_on(iteration, common)
+            self._keeper.settle()
+            self._keeper.keep = iteration
 
     def begun(self) -> None:
         """This rank has the state of the job."""
@@ -158,23 +151,6 @@ class Remembered:
         """The agent is at that still."""
         return self._keeper is not None and self._keeper.filing
 
-    @property
-    def early(self) -> bool:
-        """The last copy of this rank is not old enough for the next one."""
-        return self._keeper is not None and self._keeper.early(time.monotonic())
-
-    @property
-    def whole(self) -> int | None:
-        """The newest image that this rank has made, -1 without one; None where it makes none."""
-        return self._keeper.newest if self._keeper is not None and self._slot == self._writes else None
-
-    def agreed(self, early: bool, whole: int | None) -> None:
-        """What the commit of this iteration came to. A rank that steps by a plan has not heard it, and copies more than
-        the others."""
-        self._left_out = early
-        if self._keeper is not None and whole is not None and whole >= 0:
-            self._keeper.keep = whole
-
     def keep(
         self, iteration: int, members: Sequence[int], generation: int, writer: Writer, aside: bool = False
     ) -> None:
@@ -185,11 +161,10 @@ class Remembered:
             return
         self._settle(members, generation, writer)
         if self._slot == self._writes:
-            keeper.copy(self._gatherer, iteration, generation, writer, aside, self._left_out)
+            keeper.copy(self._gatherer, iteration, generation, writer, aside)
         elif keeper.holds:
             keeper.hand_over(self._writes, iteration)
         keeper.drop_cuts()
-        self._left_out = False
 
     def _settle(self, members: Sequence[int], generation: int, writer: Writer) -> None:
         """Who keeps the state of this place in this node; once a generation, for it is a look at all members."""

@@ -20,12 +20,11 @@ import torch.distributed as dist
 from transition import groups, migrate, process
 from transition.accumulation import PeerLost, Work
 from transition.checkpoint import CheckpointError, Checkpoints
-from transition.exchange import Exchange, Said, at_commit
+from transition.exchange import Exchange, at_commit
 from transition.handover import Handover
 from transition.kinds import Trained, kind_of
 from transition.ledger import Ledger, LedgerError, deal
 from transition.member import Member
-from transition.memory.turns import BUFFERS
 from transition.pending import Pending, hold_scalers
 from transition.persistence import Persistence
 from transition.result import StepResult
@@ -329,7 +328,7 @@ class Session:
         if not self._committed and self._channel is not None:
             self._agree_to_step()
         elif not self._committed and self._saving.by_clock:
-            self._saving.hear(self._exchange.commit(None, Said(save=self._saving.wanted)))
+            self._saving.hear(self._exchange.commit(None, False, self._saving.wanted))
         self._committed = True
         self._remembered.wait()
         self._pending.apply()
@@ -342,11 +341,9 @@ class Session:
             if self.layout.size > 1 and self._kept is None and self._watch.lost():
                 raise PeerLost("the norm of the gradients may be garbage")  # of an aborted collective in the replica
             self._set_phase("synced")
-            saving, remembered = self._saving, self._remembered
-            mine = Said(None, self._gradients.first, saving.wanted, saving.busy, remembered.early, remembered.whole)
-            said = self._exchange.commit(self._watch.offer, mine)
+            saving = self._saving
+            said = self._exchange.commit(self._watch.offer, self._gradients.first, saving.wanted, saving.busy)
             saving.hear(said)
-            remembered.agreed(said.early, said.whole)
             self._agreed_offer, self._ordered_next = said.offer, said.first
         except (PeerLost, RuntimeError) as error:
             if not self._is_loss(error):
@@ -470,9 +467,7 @@ class Session:
             self._remembered.begun()
         found = self._remembered.begin(plan, self._telling.next_one)
         self._at.iteration = self._handover.take(plan, newcomer, self._at.iteration if found is None else found)
-        if self._remembered.active:
-            images = self._remembered.images(self._at.iteration)
-            self._remembered.goes_on(self._at.iteration, self._exchange.image_of_all(images, BUFFERS, found))
+        self._remembered.goes_on(self._at.iteration)
         if self.slot in plan.joiners:
             self._remembered.begun()
         self._gradients.seed = self._state.seed

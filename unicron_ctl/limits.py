@@ -251,7 +251,6 @@ LIMITS: tuple[Limit, ...] = (
         "that a stopped rank waits for a plan; then it saves its state and its process ends",
         "UNICRON_PLAN_TIMEOUT",
     ),
-    Limit("rank", "REST_SECONDS", 1.0, "from one copy to memory to the next, where iterations are shorter"),
     Limit("rank", "ENTER_TIMEOUT", 20.0, "for one process group to connect"),
     Limit("rank", "CONNECT_SECONDS", 0.5, "for one try to reach the rendezvous store"),
     Limit("rank", "COLLECTIVE_TIMEOUT", 1800.0, "of a collective in training", "UNICRON_COLLECTIVE_TIMEOUT"),

@@ -18,7 +18,7 @@ from benchmarks.leaderboard.ranks import core
 
 
 def healed() -> Iterator[object]:
-    """Iterations under a session, with its defaults: the state is copied to memory, at most once a second."""
+    """Iterations under a session, with its defaults: the state is copied to memory at each."""
     transition.init_process_group("gloo")
     model, optimizer = core.build()
     yield from transition.Session(

@@ -27,7 +27,7 @@ from transition.memory.images import inventory
 pytestmark = pytest.mark.process
 ITERATIONS = 12
 REST = ("copy", "sum", "finish")  # phases of a copy in which nothing else is to be seen than in "half"
-SETTINGS = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.03", "UNICRON_MEMORY_EVERY": "1"}
+SETTINGS = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.03"}
 FROZEN, BUILT = {"TINY_FROZEN": "1"}, {"TINY_FROZEN": "built"}  # with other values than the others were trained with
 PLAIN = [sys.executable, str(HERE / "tiny_plain.py")]
 

@@ -4,9 +4,8 @@
 Two files take turns, so one is whole while the other is written. A thread copies while the next forward and backward
 passes run; before parameters change the session waits for it. Whatever goes wrong costs nothing but copies.
 
-A state is of use only where all places have it. So the newest image that all ranks have is not written over before
-all have a newer one: all settle theirs before they agree to step, and tell each other then which one is their newest.
-What a generation goes on from stays as long.
+A state is of use only where all places have it. So no image is written over before a newer one is whole in all ranks:
+all settle theirs before they agree to step, and what a generation goes on from stays until its first copy is whole.
 
 The controller may name an iteration, a cut, whose copy is to stay until another one is in enough nodes: two more files
 take turns for these. A copy of which a checkpoint's file is to be made is set aside for the agent (`files.py`).
@@ -15,11 +14,9 @@ take turns for these. A copy of which a checkpoint's file is to be made is set a
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,17 +31,15 @@ from transition.saying import say
 
 EVERY = "UNICRON_MEMORY_EVERY"
 COPIES = "UNICRON_STATE_COPIES"
-REST_SECONDS = 1.0  # from one copy to the next, where nobody says how many iterations: the most that can be lost
 FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4, ... and at most so many
 
 
 @dataclass(frozen=True)
 class Settings:
-    """folder: None keeps nothing. every: iterations from one copy to the next. rest: seconds, at least."""
+    """folder: None keeps nothing. every: iterations from one copy to the next."""
 
     folder: Path | None
     every: int
-    rest: float = 0.0
 
     @classmethod
     def chosen(cls, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -52,8 +47,7 @@ class Settings:
         text = environment.get(EVERY) or "1"
         if not text.isdecimal():
             raise ValueError(f"{EVERY}={text!r}: write a number of iterations, 1 or more; 0 keeps nothing in memory")
-        rest = 0.0 if environment.get(EVERY) else REST_SECONDS
-        return cls(folder(environment) if int(text) else None, int(text), rest)
+        return cls(folder(environment) if int(text) else None, int(text))
 
 
 def wanted_copies(environment: Mapping[str, str] = os.environ) -> int:
@@ -66,8 +60,7 @@ def wanted_copies(environment: Mapping[str, str] = os.environ) -> int:
 
 @dataclass
 class _Task:
-    """One copy. ready: of a card, when the tensors are what they are to be. due: all ranks make it,
-    whoever asks for it."""
+    """One copy. ready: of a card, when the tensors are what they are to be."""
 
     key: Key
     head: bytes
@@ -76,21 +69,19 @@ class _Task:
     size: int
     ready: Any
     aside: Path | None
-    due: bool
 
 
 class Keeper:
-    """Of one rank. What is not private is called by the main thread. every, rest: as in :class:`Settings`."""
+    """Of one rank. What is not private is called by the main thread."""
 
-    def __init__(self, folder: Path, slot: int, every: int, rest: float = 0.0, tell: Callable[[str], None] = say):
-        self.folder, self.slot, self.every, self.rest = folder, slot, every, rest
-        self._began = -math.inf  # the last copy, on the monotonic clock
+    def __init__(self, folder: Path, slot: int, every: int, tell: Callable[[str], None] = say):
+        self.folder, self.slot, self.every = folder, slot, every
         self._say = tell
-        self.newest = -1  # the iteration of the last whole image of this process, cuts aside
+        self.newest = -1  # the iteration of the last whole image of this process
         self.trouble = ""  # why the last copy came to nothing
         self.size = 0  # bytes of one image
         self.cut = self.good = -1  # the iteration to keep when it comes; the one that is to stay meanwhile
-        self.keep = -1  # the iteration of the newest image that all ranks have: not written over
+        self.keep = -1  # the iteration that the generation goes on from: not written over before another one is whole
         self._turns, self._cuts = self._files("state"), self._files("cut")
         self.none = False  # no cut is to be kept, and what there is goes
         self._aside: Path | None = None  # the last copy that was to be set aside
@@ -112,42 +103,14 @@ class Keeper:
         return Turns(paths, self._unpin)
 
     # ------------------------------------------------------------ the main thread
-    def early(self, now: float) -> bool:
-        """The last copy is not old enough for the next one."""
-        return now - self._began < self.rest
-
-    def images(self, iteration: int) -> list[int]:
-        """Those that there are, of the past of the state with which `iteration` comes next."""
-        self.settle()
-        return [each for each in self._turns.held() if each <= iteration]
-
-    def goes_on(self, iteration: int, common: int) -> None:
-        """A generation begins with the state with which `iteration` comes next: what comes later is of another past.
-        common: the image that all can go on from, -1 without one. The first copy is due at once."""
-        self.settle()
-        self._began = -math.inf
-        if self.newest > iteration:
-            self.newest = -1
-        self.keep = common
-
-    def copy(
-        self,
-        gatherer: contents.Gatherer,
-        iteration: int,
-        base: int,
-        writer: Any,
-        aside: bool = False,
-        left_out: bool = False,
-    ) -> None:
+    def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any, aside: bool = False) -> None:
         """Begin to copy the state with which `iteration` comes next, if a copy is due. writer: what this rank's part is
         to the whole (:class:`transition.checkpoint.Writer`). base: the generation. aside: it is due, and the agent is
-        to make a file of it. left_out: the ranks have agreed that it is too early for one."""
-        due = not (left_out or iteration % self.every)
-        if iteration != self.cut and not aside and (self._pause or not due):
-            self._pause -= bool(self._pause and due)
+        to make a file of it."""
+        if iteration != self.cut and not aside and (iteration % self.every or self._pause):
+            self._pause -= bool(self._pause)
             return
         self.settle()
-        self._began = time.monotonic()
         found = gatherer.contents()
         head = contents.head_of(gatherer.state, found.about, iteration, writer.layout)
         key = writer.key(iteration, STATE, self.slot, base)
@@ -158,7 +121,7 @@ class Keeper:
         if aside:
             apart = self._aside = files.aside_path(self.folder, self.slot, iteration)
             self._setting_aside, self.missed = True, False
-        self._put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors), apart, due))
+        self._put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors), apart))
 
     def _put(self, task: _Task | Turns) -> None:
         if self._thread is None:
@@ -266,7 +229,7 @@ class Keeper:
                         f"no copies of the training state are kept for other nodes, the training goes on: {error}"
                     )
                     self._quiet = True
-            if not task.due and task.aside is None:
+            if task.key.iteration % self.every and task.aside is None:
                 return None  # it is not one that all ranks keep
         try:
             return self._turns, self._turns.room(self._turns.next(self.keep), len(task.head), task.size)
@@ -291,9 +254,9 @@ class Keeper:
         image.finish(task.key, task.head, task.size, contents.sums(data))
         if task.aside is not None:
             files.set_aside(image.path, task.aside)
-        if turns is self._turns:
-            self.newest = task.key.iteration
+        self.newest = task.key.iteration
         turns.written(image.path)
+        self.keep = -1
         if self.trouble:
             self._say("the training state is kept in memory again")
         self.trouble, self._failures = "", 0

@@ -29,17 +29,9 @@ class Turns:
         """
         if self._last is not None and keep < 0:
             return self.paths[(self.paths.index(self._last) + 1) % len(self.paths)]
-        left = {found.path: found.key.iteration for found in inventory(self._folder)}
+        left = {found.path: found.key.iteration for found in inventory(self.paths[0].parent)}
         free = [path for path in self.paths if keep < 0 or left.get(path) != keep]
         return min(free or self.paths, key=lambda path: (path == self._last, left.get(path, -1)))
-
-    def held(self) -> list[int]:
-        """The iterations that are whole in the files."""
-        return [found.key.iteration for found in inventory(self._folder) if found.path in self.paths]
-
-    @property
-    def _folder(self) -> Path:
-        return self.paths[0].parent
 
     def room(self, path: Path, head_bytes: int, data_bytes: int) -> Image:
         """The file, with room for so much. Raises OSError where there is none."""

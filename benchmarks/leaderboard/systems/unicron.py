@@ -27,7 +27,7 @@ class Session(System):
     name = "unicron"
     settings = (
         "session mode; unicrond with its shipped values but auth and slurm; no hot spare; a checkpoint file every 100 "
-        "iterations, the state in memory once a second"
+        "iterations, the state in memory at each"
     )
     script = "session.py"
 

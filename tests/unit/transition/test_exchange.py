@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from transition.exchange import Exchange, Said
+from transition.exchange import Exchange
 from transition.gradients import PeerLost
 
 
@@ -34,7 +34,7 @@ def exchange(monkeypatch):
 
 def test_what_a_sound_communicator_says_is_believed(exchange):
     said, state = exchange
-    assert said.commit(None, Said()).offer is None and state.waited == 1
+    assert said.commit(None, False).offer is None and state.waited == 1
 
 
 def test_an_error_of_the_communicator_is_a_lost_peer(exchange):

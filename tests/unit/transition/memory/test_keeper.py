@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from transition.exchange import Said
 from transition.memory import contents, files, images
 from transition.memory.contents import Gatherer
 from transition.memory.images import BadImage, inventory, look
-from transition.memory.keeper import REST_SECONDS, Keeper, Settings
+from transition.memory.keeper import Keeper, Settings
 from transition.remembered import Remembered
 from transition.saving import Saving
 
@@ -120,67 +118,6 @@ def test_a_copy_that_is_not_due_is_not_made(tmp_path):
     assert iterations(tmp_path) == [4, 8]
 
 
-def test_ranks_that_have_copied_just_now_leave_the_next_ones_out_but_never_a_cut(tmp_path):
-    now = time.monotonic()
-    keeper, gatherer = Keeper(tmp_path, 0, 1, rest=5.0), Gatherer(training())
-    assert not keeper.early(now), "the first one is due"
-    keeper.copy(gatherer, 1, 1, WRITER)
-    assert keeper.early(now) and not keeper.early(time.monotonic() + 5.0)
-    keeper.cut = 3
-    for iteration in (2, 3, 4):
-        keeper.copy(gatherer, iteration, 1, WRITER, left_out=True)
-    keeper.settle()
-    assert iterations(tmp_path) == [1, 3]
-    keeper.goes_on(4, 1)
-    assert not keeper.early(time.monotonic()), "a generation begins with a copy"
-    keeper.close()
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_whatever_breaks_and_whoever_hears_there_is_an_image_that_all_have_while_the_next_is_written(tmp_path, seed):
-    """Three ranks; each iteration the copy is left out or not, and the commit is heard by all or, in a Break, by some.
-    Who has not heard it steps by the plan, and copies. Some copies come to nothing. All may die while any are made."""
-    draw, gatherer, common = random.Random(seed), Gatherer(training()), False
-    keepers = [Keeper(tmp_path / str(rank), 0, 1) for rank in range(3)]
-    for keeper in keepers:
-        keeper.folder.mkdir()
-
-    def held() -> list[set[int]]:
-        return [set(keeper._turns.held()) for keeper in keepers]
-
-    def copy(iteration: int, writes: list[bool], left_out: bool = False) -> None:
-        writes = [each and draw.random() > 0.05 for each in writes]  # else there is no room
-        if not left_out:
-            remain = held()
-            for keeper, images, does in zip(keepers, remain, writes, strict=True):
-                torn = keeper._turns.next(keeper.keep)
-                images -= {found.key.iteration for found in inventory(keeper.folder) if does and found.path == torn}
-            assert set.intersection(*remain) or not common, (iteration, writes)
-        for keeper, does in zip(keepers, writes, strict=True):
-            if does:
-                keeper.copy(gatherer, iteration, 1, WRITER, left_out=left_out)
-                keeper.settle()
-
-    for iteration in range(1, 60):
-        breaks = draw.random() < 0.2
-        heard = [True, *(not breaks or draw.random() < 0.5 for _ in keepers[1:])]  # by one, else nobody has stepped
-        newest = {keeper.newest for keeper in keepers}
-        for keeper, hears in zip(keepers, heard, strict=True):
-            if hears and len(newest) == 1 and keeper.newest >= 0:
-                keeper.keep = keeper.newest
-        copy(iteration, heard, left_out=draw.random() < 0.4)
-        if breaks:
-            images = [set(keeper.images(iteration)) for keeper in keepers]
-            both = set.intersection(*filter(None, images)) if any(images) else set()
-            for keeper in keepers:
-                keeper.goes_on(iteration, max(both, default=-1))
-            copy(iteration, [not hears for hears in heard])
-        common = common or bool(set.intersection(*held()))
-    for keeper in keepers:
-        keeper.close()
-    assert common
-
-
 def test_who_no_longer_keeps_the_state_drops_its_files_once_the_other_has_as_much(tmp_path):
     state = training()
     keeper = kept(tmp_path, state, 4, 5, slot=1)
@@ -199,9 +136,7 @@ def test_who_no_longer_keeps_the_state_drops_its_files_once_the_other_has_as_muc
 
 
 def test_settings_are_read_and_what_is_no_number_is_one_line():
-    assert Settings.chosen({"UNICRON_MEMORY": "/dev/shm/x"}) == Settings(Path("/dev/shm/x"), 1, REST_SECONDS)
-    each = {"UNICRON_MEMORY": "/dev/shm/x", "UNICRON_MEMORY_EVERY": "1"}
-    assert Settings.chosen(each) == Settings(Path("/dev/shm/x"), 1, 0.0), "who asks for each iteration gets each"
+    assert Settings.chosen({"UNICRON_MEMORY": "/dev/shm/x"}) == Settings(Path("/dev/shm/x"), 1)
     assert Settings.chosen({"UNICRON_MEMORY": "/dev/shm/x", "UNICRON_MEMORY_EVERY": "0"}).folder is None
     assert Settings.chosen({}).folder is None
     with pytest.raises(ValueError, match="UNICRON_MEMORY_EVERY='often': write a number"):
@@ -216,7 +151,7 @@ def test_a_full_memory_is_said_once_and_tried_again_at_a_growing_distance(tmp_pa
         tries.append(now)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    keeper, gatherer = Keeper(tmp_path, 0, 1, tell=said.append), Gatherer(training())
+    keeper, gatherer = Keeper(tmp_path, 0, 1, said.append), Gatherer(training())
     with monkeypatch.context() as broken:
         broken.setattr(images.os, "posix_fallocate", full)
         for now in range(1, 20):
@@ -233,7 +168,7 @@ def test_a_full_memory_is_said_once_and_tried_again_at_a_growing_distance(tmp_pa
 def test_a_folder_that_vanishes_ends_nothing(tmp_path):
     said, folder = [], tmp_path / "memory"
     folder.mkdir()
-    keeper, gatherer = Keeper(folder, 0, 1, tell=said.append), Gatherer(training())
+    keeper, gatherer = Keeper(folder, 0, 1, said.append), Gatherer(training())
     keeper.copy(gatherer, 1, 1, WRITER)
     keeper._done.wait()
     for path in folder.iterdir():
@@ -315,7 +250,7 @@ def test_it_is_set_aside_though_no_copy_is_due_and_before_it_is_whole_there_is_n
 def test_where_there_is_no_room_beside_what_is_set_aside_the_copies_wait_for_the_agent(tmp_path, monkeypatch):
     said: list[str] = []
     state = training()
-    keeper, gatherer = Keeper(tmp_path, 0, 1, tell=said.append), Gatherer(state)
+    keeper, gatherer = Keeper(tmp_path, 0, 1, said.append), Gatherer(state)
     for iteration in (1, 2):
         keeper.copy(gatherer, iteration, 1, WRITER, aside=iteration == 2)
     keeper._done.wait()
@@ -379,7 +314,7 @@ def test_where_there_is_no_room_for_a_cut_what_takes_turns_goes_on_and_it_is_sai
         allocate(path, descriptor, size)
 
     monkeypatch.setattr(images, "allocate", beside_two)
-    keeper, gatherer = Keeper(tmp_path, 0, every, tell=said.append), Gatherer(training())
+    keeper, gatherer = Keeper(tmp_path, 0, every, said.append), Gatherer(training())
     for iteration in range(1, 10):
         keeper.cut = iteration if iteration in (3, 6, 8) else keeper.cut
         keeper.copy(gatherer, iteration, 1, WRITER)
