@@ -45,10 +45,6 @@ class Classifier:
         self.table = table or default_table()
         self._match = functools.lru_cache(maxsize=TEXTS_KEPT)(self._match_text)
 
-    def forget(self) -> None:
-        """Forget the texts that were seen, to measure what an unknown one costs."""
-        self._match.cache_clear()
-
     def load(self, extra: str | Path | Mapping[str, object]) -> Classifier:
         """A classifier whose table is extended by an admin's rules, which go first.
 

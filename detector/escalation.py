@@ -48,11 +48,11 @@ class Event(enum.Enum):
     OWN_BUG = "own_bug"  # the job fails by itself, wherever it runs
 
 
-ACTING = frozenset({State.REATTEMPTING, State.RESTARTING, State.ISOLATING})  # an action runs
 WHOLE_JOB = -1  # the slot of a fault of which no rank, and so no node, can be named
 # ISOLATE: this job leaves the node, which is a suspect from then on. MOVE: the same, and the node is none.
 NOTHING, REATTEMPT, RESTART, MOVE, ISOLATE, END_JOB = "none", "reattempt", "restart", "move", "isolate", "end_job"
 BLAMING = ("hardware", "network")  # scopes that may blame a node; the network's only where the node flaps
+RUNNING = {State.REATTEMPTING: REATTEMPT, State.RESTARTING: RESTART, State.ISOLATING: MOVE}  # the action that runs
 FAULTS_KEPT, RECENT_KEPT = 64, 1000  # of a slot or a node; of a job, at least
 SEVERITY_OF_ACTION = {
     NOTHING: Severity.SEV3,
@@ -225,7 +225,6 @@ class History:
     states: dict[tuple[str, int], State] = field(default_factory=dict)
     last: dict[tuple[str, int], float] = field(default_factory=dict)
     of_job: dict[str, Slots] = field(default_factory=dict)
-    actions: dict[str, Slots] = field(default_factory=dict)  # those of `states` for which an action runs
     by_slot: dict[tuple[str, int], deque[Fault]] = field(default_factory=dict)
     by_node: dict[str, deque[Fault]] = field(default_factory=dict)
     since_progress: dict[str, Stuck] = field(default_factory=dict)
@@ -235,6 +234,11 @@ class History:
     node_of_job: dict[str, dict[str, deque[Fault]]] = field(default_factory=dict)
     recent_of_job: dict[str, Recent] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._acting: dict[str, Slots] = {}  # follows from `states`, so no snapshot holds it
+        for (job, slot), state in self.states.items():
+            self._note_action(job, slot, state)
+
     def state(self, job: str, slot: int, now: float) -> State:
         """The slot's state, probation that has run out taken into account."""
         key = (job, slot)
@@ -243,13 +247,9 @@ class History:
             state = TABLE[state][Event.QUIET][0]
         return state
 
-    def __post_init__(self) -> None:
-        for (job, slot), state in self.states.items():
-            self._note_action(job, slot, state)
-
     def acting(self, job: str) -> list[int]:
         """The slots of the job for which an action runs, in order."""
-        return sorted(self.actions.get(job, ()))
+        return sorted(self._acting.get(job, ()))
 
     def set(self, job: str, slot: int, state: State, now: float) -> None:
         """An action runs for the slot from now on."""
@@ -259,10 +259,10 @@ class History:
         self._note_action(job, slot, state)
 
     def _note_action(self, job: str, slot: int, state: State) -> None:
-        if state in ACTING:
-            self.actions.setdefault(job, set()).add(slot)
-        elif slot in self.actions.get(job, ()):
-            self.actions[job].discard(slot)
+        if state in RUNNING:
+            self._acting.setdefault(job, set()).add(slot)
+        elif job in self._acting:
+            self._acting[job].discard(slot)
 
     def record(self, fault: Fault, decision: Decision) -> None:
         """Takes a fault and what was decided about it into the history."""
@@ -291,7 +291,7 @@ class History:
 
     def forget_job(self, job: str) -> None:
         """The job is over. What its faults said about nodes stays, for admins to see."""
-        for of_job in (self.since_progress, self.node_of_job, self.recent_of_job, self.actions):
+        for of_job in (self.since_progress, self.node_of_job, self.recent_of_job, self._acting):
             of_job.pop(job, None)
         for slot in self.of_job.pop(job, ()):
             for memory in (self.by_slot, self.states, self.last):

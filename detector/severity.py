@@ -152,8 +152,8 @@ class Table:
         return self._by_kind[kind]
 
     def candidates(self, low: str) -> dict[int, list[Alternative]]:
-        """Of the text rules that may match a folded text: their places in the table, and those of their alternatives
-        that may. No pattern matches an empty text."""
+        """The text rules that may match a folded text: the place of each in the table, and its alternatives that may.
+        No pattern matches an empty text."""
         return self._prefilter.candidates(low) if low else {}
 
     def extended(self, rules: Iterable[Mapping[str, object]], causes: Iterable[Mapping[str, object]] = ()) -> Table:

@@ -52,7 +52,7 @@ def canonical(host: str) -> str:
 
 @functools.lru_cache(maxsize=4096)  # the controller asks at each message
 def origin(address: str) -> str:
-    """Whose quota a numeric address counts for: in IPv6 a host has a whole network of them, of 64 bits."""
+    """The quota to which a numeric address counts: in IPv6 a host has a whole network of them, of 64 bits."""
     address = canonical(address)
     if ":" not in address:
         return address

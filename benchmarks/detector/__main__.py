@@ -61,10 +61,10 @@ def throughput(seconds: float) -> dict[str, float]:
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or math.inf in best:
         for number, (text, channel) in enumerate(texts):
+            fresh = Classifier(classifier.table)  # it remembers no text
             start = time.perf_counter()
-            classifier.text(text, channel)
+            fresh.text(text, channel)
             best[number] = min(best[number], time.perf_counter() - start)
-            classifier.forget()
     *corpus, unknown_line, unknown_lines = best
     return {
         "load_ms": round(1e3 * load, 2),

@@ -80,10 +80,10 @@ def decide(
     both serve the report only. size: ranks of a replica. former: the broken generation's members, replica-major; the
     home replicas where it is not known.
     """
+    again = {index for done in (lost_done or {}).values() for index in done}
     alike = _alike(survivors, total) if size == 1 else None
     if alike is not None and alike.iteration >= (finished_at or 0):
-        lost = {index for done in (lost_done or {}).values() for index in done}
-        return _decision(list(alike.kept), {}, alike, total, size, lost, lost_share, lost_iteration)
+        return _decision(list(alike.kept), {}, alike, total, size, again, lost_share, lost_iteration)
     sharded = any(status.shards for status in survivors.values())
     usable, unusable = _usable(survivors, total) if size == 1 else _sound(survivors, total)
     top = max([position.iteration for position in usable.values()], default=0)
@@ -102,7 +102,6 @@ def decide(
     doubled = _doubled(way.kept, size)
     if doubled:
         return Decision([], {**unusable, **doubled}, None, way.iteration, {}, 0, 0, 0, "")
-    again = {index for done in (lost_done or {}).values() for index in done}
     if size > 1:  # what broken replicas have finished is in no complete gradient
         again |= {i for p in usable.values() if p.iteration == way.iteration for i in p.done}
     return _decision(members, unusable, way, total, size, again, lost_share, lost_iteration, standbys)

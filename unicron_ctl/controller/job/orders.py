@@ -69,7 +69,9 @@ class Letter:
 
     @cached_property
     def _heads(self) -> dict[int, int]:
-        return heads_of(self.plan.members, self.plan.replica) if self.plan is not None else {}
+        if self.plan is None or self.plan.replica == 1:  # each member is its own head
+            return {}
+        return heads_of(self.plan.members, self.plan.replica)
 
     @cached_property
     def confirmed(self) -> Letter:

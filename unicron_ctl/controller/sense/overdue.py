@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from detector.escalation import MOVE, REATTEMPT, RESTART, State
+from detector.escalation import RESTART, RUNNING, WHOLE_JOB, State
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller.model.agent_view import CAN_ENTER
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -23,7 +23,6 @@ from unicron_ctl.controller.sense.progress import last_copy
 LOOK_SECONDS = 0.5
 MANY = 100  # actions that begin between two looks
 COSTS = 10  # times what pacing counts for a rank: 16,384 that are being started are looked at every eight seconds
-NAMES = {State.REATTEMPTING: REATTEMPT, State.RESTARTING: RESTART, State.ISOLATING: MOVE}
 
 
 @dataclass
@@ -111,9 +110,8 @@ def look(view: View, clocks: Clocks, job: JobState) -> Iterator[Finding]:
     if len(slots) > 2 * max(before, MANY):
         return  # so many have just begun: there is nothing to see yet, and more urgent work
     for slot in slots:
-        state = history.states.get((job.job, slot))
-        if state in NAMES and slot >= 0:
-            yield from _slot(view, clocks, job, slot, state)
+        if slot != WHOLE_JOB:
+            yield from _slot(view, clocks, job, slot, history.states[job.job, slot])
     for element, record in job.agents.items():
         if record.gone == AGENT_DIED:
             yield from _element(view, clocks, job, element)
@@ -140,7 +138,7 @@ def _slot(view: View, clocks: Clocks, job: JobState, slot: int, state: State) ->
         f"not done within {most:g} s: {lacks}",
         node=job.node(slot),
         by="time limit",
-        action=NAMES[state],
+        action=RUNNING[state],
         moved=moved,
     )
 
