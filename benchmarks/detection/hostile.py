@@ -25,9 +25,9 @@ def _valid(rng: random.Random) -> list[bytes]:
         # Not of the running job: without munge a well-formed registration for it is a restarted agent's, and obeyed.
         wire.Register(job="99", element=slot, agent="x", node="n", address="a", slots=[slot], settings=settings),
         wire.Status(job="7", element=slot, agent="x", sent=1.0, ranks=ranks),
-        wire.Steps(job="7", element=slot, agent="x", generation=1, iteration=2**40, total=-5, at=-1.0, ranks=[
+        wire.Steps(job="7", element=slot, agent="x", reports=[wire.StepReport(1, 2**40, total=-5, at=-1.0, ranks=[
             wire.RankStep(slot=slot, micro_batches=[-1, 2**40], seconds=float("nan"), loss=float("inf"), computed=[],
-                          phases=[float("nan")] * rng.randrange(9))]),
+                          phases=[float("nan")] * rng.randrange(9))])]),
         wire.StackTrace(job="7", slot=slot, incarnation=0, how="x", state="y" * 10_000, text="z" * 100_000),
         wire.Metrics(job="7", element=slot, agent="x", node={"cpu_busy": float("nan"), "x" * 500: 1e308},
                      ranks={slot: {"rank_cpu": -1.0}}),

@@ -52,6 +52,7 @@ class Agent:
         "status",
         "told",
         "total",
+        "unsaid",
         "welcomed",
     )
 
@@ -66,6 +67,7 @@ class Agent:
         store = f"127.0.0.1:{20000 + element}"
         self.status = wire.Status(job=JOB, element=element, agent=self.name, sent=0.0, store=store, ranks=self.ranks)
         self.told = 0  # reports of steps
+        self.unsaid: list[wire.StepReport] = []  # that the next status takes along
         self.welcomed = False
         self.layout: Layout | None = None  # the newest plan
         self.assignment: dict[int, list[int]] = {}  # its micro-batches for the first iteration
@@ -108,10 +110,11 @@ class Agent:
         """The status of all ranks."""
         self.status.sent = now
         self.status.number += 1
+        self.status.steps, self.unsaid = self.unsaid, []
         return wire.encode(self.status)
 
-    def steps(self, generation: int, iteration: int, seconds: float, now: float) -> bytes | None:
-        """The report of one iteration by all ranks that were in it; None when none was."""
+    def steps(self, generation: int, iteration: int, seconds: float, now: float) -> bool:
+        """All ranks that were in the iteration report it; False when none was."""
         phases = [seconds * share for share in PHASE_SHARES]
         loss = 1.0 + 10.0 / (iteration + 1)
         made = [
@@ -120,20 +123,15 @@ class Agent:
             if self.ranks[slot].state == "running"
         ]
         if not made:
-            return None
+            return False
         self.told += 1
-        message = wire.Steps(
-            job=JOB,
-            element=self.element,
-            agent=self.name,
-            generation=generation,
-            iteration=iteration,
-            total=self.total,
-            at=now,
-            ranks=made,
-            number=self.told,
-        )
-        return wire.encode(message)
+        self.unsaid.append(wire.StepReport(generation, iteration, self.total, now, made, self.told))
+        return True
+
+    def say_steps(self) -> bytes:
+        """The reports that no status has taken along."""
+        reports, self.unsaid = self.unsaid, []
+        return wire.encode(wire.Steps(job=JOB, element=self.element, agent=self.name, reports=reports))
 
     def metrics(self) -> bytes:
         """What the node measures, the same everywhere."""

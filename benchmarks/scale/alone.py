@@ -18,7 +18,7 @@ from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.cluster import ClusterState
-from unicron_ctl.controller.server import TICK_SECONDS
+from unicron_ctl.controller.server import PAUSE_SECONDS, RECEIVE_SECONDS, TICK_SECONDS
 from unicron_ctl.partitions import PartitionConfig
 from unicron_ctl.protocol import wire
 
@@ -36,7 +36,7 @@ class Alone:
         self._waiting: Counter[int] = Counter()  # messages of each that have arrived
         self._left: dict[int, list[bytes]] = {}
         self._left_at: dict[int, float] = {}
-        self._next_tick = START
+        self._next_tick, self._settled_in = START, 0.0
         act = PartitionConfig(mode="act")
         config = ControllerConfig(
             auth="none", forming_settle_seconds=2.0, metrics_seconds=0.0, partitions={"default": act}
@@ -76,17 +76,18 @@ class Alone:
     def _turn(self) -> None:
         """As `Server.run`."""
         core = self.core
-        tick_at = self.now() + TICK_SECONDS
-        while self._arrived:
-            if self.now() >= tick_at:
-                break
+        until = self.now() + max(RECEIVE_SECONDS, min(self._settled_in, PAUSE_SECONDS))
+        while self._arrived and self.now() < until:
             self._take(*self._arrived.popleft())
+        heard = self.now()
         core.settle()
+        self._settled_in = self.now() - heard
         if core.pending:
             self._let_out()
         if (now := self.now()) >= self._next_tick:
             core.tick(now)
-            self._next_tick = now + TICK_SECONDS
+            ended = self.now()
+            self._next_tick = max(now + TICK_SECONDS, ended + min(ended - now, PAUSE_SECONDS))
         self._let_out()
 
     def _take(self, index: int, data: bytes) -> None:

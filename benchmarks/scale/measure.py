@@ -235,6 +235,7 @@ def _all_at_once(simulation: Simulation, options: Options, figures: dict[str, An
     simulation.until(lambda: counted <= simulation.started.keys(), START_SECONDS, "every rank is told to start again")
     figures["all_start_ms"] = 1e3 * (max(simulation.started[slot] for slot in counted) - died)
     simulation.until(simulation.complete, REJOIN_SECONDS, "every rank trains again after all died")
+    simulation.until(simulation.settled, SETTLE_SECONDS, "the controller has heard that every rank trains again")
     figures["all_rejoin_seconds"] = simulation.lines.now() - died
     _calm(simulation)
 

@@ -217,10 +217,10 @@ class Simulation:
 
     def _report_steps(self, reports: StepReports, element: int, now: float) -> None:
         agent, training = self.agents[element], reports.training
-        message = agent.steps(training.generation, training.iteration, ITERATION_SECONDS, now)
-        if message is not None:
-            self._send(element, message)
+        if agent.steps(training.generation, training.iteration, ITERATION_SECONDS, now):
             self.counts.steps += 1
+            if self.progress_seconds < self._period:  # else the next status takes it along
+                self._send(element, agent.say_steps())
         if reports.offer is not None:
             agent.enter(reports.offer, training.iteration + 1, now)
             self._say(agent)

@@ -17,7 +17,7 @@ from statistics import mean
 
 from benchmarks.scale.alone import Alone
 from benchmarks.scale.calibration import Calibration
-from benchmarks.scale.simulation import Simulation
+from benchmarks.scale.simulation import ITERATION_SECONDS, Simulation
 
 AGENTS, RANKS = 256, 8
 STEADY_SECONDS = 4.0
@@ -68,6 +68,9 @@ class _Small:
     def fail(self, victims: dict[int, list[int]]) -> tuple[float, float]:
         """The costs from the death to the last survivor's Break, and from there to the last plan."""
         simulation = self.simulation
+        began = simulation.training.began if simulation.training is not None else 0.0
+        half = (began + 1.5 * ITERATION_SECONDS - self.lines.now()) % ITERATION_SECONDS
+        simulation.run(half)  # half of the agents have yet to report the last iteration
         told = self.lines.cost(lambda: (simulation.fail(victims), self._until_stopped()))
         planned = self.lines.cost(self._until_planned)
         simulation.until(simulation.complete, PATIENCE, "all train again")

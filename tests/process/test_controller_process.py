@@ -150,7 +150,12 @@ def test_hostile_input_is_counted_answered_and_survived(controller, agents):
     step = wire.RankStep(slot=0, micro_batches=[0], seconds=0.1, loss=0.0)
     peer.send(
         wire.encode(
-            wire.Steps(job="7", element=0, agent="agent0", generation=1, iteration=0, total=4, at=0.0, ranks=[step])
+            wire.Steps(
+                job="7",
+                element=0,
+                agent="agent0",
+                reports=[wire.StepReport(generation=1, iteration=0, total=4, at=0.0, ranks=[step])],
+            )
         )
     )
     settings = wire.Settings(name="a", user="b")

@@ -191,7 +191,10 @@ def test_a_status_of_another_connection_changes_nothing(controller, agents, stra
         )
         assert refused(stranger, *agents).reason == "register first"
         step = wire.Steps(
-            job="7", element=key, agent=agents[key].name, generation=1, iteration=9, total=4, at=0.0, ranks=[]
+            job="7",
+            element=key,
+            agent=agents[key].name,
+            reports=[wire.StepReport(generation=1, iteration=9, total=4, at=0.0, ranks=[])],
         )
         for message in (
             step,

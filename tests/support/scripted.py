@@ -102,19 +102,8 @@ class ScriptedAgent:
         """The rank's optimizer step."""
         self._steps += 1
         step = wire.RankStep(slot=self.element, micro_batches=micro_batches, seconds=0.1, loss=1.0)
-        self.send(
-            wire.Steps(
-                job=self.job,
-                element=self.element,
-                agent=self.name,
-                generation=generation,
-                iteration=iteration,
-                total=total,
-                at=time.time(),
-                ranks=[step],
-                number=self._steps,
-            )
-        )
+        report = wire.StepReport(generation, iteration, total, time.time(), [step], self._steps)
+        self.send(wire.Steps(job=self.job, element=self.element, agent=self.name, reports=[report]))
 
     def expect(self, kind: type[M], *others: ScriptedAgent, after: int = 0, limit: float = LIMIT) -> M:
         """The last message of a kind, as soon as there is one, of a generation after `after`; the heartbeats of this

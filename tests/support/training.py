@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from tests.support.world import MICRO_BATCHES, FakeAgent, World
+from tests.support.world import MICRO_BATCHES, World
 from unicron_ctl.agreement.resume import deal
 from unicron_ctl.controller.log.records import Event
 from unicron_ctl.protocol import wire
@@ -19,24 +19,6 @@ def phases(count: int, slow: float = 1.0, outside: float = 0.0) -> list[float]:
     """Seconds of an iteration with so many micro-batches, in the order of `wire.PHASES`; slow: factor of the
     backward pass."""
     return [0.001 * count, 0.03 * count, 0.06 * count * slow, 0.02, 0.01, outside]
-
-
-def report(world: World, agent: FakeAgent, iteration: int, rank: wire.RankStep) -> None:
-    """The agent reports one step of one of its ranks."""
-    world.to_core(
-        agent,
-        wire.Steps(
-            job=agent.job,
-            element=agent.element,
-            agent=agent.agent,
-            generation=agent.ranks[rank.slot].generation,
-            iteration=iteration,
-            total=MICRO_BATCHES,
-            at=world.now,
-            ranks=[rank],
-            number=agent.next_step(),
-        ),
-    )
 
 
 def train(
@@ -59,7 +41,7 @@ def train(
         for slot in sorted(job.members):
             indices = shares[slot]
             times = phases(len(indices), (slow or {}).get(slot, 1.0), (outside or {}).get(slot, 0.0))
-            report(world, agents[slot], iteration, wire.RankStep(slot, indices, took, 1.0, None, times))
+            agents[slot].report(iteration, wire.RankStep(slot, indices, took, 1.0, None, times))
             agents[slot].set(slot, iteration=iteration + 1, phase="computing", done=[])
     return first + iterations
 

@@ -95,6 +95,7 @@ class FakeAgent:
         self.keeps = 0  # the number of the last cut that it was told
         self.user: wire.Image | None = None  # the newest that its script has saved
         self.steps = 0
+        self.held_steps: list[wire.StepReport] = []  # that the next status takes along
         world.agents.append(self)
 
     def new_rank(self, incarnation: int = 0) -> wire.RankStatus:
@@ -161,8 +162,10 @@ class FakeAgent:
                     refusing=self.refusing,
                     fenced=self.fenced,
                     ranks=dict(self.ranks),
+                    steps=self.held_steps,
                 ),
             )
+            self.held_steps = []
 
     def set(self, slot: int, **changes) -> None:
         """Change a rank's status and report it."""
@@ -334,20 +337,22 @@ class FakeAgent:
             self.world.let_in(self.job, plan)
 
     def step(self, slot: int, iteration: int, indices: list[int], computed: list[int] | None = None) -> None:
-        self.world.to_core(
-            self,
-            wire.Steps(
-                job=self.job,
-                element=self.element,
-                agent=self.agent,
-                generation=self.ranks[slot].generation,
-                iteration=iteration,
-                total=MICRO_BATCHES,
-                at=self.world.now,
-                ranks=[wire.RankStep(slot, indices, 0.5, 1.0 / (iteration + 1), computed)],
-                number=self.next_step(),
-            ),
+        self.report(iteration, wire.RankStep(slot, indices, 0.5, 1.0 / (iteration + 1), computed))
+
+    def report(self, iteration: int, rank: wire.RankStep, total: int = MICRO_BATCHES, hold: bool = False) -> None:
+        """A step of one of its ranks; hold: the next status takes it along."""
+        report = wire.StepReport(
+            generation=self.ranks[rank.slot].generation,
+            iteration=iteration,
+            total=total,
+            at=self.world.now,
+            ranks=[rank],
+            number=self.next_step(),
         )
+        if hold:
+            self.held_steps.append(report)
+        else:
+            self.world.to_core(self, wire.Steps(job=self.job, element=self.element, agent=self.agent, reports=[report]))
 
     def next_step(self) -> int:
         """The number of its next report of a step."""

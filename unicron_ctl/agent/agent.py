@@ -109,7 +109,6 @@ class Agent:
         agreement, sampling = self._stand_in.agreement, Sampling(self._rank_line.folder)
         self._reports = Reports(place, self.identity, self.ranks, agreement, sampling, self._copies, self._send)
         self._dumps = Dumps(place.job, self.ranks, self._rank_line.endpoint, self._send)
-        self._period, self._progress_period = 1.0, 0.2  # as the controller wants them
         self._welcomed = self._registered = False
         self._last_register = self._last_heard = 0.0
         self.exit_code: int | None = None
@@ -272,7 +271,7 @@ class Agent:
             self._send_status()
 
     def _status_wait(self, now: float) -> float:
-        return self._reports.status_wait(now, self._period, self._progress_period)
+        return self._reports.status_wait(now)
 
     def _serve(self, seconds: float) -> list[Any]:
         """Wait up to `seconds` for something to happen, and deal with all that has; returns where."""
@@ -361,7 +360,7 @@ class Agent:
     def _from_ranks(self) -> None:
         for identity, data in self._rank_line.receive():
             self._from_rank(identity, data)
-        self._reports.steps(time.monotonic(), hold=True)
+        self._reports.send_steps(time.monotonic())
 
     def _from_rank(self, identity: bytes, data: bytes) -> None:
         try:
@@ -411,7 +410,8 @@ class Agent:
         try:
             self._controller.send(wire.encode(message), zmq.DONTWAIT)
         except zmq.Again:  # the queue to a controller that is away is full; a status will tell again, a proof will not
-            if isinstance(message, wire.Steps) and not self._lost_steps:
+            proof = isinstance(message, wire.Steps) or (isinstance(message, wire.Status) and message.steps)
+            if proof and not self._lost_steps:
                 self._lost_steps = True
                 self._log.say("the controller has been away for too long: reports of steps are lost until it is back")
 
@@ -491,7 +491,7 @@ class Agent:
             self._plans.hold(share, agreed.generation)
 
     def _on_welcome(self, message: wire.Welcome) -> None:
-        self._period, self._progress_period = message.heartbeat_period, message.progress_seconds
+        self._reports.configure(message.heartbeat_period, message.progress_seconds)
         self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
         self._layout = message.layout
         self._memory.open(message.run)

@@ -15,7 +15,7 @@ from unicron_ctl.agent.sampling import Sampling
 from unicron_ctl.agent.step_reports import StepReports
 from unicron_ctl.agent.vitals import Vitals
 from unicron_ctl.agreement.agreement import Agreement
-from unicron_ctl.protocol import wire
+from unicron_ctl.protocol import ranges, wire
 from unicron_ctl.protocol.wire import MERGE_SECONDS
 
 COLD_TEXT = 400  # characters of a reason
@@ -41,7 +41,8 @@ class Reports:
         self._place, self._ranks, self._agreement, self._send = place, ranks, agreement, send
         self._identity = identity
         self._vitals, self.sampling, self._copies = Vitals(), sampling, copies
-        self._steps = StepReports(place.job, place.element, identity)
+        self._steps = StepReports()
+        self._period, self._progress = 1.0, 0.2  # as the controller wants them
         self._number = 0  # of the last status
         self.sent_at = 0.0
         self.dirty = False
@@ -49,27 +50,33 @@ class Reports:
         self.fenced = False
         self.node: NodeWatch | None = None
 
+    def configure(self, period: float, progress: float) -> None:
+        """period: seconds from one status to the next; progress: until one that tells of nothing else."""
+        self._period, self._progress = period, progress
+        self._steps.configure(period, progress)
+
     def wait(self, now: float) -> float:
         """Seconds until :meth:`turn` is to be called whatever happens; infinity when nothing is due."""
         return self._steps.wait(now)
 
-    def status_wait(self, now: float, period: float, progress: float) -> float:
-        """Seconds until a status is due by time. period: from one to the next; progress: until one that tells of
-        nothing else. Steps tell of progress, too: while they flow it needs no status."""
-        due = self.sent_at + period
+    def status_wait(self, now: float) -> float:
+        """Seconds until a status is due by time. Steps tell of progress, too: while they flow it needs no status."""
+        due = self.sent_at + self._period
         if self.dirty and not self._steps.held:
-            due = min(due, max(self.sent_at + progress, self._steps.sent_at + progress + MERGE_SECONDS))
+            due = min(due, max(self.sent_at, self._steps.sent_at + MERGE_SECONDS) + self._progress)
         return due - now
 
     def turn(self, now: float) -> None:
         """What is due by time."""
-        self.steps(now, hold=True)
+        self.send_steps(now)
         self._metrics(now)
 
     def status(self, port: int | None, leaving: str = "") -> None:
         """The whole state. port: of the node's rendezvous store. leaving: why the agent is about to end."""
         now = time.monotonic()
-        self.steps(now, leaving=bool(leaving))  # what a rank has proved comes before its end
+        steps = self._due_steps(now, leaving=bool(leaving))  # what a rank has proved comes before its end
+        most = ranges.MOST_STEP_REPORTS
+        self._send_steps(steps[:-most])
         self.sent_at, self.dirty = now, False
         self._vitals.update(self._ranks.values(), now)
         self._number += 1
@@ -101,6 +108,7 @@ class Reports:
                 fenced=self.fenced,
                 ranks=statuses,
                 cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
+                steps=steps[-most:],
             )
         )
 
@@ -108,12 +116,23 @@ class Reports:
         """Takes a rank's `step` message in. Raises msgspec.ValidationError for one that does not fit."""
         self._steps.add(message, time.monotonic())
 
-    def steps(self, now: float, leaving: bool = False, hold: bool = False) -> None:
+    def send_steps(self, now: float) -> None:
+        """Step reports that can wait no longer."""
+        self._send_steps(self._due_steps(now, hold=True))
+
+    def _due_steps(self, now: float, leaving: bool = False, hold: bool = False) -> list[wire.StepReport]:
         """Step reports that are due. hold: they may wait for later ones."""
         ranks = {} if leaving else self._ranks
         running = {slot: rank.status.generation for slot, rank in ranks.items() if rank.running}
-        for message in self._steps.take(now, running, hold):
-            self._send(message)
+        return self._steps.take(now, running, hold)
+
+    def _send_steps(self, reports: list[wire.StepReport]) -> None:
+        """Step reports that no status takes along."""
+        job, element, most = self._place.job, self._place.element, ranges.MOST_STEP_REPORTS
+        for first in range(0, len(reports), most):
+            self._send(
+                wire.Steps(job=job, element=element, agent=self._identity, reports=reports[first : first + most])
+            )
 
     def testimony(self, answers: Iterable[tuple[int, list[str]]]) -> None:
         """What the witness found: (number of the question, words)."""

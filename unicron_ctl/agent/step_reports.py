@@ -1,10 +1,11 @@
-"""The step reports of a node's ranks, merged into one message for each iteration; those of short iterations leave
-together.
+"""The step reports of a node's ranks, merged into one report for each iteration; those of several iterations leave in
+one message.
 
 The ranks of a node step together, within milliseconds, and each of them says so; the controller's work is to grow with
 nodes, not with ranks. Each time that an agent sends something it wakes the controller, which then works just when all
-ranks begin their next iteration. So it sends nothing more for a while: a few iterations wait for each other. Nothing
-waits for long, and nothing is left out: what cannot be merged in time is a message of its own.
+ranks begin their next iteration. So it sends nothing more for a while: a few iterations wait for each other, and in a
+large job for the next status. No report waits for long, and none is left out: what cannot be merged in time is a report
+of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import MERGE_SECONDS
 
-MOST_HELD = 4  # iterations that wait: of more than a few that are not whole the controller takes the first as it is
+MOST_HELD = 4  # iterations that wait: of more than a few that are open the controller takes the oldest as it is
 
 
 class Report(msgspec.Struct):
@@ -41,7 +42,7 @@ Key = tuple[int, int, int]  # generation, iteration, total: what the reports of 
 
 @dataclass
 class _Group:
-    """The reports that are to go out together. since: when the first of them came."""
+    """The ranks' reports that become one. since: when the first of them came."""
 
     key: Key
     since: float
@@ -49,16 +50,26 @@ class _Group:
 
 
 class StepReports:
-    """Collects what the ranks of one agent report. `now`: seconds on any clock that does not jump."""
+    """Collects what the ranks of one agent report. `now`: seconds on any clock that does not jump.
 
-    def __init__(self, job: str, element: int, agent: str) -> None:
-        self._job, self._element, self._agent = job, element, agent
+    sent_at: when reports were taken last.
+    """
+
+    def __init__(self) -> None:
+        self._hold = MERGE_SECONDS  # that a report may wait for later ones
+        self._with_status = False
         self._open: dict[Key, _Group] = {}
         self._repeated: list[_Group] = []  # closed, since one of their ranks has reported the same iteration again
-        self._last: tuple[int, int] = (-1, -1)  # generation and iteration of the last message ...
+        self._last: tuple[int, int] = (-1, -1)  # generation and iteration of the last report ...
         self._told: set[int] = set()  # ... and the slots that have reported it
-        self._number = 0  # of the last message
-        self.sent_at = float("-inf")  # the last message
+        self._number = 0  # of the last report
+        self.sent_at = float("-inf")
+
+    def configure(self, period: float, progress: float) -> None:
+        """period: seconds from one status to the next; progress: that news of nothing but progress may wait. Where that
+        is a whole period, each report waits for the next status."""
+        self._with_status = progress >= period
+        self._hold = MERGE_SECONDS + (period if self._with_status else 0.0)
 
     def add(self, message: Mapping[str, Any], now: float) -> None:
         """Take in a rank's `step` message. Raises msgspec.ValidationError for one that does not fit."""
@@ -68,8 +79,8 @@ class StepReports:
             self._repeated.append(self._open.pop(key))
         self._open.setdefault(key, _Group(key, now)).reports[report.slot] = report
 
-    def take(self, now: float, running: Mapping[int, int], hold: bool = False) -> list[wire.Steps]:
-        """The messages that are due, oldest iteration first.
+    def take(self, now: float, running: Mapping[int, int], hold: bool = False) -> list[wire.StepReport]:
+        """The reports that are due, oldest iteration first.
 
         running: slot -> generation, for each rank that runs in one. An iteration waits for the ranks of its generation,
         unless a rank has reported a later one, or a rank that has reported it runs no more: the controller is to have
@@ -77,16 +88,16 @@ class StepReports:
         """
         if hold and self._may_wait(now, running):
             return []
-        messages = [self._message(group) for group in self._repeated]
+        reports = [self._merged(group) for group in self._repeated]
         self._repeated = []
         newest = max(self._open, default=None)
         for key in sorted(self._open):
             group = self._open[key]
             if key != newest or now - group.since >= MERGE_SECONDS or self._complete(group, running):
-                messages.append(self._message(self._open.pop(key)))
-        if messages:
+                reports.append(self._merged(self._open.pop(key)))
+        if reports:
             self.sent_at = now
-        return messages
+        return reports
 
     @property
     def held(self) -> bool:
@@ -94,10 +105,11 @@ class StepReports:
         return bool(self._open or self._repeated)
 
     def _may_wait(self, now: float, running: Mapping[int, int]) -> bool:
-        """The last message is not old, no report is, there are few, and all who have reported run on."""
-        few = not self._repeated and len(self._open) < MOST_HELD
-        young = now - self.sent_at < MERGE_SECONDS and self.wait(now) > 0.0
-        return few and young and not any(self._ended(group, running) for group in self._open.values())
+        """A status is about to take them along, or others left just now; they are few, and all who have reported run
+        on."""
+        wait = self._with_status or now - self.sent_at < self._hold
+        ended = any(self._ended(group, running) for group in self._open.values())
+        return wait and self.wait(now) > 0.0 and not self._repeated and not ended
 
     @staticmethod
     def _ended(group: _Group, running: Mapping[int, int]) -> bool:
@@ -105,8 +117,10 @@ class StepReports:
         return any(running.get(slot) != group.key[0] for slot in group.reports)
 
     def wait(self, now: float) -> float:
-        """Seconds until the next message is due even if nothing more is reported; infinity when there is none."""
-        return min((group.since + MERGE_SECONDS - now for group in self._open.values()), default=float("inf"))
+        """Seconds until a report is due even if nothing more is reported; infinity when there is none."""
+        if len(self._open) >= MOST_HELD:
+            return 0.0
+        return min((group.since + self._hold - now for group in self._open.values()), default=float("inf"))
 
     def _complete(self, group: _Group, running: Mapping[int, int]) -> bool:
         generation, iteration, _ = group.key
@@ -116,16 +130,13 @@ class StepReports:
         members = {slot for slot, in_generation in running.items() if in_generation == generation}
         return members <= told | group.reports.keys()
 
-    def _message(self, group: _Group) -> wire.Steps:
+    def _merged(self, group: _Group) -> wire.StepReport:
         generation, iteration, total = group.key
         if self._last != (generation, iteration):
             self._last, self._told = (generation, iteration), set()
         self._told |= group.reports.keys()
         self._number += 1
-        return wire.Steps(
-            job=self._job,
-            element=self._element,
-            agent=self._agent,
+        return wire.StepReport(
             generation=generation,
             iteration=iteration,
             total=total,
@@ -136,7 +147,7 @@ class StepReports:
 
 
 def _rank_step(report: Report) -> wire.RankStep:
-    """The rank's part of the message, without what goes without saying."""
+    """The rank's part of the report, without what goes without saying."""
     measured = all(name in report.phases for name in wire.PHASES)
     return wire.RankStep(
         slot=report.slot,

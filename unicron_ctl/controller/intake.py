@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from unicron_ctl.controller.job import adoption, confirmation, registration
 from unicron_ctl.controller.job.confirmation import Waiting
@@ -29,8 +29,12 @@ HINT_SECONDS = 0.5  # between two questions to one agent that hints lead to
 HINTS = 0.5, 4.0
 WAITING_KEPT = 20_000  # registrations that wait for Slurm's word
 REFUSALS = 1 / 60, 100.0  # records of final refusals a minute, and at once, of all agents together
-LARGE_JOB = 64  # nodes; above, progress is told with the heartbeats
+LARGE_JOB = 64  # nodes; above, progress and steps are told with the heartbeats
 OfAgent = wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
+
+
+def _large(job: JobState) -> bool:
+    return job.settings.max_nodes > LARGE_JOB
 
 
 class Intake:
@@ -278,13 +282,12 @@ class Intake:
 
     def _welcome(self, job: JobState) -> wire.Welcome:
         config = self._view.config
-        large = job.settings.max_nodes > LARGE_JOB
         return wire.Welcome(
             heartbeat_period=config.heartbeat_period,
             controller="unicrond",
             metrics_seconds=config.metrics_seconds,
             metrics_directory=config.metrics_directory,
-            progress_seconds=max(PROGRESS_SECONDS, config.heartbeat_period) if large else PROGRESS_SECONDS,
+            progress_seconds=max(PROGRESS_SECONDS, config.heartbeat_period) if _large(job) else PROGRESS_SECONDS,
             layout=job.layout,
             run=f"{round(job.registered_at * 1e6):x}",
         )
@@ -302,6 +305,8 @@ class Intake:
         if job is None or agent is None or agent.agent != message.agent or agent.key != key:
             self._take(Outcome(sends=[Send(route, self._unknown(job, message))]))
             return
+        if message.steps and not job.over:
+            self._take_steps(job, agent, message.steps)
         was_expired, agent.route, agent.expired = agent.expired, route, False
         changed = agent.take(message, self._view.now)
         self._view.live.heard(agent, self._view.now)
@@ -353,17 +358,25 @@ class Intake:
     def _steps(self, route: Route, message: wire.Steps, key: str) -> None:
         agent = self._of_agent(route, key, message)
         job = self._view.state.jobs.get(message.job)
-        if agent is None or job is None or job.over:
-            return
-        whole, agent.steps = message.number == agent.steps + 1, message.number
-        message.ranks = [rank for rank in message.ranks if rank.slot in agent.slots]
-        if message.generation > job.generation:  # who else is in it is not known yet, so this says too little
-            self._desk(job).unheard_until = max(self._desk(job).unheard_until, message.iteration)
-            return
-        if job.plan is not None and message.generation == job.plan.generation:
-            self._view.job(job).live.stepped.take(message.iteration, self._view.now)
-        if message.ranks:
-            self._take(self._desk(job).take_steps(self._view.job(job), message, self._view.now, whole))
+        if agent is not None and job is not None and not job.over:
+            self._take_steps(job, agent, message.reports)
+
+    def _take_steps(self, job: JobState, agent: AgentView, reports: Iterable[wire.StepReport]) -> None:
+        view, desk, now = self._view.job(job), self._desk(job), self._view.now
+        for report in reports:
+            whole, agent.steps = report.number == agent.steps + 1, report.number
+            report.ranks = [rank for rank in report.ranks if rank.slot in agent.slots]
+            if report.generation > job.generation:  # who else is in it is not known yet, so this says too little
+                desk.unheard_until = max(desk.unheard_until, report.iteration)
+                continue
+            if job.plan is not None and report.generation == job.plan.generation:
+                view.live.stepped.take(report.iteration, now, self._held(job))
+            if report.ranks:
+                self._take(desk.take_steps(view, report, now, whole))
+
+    def _held(self, job: JobState) -> float:
+        """Seconds for which an agent of the job holds step reports back, at most."""
+        return wire.MERGE_SECONDS + (self._view.config.heartbeat_period if _large(job) else 0.0)
 
     def _of_rank(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
         """What was asked for goes into the log, once; what was not does not."""

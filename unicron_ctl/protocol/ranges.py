@@ -18,6 +18,7 @@ MOST_IMAGES = 8 * MOST_RANKS  # of training state in the memory of one node
 MOST_COPIES = 64  # of a state in other nodes; states of which a rank holds shards at a time
 MOST_TAKERS = MOST_COPIES * MOST_RANKS  # to whom one agent gives what its ranks keep: other nodes for each, at the most
 MOST_MICRO_BATCHES = 1 << 20  # of an iteration
+MOST_STEP_REPORTS = 64  # iterations that one message of an agent tells of
 MOST_COUNT = 1 << 48  # what rises by one: generations, iterations, numbers of messages
 MOST_INCARNATIONS = 1 << 31
 MOST_SECONDS = 1e9  # thirty years

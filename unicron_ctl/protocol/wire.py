@@ -236,6 +236,50 @@ class Failing(msgspec.Struct, array_like=True, frozen=True, gc=False):
     why: ranges.Kind
 
 
+# What a rank does in an iteration, in this order; `reduce` includes the wait for the others, `outside` is the script's
+# own code before the iteration.
+PHASES = ("data", "forward", "backward", "reduce", "step", "outside")
+
+
+class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One optimizer step of one rank: the ledger's proof.
+
+    computed: an index once for every time it was computed; None when that is `micro_batches`. phases: seconds in the
+    order of :data:`PHASES`, empty when not measured.
+    """
+
+    slot: ranges.Slot
+    micro_batches: ranges.MicroBatches
+    seconds: ranges.StepSeconds
+    loss: float
+    computed: ranges.MicroBatches | None = None
+    phases: Annotated[list[ranges.Seconds], Meta(max_length=len(PHASES))] = []
+
+
+MERGE_SECONDS = 0.2  # that an agent holds such a report back, at most, for others that come soon
+
+
+class StepReport(msgspec.Struct, omit_defaults=True):
+    """One optimizer step of the ranks of one agent; `total` micro-batches are in the iteration.
+
+    number: how many of these the agent has made with this one; what is left out in the receiver's count was lost.
+    """
+
+    generation: ranges.Count
+    iteration: ranges.Count
+    total: ranges.MicroBatchCount
+    at: ranges.Time
+    ranks: Annotated[list[RankStep], Meta(max_length=ranges.MOST_RANKS)]
+    number: ranges.Count = 0
+
+    def __post_init__(self) -> None:
+        if len({rank.slot for rank in self.ranks}) < len(self.ranks):
+            raise ValueError("each slot has one step")
+
+
+StepReports = Annotated[list[StepReport], Meta(max_length=ranges.MOST_STEP_REPORTS)]
+
+
 class Status(Message, tag="status"):
     """The whole state of an agent; also its heartbeat."""
 
@@ -266,6 +310,7 @@ class Status(Message, tag="status"):
     cold: Annotated[
         dict[ranges.Slot, ranges.Text], Meta(max_length=ranges.MOST_RANKS)
     ] = {}  # why they did not start warm
+    steps: StepReports = []  # what its ranks have stepped, oldest first; it comes before what `ranks` says
 
 
 class Envelope(msgspec.Struct):
@@ -288,48 +333,13 @@ class StatusHead(Message, tag="status"):
         return Status(job=self.job, element=self.element, agent=self.agent, sent=self.sent)
 
 
-# What a rank does in an iteration, in this order; `reduce` includes the wait for the others, `outside` is the script's
-# own code before the iteration.
-PHASES = ("data", "forward", "backward", "reduce", "step", "outside")
-
-
-class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One optimizer step of one rank: the ledger's proof.
-
-    computed: an index once for every time it was computed; None when that is `micro_batches`. phases: seconds in the
-    order of :data:`PHASES`, empty when not measured.
-    """
-
-    slot: ranges.Slot
-    micro_batches: ranges.MicroBatches
-    seconds: ranges.StepSeconds
-    loss: float
-    computed: ranges.MicroBatches | None = None
-    phases: Annotated[list[ranges.Seconds], Meta(max_length=len(PHASES))] = []
-
-
-MERGE_SECONDS = 0.2  # that an agent holds such a report back, at most, for others that come soon
-
-
 class Steps(Message, tag="steps"):
-    """One optimizer step of the ranks of one agent; `total` micro-batches are in the iteration.
-
-    number: how many of these the agent has made with this one; what is left out in the receiver's count was lost.
-    """
+    """What an agent's ranks have stepped, oldest first, where no :class:`Status` is about to take it along."""
 
     job: ranges.JobId
     element: ranges.Element
     agent: ranges.Name
-    generation: ranges.Count
-    iteration: ranges.Count
-    total: ranges.MicroBatchCount
-    at: ranges.Time
-    ranks: Annotated[list[RankStep], Meta(max_length=ranges.MOST_RANKS)]
-    number: ranges.Count = 0
-
-    def __post_init__(self) -> None:
-        if len({rank.slot for rank in self.ranks}) < len(self.ranks):
-            raise ValueError("each slot has one step")
+    reports: StepReports
 
 
 class Timing(Message, tag="timing"):

@@ -112,8 +112,9 @@ def test_a_restarted_rank_joins_by_an_offer():
     assert [(r.state, r.generation, r.iteration, r.done) for r in agent.ranks.values()] == [("running", 3, 8, [])] * 2
     status = wire.decode(agent.say(11.0))
     assert status.number == 1 and status.ranks[1].incarnation == 1
-    steps = wire.decode(agent.steps(3, 8, 1.0, 12.0))
-    assert [rank.micro_batches for rank in steps.ranks] == [[0], [1]] and steps.total == 2
+    assert agent.steps(3, 8, 1.0, 12.0)
+    (report,) = wire.decode(agent.say_steps()).reports
+    assert [rank.micro_batches for rank in report.ranks] == [[0], [1]] and report.total == 2
 
 
 def test_a_month_of_failures_is_in_order_and_repeatable():

@@ -6,15 +6,16 @@ import pytest
 
 from benchmarks.scale import small
 
-# 1.4 times what was seen, which lay within 10 % of it whatever else the machine did (a load of 10 to 45 on two cores).
+# 1.4 times the most that was seen, whatever else the machine did. The reports of the iteration that has just ended are
+# a part of what a Break or a plan costs, as many as fall in its time.
 MOST = {
-    "form": 185.0,
-    "steady": 27.5,
-    "break": 19.0,
-    "plan": 14.5,
-    "mass_break": 28.0,
-    "mass_plan": 14.5,
-    "all_at_once": 230.0,
+    "form": 190.0,
+    "steady": 25.0,
+    "break": 26.0,
+    "plan": 24.0,
+    "mass_break": 33.0,
+    "mass_plan": 26.0,
+    "all_at_once": 240.0,
 }
 
 

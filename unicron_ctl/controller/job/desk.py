@@ -88,7 +88,7 @@ class JobDesk:
         return status.state == "left" and slot not in job.state.members
 
     # ------------------------------------------------------------ steps
-    def take_steps(self, job: JobView, message: wire.Steps, now: float, whole: bool = True) -> Outcome:
+    def take_steps(self, job: JobView, message: wire.StepReport, now: float, whole: bool = True) -> Outcome:
         """A node's ranks have stepped: the ledger and the speed of the iterations that are complete with it.
 
         whole: nothing was lost between its agent's report before and this one.

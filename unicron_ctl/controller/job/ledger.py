@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from unicron_ctl.controller.model.account import Account
-from unicron_ctl.protocol.wire import RankStep, Steps
+from unicron_ctl.protocol.wire import RankStep, StepReport
 
 OPEN_ITERATIONS = 8  # per job: what is still incomplete when so many newer ones are open is reported as it is
 MOST_TOTAL = 1 << 22  # micro-batches of an iteration
@@ -42,6 +42,17 @@ class OpenIteration:
     in_gradients: int = 0
     times_computed: int = 0
     dropped: bool = False
+    missing: set[int] | None = None
+    """Those of the members it was last compared with who have not reported."""
+    members: Collection[int] = ()
+
+    def all_in(self, members: Collection[int]) -> bool:
+        """Whether each of these has reported. Whoever asks again has the same collection as long as nothing changed."""
+        if len(self.reporters) < len(members):
+            return False
+        if self.missing is None or self.members is not members:
+            self.missing, self.members = set(members) - self.reporters, members
+        return not self.missing
 
     def add(self, rank: RankStep, generation: int) -> None:
         if rank.slot in self.reporters:
@@ -49,6 +60,8 @@ class OpenIteration:
         if not self.reporters:
             self.loss = rank.loss
         self.reporters.add(rank.slot)
+        if self.missing is not None:
+            self.missing.discard(rank.slot)
         self.seconds.append(rank.seconds)
         self.generation = max(self.generation, generation)
         self._count(self.summed, self.summed_again, rank.micro_batches)
@@ -108,7 +121,7 @@ class JobLedger:
     closed: int = -1
 
     def add(
-        self, step: Steps, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
+        self, step: StepReport, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
     ) -> list[Account]:
         """Takes an agent's report; returns the iterations that are complete with it, oldest first.
 
@@ -127,7 +140,7 @@ class JobLedger:
         for iteration in sorted(self.open):
             if not self._complete(iteration, members, disturbed):
                 break
-            heard = _all_in(members, self.open[iteration]) or self._later(iteration, members)
+            heard = self.open[iteration].all_in(members) or self._later(iteration, members)
             unsure = disturbed(iteration)
             entry = self.open.pop(iteration)
             done.append(entry.account(iteration, unsure or not heard, unsure and (drops or entry.dropped)))
@@ -138,14 +151,10 @@ class JobLedger:
         entry = self.open[iteration]
         if entry.in_gradients >= entry.total or len(self.open) > OPEN_ITERATIONS:
             return True
-        if disturbed(iteration) and _all_in(members, entry):
+        if disturbed(iteration) and entry.all_in(members):
             return True
         return self._later(iteration, members)
 
     def _later(self, iteration: int, members: Collection[int]) -> bool:
         """All members have reported a later iteration, so that what they said of this one has come or was lost."""
-        return any(later > iteration and _all_in(members, other) for later, other in self.open.items())
-
-
-def _all_in(members: Collection[int], entry: OpenIteration) -> bool:
-    return len(entry.reporters) >= len(members) and entry.reporters.issuperset(members)
+        return any(later > iteration and other.all_in(members) for later, other in self.open.items())

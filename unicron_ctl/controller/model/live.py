@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.survey import Survey
-from unicron_ctl.protocol import wire
 from unicron_ctl.protocol.wire import Plan
 
 READY = ("waiting", "entering", "running", "standby")
@@ -31,9 +30,10 @@ class Stepped:
     at: float = 0.0
     before: float = 0.0
 
-    def take(self, iteration: int, now: float) -> None:
+    def take(self, iteration: int, now: float, held: float) -> None:
+        """held: seconds for which an agent may have kept the report to itself."""
         if iteration > self.iteration:
-            self.iteration, self.at, self.before = iteration, now, self.at - wire.MERGE_SECONDS
+            self.iteration, self.at, self.before = iteration, now, self.at - held
 
 
 class Told(NamedTuple):

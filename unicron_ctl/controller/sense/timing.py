@@ -63,7 +63,7 @@ class PhaseTimes:
         self.rows.clear()
         self.newest, self.chosen_at, self.chosen = -1, -1, []
 
-    def take(self, step: wire.Steps) -> None:
+    def take(self, step: wire.StepReport) -> None:
         """One agent's ranks; times that make no sense are left out."""
         # A sum is below a bound only where none is NaN.
         good = [
@@ -195,7 +195,7 @@ class JobTimes:
         self.phases.clear()
         self.stragglers.clear()
 
-    def take(self, step: wire.Steps) -> None:
+    def take(self, step: wire.StepReport) -> None:
         """The phase times of one agent's ranks."""
         self.phases.take(step)
         self.patience.were_outside(

@@ -27,14 +27,14 @@ def running(*slots: int, generation: int = 1) -> dict[int, int]:
     return dict.fromkeys(slots, generation)
 
 
-def told(messages: list[wire.Steps]) -> list[tuple[int, int, list[int]]]:
+def told(messages: list[wire.StepReport]) -> list[tuple[int, int, list[int]]]:
     """(generation, iteration, slots) of each."""
     return [(each.generation, each.iteration, [rank.slot for rank in each.ranks]) for each in messages]
 
 
 @pytest.fixture
 def steps() -> StepReports:
-    return StepReports("7", 2, "agent")
+    return StepReports()
 
 
 def test_an_iteration_of_all_running_ranks_is_one_message(steps):
@@ -42,10 +42,7 @@ def test_an_iteration_of_all_running_ranks_is_one_message(steps):
     assert steps.take(10.0, running(4, 5)) == []
     steps.add(report(4, 3, computed=[4, 4], phases={}), 10.01)
     (message,) = steps.take(10.01, running(4, 5))
-    assert message == wire.Steps(
-        job="7",
-        element=2,
-        agent="agent",
+    assert message == wire.StepReport(
         generation=1,
         iteration=3,
         total=8,
@@ -56,7 +53,6 @@ def test_an_iteration_of_all_running_ranks_is_one_message(steps):
         ],
         number=1,
     )
-    assert wire.decode(wire.encode(message)) == message
     assert steps.take(99.0, running(4, 5)) == [] and steps.wait(99.0) == float("inf"), "nothing is said twice"
 
 
@@ -147,7 +143,7 @@ def test_a_bad_report_is_refused_and_harms_no_other(steps, more):
 
 REPORTS = st.tuples(st.just("report"), st.integers(0, 2), st.integers(1, 2), st.integers(0, 3))
 STATES = st.tuples(st.just("running"), st.dictionaries(st.integers(0, 2), st.integers(1, 2)))
-WAITS = st.tuples(st.just("wait"), st.sampled_from([0.0, 0.4 * MERGE_SECONDS, 1.2 * MERGE_SECONDS]))
+WAITS = st.tuples(st.just("wait"), st.sampled_from([0.0, 0.4 * MERGE_SECONDS, 1.2 * MERGE_SECONDS, 1.0]))
 
 
 def test_short_iterations_leave_together_and_longer_ones_at_once(steps):
@@ -176,10 +172,32 @@ def test_what_is_held_goes_in_time_before_any_status_and_before_there_are_many(s
     assert told(steps.take(10.31, {}, hold=True)) == [(1, 22, [0])], "its rank has ended"
 
 
+def test_in_a_large_job_reports_wait_for_the_next_status(steps):
+    steps.configure(1.0, 1.0)
+    steps.add(report(0, 3), 10.0)
+    assert steps.take(10.0, running(0), hold=True) == [], "though nothing was sent before"
+    assert steps.wait(10.0) == pytest.approx(1.0 + MERGE_SECONDS)
+    assert steps.take(11.0, running(0), hold=True) == []
+    assert told(steps.take(11.0, running(0))) == [(1, 3, [0])], "the status"
+    steps.add(report(0, 4), 12.0)
+    assert told(steps.take(13.3, running(0), hold=True)) == [(1, 4, [0])], "no status came"
+    for iteration in range(5, 5 + MOST_HELD):
+        assert steps.wait(13.4) > 0.0
+        steps.add(report(0, iteration), 13.4)
+    assert steps.wait(13.4) == 0.0, "the agent wakes, whoever it waits for"
+    assert len(steps.take(13.4, running(0), hold=True)) == MOST_HELD
+    steps.add(report(0, 20), 13.5)
+    assert told(steps.take(13.5, {}, hold=True)) == [(1, 20, [0])], "its rank has ended"
+
+
+@pytest.mark.parametrize("period", [None, 1.0])
 @pytest.mark.parametrize("hold", [False, True])
 @given(story=st.lists(st.one_of(REPORTS, STATES, WAITS), max_size=40))
-def test_whatever_happens_each_report_leaves_once_and_in_time(hold, story):
-    steps, now, state = StepReports("7", 0, "agent"), 0.0, running(0, 1, 2)
+def test_whatever_happens_each_report_leaves_once_and_in_time(hold, period, story):
+    steps, now, state = StepReports(), 0.0, running(0, 1, 2)
+    if period is not None:
+        steps.configure(period, period)
+    most = MERGE_SECONDS + (period or 0.0) * hold
     said: list[tuple[int, int, int]] = []  # (slot, generation, iteration)
     heard: list[tuple[int, int, int]] = []
     since: dict[tuple[int, int], float] = {}
@@ -197,7 +215,7 @@ def test_whatever_happens_each_report_leaves_once_and_in_time(hold, story):
             assert len({rank.slot for rank in message.ranks}) == len(message.ranks)
             heard += [(rank.slot, message.generation, message.iteration) for rank in message.ranks]
             since.pop((message.generation, message.iteration), None)
-        assert all(now - began < MERGE_SECONDS for began in since.values())
+        assert all(now - began < most for began in since.values())
         assert all(state.get(slot) == generation for slot, generation, _ in set(said) - set(heard))
     heard += [(r.slot, m.generation, m.iteration) for m in steps.take(now, {}) for r in m.ranks]
     assert sorted(heard) == sorted(said)

@@ -130,10 +130,8 @@ class Stage:
             case "steps":
                 iteration, ranks = detail
                 generation = agent.ranks[slot].generation
-                told = wire.Steps(
-                    **where, generation=generation, iteration=iteration, total=MICRO_BATCHES, at=world.now, ranks=ranks
-                )
-                world.to_core(agent, told)
+                report = wire.StepReport(generation, iteration, MICRO_BATCHES, world.now, ranks)
+                world.to_core(agent, wire.Steps(**where, reports=[report]))
             case "node event":
                 told = wire.NodeEvent(**where, number=len(world.log), source="kernel", text=detail, at=world.now)
                 world.to_core(agent, told)

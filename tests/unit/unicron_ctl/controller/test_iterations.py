@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.training import ORDERS, USUAL, events, hang, phases, report, sent, train
+from tests.support.training import ORDERS, USUAL, events, hang, phases, sent, train
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.log import records
 from unicron_ctl.protocol import wire
@@ -533,7 +533,7 @@ def test_long_healthy_training_raises_no_alarm(world):
 
 def test_hostile_phases_are_ignored(world):
     for nonsense in ([float("nan")] * 6, [1.0] * 50, [-1.0] * 6, [float("inf")] * 6, [1e300] * 6, []):
-        report(world, world.agents[0], 0, wire.RankStep(0, [0], 0.1, 1.0, None, nonsense))
+        world.agents[0].report(0, wire.RankStep(0, [0], 0.1, 1.0, None, nonsense))
     assert len(phases(1)) == len(wire.PHASES)
     assert world.core.desks["1"].times.phases.comparable() == {}
 

@@ -21,7 +21,7 @@ from unicron_ctl.controller.log.records import KINDS, Event, Record
 from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST, redundant
 from unicron_ctl.controller.model.cluster import ClusterState
 from unicron_ctl.controller.model.fold import Unfoldable, fold, replay
-from unicron_ctl.protocol.wire import Plan, RankStep, Settings, Steps
+from unicron_ctl.protocol.wire import Plan, RankStep, Settings, StepReport, Steps
 
 SLOTS = st.integers(0, 5)
 TEXTS = st.text(max_size=8)
@@ -172,8 +172,8 @@ def test_a_loss_that_is_no_number_can_be_read_again() -> None:
     (agent,) = world.start_job(nodes=1)
     for iteration, loss in enumerate((float("nan"), float("inf"), 2.0)):
         rank = RankStep(0, list(range(MICRO_BATCHES)), 0.5, loss)
-        where = {"job": "1", "element": 0, "agent": agent.agent, "generation": 1}
-        world.to_core(agent, Steps(**where, iteration=iteration, total=MICRO_BATCHES, at=world.now, ranks=[rank]))
+        reports = [StepReport(1, iteration, MICRO_BATCHES, world.now, [rank])]
+        world.to_core(agent, Steps(job="1", element=0, agent=agent.agent, reports=reports))
         written = world.log[-1].record
         assert records.decode("step", records.encode(written)) == written
         assert world.job().loss == (loss if loss == 2.0 else None)

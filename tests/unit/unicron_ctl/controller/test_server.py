@@ -269,7 +269,7 @@ def test_of_strangers_only_what_is_heeded_is_decoded(server: Server, monkeypatch
     tell(status(8), "stranger's")
     assert wire.ToController not in decoded and [one.reason for one in sent] == ["register first"]
     assert isinstance(received[0], wire.Status) and not received[0].ranks
-    steps = wire.Steps(job="1", element=0, agent="a", generation=1, iteration=1, total=1, at=1.0, ranks=[])
+    steps = wire.Steps(job="1", element=0, agent="a", reports=[wire.StepReport(1, 1, total=1, at=1.0, ranks=[])])
     tell(steps, "stranger's")
     assert decoded == [wire.Envelope] and not received and not sent
     server.core.view.live.keys.add("agent's")

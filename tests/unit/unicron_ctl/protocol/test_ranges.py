@@ -115,7 +115,7 @@ def test_settings_that_ended_the_controller_are_refused_by_name(given_, field):
             sent=1.0,
             ranks={0: wire.RankStatus(state="running", flops_per_iteration=float("inf"))},
         ),
-        wire.Steps(job="7", element=0, agent="a", generation=1, iteration=1, total=10**12, at=1.0, ranks=[]),
+        wire.Steps(job="7", element=0, agent="a", reports=[wire.StepReport(1, 1, total=10**12, at=1.0, ranks=[])]),
         wire.Status(job="7", element=0, agent="a", sent=1e300),
     ],
     ids=["generation", "micro-batches", "FLOP", "total", "sent"],

@@ -106,5 +106,9 @@ def test_a_merged_step_keeps_what_each_rank_computed():
         wire.RankStep(slot=8, micro_batches=[0, 2], seconds=1.0, loss=5.0, phases=[0.1] * len(wire.PHASES)),
         wire.RankStep(slot=9, micro_batches=[1], seconds=1.0, loss=5.0, computed=[1, 1]),
     ]
-    sent = wire.Steps(job="7", element=4, agent="a", generation=2, iteration=3, total=4, at=1.0, ranks=ranks)
-    assert wire.decode(wire.encode(sent)) == sent
+    reports = [wire.StepReport(generation=2, iteration=3, total=4, at=1.0, ranks=ranks)]
+    for sent in (
+        wire.Steps(job="7", element=4, agent="a", reports=reports),
+        wire.Status(job="7", element=4, agent="a", sent=1.0, steps=reports),
+    ):
+        assert wire.decode(wire.encode(sent)) == sent

@@ -5,14 +5,12 @@ from __future__ import annotations
 from tests.support.world import World
 from unicron_ctl.controller.job.ledger import JobLedger
 from unicron_ctl.controller.log import records
-from unicron_ctl.protocol.wire import RankStep, Steps
+from unicron_ctl.protocol.wire import RankStep, Status, StepReport, Steps
 
 
-def step(slot: int, iteration: int, indices: list[int], computed: list[int] | None = None) -> Steps:
+def step(slot: int, iteration: int, indices: list[int], computed: list[int] | None = None) -> StepReport:
     rank = RankStep(slot, indices, 1.0, 2.0, computed)
-    return Steps(
-        job="1", element=slot, agent=f"a{slot}", generation=1, iteration=iteration, total=4, at=0.0, ranks=[rank]
-    )
+    return StepReport(generation=1, iteration=iteration, total=4, at=0.0, ranks=[rank])
 
 
 def test_an_iteration_is_closed_when_all_is_accounted_for():
@@ -89,6 +87,38 @@ def test_a_report_that_was_lost_on_its_way_is_no_violation():
     assert [step.unreported for step in steps] == [[], [1, 3, 5, 7], []]
 
 
+def test_steps_that_come_with_a_status_count_before_what_it_says():
+    """In large jobs: of the rank that has ended nothing is missing."""
+    world = World()
+    agents = world.start_job(nodes=2)
+    world.iterate("1", 0)
+    agents[0].report(1, RankStep(0, [0, 2, 4, 6], 0.5, 1.0), hold=True)
+    agents[1].step(1, 1, [1, 3, 5, 7])
+    assert world.job().iteration == 0
+    agents[0].die(0)
+    assert not agents[0].held_steps and world.job().iteration == 1
+    (step,) = [event.record for event in world.log if getattr(event.record, "iteration", None) == 1]
+    assert step.unreported == [] and world.job().ledger_violations == 0
+
+
+def test_a_status_proves_nothing_for_other_agents_ranks_or_other_jobs():
+    world = World()
+    agents = world.start_job(nodes=2)
+    world.iterate("1", 0)
+    agents[0].step(0, 1, [0, 2, 4, 6])
+    agents[0].held_steps = [
+        StepReport(1, 1, 8, world.now, [RankStep(1, [1, 3, 5, 7], 0.5, 1.0)], agents[0].next_step())
+    ]
+    agents[0].status()
+    assert world.job().iteration == 0
+    stranger = Status(job="1", element=1, agent="nobody", sent=world.now, steps=[])
+    stranger.steps = [StepReport(1, 1, 8, world.now, [RankStep(1, [1, 3, 5, 7], 0.5, 1.0)], 1)]
+    world.to_core(agents[0], stranger)
+    assert world.job().iteration == 0
+    agents[1].step(1, 1, [1, 3, 5, 7])
+    assert world.job().iteration == 1 and world.job().ledger_violations == 0
+
+
 def test_reports_that_were_lost_with_the_controller_are_no_violation():
     """However many iterations the ranks went on without one."""
     world = World()
@@ -129,8 +159,8 @@ def test_an_iteration_that_calls_itself_huge_costs_what_was_reported():
         agents[0].steps += 1  # reports were lost, so all that is missing counts as unreported
         rank = RankStep(0, [iteration], 0.5, 1.0, [])
         agent, total, generation = agents[0], 1 << 20, world.job().generation
-        message = Steps("1", 0, agent.agent, generation, iteration, total, world.now, [rank], number=agent.next_step())
-        world.to_core(agent, message)
+        report = StepReport(generation, iteration, total, world.now, [rank], agent.next_step())
+        world.to_core(agent, Steps(job="1", element=0, agent=agent.agent, reports=[report]))
     steps = [event.record for event in world.log[number:] if isinstance(event.record, records.Step)]
     assert steps and all(len(records.encode(step)) < 1000 for step in steps)
     assert all(len(step.unreported) == 100 for step in steps)

@@ -77,20 +77,7 @@ def test_a_loss_that_is_no_number_is_said_until_it_is_one() -> None:
     world, agents = trained(nodes=1)
 
     def step(iteration: int, loss: float) -> dict[str, Any]:
-        world.to_core(
-            agents[0],
-            wire.Steps(
-                job="1",
-                element=0,
-                agent=agents[0].agent,
-                generation=agents[0].ranks[0].generation,
-                iteration=iteration,
-                total=8,
-                at=world.now,
-                ranks=[wire.RankStep(0, list(range(8)), 0.5, loss, None)],
-                number=agents[0].next_step(),
-            ),
-        )
+        agents[0].report(iteration, wire.RankStep(0, list(range(8)), 0.5, loss, None), total=8)
         return answers.job(world.core, world.job(), EVERYBODY)
 
     assert step(5, 2.0)["nan_since"] is None
