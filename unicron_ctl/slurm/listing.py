@@ -70,16 +70,36 @@ def parse_facts(text: str, most: float = float("inf")) -> list[Fact]:
     """The first listing, element by element; of each array's pending elements that share its record, `most`. A line
     that cannot be read is left out: it spoils nothing but itself."""
     alike: Counter[str] = Counter()
-    return [fact for line in text.split("\n") if _counts(line, alike, most) and (fact := _fact(line)) is not None]
+    found, at = [], 0
+    while at < len(text):
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        line = text[at:end]
+        at = end + 1
+        job = _shares_record(line)
+        if job:
+            alike[job] += 1
+            if alike[job] > most:  # and so are the next ones: they are passed over without a look at each
+                passed = _more_of(job).match(text, at)
+                at = passed.end() if passed else at
+                continue
+        if (fact := _fact(line)) is not None:
+            found.append(fact)
+    return found
 
 
-def _counts(line: str, alike: Counter[str], most: float) -> bool:
-    """False for one pending element too many of those that share their array's record."""
+@lru_cache(maxsize=256)
+def _more_of(job: str) -> re.Pattern[str]:
+    """Lines of pending elements of the array that share its record, one after the other."""
+    head = _SEPARATOR.join((job, f"[^{_SEPARATOR}\n]*", job, "PENDING", ""))
+    return re.compile(rf"(?:{head}[^\n]*\n)*")
+
+
+def _shares_record(line: str) -> str:
+    """The array's id if it is one of its pending elements that share its record; else empty."""
     head = line.split(_SEPARATOR, 4)
-    if len(head) < 5 or head[3] != "PENDING" or head[0] != head[2]:
-        return True
-    alike[head[0]] += 1
-    return alike[head[0]] <= most
+    alike = len(head) == 5 and head[3] == "PENDING" and head[0] == head[2] and head[0].isdigit()
+    return head[0] if alike else ""
 
 
 def _fact(line: str) -> Fact | None:
