@@ -198,7 +198,7 @@ def around_copies() -> None:
     from transition.memory import contents, images, keeper
 
     of = {"iteration": -1}
-    fill, copy = contents.fill, keeper.Keeper._copy
+    fill, copy = contents.Repeated.fill, keeper.Keeper._copy
 
     def reached(name: str) -> None:
         for fault in [each for each in FAULTS if (each["at"], each["iteration"]) == (name, of["iteration"])]:
@@ -209,12 +209,13 @@ def around_copies() -> None:
         copy(self, task)
         reached("copied")
 
-    def filled(tensors, offsets, into, **more) -> None:
+    def filled(self, tensors) -> None:
         reached("copy")
+        offsets = self.contents.offsets
         half = len(offsets) // 2
-        fill(tensors[:half], offsets[:half], into[: offsets[half]], **more)
+        contents.fill(tensors[:half], offsets[:half], self.into[: offsets[half]])
         reached("half")
-        fill(tensors, offsets, into, **more)
+        fill(self, tensors)
 
     def before(owner, what: str, name: str) -> None:
         original = getattr(owner, what)
@@ -225,7 +226,7 @@ def around_copies() -> None:
 
         setattr(owner, what, wrapped)
 
-    keeper.Keeper._copy, contents.fill = copied, filled
+    keeper.Keeper._copy, contents.Repeated.fill = copied, filled
     before(contents, "sums", "sum")
     before(images.Image, "finish", "finish")
 

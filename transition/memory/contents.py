@@ -155,6 +155,39 @@ def fill(
         torch._foreach_copy_(places, small)
 
 
+class Repeated:
+    """:func:`fill` of the same tensors of the host into the same place, again and again: what each copy needs is worked
+    out once. `contents`: whose tensors they are; `into`: as for :func:`fill`, and nobody else writes to it."""
+
+    def __init__(self, contents: Contents, into: torch.Tensor):
+        self.contents, self.into = contents, into
+        self._large: list[tuple[int, int, int]] = []  # from, to, bytes
+        self._small: list[torch.Tensor] = []
+        self._places: list[torch.Tensor] = []
+        self._moving: list[int] = []
+        moving, ends = set(contents.moving), [*contents.offsets[1:], into.numel()]
+        for number, tensor in enumerate(contents.tensors):
+            begin, length = contents.offsets[number], tensor.numel() * tensor.element_size()
+            into[begin + length : ends[number]].zero_()
+            if number in moving or not tensor.is_contiguous():
+                self._moving.append(number)
+            elif length > SMALL:
+                self._large.append((into.data_ptr() + begin, tensor.data_ptr(), length))
+            elif length:
+                self._small.append(tensor.view(torch.uint8))
+                self._places.append(into[begin : begin + length])
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Once more. tensors: :meth:`Contents.still` of the contents."""
+        for target, source, length in self._large:
+            ctypes.memmove(target, source, length)
+        for number in self._moving:
+            tensor, begin = tensors[number].contiguous().view(torch.uint8), self.contents.offsets[number]
+            self.into[begin : begin + tensor.numel()].copy_(tensor)
+        if self._small:
+            torch._foreach_copy_(self._places, self._small)
+
+
 def sums(data: torch.Tensor) -> bytes:
     """The checksum of data that are there."""
     return _SUMS.pack(*(each & _WORD for each in checksum(data).tolist()))

@@ -73,6 +73,7 @@ class Image:
     def __init__(self, path: Path, head_bytes: int, data_bytes: int):
         """Make a new file; one of that name is replaced. head_bytes, data_bytes: the most that it can hold."""
         self.path = path
+        self.repeated: object = None  # what its writer needs to fill it again
         self._offset = _data_offset(head_bytes)
         descriptor, new = -1, path.with_name(f"{path.name}.{os.getpid()}.new")
         try:

@@ -64,9 +64,8 @@ class _Task:
 
     key: Key
     head: bytes
+    contents: contents.Contents
     tensors: list[torch.Tensor]
-    offsets: list[int]
-    size: int
     ready: Any
     aside: Path | None
 
@@ -121,7 +120,7 @@ class Keeper:
         if aside:
             apart = self._aside = files.aside_path(self.folder, self.slot, iteration)
             self._setting_aside, self.missed = True, False
-        self._put(_Task(key, head, found.still(), found.offsets, found.size, _event(found.tensors), apart))
+        self._put(_Task(key, head, found, found.still(), _event(found.tensors), apart))
 
     def _put(self, task: _Task | Turns) -> None:
         if self._thread is None:
@@ -220,7 +219,7 @@ class Keeper:
         copy can be left out. Raises OSError."""
         if task.key.iteration == self.cut:
             try:
-                image = self._cuts.room(self._cuts.next(self.good), len(task.head), task.size)
+                image = self._cuts.room(self._cuts.next(self.good), len(task.head), task.contents.size)
                 self._quiet = False
                 return self._cuts, image
             except OSError as error:
@@ -232,7 +231,7 @@ class Keeper:
             if task.key.iteration % self.every and task.aside is None:
                 return None  # it is not one that all ranks keep
         try:
-            return self._turns, self._turns.room(self._turns.next(self.keep), len(task.head), task.size)
+            return self._turns, self._turns.room(self._turns.next(self.keep), len(task.head), task.contents.size)
         except OSError:
             # There is room again when the agent has made its file; what is set aside can be gone on from.
             if self.filing and task.aside is None:
@@ -245,13 +244,13 @@ class Keeper:
             return
         turns, image = room
         image.begin()
-        data = contents.raw(image.data[: task.size])
+        data = contents.raw(image.data[: task.contents.size])
         if task.ready is None:
-            contents.fill(task.tensors, task.offsets, data)
+            self._fill(task, image, data)
         else:
             self._fetch(task, image.path, data)
         self._free.set()
-        image.finish(task.key, task.head, task.size, contents.sums(data))
+        image.finish(task.key, task.head, task.contents.size, contents.sums(data))
         if task.aside is not None:
             files.set_aside(image.path, task.aside)
         self.newest = task.key.iteration
@@ -261,6 +260,13 @@ class Keeper:
             self._say("the training state is kept in memory again")
         self.trouble, self._failures = "", 0
 
+    def _fill(self, task: _Task, image: Image, data: torch.Tensor) -> None:
+        """What a copy of these contents to this image needs stays with the image."""
+        repeated = image.repeated
+        if not isinstance(repeated, contents.Repeated) or repeated.contents is not task.contents:
+            repeated = image.repeated = contents.Repeated(task.contents, data)
+        repeated.fill(task.tensors)
+
     # ------------------------------------------------------------ from a card
     def _fetch(self, task: _Task, path: Path, data: torch.Tensor) -> None:
         """On a stream of its own, beside what the training computes."""
@@ -269,7 +275,7 @@ class Keeper:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             self._pin(path, data)
             stream.wait_event(task.ready)
-            contents.fill(task.tensors, task.offsets, data, non_blocking=True)
+            contents.fill(task.tensors, task.contents.offsets, data, non_blocking=True)
             stream.synchronize()
 
     def _pin(self, path: Path, data: torch.Tensor) -> None:

@@ -35,13 +35,13 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
 def test_the_copy_is_of_the_moment_it_was_begun_though_buffers_change_after_it(tmp_path, monkeypatch):
     state, other = training(), training(seed=3)
     before, go = everything(state), threading.Event()
-    fill = contents.fill
+    fill = contents.Repeated.fill
 
     def late(*arguments, **keywords):
         assert go.wait(20)
         fill(*arguments, **keywords)
 
-    monkeypatch.setattr(contents, "fill", late)
+    monkeypatch.setattr(contents.Repeated, "fill", late)
     keeper = Keeper(tmp_path, 0, 1)
     keeper.copy(Gatherer(state), 5, 1, WRITER)
     state.model[0].module(torch.rand(5, 3))  # a forward pass changes the running mean
