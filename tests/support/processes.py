@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
+
+from unicron_ctl.localslurm import ports
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 90.0  # generous: the tests are about what happens, and the machine may be busy with something else
@@ -56,10 +58,11 @@ def outside_slurm() -> dict[str, str]:
 
 
 def of_a_world(ranks: int) -> list[dict[str, str]]:
-    """The environment of each process of a world of its own on this machine, as torchrun makes it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    """The environment of each process of a world of its own on this machine, as torchrun makes it.
+
+    Nobody holds the port until rank 0 listens there, so it is none that Linux gives to outgoing connections.
+    """
+    port = str(ports.choose(1, uuid.uuid4().hex)[0])
     world = outside_slurm() | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
