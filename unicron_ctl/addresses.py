@@ -91,7 +91,7 @@ def in_brackets(host: str) -> str:
 def split(address: str) -> tuple[str, int]:
     """Host and port of host:port, with or without the brackets. Raises ValueError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 1 << 16:
         raise ValueError(f"{address!r} is no host:port")
     return host.strip("[]"), int(port)
 

@@ -285,7 +285,7 @@ def _field(section: msgspec.Struct, field: msgspec.structs.FieldInfo) -> str:
 def listen_problem(value: str) -> str:
     """What is wrong with an address to listen on, or nothing."""
     host, _, port = value.removeprefix("tcp://").rpartition(":")
-    if not (value.startswith("tcp://") and port.isdecimal() and int(port) <= 65535):
+    if not (value.startswith("tcp://") and port.isascii() and port.isdecimal() and int(port) <= 65535):
         return f'listen = "{value}": write tcp://ADDRESS:PORT'
     bare = host.removeprefix("[").removesuffix("]")
     if ":" not in host and bare == host:

@@ -163,14 +163,15 @@ def inputs(view: View, jobs: Sequence[JobState], among: Around | None = None) ->
 
 
 def _without_slurm(view: View, job: JobState) -> JobInput:
+    """Never more nodes than the job has agents: what else it says of its size nobody has confirmed."""
     count, s = len(job.inside), job.settings
     rate = job.measured.get(count, 0.0)
-    found = JobInput(
-        job.job, weight(view, job), s.min_nodes, s.max_nodes, count, count, rate, count, unit=unit_of(view, job)
-    )
+    most = max(1, min(s.max_nodes, max(count, len(job.agents))))
+    least = min(s.min_nodes, most)
+    found = JobInput(job.job, weight(view, job), least, most, count, count, rate, count, unit=unit_of(view, job))
     found = replace(
         found,
-        working=view.job(job).wanted,
+        working=min(most, view.job(job).wanted),
         wait_seconds=view.config.replacement_seconds,
         owner=owner(view, job, None),
     )

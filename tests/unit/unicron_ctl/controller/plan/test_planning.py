@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.controller.plan.planning import JobInput, plan, scenario
+from tests.support.world import FakeAgent, World
+from unicron_ctl.controller.plan.inputs import inputs
+from unicron_ctl.controller.plan.planning import JobInput, plan, scenario, throughput
 
 job_inputs = st.builds(
     lambda name, weight, low, more, nodes, lost, rate: JobInput(
@@ -106,3 +108,12 @@ def test_a_speed_that_is_said_takes_no_node_of_another_user():
 def test_what_an_owner_has_elsewhere_is_a_part_of_its_share():
     jobs = [JobInput(name, 1.0, 1, 8, 0, 0, owner=name) for name in ("ann", "bob")]
     assert plan(jobs, 6, 1000.0, 5.0, {"ann": 2}).assignment == {"ann": 2, "bob": 4}
+
+
+def test_without_slurm_a_job_is_planned_for_no_more_nodes_than_it_has_agents():
+    """Defect: a job may claim four million nodes, and a table for each of them took seconds and gigabytes."""
+    world = World()
+    for element in range(2):
+        FakeAgent(world, "1", element, f"n{element + 1}", nodes=1 << 22, min_nodes=1 << 21).register()
+    (found,) = inputs(world.core.view, [world.job("1")])
+    assert (found.min_nodes, found.max_nodes, found.trains) == (2, 2, 2) and len(throughput(found, 1.0)) == 2
