@@ -27,11 +27,15 @@ from detector.severity import (
     folded,
 )
 from detector.speakers import library_lines, own_words
+from detector.statements import shortened
 
-# The head and the tail of a longer text are read; the middle is the application's own noise.
-MAX_TEXT = 16 * 1024
+# The head and the tail of a longer statement are read; the middle is the application's own noise.
+MAX_TEXT = 8 * 1024
 TEXTS_KEPT = 512
-_XID = re.compile(r"NVRM:?\s*(?:GPU at \S+:\s*)?Xid\s*(?:\(([^)]*)\))?:?\s*(\d+)([^\n]*)", re.IGNORECASE)
+_XID = re.compile(
+    r"NVRM:?\s{0,9}(?:GPU at \S{1,120}:\s{0,9})?Xid\s{0,9}(?:\(([^)\n]{0,120})\))?:?\s{0,9}(\d{1,9})([^\n]*)",
+    re.IGNORECASE,
+)
 _STATUS_NAMES = re.compile(r"(Derived)?ExitCode[=:]\s*|\(.*\)$", re.IGNORECASE)
 _RAISED = re.compile(r"RaisedSignal:(\d+)\S*", re.IGNORECASE)
 _SLURM_STATUS = re.compile(r"\s*(\d+):(\d+)\s*")
@@ -74,7 +78,7 @@ class Classifier:
         known = self.match(text, source, generic=True)
         if known is None and source != "kernel":  # nothing is known: a guess by a few words of what was said last
             said, _ = self.last_words(text, source)
-            known = self._match(_trimmed(said), source, True, True)
+            known = self._match(shortened(said, MAX_TEXT), source, True, True)
         return known or self._unknown(text, source)
 
     def match(self, text: str, source: str = "exception", generic: bool = False) -> Verdict | None:
@@ -85,16 +89,18 @@ class Classifier:
         """
         if source != "kernel" and "\n" in text.strip():
             return self.last_words(text, source, generic)[1]
-        return self._match(_trimmed(text), source, generic)
+        return self._match(shortened(text, MAX_TEXT), source, generic)
 
     def last_words(self, text: str, source: str = "stderr", generic: bool = True) -> tuple[str, Verdict | None]:
         """Finds in a process's last lines the statement that says why it ended, and judges it (detector.last_words).
 
         The statement alone gets the same verdict, so it can be told on in place of the lines.
         """
-        said, verdict = last_words.cause(text, lambda each, general: self._match(_trimmed(each), source, general))
+        said, verdict = last_words.cause(
+            text, lambda each, general: self._match(shortened(each, MAX_TEXT), source, general)
+        )
         if verdict is None and generic and said:
-            verdict = self._match(_trimmed(said), source, True)
+            verdict = self._match(shortened(said, MAX_TEXT), source, True)
         return said, verdict
 
     def _match_text(self, text: str, source: str, generic: bool, weak: bool = False) -> Verdict | None:
@@ -204,13 +210,6 @@ class Classifier:
             return self._make("hardware_warning", "kernel-default", f"no rule knows {_quoted(line)}; nothing is done")
         said = f"no rule knows {_quoted(line)}; the default is to restart the process and to escalate if that fails"
         return self._make(self.table.default, "default", said)
-
-
-def _trimmed(text: str) -> str:
-    if len(text) <= MAX_TEXT:
-        return text
-    half = MAX_TEXT // 2
-    return text[:half] + "\n" + text[-half:]
 
 
 def _quoted(text: str) -> str:

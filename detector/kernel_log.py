@@ -25,8 +25,10 @@ KINDS_KEPT = 200
 PER_MINUTE = 30  # so many different faults a minute are forwarded; a node that says more is broken in one way or other
 _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;]*;")
 _ESCAPED = re.compile(r"\\x([0-9a-fA-F]{2})")
-_XID = re.compile(r"Xid\s*(?:\(([^)]*)\))?:?\s*(\d+)", re.IGNORECASE)
-_PID = re.compile(r"\bpid[= ]'?(\d+)|[Kk]ill(?:ed)? process (\d+)|\btask \S+?:(\d+) blocked|\[(\d+)\]: segfault")
+_XID = re.compile(r"Xid\s{0,9}(?:\(([^)\n]{0,120})\))?:?\s{0,9}(\d{1,9})", re.IGNORECASE)
+_PID = re.compile(
+    r"\bpid[= ]'?(\d+)|[Kk]ill(?:ed)? process (\d+)|\btask \S{1,40}?:(\d{1,9}) blocked|\[(\d+)\]: segfault"
+)
 _KILLED = re.compile(r"\bkill(ed)? process \d+", re.IGNORECASE)
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 

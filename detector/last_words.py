@@ -39,7 +39,7 @@ _LIBRARIES = (
     "gcsfs adlfs google/cloud google/api_core google/auth azure huggingface_hub wandb mlflow neptune comet_ml clearml "
     "swanlab redis pymongo psycopg psycopg2 pymysql MySQLdb sqlalchemy kafka pika paramiko smtplib ftplib ldap3 minio"
 ).split()
-_THROUGH = re.compile(rf"(?:^|/)((?:{'|'.join(map(re.escape, _LIBRARIES))})/?[\w/]*\.py)$")
+_THROUGH = re.compile(rf"(?:^|/)((?:{'|'.join(map(re.escape, _LIBRARIES))})/?[\w/]{{0,120}}\.py)$")
 
 
 def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:

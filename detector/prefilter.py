@@ -18,12 +18,15 @@ from itertools import chain
 
 PIECE = 4  # bytes of a key of the index
 SHORTEST = 3  # letters of a word
+LONGEST_REPEAT = 120  # times that a piece with no end of its own may repeat
 
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:!=]|<[!=])|\(\?|[()|^$.]|[*+?]|\{\d*,?\d*\}|.",
     re.DOTALL,
 )
 _FROM_NONE = re.compile(r"\{0*(?:,\d*)?\}")
+_QUANTIFIER = re.compile(r"[*+?]|\{\d*,?\d*\}")
+_WITHOUT_END = re.compile(r"\{(\d+),\}")
 _LOOKS_AROUND = ("(?!", "(?=", "(?<!", "(?<=")
 _SPECIAL = frozenset("()|^$.*+?")
 Words = tuple[str, ...]
@@ -43,6 +46,22 @@ class Alternative:
     @functools.cached_property
     def regex(self) -> re.Pattern[str]:
         return re.compile(self.pattern, self.flags)
+
+
+def bounded(pattern: str) -> str:
+    """The pattern with an end to every repetition: then a search takes time in proportion to the text, whatever it is.
+
+    A pattern such as ``a\\w+b`` reads a text of many a's to its end from each of them.
+    """
+    out: list[str] = []
+    for token in _TOKEN.findall(pattern):
+        possessive = bool(out) and _QUANTIFIER.fullmatch(out[-1]) is not None
+        if token in ("*", "+") and not possessive:
+            token = f"{{{int(token == '+')},{LONGEST_REPEAT}}}"
+        elif found := _WITHOUT_END.fullmatch(token):
+            token = f"{{{found.group(1)},{max(LONGEST_REPEAT, int(found.group(1)))}}}"
+        out.append(token)
+    return "".join(out)
 
 
 def alternatives(pattern: str, flags: int) -> tuple[Alternative, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from detector.prefilter import Alternative, Prefilter, alternatives
+from detector.prefilter import Alternative, Prefilter, alternatives, bounded
 
 TABLE_PATH = Path(__file__).with_name("severity_table.toml")
 
@@ -47,8 +47,10 @@ _ESCAPE_OR_CAPITAL = re.compile(r"\\.|[A-Z]", re.DOTALL)
 
 def _folded_pattern(pattern: str) -> str:
     if not _SIMPLE.fullmatch(pattern):
-        return pattern
-    return _ESCAPE_OR_CAPITAL.sub(lambda hit: hit.group(0) if len(hit.group(0)) == 2 else hit.group(0).lower(), pattern)
+        return bounded(pattern)
+    return _ESCAPE_OR_CAPITAL.sub(
+        lambda hit: hit.group(0) if len(hit.group(0)) == 2 else hit.group(0).lower(), bounded(pattern)
+    )
 
 
 def folded(text: str) -> str:

@@ -16,7 +16,7 @@ _CARRIERS = re.compile(
     r"(?:[A-Za-z_]\w*\.)*(?:RuntimeError|SystemError|UserWarning|OSError|InternalError|LogicError|(?:c10::)?\w*Error_?Impl)"
 )
 _OF_A_LIBRARY = re.compile(
-    r"(?:(?:torch|c10|cupy\w*|numba|pycuda|jaxlib|cuda|pynvml|tensorflow)[\w.:]*[.:])?"
+    r"(?:(?:torch|c10|cupy|numba|pycuda|jaxlib|cuda|pynvml|tensorflow)[\w.:]*[.:])?"
     r"(?:AcceleratorError|Dist(?:Backend)?Error|NVMLError\w*|XlaRuntimeError|CUDARuntimeError|CUDADriverError|"
     r"CudaAPIError|NcclError|c10::(?:\w*::)*\w*Error)|(?:torch\.cuda|cupy\w*|numba\.cuda|pycuda|pynvml)\.[\w.]+|c10::\w+"
 )

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 MOST_LINES = 2000  # of a longer text the end is read
+LONGEST_TEXT = 64 * 1024  # characters: of a longer text the head and the tail are read
+LONGEST_LINE = 2000  # the same of one line: texts of libraries have some 500
 MESSAGE_LINES = 12  # of one message
 
 
@@ -118,7 +120,7 @@ _HINT = re.compile(
 _FRAME = re.compile(
     r"frame #\d+: |\s*#\d+ +(?:0x|\S+ )|\s*@ +0x|PC: @ |\s+\d+:? +(?:0x[0-9a-f]+|/\S+)|\[0x[0-9a-f]+\]|\s+at \S+:\d+|"
     r"\s*\d+ +/\S+\(|\[[\w.-]+:\d+\] +\[ *\d+\]|=+ backtrace|={4,}|-{4,}|\*{4,}$|[0-9a-f]{6,}-[0-9a-f]{6,} [-r]|"
-    r"\s*/\S+\.so\S*\(\S*\) ?\[0x|\s+[~^]+[~^ ]*$|\s+<[^>]+>$|\s*\d+: 0x[0-9a-f]+|\s*\.\.\. \d+ more"
+    r"\s*/(?=[^\s(]*\.so)[^\s(]*\([^\s)]*\) ?\[0x|\s+[~^][~^ ]*$|\s+<[^>]+>$|\s*\d+: 0x[0-9a-f]+|\s*\.\.\. \d+ more"
 )
 
 
@@ -139,7 +141,18 @@ def exception(text: str) -> re.Match[str] | None:
 
 def statements(text: str) -> list[Statement]:
     """What was said, in the order of the text; frames of backtraces and the like are left out."""
-    return list(_Reader(text.splitlines()[-MOST_LINES:]))
+    return list(_Reader(shortened(text, LONGEST_TEXT).splitlines()[-MOST_LINES:]))
+
+
+def shortened(text: str, most: int) -> str:
+    """The head and the tail of a text and of each of its lines, where these are longer than is read."""
+    if len(text) > LONGEST_LINE:
+        text = "\n".join(_halves(line, LONGEST_LINE) for line in text.split("\n"))
+    return _halves(text, most)
+
+
+def _halves(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most // 2] + "\n" + text[-(most // 2) :]
 
 
 class _Line:
@@ -323,10 +336,11 @@ class _Reader:
 
 def _settled(said: Sequence[Statement]) -> Iterator[Statement]:
     """Without what is empty. An error that somebody logged and after which the process went on was handled."""
+    fatal = [number for number, one in enumerate(said) if one.kind is Kind.EXCEPTION and one.weight is Weight.FATAL]
+    last = fatal[-1] if fatal else -1
     for number, one in enumerate(said):
         if not one.text:
             continue
-        handled = one.kind is Kind.EXCEPTION and one.weight is Weight.ERROR
-        if handled and any(later.kind is Kind.EXCEPTION and later.weight is Weight.FATAL for later in said[number:]):
+        if one.kind is Kind.EXCEPTION and one.weight is Weight.ERROR and number < last:
             one.weight = Weight.NOISE
         yield one

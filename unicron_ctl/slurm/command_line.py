@@ -344,7 +344,7 @@ def parse_node(line: str, slurmd_port: int = SLURMD_PORT) -> NodeInfo | None:
         fields.setdefault(key, value)
     if not line.startswith("NodeName=") or "State" not in fields:
         return None
-    reason = re.search(r"\sReason=(.*?)(?:\s\[[^\[\]]*@[^\[\]]*\]|$)", line.rstrip())
+    reason = re.search(r"\sReason=(.*?)(?:\s\[[^\[\]@]*@[^\[\]]*\]|$)", line.rstrip())
     name = fields["NodeName"]
     gres = listing.known(fields.get("Gres", ""))
     states = parse_states(fields["State"])
