@@ -320,10 +320,24 @@ def test_ordinary_kernel_lines_are_no_faults():
         "usb 1-1: new high-speed USB device number 2",
         "nvme nvme0: 8/0/0 default/read/poll queues",
         "eth0: renamed from veth12",
+        "veth12: Link is Down",
+        "docker0: port 1(veth12) entered disabled state",
         "perf: interrupt took too long (2608 > 2500), lowering kernel.perf_event_max_sample_rate",
         'audit: type=1400 apparmor="STATUS"',
     ]:
         assert CLASSIFIER.match(line, "kernel") is None, line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "grpc._channel._InactiveRpcError: <_InactiveRpcError of RPC that terminated with: status = UNAVAILABLE, "
+        "details = 'ipv4:10.0.0.5:50051: Failed to connect to remote host: Connection refused'>",
+        "TimeoutError: timed out",
+    ],
+)
+def test_a_service_that_the_script_asks_is_nobodys_network(text: str) -> None:
+    assert CLASSIFIER.text(text).cause == "service_unreachable"
 
 
 def test_a_generic_rule_is_no_knowledge_of_the_fault():
