@@ -2,48 +2,100 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+IDLE_SECONDS = 10.0  # for which a thread waits for the next call
 
 
 class TimeLimit:
-    """Gives calls up after some seconds. Each has a thread of its own, since nothing ends a call that hangs: while
-    `most` hang, others are given up at once."""
+    """Gives calls up after some seconds. Threads make them, one call at a time, and are used again; nothing ends a call
+    that hangs, so its thread is left behind and another takes its place. While `most` hang, others are given up at
+    once."""
 
     def __init__(self, seconds: float, most: int, name: str) -> None:
         self._seconds, self._most, self._name = seconds, most, name
         self._hanging = 0
+        self._idle: list[_Caller] = []
+        self._process = os.getpid()
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[], T]) -> T:
         """The result of `work`. Raises what it raises, and TimeoutError."""
+        call = _Call(work)
+        if self._process != os.getpid():  # a fork has none of the threads, and the lock may be held for ever
+            self._process, self._idle, self._hanging, self._lock = os.getpid(), [], 0, threading.Lock()
         with self._lock:
             if self._hanging >= self._most:
                 raise TimeoutError("earlier calls hang")
-        done: list[T] = []
-        failed: list[BaseException] = []
-        state = [False, False]  # it has ended, it was given up
-
-        def call() -> None:
-            try:
-                done.append(work())
-            except BaseException as error:
-                failed.append(error)
+            caller = self._idle.pop() if self._idle else None
+        if caller is None:
+            caller = _Caller(self)
+            threading.Thread(target=caller.serve, name=self._name, daemon=True).start()
+        caller.calls.put(call)
+        if not call.ended.wait(self._seconds):
             with self._lock:
-                state[0] = True
-                self._hanging -= state[1]
+                if not call.ended.is_set():
+                    call.given_up = True
+                    self._hanging += 1
+                    raise TimeoutError(f"no answer within {self._seconds:g} s")
+        if call.error is not None:
+            raise call.error
+        result: T = call.result
+        return result
 
-        thread = threading.Thread(target=call, name=self._name, daemon=True)
-        thread.start()
-        thread.join(self._seconds)
+    def finish(self, caller: _Caller, call: _Call) -> bool:
+        """The call has ended. Whether its thread may be used again: no other has taken its place."""
         with self._lock:
-            if not state[0]:
-                state[1] = True
-                self._hanging += 1
-                raise TimeoutError(f"no answer within {self._seconds:g} s")
-        if failed:
-            raise failed[0]
-        return done[0]
+            self._hanging -= call.given_up
+            if not call.given_up:
+                self._idle.append(caller)
+            call.ended.set()
+            return not call.given_up
+
+    def retire(self, caller: _Caller) -> bool:
+        """Whether the thread may end: no call is on its way to it."""
+        with self._lock:
+            if caller not in self._idle:
+                return False
+            self._idle.remove(caller)
+            return True
+
+
+class _Call:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+        self.given_up = False
+
+
+class _Caller:
+    """One thread, and what it has to call next."""
+
+    def __init__(self, limit: TimeLimit) -> None:
+        self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._limit = limit
+
+    def serve(self) -> None:
+        """Until nothing has come for some time, or a call was given up."""
+        while True:
+            try:
+                call = self.calls.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                if self._limit.retire(self):
+                    return
+                continue
+            try:
+                call.result = call.work()
+            except BaseException as error:
+                call.error = error
+            again = self._limit.finish(self, call)
+            del call
+            if not again:
+                return

@@ -10,6 +10,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -329,6 +330,61 @@ def test_one_peer_cannot_keep_the_controller_busy(controller, agents):
     finally:
         peer.close()
         context.term()
+
+
+@contextlib.contextmanager
+def invented_credentials(controller: Controller, addresses: int) -> Iterator[threading.Event]:
+    """Questions with ever new credentials that are none, from so many addresses at once, as a stranger with so many
+    nodes can send them. The event is set when the controller has taken as many as it does."""
+    key, port = key_of(controller), controller.address.rpartition(":")[2]
+    stop, full = threading.Event(), threading.Event()
+    context = zmq.Context()
+
+    def flood() -> None:
+        peers = []
+        for number in range(addresses):
+            peer = context.socket(zmq.DEALER)
+            secure_client(peer, key)
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.connect(f"tcp://127.3.0.{1 + number}:0;127.0.0.1:{port}")
+            peers.append(peer)
+        while not stop.is_set():
+            for peer in peers:
+                question = wire.Ask(what="status", user="x", credential=f"MUNGE:{os.urandom(40).hex()}:")
+                with contextlib.suppress(zmq.Again):
+                    peer.send(wire.encode(question), zmq.NOBLOCK)
+                while peer.poll(0):
+                    if "too much" in wire.decode(peer.recv(), wire.Answer).error:
+                        full.set()
+        for peer in peers:
+            peer.close()
+
+    thread = threading.Thread(target=flood, daemon=True)
+    thread.start()
+    try:
+        yield full
+    finally:
+        stop.set()
+        thread.join(60.0)
+        context.term()
+
+
+def test_invented_credentials_of_many_addresses_keep_no_newcomer_waiting(controller):
+    """Defect: all credentials waited in one line of 4,096. Registrations took up to 11 s, so jobs began unprotected,
+    and root's questions were refused."""
+    with invented_credentials(controller, 60) as full:
+        wait_for(full.is_set, "as many credentials wait as may")
+        time.sleep(1.0)
+        began, key = time.monotonic(), key_of(controller)
+        newcomers = [ScriptedAgent(controller.address, element, job="8", key=key) for element in range(2)]
+        try:
+            form(newcomers)
+            took = time.monotonic() - began
+            assert controller.ask("ping") == {"pong": True}
+        finally:
+            for agent in newcomers:
+                agent.close()
+    assert took < 3.0, f"{took:.1f} s"
 
 
 class ShortOfFiles(Controller):

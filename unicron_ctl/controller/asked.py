@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
 from unicron_ctl.addresses import origin
+from unicron_ctl.controller.fair_queue import FairQueue
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.protocol import wire
 
@@ -40,29 +40,18 @@ class Asked:
     """The questions of each asker in their order."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[Question]] = OrderedDict()
-        self._count = 0
+        self._waiting: FairQueue[Question] = FairQueue(OF_ALL)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._waiting)
 
     def add(self, question: Question) -> bool:
         """False when too many wait, of this asker or of all."""
-        waiting = self._waiting.get(question.whose, ())
-        if len(waiting) >= OF_ONE or self._count >= OF_ALL:
-            return False
-        self._waiting.setdefault(question.whose, deque()).append(question)
-        self._count += 1
-        return True
+        return self._waiting.waiting(question.whose) < OF_ONE and self._waiting.add([question.whose], question)
 
     def next(self) -> Question:
         """The next one; the asker's others come after those of everybody else."""
-        whose, waiting = self._waiting.popitem(last=False)
-        question = waiting.popleft()
-        if waiting:
-            self._waiting[whose] = waiting
-        self._count -= 1
-        return question
+        return self._waiting.next()
 
 
 class Answered:

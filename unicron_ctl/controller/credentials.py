@@ -3,22 +3,23 @@ threads, and no more of it at once than is worth waiting for."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pwd
 import socket
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from unicron_ctl.addresses import origin
+from unicron_ctl.addresses import is_loopback, origin
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.worker import Worker
 from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.munge import MungeError, make_credential, unmunge
 from unicron_ctl.time_limit import TimeLimit
 
-AT_ONCE, OF_ONE_ADDRESS = 4096, 256  # credentials in verification
+SPENT = 8192  # credentials that are remembered as used or invalid
 FRESH_SECONDS = 60.0  # for which the controller's own credential is used: munge lets it live for 300
 AGAIN_SECONDS = 1.0  # after munge could not make one
 WAITING = 1000  # peers that wait for it
@@ -29,38 +30,78 @@ Where = tuple[socket.socket, Any]  # by which socket, and where to
 
 @dataclass(frozen=True)
 class Unproven:
-    """No credential that counts; the text says why, and what to do."""
+    """No credential that counts; the text says why, and what to do. verdict: on the credential itself, which may be
+    good yet after an outage."""
 
     reason: str
+    verdict: Literal["used", "invalid", "outage"] = "used"
+
+
+USED = Unproven("this munge credential was used before")
 
 
 class Verifier:
-    """admins: names of users who may do what a job's owner may."""
+    """admins: names of users who may do what a job's owner may.
+
+    Threads take turns among machines, their addresses and their connections: who sends many credentials waits for
+    himself. One that was used, or that is none, is not shown to munge again.
+    """
 
     def __init__(self, worker: Worker, admins: Callable[[], Sequence[str]]) -> None:
         self._worker, self._admins = worker, admins
-        self._busy: Counter[str] = Counter()
-        self._all = 0
+        self._spent = Spent()
 
-    def verify(self, credential: str, claim: str, address: str, then: Callable[[Asker | Unproven], None]) -> bool:
-        """Calls `then` in the main thread with who made the credential, if it holds this claim. False, and nothing is
-        called, when too many are being verified, of this address or of all."""
-        network = origin(address)  # of IPv6, where a host has many addresses
-        if self._all >= AT_ONCE or self._busy[network] >= OF_ONE_ADDRESS:
-            return False
-        self._all += 1
-        self._busy[network] += 1
+    def verify(
+        self, credential: str, claim: str, key: str, address: str, then: Callable[[Asker | Unproven], None]
+    ) -> bool:
+        """Calls `then` in the main thread with who made the credential, if it holds this claim: before this returns
+        where no munge is needed to say that it is not good. False, and nothing is called, when too many are being
+        verified, of this connection's key, of its address, of its machine or of all."""
+        if (spent := self._spent.get(credential)) is not None:
+            then(spent)
+            return True
         admins = self._admins()
 
-        def done(found: Asker | Unproven | None) -> None:
-            self._all -= 1
-            self._busy[network] -= 1
-            if not self._busy[network]:
-                del self._busy[network]
-            then(found or Unproven("the controller could not look at the munge credential: see its log"))
+        def work() -> Asker | Unproven:
+            return self._spent.get(credential) or asker_of(credential, claim, admins)  # a copy may have come first
 
-        self._worker.verify(lambda: asker_of(credential, claim, admins), done)
-        return True
+        def done(found: Asker | Unproven | None) -> None:
+            found = found or Unproven("the controller could not look at the munge credential: see its log", "outage")
+            self._spent.note(credential, found)
+            then(found)
+
+        return self._worker.verify(work, done, path(key, address))
+
+
+def path(key: str, address: str) -> tuple[str, str, str]:
+    """Whose turn a credential takes: the machine's, the address's, the connection's. All loopback addresses are one
+    machine, and in IPv6 so is a network of 64 bits (see `origin`)."""
+    where = origin(address)
+    return "loopback" if is_loopback(address) else where, where, key
+
+
+class Spent:
+    """Credentials that are good for nothing any more, those that came last: by their digests, for they are long. One
+    thread notes them, any may read."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, Unproven] = OrderedDict()
+
+    def get(self, credential: str) -> Unproven | None:
+        return self._known.get(_digest(credential))
+
+    def note(self, credential: str, found: Asker | Unproven) -> None:
+        """munge has looked at it. Where it could not, the credential may be good yet; one that was good is munge's to
+        refuse the next time."""
+        if isinstance(found, Asker) or found.verdict == "outage":
+            return
+        self._known[_digest(credential)] = found if found.verdict == "invalid" else USED
+        if len(self._known) > SPENT:
+            self._known.popitem(last=False)
+
+
+def _digest(credential: str) -> bytes:
+    return hashlib.blake2b(credential.encode(), digest_size=16).digest()
 
 
 def asker_of(credential: str, claim: str, admins: Sequence[str]) -> Asker | Unproven:
@@ -68,9 +109,10 @@ def asker_of(credential: str, claim: str, admins: Sequence[str]) -> Asker | Unpr
     try:
         found = unmunge(credential)
     except MungeError as error:
-        return Unproven(f"{error}: is munged running with the same key on both nodes?")
+        reason = f"{error}: is munged running with the same key on both nodes?"
+        return Unproven(reason, "outage" if error.outage else "invalid")
     if found.replayed:
-        return Unproven("this munge credential was used before")
+        return USED
     if found.payload != claim.encode():
         return Unproven("this munge credential is about something else, or of another connection")
     try:

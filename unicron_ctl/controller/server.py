@@ -318,8 +318,9 @@ class Server:
             self._complain(records.RegistrationRefused, f"{message.job} {message.element}", f"{message.node}: {reason}")
             self._send(route, wire.Refused(reason=reason))
 
-        if self._verifier.verify(message.credential, claims.of_agent(message, key), address, then):
-            self._verifying.add(known)
+        self._verifying.add(known)
+        if not self._verifier.verify(message.credential, claims.of_agent(message, key), key, address, then):
+            self._verifying.discard(known)
 
     def _receive_hints(self, hints: socket.socket) -> None:
         for _ in range(HINTS_PER_TURN):
@@ -361,7 +362,7 @@ class Server:
             else:
                 self._wait_for_answer(Question(route, ask, found, address))
 
-        if not self._verifier.verify(ask.credential, claims.of_asker(key), address, then):
+        if not self._verifier.verify(ask.credential, claims.of_asker(key), key, address, then):
             self._send(route, BUSY)
 
     def _wait_for_answer(self, question: Question) -> None:

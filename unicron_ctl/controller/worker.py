@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from unicron_ctl.controller.core import Core
+from unicron_ctl.controller.fair_queue import FairQueue
 from unicron_ctl.controller.model.requests import Action, Greeting, Knock, Poll, Probe, Run
 from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.reach import reach
@@ -40,6 +41,8 @@ Result = Callable[[], None]
 Target = tuple[str, int]
 log = logging.getLogger("unicron.controller")
 WORKERS, VERIFIERS = 64, 4  # a probe waits most of its time, and a whole rack may fall silent at once
+AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS = 4096, 1024, 512  # credentials in verification
+OURSELVES = "controller", "", ""  # whose turn the controller's own credential takes
 SETTINGS_SECONDS = 60.0  # between two looks at Slurm's PrivateData and topology
 IN_USE = frozenset({"ALLOCATED", "MIXED", "COMPLETING"})
 LEFT_OUT = "left out: an action before it failed"
@@ -149,6 +152,8 @@ class Worker:
         self.verified: Mailbox[Result] = Mailbox()
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
         self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
+        self._credentials: FairQueue[Callable[[], None]] = FairQueue(AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS)
+        self._turns = threading.Lock()
         for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
             threading.Thread(target=self._serve_slurm, args=(lane,), name=name, daemon=True).start()
 
@@ -169,28 +174,23 @@ class Worker:
 
     def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Runs `work` in a thread, then `then(result)` in the main thread. The result of work that fails is None."""
-        self._start(self._pool, work, then, self.results)
+        self._pool.submit(_run, work, then, self.results)
 
-    def verify(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """The same, in threads of their own: a munge that hangs must not keep probes waiting."""
-        self._start(self._verifiers, work, then, self.verified)
+    def verify(
+        self, work: Callable[[], Any], then: Callable[[Any], None], whose: tuple[str, str, str] = OURSELVES
+    ) -> bool:
+        """The same, in threads of their own: a munge that hangs must not keep probes waiting. They take turns among
+        machines, the addresses of each, and the connections of each address. False when there is no room for more."""
+        with self._turns:
+            if not self._credentials.add(whose, partial(_run, work, then, self.verified)):
+                return False
+        self._verifiers.submit(self._verify_next)
+        return True
 
-    def _start(
-        self,
-        pool: ThreadPoolExecutor,
-        work: Callable[[], Any],
-        then: Callable[[Any], None],
-        results: Mailbox[Result],
-    ) -> None:
-        def run() -> None:
-            try:
-                result = work()
-            except Exception as error:  # no result must not mean that nobody hears of it
-                log.warning("work in the background failed: %r", error)
-                result = None
-            results.put(lambda: then(result))
-
-        pool.submit(run)
+    def _verify_next(self) -> None:
+        with self._turns:
+            run = self._credentials.next()
+        run()
 
     def close(self) -> None:
         """Lets the running calls end, starts no other."""
@@ -263,6 +263,15 @@ class Worker:
         except Exception as error:
             return f"{type(error).__name__}: {error}", False
         return "", False
+
+
+def _run(work: Callable[[], Any], then: Callable[[Any], None], results: Mailbox[Result]) -> None:
+    try:
+        result = work()
+    except Exception as error:  # no result must not mean that nobody hears of it
+        log.warning("work in the background failed: %r", error)
+        result = None
+    results.put(lambda: then(result))
 
 
 def perform(client: SlurmClient, action: Action) -> None:

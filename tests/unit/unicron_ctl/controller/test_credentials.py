@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import wait_for
 from tests.support.world import World
 from unicron_ctl.controller import credentials
 from unicron_ctl.controller.credentials import Introducer, Unproven, Verifier, asker_of
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
+from unicron_ctl.controller.worker import VERIFIERS, Worker
 from unicron_ctl.protocol import datagrams, wire
 from unicron_ctl.protocol.munge import Credential, MungeError
 from unicron_ctl.time_limit import TimeLimit
@@ -25,8 +27,9 @@ class Later:
     def __init__(self) -> None:
         self.todo: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
 
-    def verify(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+    def verify(self, work: Callable[[], Any], then: Callable[[Any], None], whose: tuple[str, ...] = ()) -> bool:
         self.todo.append((work, then))
+        return True
 
     def run(self) -> None:
         todo, self.todo = self.todo, []
@@ -93,23 +96,84 @@ def test_a_credential_that_does_not_count(
     assert isinstance(asker, Unproven) and told in asker.reason
 
 
-def test_only_so_many_are_looked_at_at_once() -> None:
-    later = Later()
+def test_whose_turn_a_credential_takes() -> None:
+    assert credentials.path("k", "10.0.0.1") == ("10.0.0.1", "10.0.0.1", "k")
+    assert credentials.path("k", "::ffff:127.1.2.3")[0] == credentials.path("k", "127.0.0.1")[0] == "loopback"
+    assert credentials.path("k", "::1")[0] == "loopback"
+    one, other = (credentials.path("k", f"2001:db8::{number}") for number in (1, 2))
+    assert one == other, "in IPv6 a network is one host's"
+
+
+def test_a_newcomer_overtakes_strangers_that_wait_for_munge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: all credentials waited in one line, and a newcomer's registration took as long as 4,096 of strangers."""
+    munged(monkeypatch, Credential(1000, b"claim"), {1000: "ann"})
+    go_on, read = threading.Event(), list[str]()
+
+    def unmunge(text: str) -> Credential:
+        go_on.wait(60.0)
+        read.append(text)
+        return Credential(1000, b"claim")
+
+    monkeypatch.setattr(credentials, "unmunge", unmunge)
+    worker = Worker(None, 1.0)
+    try:
+        verifier, found = Verifier(worker, lambda: []), list[Asker | Unproven]()
+        taken = [
+            verifier.verify(f"bad {number}", "claim", "k", f"10.0.0.{number % 60}", found.append)
+            for number in range(6000)
+        ]
+        assert taken.count(True) > 2000, "strangers fill it"
+        assert verifier.verify("good", "claim", "new", "10.0.1.1", found.append)
+        go_on.set()
+        wait_for(lambda: "good" in read, "the newcomer's is read")
+        assert read.index("good") < 60 + 2 * VERIFIERS
+    finally:
+        go_on.set()
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        (Credential(1000, b"claim", replayed=True), "used before"),
+        (Credential(1000, b"other"), "used before"),
+        (MungeError("munge: Invalid credential", outage=False), "Invalid credential"),
+    ],
+)
+def test_a_spent_credential_is_not_shown_to_munge_again(
+    monkeypatch: pytest.MonkeyPatch, first: Credential | MungeError, again: str
+) -> None:
+    """Defect: munge was asked about one credential as often as strangers sent it."""
+    munged(monkeypatch, first, {1000: "ann"})
+    later, found = Later(), list[Asker | Unproven]()
     verifier = Verifier(later, lambda: [])  # type: ignore[arg-type]
-    found: list[object] = []
-    for number in range(2 * credentials.OF_ONE_ADDRESS):
-        verifier.verify("", "claim", f"2001:db8::{number:x}", found.append)
-    assert len(later.todo) == credentials.OF_ONE_ADDRESS, "in IPv6 a network is one host's"
+    assert verifier.verify("c", "claim", "k", "10.0.0.1", found.append)
     later.run()
-    assert len(found) == credentials.OF_ONE_ADDRESS and not verifier._busy
-    found.clear()
-    for number in range(1000):
-        verifier.verify("", "claim", "10.0.0.1", found.append)
-        assert len(later.todo) == min(number + 1, credentials.OF_ONE_ADDRESS)
-    assert verifier.verify("", "claim", "10.0.0.2", found.append), "others are not kept waiting"
+    for _ in range(100):
+        assert verifier.verify("c", "claim", "other", "10.0.0.2", found.append)
+    assert not later.todo and len(found) == 101
+    assert all(isinstance(one, Unproven) and again in one.reason for one in found[1:])
+    assert verifier.verify("d", "claim", "k", "10.0.0.1", found.append) and len(later.todo) == 1
+
+
+def test_a_credential_that_munge_could_not_read_may_be_good_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    munged(monkeypatch, MungeError("munge: Socket communication error", outage=True), {1000: "ann"})
+    later, found = Later(), list[Asker | Unproven]()
+    verifier = Verifier(later, lambda: [])  # type: ignore[arg-type]
+    verifier.verify("c", "claim", "k", "10.0.0.1", found.append)
     later.run()
-    assert len(found) == credentials.OF_ONE_ADDRESS + 1 and not verifier._busy
-    assert verifier.verify("", "claim", "10.0.0.1", found.append)
+    munged(monkeypatch, Credential(1000, b"claim"), {1000: "ann"})
+    verifier.verify("c", "claim", "k", "10.0.0.1", found.append)
+    later.run()
+    assert found[1:] == [Asker(1000, "ann", False)]
+
+
+def test_the_memory_of_spent_credentials_is_bounded() -> None:
+    spent = credentials.Spent()
+    for number in range(credentials.SPENT + 100):
+        spent.note(f"{number}", credentials.USED)
+    assert spent.get("0") is None and spent.get(f"{credentials.SPENT + 99}") is not None
+    assert len(spent._known) == credentials.SPENT
 
 
 def test_one_credential_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
