@@ -5,15 +5,19 @@ Standard library only: ranks classify their own exceptions before they die.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import re
 import signal
 import tomllib
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from detector import last_words
+from detector.budget import END_JUDGED, NOT_JUDGED, Budget, alike
 from detector.prefilter import search
 from detector.severity import (
     ACTIONS,
@@ -43,11 +47,20 @@ _SLURM_STATUS = re.compile(r"\s*(\d+):(\d+)\s*")
 
 class Classifier:
     """Classifies by one table; one instance serves all threads. Texts that were seen just before cost nothing: all
-    ranks of a job may say the same at once."""
+    ranks of a job may say the same at once, but for who and where they are (`detector.budget.alike`)."""
 
     def __init__(self, table: Table | None = None) -> None:
         self.table = table or default_table()
         self._match = functools.lru_cache(maxsize=TEXTS_KEPT)(self._match_text)
+        self._judged: OrderedDict[tuple[str, str, bool, bool], Verdict | None] = OrderedDict()
+        self._budget: Budget | None = None
+        self._job = ""
+
+    def within(self, budget: Budget, job: str) -> Classifier:
+        """This classifier for texts of one job: what it has not judged yet is charged to the job's budget."""
+        bound = copy.copy(self)
+        bound._budget, bound._job = budget, job
+        return bound
 
     def load(self, extra: str | Path | Mapping[str, object]) -> Classifier:
         """A classifier whose table is extended by an admin's rules, which go first.
@@ -75,11 +88,9 @@ class Classifier:
 
         ``source``: "exception", "stderr", "kernel", "nccl", "watchdog", ... (rules may hold for some sources only).
         """
-        known = self.match(text, source, generic=True)
-        if known is None and source != "kernel":  # nothing is known: a guess by a few words of what was said last
-            said, _ = self.last_words(text, source)
-            known = self._match(shortened(said, MAX_TEXT), source, True, True)
-        return known or self._unknown(text, source)
+        known, note = self.judge(text, source, generic=True, weak=True)
+        known = known or self._unknown(text, source)
+        return replace(known, reason=f"{known.reason}; {note}") if note else known
 
     def match(self, text: str, source: str = "exception", generic: bool = False) -> Verdict | None:
         """Judges as ``text`` does, but gives None where no rule knows the fault: for streams in which most lines are
@@ -87,9 +98,40 @@ class Classifier:
 
         ``generic``: rules that say no more than "there was an exception" count, too.
         """
-        if source != "kernel" and "\n" in text.strip():
-            return self.last_words(text, source, generic)[1]
-        return self._match(shortened(text, MAX_TEXT), source, generic)
+        known, note = self.judge(text, source, generic)
+        return replace(known, reason=f"{known.reason}; {note}") if known and note else known
+
+    def judge(
+        self, text: str, source: str = "exception", generic: bool = False, weak: bool = False
+    ) -> tuple[Verdict | None, str]:
+        """The verdict of a rule, and what of the text was not judged because the budget is spent; empty for nothing.
+
+        weak: a guess by a few words of what was said last counts, where nothing else is known.
+        """
+        kernel = source == "kernel"
+        key = text if kernel else alike(text), source, generic, weak
+        with contextlib.suppress(KeyError):
+            return self._judged[key], ""
+        part = text if self._budget is None else self._budget.judged(self._job, text, kernel)
+        known = self._by_words(part, source, generic, weak) if part else None
+        if len(part) < len(text):
+            return known, END_JUDGED if part else NOT_JUDGED
+        self._judged[key] = known
+        while len(self._judged) > TEXTS_KEPT:
+            self._judged.popitem(last=False)
+        return known, ""
+
+    def _by_words(self, text: str, source: str, generic: bool, weak: bool) -> Verdict | None:
+        if source == "kernel":
+            return self._match(shortened(text, MAX_TEXT), source, generic)
+        if "\n" in text.strip():
+            known = self.last_words(text, source, generic)[1]
+        else:
+            known = self._match(shortened(text, MAX_TEXT), source, generic)
+        if known is None and weak:
+            said = self.last_words(text, source)[0]
+            known = self._match(shortened(said, MAX_TEXT), source, True, True)
+        return known
 
     def last_words(self, text: str, source: str = "stderr", generic: bool = True) -> tuple[str, Verdict | None]:
         """Finds in a process's last lines the statement that says why it ended, and judges it (detector.last_words).
@@ -125,7 +167,7 @@ class Classifier:
             view = low_by_libraries if rule.hardware else low_of_network if network else low
             if hit := search(views[view].get(number, ()), view):
                 words = (by_libraries if rule.hardware else text)[hit.start() : hit.end()]
-                return self._verdict(rule, f"{source} text has {_quoted(words)}")
+                return self._verdict(rule, f"{source} text has {_quoted(alike(words) if of_a_program else words)}")
         return None
 
     def exit(self, status: int | str | signal.Signals, stderr_tail: str = "", oom: bool = False) -> Verdict:
@@ -146,7 +188,10 @@ class Classifier:
         rule = self._by_name("signal", "OOM") if oom else None
         if rule:
             return self._verdict(rule, f"{said} and the kernel counted an out-of-memory kill in its cgroup")
-        known = self.match(stderr_tail, "stderr", generic=True) if stderr_tail and (code or number) else None
+        known, note = (
+            self.judge(stderr_tail, "stderr", generic=True) if stderr_tail and (code or number) else (None, "")
+        )
+        said = f"{said}; {note}" if note else said
         if known and known.action != REPORT:
             return _at_least_restart(replace(known, reason=f"{said}; {known.reason}"), said)
         if number:

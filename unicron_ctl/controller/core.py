@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from detector.budget import Budget
 from detector.classify import Classifier
 from unicron_ctl.config import ControllerConfig
 from unicron_ctl.controller import reconcile
@@ -81,6 +82,7 @@ class Core:
     has_slurm: bool = False
 
     def __post_init__(self) -> None:
+        self.budget = Budget()
         self.events: list[Event] = []
         self.outbox: list[Send] = []
         self.requests: list[Any] = []
@@ -202,6 +204,7 @@ class Core:
     def _judge(self, finding: Finding) -> None:
         number = self.state.last_event + 1
         job = self.state.jobs.get(finding.job)
+        self._read_for(finding.job)
         self.take(self._with_peers(judge(self.view, finding)))
         if job is None or job.over or self.state.last_event < number:
             return
@@ -313,6 +316,7 @@ class Core:
             self._heard_again()
         name: str = getattr(message, "job", "")
         recorded = self.state.last_event
+        self._read_for(name)
         try:
             self.intake.receive(route, message, key, asker)
         except Exception as error:
@@ -341,6 +345,11 @@ class Core:
             if job is not None and name not in self.turns.later:
                 self._contained(name, f"its state ({job.phase})", self.turns.advance, job)
                 self._bound(name)
+        self.budget.renew()
+
+    def _read_for(self, job: str) -> None:
+        """What is judged by words next is charged to this job."""
+        self.view.classifier = self.classifier.within(self.budget, job)
 
     @property
     def pending(self) -> bool:

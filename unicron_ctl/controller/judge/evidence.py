@@ -58,10 +58,10 @@ def classify(classifier: Classifier, event: NodeEvent) -> Verdict:
         return classifier.cause("link_flapping", event.text)
     if event.source == "memory":
         return classifier.cause("host_out_of_memory", event.text)
-    verdict = classifier.match(event.text, event.source)
+    verdict, note = classifier.judge(event.text, event.source)
     if verdict is not None:
         return verdict
-    text = f"no rule of the controller knows {event.text[:90]!r}"
+    text = f"no rule of the controller knows {event.text[:90]!r}" + (f"; {note}" if note else "")
     return Verdict("others", Severity.SEV3, REPORT, text, "default", "none")
 
 

@@ -160,10 +160,10 @@ def stopped(view: View, job: JobView, finding: Finding) -> Outcome:
         fault = status.fault if status else None
         text = f"{fault.type}: {fault.text}" if fault else ""
         words = f"stopped: {text}" if text else finding.evidence
-        verdict = (evidence.known_fault(view.classifier, fault) if fault else None) or view.classifier.cause(
-            NETWORK_ERROR,
-            "stopped in a collective by an error that no rule knows; tried again in place" if fault else words,
-        )
+        verdict, note = view.classifier.judge(text) if fault else (None, "")
+        if verdict is None:
+            unknown = f"stopped in a collective by an error{'; ' + note if note else ' that no rule knows'}"
+            verdict = view.classifier.cause(NETWORK_ERROR, f"{unknown}; tried again in place" if fault else words)
         verdict = evidence.with_links(view, job.state, job.state.node(slot), verdict)
         decision, memory = micro_batches.failed_again(job.state, slot, fault, verdict), None
         if decision is None:
