@@ -22,6 +22,7 @@ from pathlib import Path
 
 from detector.classify import Classifier, default_classifier
 from detector.health import kernel
+from detector.output import TooMuchOutput, run_program
 from detector.severity import SeverityTableError
 
 GOOD, WARNING, UNKNOWN, BAD = "good", "warning", "unknown", "bad"
@@ -96,23 +97,26 @@ _SMI_FIELDS = (
 )
 
 
-def check_gpu(settings: Settings, run: Callable[..., subprocess.CompletedProcess] = subprocess.run) -> Finding:
+def check_gpu(settings: Settings, run: Callable[..., subprocess.CompletedProcess] = run_program) -> Finding:
     """All expected GPUs answer, without failed row remapping and without pending uncorrectable errors."""
     present = len(list(_root(settings, "proc/driver/nvidia/gpus").glob("*")))
     if not present and not settings.gpus:
         return Finding(GOOD, "no GPU here and none expected", {"gpus": 0})
-    if shutil.which("nvidia-smi") is None and run is subprocess.run:
+    if shutil.which("nvidia-smi") is None and run is run_program:
         if settings.gpus and not present:
             return Finding(BAD, f"{settings.gpus} GPUs expected, the driver shows none", {"gpus": 0})
         return Finding(UNKNOWN, "nvidia-smi is not installed, so the GPUs cannot be asked", {"gpus": present})
     command = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        done = run(command, capture_output=True, text=True, timeout=max(0.5, settings.timeout * 0.9))
+        done = run(command, timeout=max(0.5, settings.timeout * 0.9))
     except subprocess.TimeoutExpired:
         return Finding(UNKNOWN, "nvidia-smi does not answer", {"gpus": present})
+    except TooMuchOutput as error:
+        return Finding(UNKNOWN, f"nvidia-smi: {error}", {"gpus": present})
     except OSError as error:
         return Finding(UNKNOWN, f"nvidia-smi cannot be started: {error.strerror}", {"gpus": present})
-    return judge_gpus(done.returncode, done.stdout, (done.stdout + done.stderr).strip(), settings)
+    out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
+    return judge_gpus(done.returncode, out, (out + err).strip(), settings)
 
 
 def judge_gpus(status: int, table: str, said: str, settings: Settings) -> Finding:

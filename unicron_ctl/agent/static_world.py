@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from detector.output import TooMuchOutput, run_program
 from unicron_ctl.agent.place import Place
 from unicron_ctl.errors import UserError
 
@@ -131,7 +132,7 @@ def _address(node: str) -> str:
 
 def _answer(command: list[str]) -> list[str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False, errors="replace")
-    except (OSError, subprocess.TimeoutExpired):
+        done = run_program(command, 10.0)
+    except (OSError, subprocess.TimeoutExpired, TooMuchOutput):
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return done.stdout.decode(errors="replace").splitlines() if done.returncode == 0 else []

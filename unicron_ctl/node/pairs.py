@@ -7,6 +7,7 @@ in round 2 (:mod:`detector.paired`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from detector.output import MOST_BYTES, Output, TooMuchOutput, run_program
 from detector.pair_probe import CONNECT_SECONDS, MARK
 from detector.paired import Group, Judgement, Outcome, first_round, judge, second_round
 from unicron_ctl.errors import WRONG_USE, UserError, one_line
@@ -25,6 +27,7 @@ from unicron_ctl.slurm.client import NodeInfo
 
 PAIRS_WANTED = 3  # with fewer times than three nothing can be called slow (detector.paired)
 AT_ONCE = 32
+END_SECONDS = 5.0  # for an srun that is ended, and for the rest of its output
 START_SECONDS = 30.0  # for Slurm to start the job and Python to come up
 
 
@@ -163,7 +166,7 @@ class Runner:
         hidden = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")
         kept = {k: v for k, v in environment.items() if not k.startswith(hidden) or k == "SLURM_CONF"}
         self._environment = {**kept, "UNICRON": "0"}
-        self._running: dict[str, subprocess.Popen[str]] = {}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -218,8 +221,6 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
                 start_new_session=True,
             )
         except OSError as error:
@@ -228,26 +229,29 @@ class Runner:
             ) from None
         with self._lock:
             self._running[token] = process
-        late = False
-        try:
-            out, err = process.communicate(timeout=limit(self._wish, len(group)) + self._wish.queue)
-        except subprocess.TimeoutExpired:
-            late = True
-            self._end(token, process)
-            out, err = process.communicate()
-        finally:
-            with self._lock:
-                self._running.pop(token, None)
+        late, output = False, Output(process, MOST_BYTES)
+        with process:
+            try:
+                output.read(limit(self._wish, len(group)) + self._wish.queue)
+            except (subprocess.TimeoutExpired, TooMuchOutput):
+                late = True
+                self._end(token, process)
+                with contextlib.suppress(subprocess.TimeoutExpired, TooMuchOutput):
+                    output.read(END_SECONDS)
+            finally:
+                with self._lock:
+                    self._running.pop(token, None)
+        out, err = (text.decode(errors="replace") for text in output.taken())
         return read(number, group, out, err, process.returncode, late)
 
-    def _end(self, token: str, process: subprocess.Popen[str]) -> None:
+    def _end(self, token: str, process: subprocess.Popen[bytes]) -> None:
         """srun's own way to end a job takes its nodes' answer; scancel works without."""
         call = ["scancel", f"--name=unicron-pair-test-{token}"]
         try:
-            subprocess.run(call, env=self._environment, capture_output=True, timeout=10, check=False)
+            run_program(call, 10.0, env=self._environment)
             process.send_signal(signal.SIGTERM)
-            process.wait(5)
-        except (OSError, subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        except (OSError, subprocess.TimeoutExpired, TooMuchOutput):
             process.kill()
 
 

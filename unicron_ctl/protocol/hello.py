@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from detector.output import TooMuchOutput, run_program
 from unicron_ctl.addresses import Target, canonical, endpoint, is_loopback, reason_of, resolve
 from unicron_ctl.protocol import claims, datagrams, wire
 from unicron_ctl.protocol.encryption import PLAIN, is_key
@@ -270,17 +271,10 @@ class _SlurmUser:
         if self._uid is None and time.monotonic() >= self._again:
             self._again = time.monotonic() + ASK_SLURM_AGAIN
             try:
-                done = subprocess.run(
-                    ["scontrol", "show", "config"],
-                    capture_output=True,
-                    text=True,
-                    errors="replace",
-                    timeout=SLURM_SECONDS,
-                    check=False,
-                )
-            except (OSError, subprocess.TimeoutExpired):
+                done = run_program(["scontrol", "show", "config"], SLURM_SECONDS)
+            except (OSError, subprocess.TimeoutExpired, TooMuchOutput):
                 return None
-            found = _SLURM_USER.search(done.stdout)
+            found = _SLURM_USER.search(done.stdout.decode(errors="replace"))
             self._uid = int(found.group(1)) if found and done.returncode == 0 else None
         return self._uid
 

@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 
-from unicron_ctl.slurm.client import SlurmTimeout
+from detector.output import TooMuchOutput, run_program
+from unicron_ctl.slurm.client import SlurmError, SlurmTimeout
 
 log = logging.getLogger("unicron.slurm")
 KILL_SECONDS = 2.0  # for a process that was killed to end
 MOST_STUCK = 4  # processes that do not end, at once
+MOST_BYTES = 128 << 20  # of one program's output: a listing of 100,000 elements has 30 MB
 Done = subprocess.CompletedProcess[bytes]
 
 
@@ -30,8 +32,8 @@ class Programs:
         self._changed = threading.Lock()
 
     def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> Done:
-        """The program's output and exit status. Raises SlurmTimeout when it takes longer than `timeout`, and what
-        `subprocess.run` raises."""
+        """The program's output and exit status. Raises SlurmTimeout when it takes longer than `timeout`,
+        SlurmError when it prints without end, and OSError."""
         what = " ".join(command[:3])
         if stuck := self.stuck():
             if len(stuck) >= MOST_STUCK:
@@ -48,6 +50,8 @@ class Programs:
             return result.result(timeout + KILL_SECONDS)
         except subprocess.TimeoutExpired:
             raise SlurmTimeout(f"{what}: no answer from Slurm within {timeout:g} s") from None
+        except TooMuchOutput as error:
+            raise SlurmError(f"{what}: {error}, and was ended: is this Slurm's own program?") from None
         except NotDone:
             with self._changed:
                 self._stuck[thread] = what
@@ -64,7 +68,7 @@ class Programs:
 
 def _serve(result: Future[Done], command: Sequence[str], env: Mapping[str, str], timeout: float) -> None:
     try:
-        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout)
+        done = run_program(command, timeout, MOST_BYTES, env)
     except BaseException as error:
         result.set_exception(error)
     else:

@@ -45,12 +45,12 @@ def test_only_a_controller_s_claim_holds_its_key(payload: bytes) -> None:
 def test_whose_controller_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def scontrol(command: list[str], **options: object) -> SimpleNamespace:
+    def scontrol(command: list[str], *options: object) -> SimpleNamespace:
         asked.append(command)
-        return SimpleNamespace(returncode=0, stdout="SlurmUser               = slurm(64030)\nSlurmctldPort = 6817\n")
+        return SimpleNamespace(returncode=0, stdout=b"SlurmUser               = slurm(64030)\nSlurmctldPort = 6817\n")
 
     monkeypatch.setattr(hello.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(hello.subprocess, "run", scontrol)
+    monkeypatch.setattr(hello, "run_program", scontrol)
     monkeypatch.setattr(hello, "_slurm_user", hello._SlurmUser())
     assert hello.trusted(0) and hello.trusted(1000) and not asked
     assert hello.trusted(64030) and not hello.trusted(1001) and len(asked) == 1
@@ -64,7 +64,7 @@ def test_a_slurm_that_does_not_answer_is_not_asked_for_every_forged_datagram(mon
         asked.append(words)
         raise OSError("no such program")
 
-    monkeypatch.setattr(hello.subprocess, "run", scontrol)
+    monkeypatch.setattr(hello, "run_program", scontrol)
     monkeypatch.setattr(hello, "_slurm_user", hello._SlurmUser())
     assert not any(hello.trusted(54321) for _ in range(10)) and len(asked) == 1
 

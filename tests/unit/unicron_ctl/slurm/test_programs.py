@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.processes import wait_for
 from unicron_ctl.slurm import programs
-from unicron_ctl.slurm.client import SlurmTimeout
+from unicron_ctl.slurm.client import SlurmError, SlurmTimeout
 from unicron_ctl.slurm.command_line import CommandLineClient
 from unicron_ctl.slurm.programs import MOST_STUCK, Programs
 
@@ -78,3 +78,10 @@ def test_pipes_that_somebody_keeps_open_hold_nobody_up(tmp_path: Path) -> None:
     with pytest.raises(SlurmTimeout, match=r"no answer from Slurm within 0\.3 s"):
         client.nodes()
     assert time.monotonic() - began < 15.0
+
+
+def test_a_program_that_prints_without_end_is_ended_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "MOST_BYTES", 4 << 20)
+    with pytest.raises(SlurmError, match="yes: it printed more than 4 MiB, and was ended"):
+        Programs().run(["yes"], ENV, 60.0)
+    assert Programs().run(["echo", "here"], ENV, 30.0).stdout == b"here\n"
