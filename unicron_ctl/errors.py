@@ -22,3 +22,11 @@ class UserError(Exception):
 def one_line(text: str) -> str:
     """The text with every run of white space, line ends included, made one space."""
     return " ".join(text.split())
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many characters: of a longer one its beginning and its end."""
+    if len(text) <= most:
+        return text
+    tail = (most - 5) // 3
+    return f"{text[: most - 5 - tail]} ... {text[len(text) - tail :]}"

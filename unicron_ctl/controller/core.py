@@ -145,6 +145,8 @@ class Core:
     def append(self, job: str, generation: int, record: Record) -> Event:
         """Records one decision and takes it into the state."""
         event = Event(self.state.last_event + 1, self.view.now, job, generation, record)
+        if len(event.payload) > records.REASON and (shorter := records.bounded(record)) is not record:
+            record, event = shorter, Event(event.id, event.time, job, generation, shorter)
         size = len(event.payload)  # what the log cannot hold is not taken into the state either
         fold(self.state, event)
         self.events.append(event)
@@ -460,8 +462,10 @@ class Core:
         self.slurm.listed(self.now, self.config.slurm_poll_seconds, self.now - self.slurm.asked_at, failed=True)
         if not self.view.slurm.error:
             self.view.slurm.error_since = self.now
-        if message != self.view.slurm.error:
+        other = message != self.view.slurm.error and self.now - self.view.slurm.error_told >= COMPLAIN_AGAIN
+        if other or not self.view.slurm.error:
             self.append("", 0, records.SlurmFailed(reason=message))
+            self.view.slurm.error_told = self.now
         self.view.slurm.error = message
 
     def on_listing(

@@ -22,9 +22,11 @@ from typing import Any
 from unicron_ctl.controller.core import Core
 from unicron_ctl.controller.fair_queue import FairQueue
 from unicron_ctl.controller.model.requests import Action, Greeting, Knock, Poll, Probe, Run
+from unicron_ctl.errors import shortened
 from unicron_ctl.mailbox import Mailbox
 from unicron_ctl.reach import reach
 from unicron_ctl.slurm.client import (
+    SAID,
     SOMEBODY,
     UNSAID,
     ElementInfo,
@@ -227,7 +229,7 @@ class Worker:
         except (
             Exception
         ) as error:  # an answer that nobody foresaw must not end the thread: Slurm would never be asked again
-            text = f"could not read Slurm's answer: {type(error).__name__}: {error}"
+            text = shortened(f"could not read Slurm's answer: {type(error).__name__}: {error}", SAID)
             self.results.put(lambda: core.on_slurm_error(text))
         else:
             self.results.put(lambda: core.on_listing(nodes, elements, site, took))
@@ -261,7 +263,7 @@ class Worker:
         except SlurmError as error:
             return str(error), isinstance(error, SlurmTimeout)
         except Exception as error:
-            return f"{type(error).__name__}: {error}", False
+            return shortened(f"{type(error).__name__}: {error}", SAID), False
         return "", False
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from unicron_ctl.errors import UserError, one_line
+from unicron_ctl.errors import UserError, one_line, shortened
 
 # In any of these states a node is given no work (man sinfo, NODE STATE CODES).
 _UNUSABLE = frozenset(
@@ -52,11 +52,14 @@ def current_reason(states: frozenset[str], reason: str) -> str:
     return reason if states & _REASON_COUNTS else ""
 
 
+SAID = 500  # characters of what went wrong: programs may say anything
+
+
 class SlurmError(UserError):
     """Slurm refused a call or did not answer in time. The text is one line."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+        super().__init__(shortened(one_line(message), SAID))
 
 
 class SlurmTimeout(SlurmError):

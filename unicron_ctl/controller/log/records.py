@@ -12,7 +12,11 @@ from typing import Any
 
 import msgspec
 
+from unicron_ctl.errors import shortened
+from unicron_ctl.protocol.ranges import TEXT
 from unicron_ctl.protocol.wire import Plan, Settings
+
+REASON = 4000  # characters of a reason; other texts have TEXT, as in messages
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=True):
@@ -74,6 +78,15 @@ class Lost(msgspec.Struct, frozen=True, array_like=True):
 def amended(record: Record, reason: str) -> Record:
     """The record with another reason."""
     return msgspec.structs.replace(record, reason=reason)
+
+
+def bounded(record: Record) -> Record:
+    """The record with its texts cut to REASON and TEXT characters: much in them was said by others, by jobs, Slurm and
+    libraries."""
+    texts = {name: getattr(record, name) for name in record.__struct_fields__}
+    bounds = {name: REASON if name == "reason" else TEXT for name, text in texts.items() if isinstance(text, str)}
+    changed = {name: shortened(texts[name], most) for name, most in bounds.items() if len(texts[name]) > most}
+    return msgspec.structs.replace(record, **changed) if changed else record
 
 
 # ---------------------------------------------------------------- the controller itself

@@ -95,6 +95,8 @@ class SlurmView:
     error: str = ""
     """Why it has not answered since `error_since`."""
     error_since: float = 0.0
+    error_told: float = 0.0
+    """When a reason went into the log last."""
     private: frozenset[str] = frozenset()
     """Slurm's PrivateData: kinds of things that users see of their own only."""
     domains: Mapping[str, str] = field(default_factory=dict)

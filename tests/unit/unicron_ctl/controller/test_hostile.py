@@ -248,10 +248,12 @@ def test_what_is_written_of_all_jobs_of_a_user_is_bounded(monkeypatch):
 
     for number in range(3, 6):
         begin(str(number))
-        world.core.append(str(number), 1, records.Steady(reason="x" * 60_000))
+        for _ in range(20):
+            world.core.append(str(number), 1, records.Steady(reason="x" * 3_000))
     assert not [job.set_aside for job in world.core.state.jobs.values() if job.set_aside]
     last = begin("6")
-    world.core.append("6", 1, records.Steady(reason="x" * 30_000))
+    for _ in range(10):
+        world.core.append("6", 1, records.Steady(reason="x" * 3_000))
     last.status()
     assert "1 GB for all jobs of ann" in world.job("6").set_aside
     refused = begin("7")

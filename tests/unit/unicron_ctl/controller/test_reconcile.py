@@ -12,7 +12,7 @@ from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.plan import inputs
 from unicron_ctl.controller.plan.reach import Ground
 from unicron_ctl.controller.reconcile import RETRY_SECONDS, Asked
-from unicron_ctl.slurm.client import SlurmError
+from unicron_ctl.slurm.client import SAID, SlurmError
 
 
 def on_slurm(nodes: int, *jobs: tuple[str, int, float]) -> tuple[World, FakeSlurm]:
@@ -272,3 +272,39 @@ def test_a_job_that_registers_while_slurm_is_asked_keeps_its_node() -> None:
     assert not slurm.calls and slurm.queue["1", 0]["state"] == "RUNNING"
     world.run(3.0)
     assert not slurm.calls and world.core.state.assignment == {"1": 1}
+
+
+def test_ever_other_texts_of_a_slurm_that_fails_are_told_once_a_minute():
+    """Defect: each text that differed from the last went into the log, in full, at every poll."""
+    world, slurm = on_slurm(3, ("1", 3, 1.0))
+
+    def told() -> list[str]:
+        return [event.record.reason for event in world.log if event.kind == "slurm_error"]
+
+    for number in range(30):
+        slurm.refuse = f"squeue: problem {number}"
+        world.run(1.0)
+    assert len(told()) == 1 and world.core.view.slurm.error.startswith("squeue: problem")
+    for number in range(60):
+        slurm.refuse = f"squeue: other problem {number}"
+        world.run(1.0)
+    assert len(told()) == 2 and "other" in told()[1]
+    slurm.refuse = ""
+    world.run(3.0)
+    slurm.refuse = "squeue: again"
+    world.run(3.0)
+    assert told()[2:] == ["squeue: again"], "another outage is told at once"
+
+
+def test_no_text_of_a_record_is_longer_than_it_may_be():
+    """Defect: what Slurm's programs said went into the log as it was, 200 kB at a time."""
+    world, _ = on_slurm(3, ("1", 3, 1.0))
+    core, long = world.core, "x" * 200_000
+    core.on_slurm_error(f"squeue: {long}")
+    core.append("", 0, records.JobSetAside(reason=f"{long} end", input=long, where="short"))
+    failed, aside = [event.record for event in core.events][-2:]
+    assert len(failed.reason) == len(aside.reason) == records.REASON and aside.reason.endswith(" end")
+    assert len(aside.input) == 20_000 and aside.where == "short"
+    with pytest.raises(SlurmError) as told:
+        raise SlurmError(f"squeue: {long}")
+    assert len(str(told.value)) == SAID
