@@ -287,6 +287,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("detector", "ADOPTED_SECONDS", 2.0, "for the agent to become the parent of a rank that was forked"),
     Limit("detector", "TRIAL_SECONDS", 10.0, "for a process that is forked from a new template to compute something"),
     Limit("detector", "CONNECT_SECONDS", 20.0, "for the two nodes of a pair test to meet"),
+    Limit("node", "END_SECONDS", 5.0, "for an srun of a pair test that is ended, and for the rest of its output"),
     Limit("node", "BUDGET_SECONDS", 8.0, "for the admission checks of a node together"),
     Limit("node", "REPORT_SECONDS", 2.0, "for the controller to take their report"),
     Limit("node", "START_SECONDS", 30.0, "for Slurm to start a pair test"),
