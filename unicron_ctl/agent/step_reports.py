@@ -66,10 +66,9 @@ class StepReports:
         self.sent_at = float("-inf")
 
     def configure(self, period: float, progress: float) -> None:
-        """period: seconds from one status to the next; progress: that news of nothing but progress may wait. Where that
-        is a whole period, each report waits for the next status."""
-        self._with_status = progress >= period
-        self._hold = MERGE_SECONDS + (period if self._with_status else 0.0)
+        """period: seconds from one status to the next; progress: that news of nothing but progress may wait."""
+        self._with_status = wire.with_status(period, progress)
+        self._hold = wire.hold_seconds(period, progress)
 
     def add(self, message: Mapping[str, Any], now: float) -> None:
         """Take in a rank's `step` message. Raises msgspec.ValidationError for one that does not fit."""
@@ -84,7 +83,8 @@ class StepReports:
 
         running: slot -> generation, for each rank that runs in one. An iteration waits for the ranks of its generation,
         unless a rank has reported a later one, or a rank that has reported it runs no more: the controller is to have
-        the proof before it learns of that end. hold: what is complete may wait, too, if something was sent just now.
+        the proof before it learns of that end. hold: what is complete may wait, too, if something was sent just now or
+        a status is about to take it along.
         """
         if hold and self._may_wait(now, running):
             return []

@@ -33,10 +33,6 @@ LARGE_JOB = 64  # nodes; above, progress and steps are told with the heartbeats
 OfAgent = wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
 
 
-def _large(job: JobState) -> bool:
-    return job.settings.max_nodes > LARGE_JOB
-
-
 class Intake:
     """One per core. desk: what is remembered of a job. take: the core's door."""
 
@@ -287,10 +283,15 @@ class Intake:
             controller="unicrond",
             metrics_seconds=config.metrics_seconds,
             metrics_directory=config.metrics_directory,
-            progress_seconds=max(PROGRESS_SECONDS, config.heartbeat_period) if _large(job) else PROGRESS_SECONDS,
+            progress_seconds=self._progress_seconds(job),
             layout=job.layout,
             run=f"{round(job.registered_at * 1e6):x}",
         )
+
+    def _progress_seconds(self, job: JobState) -> float:
+        """For which an agent of the job may keep news of mere progress to itself."""
+        large = job.settings.max_nodes > LARGE_JOB
+        return max(PROGRESS_SECONDS, self._view.config.heartbeat_period) if large else PROGRESS_SECONDS
 
     def _status(self, route: Route, message: wire.Status, key: str) -> None:
         job, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
@@ -363,6 +364,7 @@ class Intake:
 
     def _take_steps(self, job: JobState, agent: AgentView, reports: Iterable[wire.StepReport]) -> None:
         view, desk, now = self._view.job(job), self._desk(job), self._view.now
+        held = wire.hold_seconds(self._view.config.heartbeat_period, self._progress_seconds(job))
         for report in reports:
             whole, agent.steps = report.number == agent.steps + 1, report.number
             report.ranks = [rank for rank in report.ranks if rank.slot in agent.slots]
@@ -370,13 +372,9 @@ class Intake:
                 desk.unheard_until = max(desk.unheard_until, report.iteration)
                 continue
             if job.plan is not None and report.generation == job.plan.generation:
-                view.live.stepped.take(report.iteration, now, self._held(job))
+                view.live.stepped.take(report.iteration, now, held)
             if report.ranks:
                 self._take(desk.take_steps(view, report, now, whole))
-
-    def _held(self, job: JobState) -> float:
-        """Seconds for which an agent of the job holds step reports back, at most."""
-        return wire.MERGE_SECONDS + (self._view.config.heartbeat_period if _large(job) else 0.0)
 
     def _of_rank(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
         """What was asked for goes into the log, once; what was not does not."""

@@ -259,6 +259,17 @@ class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 MERGE_SECONDS = 0.2  # that an agent holds such a report back, at most, for others that come soon
 
 
+def with_status(period: float, progress: float) -> bool:
+    """Whether an agent that got these in its :class:`Welcome` keeps step reports for its next status: what tells of
+    mere progress may wait for a whole period."""
+    return progress >= period
+
+
+def hold_seconds(period: float, progress: float) -> float:
+    """How long such an agent holds a step report back, at most."""
+    return MERGE_SECONDS + (period if with_status(period, progress) else 0.0)
+
+
 class StepReport(msgspec.Struct, omit_defaults=True):
     """One optimizer step of the ranks of one agent; `total` micro-batches are in the iteration.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.world import World
 from unicron_ctl.controller.job.ledger import JobLedger
 from unicron_ctl.controller.log import records
@@ -166,3 +168,15 @@ def test_an_iteration_that_calls_itself_huge_costs_what_was_reported():
     assert all(len(step.unreported) == 100 for step in steps)
     still_open = world.core.desks["1"].ledger.open.values()
     assert still_open and all(len(one.summed) == 1 and not one.computed for one in still_open)
+
+
+@pytest.mark.parametrize("period, held", [(0.1, 0.3), (1.0, 0.2)])
+def test_the_controller_reckons_with_reports_held_for_as_long_as_agents_hold_them(period: float, held: float) -> None:
+    """Defect: with heartbeats as short as progress is told agents of small jobs hold reports longer than it thought."""
+    world = World(heartbeat_period=period)
+    agents = world.start_job(nodes=2)
+    world.iterate("1", 0)
+    heard = world.now
+    world.run(2.0)
+    agents[0].step(0, 1, [0, 2, 4, 6])
+    assert world.core.view.job(world.job("1")).live.stepped.before == pytest.approx(heard - held)
