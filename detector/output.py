@@ -43,10 +43,10 @@ class Output:
                     if not data:
                         selector.unregister(key.fd)
                         self._open.remove(key.fd)
-                    self._keep(key.fd, data)
+                    self._add_part(key.fd, data)
         self._process.wait(max(0.0, until - time.monotonic()))
 
-    def _keep(self, descriptor: int, data: bytes) -> None:
+    def _add_part(self, descriptor: int, data: bytes) -> None:
         self._size += len(data)
         if self._size > self._most:
             raise TooMuchOutput(f"it printed more than {self._most >> 20} MiB")
@@ -61,8 +61,8 @@ class Output:
 def run_program(
     command: Sequence[str], timeout: float, most: int = MOST_BYTES, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """As `subprocess.run` with its output captured and no input. The program is killed when it takes longer or prints
-    more. Raises TooMuchOutput, TimeoutExpired and OSError."""
+    """Runs a program to its end, without input, as `subprocess.run` does, and captures what it prints. The program is
+    killed when it takes longer or prints more. Raises TooMuchOutput, TimeoutExpired and OSError."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
         output = Output(process, most)

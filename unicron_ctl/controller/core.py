@@ -83,6 +83,7 @@ class Core:
 
     def __post_init__(self) -> None:
         self.budget = Budget()
+        self._charged: str | None = None  # the job that the view's classifier charges
         self.events: list[Event] = []
         self.outbox: list[Send] = []
         self.requests: list[Any] = []
@@ -130,6 +131,7 @@ class Core:
         """A new configuration."""
         self.config = self.view.config = config
         self.classifier = self.view.classifier = classifier
+        self._charged = None
         if not config.metrics_seconds:  # peers are no longer compared: nobody stands out any more
             for desk in self.desks.values():
                 desk.peers = peers.JobPeers()
@@ -350,8 +352,9 @@ class Core:
         self.budget.renew()
 
     def _read_for(self, job: str) -> None:
-        """What is judged by words next is charged to this job."""
-        self.view.classifier = self.classifier.within(self.budget, job)
+        """What is judged by words next is charged to this job. Most messages say nothing that is, and come in a row."""
+        if job != self._charged:
+            self._charged, self.view.classifier = job, self.classifier.within(self.budget, job)
 
     @property
     def pending(self) -> bool:
