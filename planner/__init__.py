@@ -5,8 +5,8 @@ Pure: standard library and numpy only, no I/O but files given to it.
 
 from __future__ import annotations
 
-from planner.model import Job, PlanError, Scenario
-from planner.plan import Plan
-from planner.solve import solve
+from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.solver.plan import Plan
+from unicron.planner.solver.solve import solve
 
 __all__ = ["Job", "Plan", "PlanError", "Scenario", "solve"]

@@ -1,7 +1,8 @@
 """Runs a program of Megatron-LM's own (`pretrain_gpt.py`) on a machine without CUDA, for tests and demonstrations.
 
     python megatron_on_cpu.py pretrain_gpt.py --distributed-backend gloo --use-cpu-initialization ...
-    python megatron_on_cpu.py -m transition.megatron_lm pretrain_gpt.py ...           (healed within the iteration)
+    python megatron_on_cpu.py -m unicron.transition.megatron_lm pretrain_gpt.py ...           (healed within the
+    iteration)
 
 Where CUDA is available it only runs the program. Elsewhere `cpu_adapter.py` does its part for megatron-core, and this
 file the rest, for `megatron.training`. The Megatron-LM must be of the megatron-core release that is installed, whose

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 train_gpt.py --data-path PREFIX --tensor-model-parallel-size 2  (plain training)
     unicron-agent run -- python train_gpt.py --data-path PREFIX  (healed; see gpt_elastic.sbatch)
 
-An ordinary Megatron-core script but for three things: `transition.init_process_group`, `transition.Session`, and a
+An ordinary Megatron-core script but for three things: `unicron.init_process_group`, `unicron.Session`, and a
 `fetch` that makes any micro-batch of any iteration again, so that a survivor can take over what a lost rank owed.
 Without an agent the same lines train plainly.
 """
@@ -151,7 +151,7 @@ class GradientSaver:
         """Call it after every step."""
         import torch
 
-        from transition import parts
+        from unicron.transition.snapshot import parts
 
         held = [part for part in parts.parts(self._chunks, self._optimizer) if hasattr(part.parameter, "main_grad")]
         index = [(*part.box, part.begin, part.end) for part in held]
@@ -181,20 +181,18 @@ def train(options: argparse.Namespace, device: Any, backend: str) -> None:
     from megatron.core import parallel_state
     from training_metrics import MetricsWriter
 
-    import transition
+    import unicron
 
     dataset = build_dataset(options)
     tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    transition.init_process_group(backend, layout=transition.Layout(tensor=tensor, pipeline=pipeline))
+    unicron.init_process_group(backend, layout=unicron.Layout(tensor=tensor, pipeline=pipeline))
     parallel_state.initialize_model_parallel(tensor, pipeline, virtual_stages(options))
     chunks = build_model(options, device)
     optimizer, scheduler = build_optimizer(options, chunks)
     slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
     metrics = MetricsWriter(options.metrics, slot) if options.metrics else None
-    checkpoints = (
-        transition.Checkpoints(options.save, options.save_interval, options.save_keep) if options.save else None
-    )
-    session = transition.Session(
+    checkpoints = unicron.Checkpoints(options.save, options.save_interval, options.save_keep) if options.save else None
+    session = unicron.Session(
         model=chunks,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -242,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ModuleNotFoundError, RuntimeError) as error:
         print(f"train_gpt: {error}", file=sys.stderr)
         return 1
-    from transition import CheckpointError
+    from unicron import CheckpointError
 
     try:
         train(options, device, backend)

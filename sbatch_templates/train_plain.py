@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 train_plain.py --text FOLDER      (plain data parallelism, the same losses)
     sbatch --unicron any_script.sbatch python train_plain.py --text FOLDER --save checkpoints/first  (healed)
 
-What makes it elastic: `transition.init_process_group`; a `fetch` that makes any micro-batch again; `transition.Session`
+What makes it elastic: `unicron.init_process_group`; a `fetch` that makes any micro-batch again; `unicron.Session`
 in place of the loop, which accumulates, reduces and steps. No DistributedDataParallel, no sampler, no `backward()`.
 """
 
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 from training_metrics import MetricsWriter
 
-import transition
+import unicron
 
 LENGTH, SIZE = 64, 8  # bytes of a sample, samples of a micro-batch
 
@@ -65,7 +65,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else "cpu"
     if device != "cpu":
         torch.cuda.set_device(device)
-    transition.init_process_group("gloo" if device == "cpu" else "nccl")
+    unicron.init_process_group("gloo" if device == "cpu" else "nccl")
 
     torch.manual_seed(1234)
     model = Model().to(device)
@@ -78,7 +78,7 @@ def main() -> None:
         starts = torch.randint(len(data) - LENGTH, (SIZE, 1), generator=draw)
         return data[starts + torch.arange(LENGTH + 1)].long().to(device)
 
-    session = transition.Session(
+    session = unicron.Session(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -88,7 +88,7 @@ def main() -> None:
         seq_length=LENGTH,
         micro_batch_size=SIZE,
         train_iterations=options.iterations,
-        checkpoints=transition.Checkpoints(options.save, interval=100) if options.save else None,
+        checkpoints=unicron.Checkpoints(options.save, interval=100) if options.save else None,
         clip_grad=1.0,
     )
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())  # all ranks end after the same iteration

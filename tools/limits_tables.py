@@ -14,8 +14,8 @@ from typing import get_args, get_origin
 
 import msgspec
 
-from unicron_ctl.config import ELSEWHERE, AgentConfig, ControllerConfig, PlannerConfig
-from unicron_ctl.limits import HOMES, LIMITS, RULES, Limit, Range, label, number
+from unicron.ctl.settings.config import ELSEWHERE, AgentConfig, ControllerConfig, PlannerConfig
+from unicron.ctl.settings.limits import HOMES, LIMITS, RULES, Limit, Range, label, number
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "admin-guide.md"
 BEGIN, END = "<!-- limits: made by tools/limits_tables.py -->", "<!-- end of limits -->"

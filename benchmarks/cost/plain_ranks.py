@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import transition
+import unicron
 from benchmarks.cost import gates
 from benchmarks.leaderboard.ranks import core
 
 
 def healed() -> Iterator[object]:
     """Iterations under a session, with its defaults: the state is copied to memory at each."""
-    transition.init_process_group("gloo")
+    unicron.init_process_group("gloo")
     model, optimizer = core.build()
-    yield from transition.Session(
+    yield from unicron.Session(
         model=model,
         optimizer=optimizer,
         micro_batches=core.MICRO_BATCHES,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-import transition
+import unicron
 from benchmarks.cost import gates
 from tests.support import tiny_gpt
 
@@ -21,10 +21,10 @@ SIZES = (tiny_gpt.TENSOR, tiny_gpt.PIPELINE)
 
 def healed() -> Iterator[object]:
     """Iterations under a session."""
-    transition.init_process_group("gloo", transition.Layout(tensor=SIZES[0], pipeline=SIZES[1]))
+    unicron.init_process_group("gloo", unicron.Layout(tensor=SIZES[0], pipeline=SIZES[1]))
     parallel_state.initialize_model_parallel(*SIZES)
     chunks, optimizer = tiny_gpt.build()
-    yield from transition.Session(
+    yield from unicron.Session(
         model=chunks,
         seed=1234,
         optimizer=optimizer,

@@ -20,13 +20,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.model import Job, Scenario
-from planner.simulate import POLICIES, Policy, Trace, simulate
-from planner.simulate.causes import CAUSES
-from planner.simulate.generate import LLAMA3_PER_NODE_DAY, RSC1_PER_NODE_DAY, poisson
-from planner.simulate.policies import detection_seconds
-from planner.simulate.trace import DAY, TraceEvent, make
-from unicron_ctl.errors import WRONG_USE
+from unicron.ctl.system.errors import WRONG_USE
+from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.simulate import POLICIES, Policy, Trace, simulate
+from unicron.planner.simulate.causes import CAUSES
+from unicron.planner.simulate.generate import LLAMA3_PER_NODE_DAY, RSC1_PER_NODE_DAY, poisson
+from unicron.planner.simulate.policies import detection_seconds
+from unicron.planner.simulate.trace import DAY, TraceEvent, make
 
 REPORTED_RATIO, REPORTED_FAILURES, REPORTED_DAYS = 0.6228, 11145.6, 256.0
 MINUTE = 60.0

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from tests.support.scripted import FakeController
-from unicron_ctl.protocol import sharing, wire
+from unicron.ctl.protocol import shared_plans, wire
 
 
 def _valid(rng: random.Random) -> list[bytes]:
@@ -20,7 +20,7 @@ def _valid(rng: random.Random) -> list[bytes]:
     slot = rng.randrange(-2, 5)
     ranks = {slot: wire.RankStatus(state="running", done=[1, 2])}
     plan = wire.Plan(generation=-1, members=[], store="x", prefix="y", assignment={1: [-1]})
-    endless = sharing.PlanCommon(generation=2**62, members=[(0, 2**60)], store="x", prefix="y")
+    endless = shared_plans.PlanCommon(generation=2**62, members=[(0, 2**60)], store="x", prefix="y")
     messages: list[msgspec.Struct] = [
         # Not of the running job: without munge a well-formed registration for it is a restarted agent's, and obeyed.
         wire.Register(job="99", element=slot, agent="x", node="n", address="a", slots=[slot], settings=settings),
@@ -36,7 +36,7 @@ def _valid(rng: random.Random) -> list[bytes]:
         wire.Ask(what="inject", args={"fault": "rank-kill", "job": "7", "slot": 0}),
         wire.Ask(what="x" * 1000, args={"a": [1] * 1000}),
         wire.Break(generation=2**62, lost=[-1], reason=""),
-        sharing.share(plan, sharing.common(plan), [1]),
+        shared_plans.share(plan, shared_plans.common(plan), [1]),
         wire.PlanShare(common=msgspec.Raw(wire.encode(endless)), assignment={1: [-1]}),
         wire.StartRank(slot=99, incarnation=2**40, reason=""),
         wire.StopRank(slot=-1, incarnation=0, reason=""),

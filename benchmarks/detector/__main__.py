@@ -12,12 +12,12 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from detector.classify import Classifier, default_classifier
-from detector.culprit import OWN_PHASES, slowest
-from detector.health import Settings, run
-from detector.metrics import PeerWatch
-from detector.severity import Severity, load_table
-from detector.statistics import Health, IterationMonitor
+from unicron.detector.failures.classify import Classifier, default_classifier
+from unicron.detector.failures.severity import Severity, load_table
+from unicron.detector.health import Settings, run
+from unicron.detector.iterations.culprit import OWN_PHASES, slowest
+from unicron.detector.iterations.peer_metrics import PeerWatch
+from unicron.detector.iterations.statistics import Health, IterationMonitor
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 

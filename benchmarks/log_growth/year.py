@@ -11,14 +11,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from benchmarks.scale.history import DAY, Month, failures
-from unicron_ctl.agreement import resume
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Record
-from unicron_ctl.controller.log.store import Store
-from unicron_ctl.controller.model.fold import fold
-from unicron_ctl.controller.server import FORGET_AGAIN_SECONDS, THIN_EVERY
-from unicron_ctl.controller.snapshot import freeze
-from unicron_ctl.protocol.wire import Plan, Settings
+from unicron.ctl.consensus import resume
+from unicron.ctl.controller.core.state_snapshot import freeze
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Record
+from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.model.fold import fold
+from unicron.ctl.controller.server.server import FORGET_AGAIN_SECONDS, THIN_EVERY
+from unicron.ctl.protocol.wire import Plan, Settings
 
 JOB = "1"
 EPOCH = 1.7e9

@@ -26,12 +26,12 @@ import torch
 from benchmarks.memory import iterations, losses
 from benchmarks.memory.figures import asked
 from tests.support.jobs import World, json_lines
-from transition.checkpoint import Checkpoints, Writer, load_image
-from transition.memory import contents, images
-from transition.memory.contents import Gatherer
-from transition.memory.images import Image
-from transition.memory.keeper import Keeper
-from transition.migrate import TrainingState
+from unicron.transition.snapshot import contents, images
+from unicron.transition.snapshot.checkpoint import Checkpoints, Writer, load_image
+from unicron.transition.snapshot.contents import Gatherer
+from unicron.transition.snapshot.images import Image
+from unicron.transition.snapshot.keeper import Keeper
+from unicron.transition.snapshot.migrate import TrainingState
 
 ROUNDS = 5
 

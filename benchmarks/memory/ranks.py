@@ -12,19 +12,19 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-import transition
+import unicron
 from tests.support import tiny_gpt
-from transition.memory import contents
+from unicron.transition.snapshot import contents
 
 BLOCKS, EACH = int(os.environ["MEMORY_BLOCKS"]), int(os.environ["MEMORY_EACH"])
 WARM_UP = 3
 
 
 def main() -> None:
-    transition.init_process_group("gloo", transition.Layout(tensor=tiny_gpt.TENSOR))
+    unicron.init_process_group("gloo", unicron.Layout(tensor=tiny_gpt.TENSOR))
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tiny_gpt.TENSOR)
     chunks, optimizer = tiny_gpt.build()
-    session = transition.Session(
+    session = unicron.Session(
         model=chunks,
         seed=1234,
         optimizer=optimizer,

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import tiny_gpt
-from transition import rooms, session, shards
+from unicron.transition.session import session
+from unicron.transition.sharded import shard_files, shards
 
 SECONDS: Counter[str] = Counter()
 
@@ -49,7 +50,7 @@ if __name__ == "__main__":
     clocked(shards.Shards, "export", "export")
     clocked(shards.Shards, "send_copies", "copy")
     clocked(session.Session, "_keep", "keep")
-    clocked(rooms.Rooms, "settle", "settle")
-    clocked(rooms, "_finish", "sums")
+    clocked(shard_files.Rooms, "settle", "settle")
+    clocked(shard_files, "_finish", "sums")
     session.Session._step = said(session.Session._step)  # type: ignore[method-assign]
     tiny_gpt.main()

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.paper import tables
-from planner.simulate import POLICIES, simulate
-from planner.simulate.cases import CASES, case
-from planner.simulate.generate import trace_a, trace_b
-from planner.simulate.placement import SHARES, split
-from planner.solve import solve
+from unicron.planner.simulate import POLICIES, simulate
+from unicron.planner.simulate.cases import CASES, case
+from unicron.planner.simulate.generate import trace_a, trace_b
+from unicron.planner.simulate.placement import SHARES, split
+from unicron.planner.solver.solve import solve
 
 SEEDS = range(10)
 REPAIRS = (24.0, 6.0)  # median hours: the default, and a shorter one, because the results hang on it

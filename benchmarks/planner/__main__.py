@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.lookahead import Lookahead
-from planner.model import Job, Scenario
-from planner.simulate import POLICIES, simulate
-from planner.simulate.generate import DAY, rsc1, unicron
-from planner.solve import solve
+from unicron.planner.ahead.lookahead import Lookahead
+from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.simulate import POLICIES, simulate
+from unicron.planner.simulate.generate import DAY, rsc1, unicron
+from unicron.planner.solver.solve import solve
 
 SHAPES = ("concave", "linear", "steps", "noisy")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.rank_harness import Ranks
-from unicron_ctl.protocol.wire import Plan
+from unicron.ctl.protocol.wire import Plan
 
 AT, ITERATIONS = 2, 4
 MODEL = {"TINY_HIDDEN": "32", "TINY_MICRO_BATCHES": "32", "TINY_ITERATIONS": str(ITERATIONS), "TINY_SAVE": "0"}

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-import transition
+import unicron
 from tests.support import tiny_gpt
 
 PLAIN = 1_000_000  # iteration numbers of the plain loop, for its data
@@ -61,11 +61,11 @@ class Withheld:
 def main() -> None:
     """Take turns, and let one rank save its times: seconds of (reporting, silent, plain) iterations that followed each
     other."""
-    transition.init_process_group("gloo")
+    unicron.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     model, optimizer = tiny_gpt.build()
     assert model.config.finalize_model_grads_func is finalize_model_grads
-    session = transition.Session(
+    session = unicron.Session(
         model=[model],
         optimizer=optimizer,
         scheduler=None,

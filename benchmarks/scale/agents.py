@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unicron_ctl.protocol import sharing, wire
+from unicron.ctl.protocol import shared_plans, wire
 
 JOB = "1"
 ITERATIONS = 1_000_000  # to train: more than any run sees
@@ -28,7 +28,7 @@ class Layout:
     @classmethod
     def of(cls, part: wire.PlanShare) -> Layout:
         """From any agent's share of the plan. Raises wire.BadMessage."""
-        plan = sharing.whole(part)
+        plan = shared_plans.whole(part)
         return cls(plan, {slot: place for place, slot in enumerate(plan.members)})
 
     def share(self, slot: int, total: int) -> list[int]:

@@ -21,11 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.slurm import LiveSlurm
-from detector.escalation import Policy
-from unicron_ctl.controller import core, main, server
-from unicron_ctl.controller.model import view
+from unicron.ctl.controller import unicrond
+from unicron.ctl.controller.core import core
+from unicron.ctl.controller.model import view
+from unicron.ctl.controller.server import server
+from unicron.detector.failures.escalation import Policy
 
-WINDOWS = ("window", "storage_patience", "flap_window", "shared_seconds")  # of detector.escalation.Policy
+WINDOWS = (
+    "window",
+    "storage_patience",
+    "flap_window",
+    "shared_seconds",
+)  # of unicron.detector.failures.escalation.Policy
 PARTS = ("turn", "fold", "flush", "plan", "listing", "message")
 
 
@@ -74,9 +81,9 @@ def run() -> None:
     options = json.loads(Path(sys.argv.pop(1)).read_text())
     times = observe(options)
     slurm = LiveSlurm(options["nodes"], options["elements"], options["port"], options["simulator"])
-    main.slurm_client = lambda config: slurm
+    unicrond.slurm_client = lambda config: slurm
     try:
-        main.main()
+        unicrond.main()
     finally:
         Path(options["figures"]).write_text(json.dumps({name: list(found) for name, found in times.items()}))
 

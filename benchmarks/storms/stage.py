@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from detector.statistics import Limits
 from tests.support.links import LinksCluster, LinksJob
 from tests.support.processes import wait_for
+from unicron.detector.iterations.statistics import Limits
 
 ELEMENTS = 3
 LEARNED = Limits()

@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from unicron_ctl.commands.demo import console
-from unicron_ctl.demo.view import Living
+from unicron.ctl.cli.demo import console
+from unicron.ctl.lab.demo.live_view import Living
 
 
 class Show(Living):

@@ -17,13 +17,13 @@ from typing import Any
 from benchmarks.storms.stage import OUT_OF_SERVICE, is_agent
 from benchmarks.torture import leaks
 from benchmarks.torture.sound import JobNow, Stepped
-from detector.memory_events import counter_file
 from tests.support.controller import Controller
 from tests.support.jobs import FOREVER, TINY
 from tests.support.links import AGENT, OTHER_STEP
 from tests.support.processes import LIMIT, ROOT, outside_slurm
-from unicron_ctl.errors import UserError
-from unicron_ctl.localslurm import LocalCluster, processes
+from unicron.ctl.lab.cluster import LocalCluster, cluster_processes
+from unicron.ctl.system.errors import UserError
+from unicron.detector.health.oom_kills import counter_file
 
 NODES = 5
 CHECKPOINTS = "checkpoints"  # of the jobs, below the run's folder
@@ -191,7 +191,8 @@ class Site:
         return max((step.iteration for step in self.stepped[name].values()), default=-1)
 
     def reads(self, name: str) -> int:
-        """How often a rank of the job has said that it begins with a checkpoint's file (`transition/beginnings.py`)."""
+        """How often a rank of the job has said that it begins with a checkpoint's file
+        (`transition/snapshot/beginnings.py`)."""
         return reads(self.folder / name, self.checkpoints / name)
 
     # ------------------------------------------------------------ nodes and processes
@@ -213,7 +214,7 @@ class Site:
         """SIGKILL."""
         for process in self.cluster.processes():
             if process.kind == "slurmctld":
-                processes.kill(process)
+                cluster_processes.kill(process)
 
     def inventory(self) -> leaks.Inventory:
         """What is there. Raises SlurmError."""
@@ -236,7 +237,7 @@ OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED",
 
 
 def _cages() -> dict[str, int]:
-    """The memory cgroups that `oom-kill` makes (detector/cage.py), as if they were files."""
+    """The memory cgroups that `oom-kill` makes (detector/chaos/memory_cage.py), as if they were files."""
     file = counter_file()
     if file is None:
         return {}

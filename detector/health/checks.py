@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from detector.classify import Classifier, default_classifier
-from detector.health import kernel
-from detector.output import TooMuchOutput, run_program
-from detector.severity import SeverityTableError
+from unicron.detector.failures.classify import Classifier, default_classifier
+from unicron.detector.failures.severity import SeverityTableError
+from unicron.detector.health import kernel_check
+from unicron.detector.health.program_output import TooMuchOutput, run_program
 
 GOOD, WARNING, UNKNOWN, BAD = "good", "warning", "unknown", "bad"
 
@@ -325,7 +325,7 @@ def check_kernel(settings: Settings) -> Finding:
     state = Path(settings.kernel_state, f"kernel-{node}.json")
     try:
         boot = _root(settings, "proc/sys/kernel/random/boot_id").read_text().strip()
-        bad = kernel.look(_root(settings, "dev/kmsg"), boot, state, lambda: _rules(settings))
+        bad = kernel_check.look(_root(settings, "dev/kmsg"), boot, state, lambda: _rules(settings))
     except OSError as error:
         return Finding(WARNING, f"the kernel log is not read: {error.filename or 'kmsg'}: {error.strerror}")
     except SeverityTableError as error:

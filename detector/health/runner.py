@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from detector.health.checks import BAD, CHECKS, GOOD, UNKNOWN, WARNING, Finding, Settings
+from unicron.detector.health.checks import BAD, CHECKS, GOOD, UNKNOWN, WARNING, Finding, Settings
 
 SKIPPED = "skipped"
 

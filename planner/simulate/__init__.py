@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from planner.simulate.engine import Result
-from planner.simulate.policies import POLICIES, Policy
-from planner.simulate.replay import simulate
-from planner.simulate.trace import Trace, load
+from unicron.planner.simulate.engine import Result
+from unicron.planner.simulate.policies import POLICIES, Policy
+from unicron.planner.simulate.replay import simulate
+from unicron.planner.simulate.trace import Trace, load
 
 __all__ = ["POLICIES", "Policy", "Result", "Trace", "load", "simulate"]

@@ -1,6 +1,6 @@
 """The five multi-task cases of Unicron's evaluation (recalled): six GPT-3 tasks on 16 nodes of eight A800.
 
-T(t,x) is not in the paper's text that we have: it comes from the analytic cost model (planner.cost_model), with the
+T(t,x) is not in the paper's text that we have: it comes from the analytic cost model (problem.cost_model), with the
 layer counts and widths of GPT-3 (arXiv 2005.14165, table 2.1).
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from planner.cost_model import A800, Gpt
-from planner.model import Job, Scenario
-from planner.throughput import Throughput
+from unicron.planner.problem.cost_model import A800, Gpt
+from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.throughput import Throughput
 
 MODELS = {
     "1.3b": Gpt(24, 2048, 16, global_batch=512),

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.model import Job, Scenario
-from planner.simulate.causes import REPORTED, Cause
-from planner.simulate.engine import Result, node_slots
-from planner.simulate.policies import ITERATION, POLICIES, Policy, detection_seconds
-from planner.simulate.trace import Trace
-from planner.solve import solve
+from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.simulate.causes import REPORTED, Cause
+from unicron.planner.simulate.engine import Result, node_slots
+from unicron.planner.simulate.policies import ITERATION, POLICIES, Policy, detection_seconds
+from unicron.planner.simulate.trace import Trace
+from unicron.planner.solver.solve import solve
 
 STEPS = 150  # of the search for prices
 CLOSE = 2e-4  # share: so near to what has been reached it ends

@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.events import Event
-from planner.expected import solve_expected
-from planner.model import Job, PlanError, Scenario
-from planner.simulate.causes import REPORTED
-from planner.simulate.placement import split
-from planner.simulate.policies import ITERATION, Policy, detection_seconds
-from planner.simulate.trace import Trace, TraceEvent
-from planner.solve import solve
+from unicron.planner.ahead.expected import solve_expected
+from unicron.planner.ahead.next_events import Event
+from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.simulate.causes import REPORTED
+from unicron.planner.simulate.placement import split
+from unicron.planner.simulate.policies import ITERATION, Policy, detection_seconds
+from unicron.planner.simulate.trace import Trace, TraceEvent
+from unicron.planner.solver.solve import solve
 
 RUN, DETECT, TRANSITION, RECOMPUTE, IDLE = "run", "detect", "transition", "recompute", "idle"
 LOST = {DETECT: "detection", TRANSITION: "transition", RECOMPUTE: "recompute"}

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.model import PlanError
-from planner.simulate.engine import Result
-from planner.simulate.history import History
+from unicron.planner.problem.model import PlanError
+from unicron.planner.simulate.engine import Result
+from unicron.planner.simulate.history import History
 
 # One colour per part, in one order everywhere; told apart by people with colour-blindness, and labelled besides.
 PARTS = (

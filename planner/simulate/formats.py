@@ -1,4 +1,4 @@
-"""Readers for public formats of failure traces (planner.simulate.trace has our own and the churn traces).
+"""Readers for public formats of failure traces (unicron.planner.simulate.trace has our own and the churn traces).
 
 - A JSON list of faults that start and end on nodes, one object each: `node_id`, `event_time` in days, `event_type`
   (`fault_start`, `fault_end`), `fault_type` (for example stepfun-ai/InfiniteHBD-Trace, of arXiv 2502.03885).
@@ -26,9 +26,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planner.model import PlanError
-from planner.simulate import causes
-from planner.simulate.causes import CAUSES, Cause
+from unicron.planner.problem.model import PlanError
+from unicron.planner.simulate import causes
+from unicron.planner.simulate.causes import CAUSES, Cause
 
 DAY = 86400.0
 NODES = ("node", "node_id", "node_name", "nodename", "host", "hostname", "machine", "machine_id", "server", "instance")

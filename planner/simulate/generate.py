@@ -8,9 +8,9 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 
-from planner.model import PlanError
-from planner.simulate.causes import CAUSES
-from planner.simulate.trace import DAY, Trace, TraceEvent, make
+from unicron.planner.problem.model import PlanError
+from unicron.planner.simulate.causes import CAUSES
+from unicron.planner.simulate.trace import DAY, Trace, TraceEvent, make
 
 # Unicron (docs/design/paper.md, section 1): share of tasks by outcome in percent, without those that finished.
 UNICRON_MIX = {

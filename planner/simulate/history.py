@@ -22,15 +22,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from planner.model import PlanError
-from planner.simulate.causes import CAUSES, Cause
-from planner.simulate.policies import CHECKPOINT, ITERATION, POLICIES, SETUP, Policy, detection_seconds
+from unicron.planner.problem.model import PlanError
+from unicron.planner.simulate.causes import CAUSES, Cause
+from unicron.planner.simulate.policies import CHECKPOINT, ITERATION, POLICIES, SETUP, Policy, detection_seconds
 
 COMMAND = "sacct -a -D -X -P -S START -o JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes"
 COLUMNS = ("jobid", "user", "jobname", "state", "exitcode", "submit", "start", "end", "nnodes")
 AGAIN_SECONDS = 86400.0  # a job of the same name that is submitted so soon after a failure goes on from it [choice]
 EARLY_SECONDS = 600.0  # what fails so soon after its start has done it itself, unless its node went [choice]
-TRANSITION_SECONDS = 60.0  # our target for one transition of a large model (planner.simulate.cases)
+TRANSITION_SECONDS = 60.0  # our target for one transition of a large model (unicron.planner.simulate.cases)
 HOUR = 3600.0
 
 

@@ -11,13 +11,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.model import PlanError
-from planner.simulate.causes import Cause
+from unicron.planner.problem.model import PlanError
+from unicron.planner.simulate.causes import Cause
 
 D_TIMEOUT = 1800.0  # collective time-out of Megatron: 30 min (Unicron) [S]
 CHECKPOINT = 1800.0  # a checkpoint every 30 min (Unicron) [R]
 REQUEUE, SETUP = 540.0, 840.0  # terminate and requeue 9 min, environment and CUDA set-up 14 min (same) [S]
-BOUND = "bound"  # the placement of what knows the future: no replay (planner.simulate.clairvoyant)
+BOUND = "bound"  # the placement of what knows the future: no replay (unicron.planner.simulate.clairvoyant)
 BOUND_NAME = "clairvoyant"
 ITERATION = 30.0  # seconds of one iteration, of the order that large runs have [choice]
 

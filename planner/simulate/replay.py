@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.model import Scenario
-from planner.simulate.clairvoyant import bound
-from planner.simulate.engine import Result, Simulation
-from planner.simulate.policies import BOUND, POLICIES, Policy
-from planner.simulate.trace import Trace
+from unicron.planner.problem.model import Scenario
+from unicron.planner.simulate.clairvoyant import bound
+from unicron.planner.simulate.engine import Result, Simulation
+from unicron.planner.simulate.policies import BOUND, POLICIES, Policy
+from unicron.planner.simulate.trace import Trace
 
 
 def simulate(scenario: Scenario, trace: Trace, policy: Policy) -> Result:

@@ -1,5 +1,5 @@
 """Failure traces: what happens to which node when. Readers for our own CSV and for public churn traces; other public
-formats are in planner.simulate.formats.
+formats are in unicron.planner.simulate.formats.
 
 Ours: CSV with the header `seconds,event,node,cause`; event is `fail` or `join`. A failure of severity 1 takes the
 node away until it joins again; the others leave it where it is. Public churn traces (for example those in the
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.model import PlanError
-from planner.simulate import causes, formats
-from planner.simulate.causes import CAUSES, Cause
+from unicron.planner.problem.model import PlanError
+from unicron.planner.simulate import causes, formats
+from unicron.planner.simulate.causes import CAUSES, Cause
 
 HEADER = ["seconds", "event", "node", "cause"]
 LARGEST = 5_000_000  # lines

@@ -41,7 +41,7 @@ static struct spank_option options[] = {
 	},
 	{
 		"unicron-mode", "MODE",
-		"[unicron] how failures are healed: session (the script uses transition.Session), restart (any program, all "
+		"[unicron] how failures are healed: session (the script uses unicron.Session), restart (any program, all "
 		"processes start again) or auto (by the text of the script; the default); implies --unicron",
 		1, 0, option_mode
 	},

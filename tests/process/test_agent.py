@@ -16,7 +16,7 @@ from tests.support.controller import Controller
 from tests.support.jobs import AGENT, FOREVER, Job, scripted
 from tests.support.processes import ROOT, call, is_alive, outside_slurm, wait_for
 from tests.support.scripted import FakeController
-from unicron_ctl.protocol import wire
+from unicron.ctl.protocol import wire
 
 pytestmark = pytest.mark.process
 TEMPLATE = ROOT / "sbatch_templates" / "train_gpt.py"
@@ -195,7 +195,7 @@ def test_a_script_that_fails_at_its_start_ends_the_job(controller, tmp_path):
 # ---------------------------------------------------------------- a controller in the test's hands
 RANK = """
 import os, signal, sys, time
-from detector.rank_channel import RankChannel
+from unicron.detector.processes.rank_channel import RankChannel
 heard = []
 channel = RankChannel.from_environment(heard.append)
 channel.send("rank", state=os.environ.get("SAYS", "running"), iteration=3)
@@ -328,7 +328,7 @@ os._exit(3)
 
 STORE = """#!/bin/sh
 case "$*" in
-    "-m transition.store_host")
+    "-m unicron.transition.generations.store_host")
         echo x >> {0}/tries
         [ -e {0}/no_torch ] && {{ echo no torch >&2; exit 1; }}
         echo $$ > {0}/pid
@@ -495,12 +495,12 @@ def test_wrong_commands_are_one_clear_line(tmp_path, words, says):
     assert says in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-@pytest.mark.parametrize("hides", ["detector.py", "transition/__init__.py"])
+@pytest.mark.parametrize("hides", ["unicron.py", "unicron/__init__.py"])
 def test_a_users_file_that_hides_unicrons_is_named(tmp_path, hides):
     beside = tmp_path / "scripts"
     (beside / hides).parent.mkdir(parents=True)
     (beside / hides).write_text("raise SystemExit('the wrong one')\n")
-    (beside / "train.py").write_text("import transition.session\n")
+    (beside / "train.py").write_text("import unicron.transition.session.session\n")
     for words, where in ((["scripts/train.py"], tmp_path), (["-m", "train"], beside)):
         done = run_agent(where, "run", "--", sys.executable, *words)
         assert done.returncode == 2

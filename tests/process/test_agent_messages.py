@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import zmq
 
-from detector import blackhole
 from tests.support.jobs import SLEEPS, Agent, Job, scripted
 from tests.support.processes import wait_for
 from tests.support.scripted import FakeController
-from unicron_ctl.protocol import sharing, wire
+from unicron.ctl.protocol import shared_plans, wire
+from unicron.detector.chaos import blackhole
 
 pytestmark = pytest.mark.process
 
@@ -99,7 +99,7 @@ def test_each_rank_is_told_the_plan_with_its_agents_share_of_the_work(fake, two)
     fake.plan(plan, [0, 1])
     for _ in range(2):
         assert two.hear() == told | {"iteration": 7, "assignment": {0: [0, 4], 1: [1, 5]}}
-    good = msgspec.msgpack.decode(sharing.common(plan))
+    good = msgspec.msgpack.decode(shared_plans.common(plan))
     for bad in (b"\xc1", b"", msgpack.packb(good | {"members": [[3, 0]]}), msgpack.packb({"generation": 3})):
         fake.send(wire.PlanShare(common=msgspec.Raw(bad)))
     fake.plan(msgspec.structs.replace(plan, generation=4), [0, 1])

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from detector.sampler import Patient, Sampler, machine
 from tests.support.processes import state_of, wait_for
-from unicron_ctl.agent.sampling import TRIES, Sampling
-from unicron_ctl.agent.vitals import Vitals
-from unicron_ctl.protocol import wire
+from unicron.ctl.agent.node.sampling import TRIES, Sampling
+from unicron.ctl.agent.ranks.vitals import Vitals
+from unicron.ctl.protocol import wire
+from unicron.detector.health.sampler import Patient, Sampler, machine
 
 pytestmark = pytest.mark.process
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.processes import wait_for
-from unicron_ctl.localslurm import processes
-from unicron_ctl.localslurm.processes import Marks
+from unicron.ctl.lab.cluster import cluster_processes
+from unicron.ctl.lab.cluster.cluster_processes import Marks
 
 pytestmark = pytest.mark.process
 HERE = f"/x/{os.getpid()}"  # another run of these tests on this machine is left alone
@@ -32,7 +32,7 @@ def sleeper() -> Iterator[subprocess.Popen]:
 def test_a_task_is_known_by_both_variables_and_a_shell_is_left_alone(sleeper: subprocess.Popen) -> None:
     shell = subprocess.Popen(["sleep", "60"], env={"SLURM_CONF": MARKS.slurm_conf, "PATH": os.environ["PATH"]})
     try:
-        found = {process.pid: process for process in processes.find(MARKS)}
+        found = {process.pid: process for process in cluster_processes.find(MARKS)}
         assert (found[sleeper.pid].kind, found[sleeper.pid].node) == ("task", "n2")
         assert shell.pid not in found and os.getpid() not in found
     finally:
@@ -46,11 +46,11 @@ def test_a_child_that_hides_its_environment_is_found_through_its_parent() -> Non
     parent = subprocess.Popen([sys.executable, "-c", script], env=env)
     try:
 
-        def victims() -> list[processes.Process]:
-            return [process for process in processes.find(MARKS) if process.node == "n7"]
+        def victims() -> list[cluster_processes.Process]:
+            return [process for process in cluster_processes.find(MARKS) if process.node == "n7"]
 
         wait_for(lambda: len(victims()) >= 2, "parent and child")
-        assert len(processes.kill_all(victims, limit=60.0)) >= 2
+        assert len(cluster_processes.kill_all(victims, limit=60.0)) >= 2
         assert parent.wait(timeout=60) < 0
     finally:
         parent.kill()
@@ -58,17 +58,17 @@ def test_a_child_that_hides_its_environment_is_found_through_its_parent() -> Non
 
 
 def test_a_process_id_that_was_used_again_is_not_killed(sleeper: subprocess.Popen) -> None:
-    found = next(process for process in processes.find(MARKS) if process.pid == sleeper.pid)
-    earlier = processes.Process(found.pid, found.kind, found.node, found.started - 1)
-    assert processes.kill(earlier) is False
+    found = next(process for process in cluster_processes.find(MARKS) if process.pid == sleeper.pid)
+    earlier = cluster_processes.Process(found.pid, found.kind, found.node, found.started - 1)
+    assert cluster_processes.kill(earlier) is False
     assert sleeper.poll() is None
-    assert processes.kill(found) is True
+    assert cluster_processes.kill(found) is True
     assert sleeper.wait(timeout=60) == -9
-    assert processes.kill(found) is False
+    assert cluster_processes.kill(found) is False
 
 
 def test_what_cannot_be_ended_is_told_after_a_while(sleeper: subprocess.Popen) -> None:
-    found = next(process for process in processes.find(MARKS) if process.pid == sleeper.pid)
-    immortal = processes.Process(found.pid, found.kind, found.node, found.started - 1)
+    found = next(process for process in cluster_processes.find(MARKS) if process.pid == sleeper.pid)
+    immortal = cluster_processes.Process(found.pid, found.kind, found.node, found.started - 1)
     with pytest.raises(TimeoutError, match=re.escape(f"[{found.pid}]")):
-        processes.kill_all(lambda: [immortal], limit=0.1)
+        cluster_processes.kill_all(lambda: [immortal], limit=0.1)

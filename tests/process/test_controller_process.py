@@ -17,10 +17,10 @@ import zmq
 from tests.support.controller import COMMAND, Controller
 from tests.support.processes import call, unicronctl, wait_for
 from tests.support.scripted import ScriptedAgent, form
-from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import datagrams, wire
-from unicron_ctl.protocol.client import ask
-from unicron_ctl.reach import Reach
+from unicron.ctl.protocol import datagrams, wire
+from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.reach import Reach
+from unicron.ctl.system.errors import UserError
 
 pytestmark = pytest.mark.process
 PATIENT = "lease_periods = 40\n"

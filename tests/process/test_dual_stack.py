@@ -11,8 +11,8 @@ from tests.support.controller import Controller
 from tests.support.jobs import SLEEPS, Job, scripted
 from tests.support.munged import Munged
 from tests.support.processes import outside_slurm
-from unicron_ctl.addresses import join, split
-from unicron_ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask
+from unicron.ctl.system.addresses import join, split
 
 pytestmark = [
     pytest.mark.process,

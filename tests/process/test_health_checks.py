@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from detector.health.checks import Finding, Settings
-from detector.health.runner import run
+from unicron.detector.health.checks import Finding, Settings
+from unicron.detector.health.runner import run
 
 pytestmark = pytest.mark.process
 

@@ -20,11 +20,11 @@ from tests.support.jobs import SLEEPS, Job, scripted
 from tests.support.munged import STRANGER, Munged
 from tests.support.processes import outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent, form
-from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import claims, datagrams, ranges, wire
-from unicron_ctl.protocol.client import ask
-from unicron_ctl.protocol.encryption import SECRET_FILE, new_pair, secure_client
-from unicron_ctl.protocol.hello import Hello
+from unicron.ctl.protocol import claims, datagrams, ranges, wire
+from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.encryption import SECRET_FILE, new_pair, secure_client
+from unicron.ctl.protocol.hello import Hello
+from unicron.ctl.system.errors import UserError
 
 pytestmark = [
     pytest.mark.process,

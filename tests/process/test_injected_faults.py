@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from detector import blackhole, cage
 from tests.support.processes import call
+from unicron.detector.chaos import blackhole, memory_cage
 
 pytestmark = pytest.mark.process
 
@@ -23,7 +23,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_out_of_memory_is_the_ranks_own_and_leaves_it_able_to_report():
     code = (
-        "from detector.inject import Injector\ni = Injector()\ni.take({'fault': 'oom'})\n"
+        "from unicron.detector.chaos.inject import Injector\ni = Injector()\ni.take({'fault': 'oom'})\n"
         "try: i.point()\nexcept MemoryError as e: print('reported', len(bytearray(200 << 20)), e)"
     )
     done = run(code)
@@ -32,7 +32,7 @@ def test_out_of_memory_is_the_ranks_own_and_leaves_it_able_to_report():
 
 def test_the_interpreters_lock_is_held():
     code = (
-        "import threading, time\nfrom detector.inject import hold_gil\nticks = []\n"
+        "import threading, time\nfrom unicron.detector.chaos.inject import hold_gil\nticks = []\n"
         "def tick():\n while True: ticks.append(time.monotonic()); time.sleep(0.01)\n"
         "threading.Thread(target=tick, daemon=True).start(); time.sleep(0.1)\n"
         "b = time.monotonic(); hold_gil(0.6); e = time.monotonic()\n"
@@ -65,8 +65,8 @@ def test_the_kernel_kills_a_process_in_a_cage_or_the_cage_says_why_it_cannot_be_
     program = "import sys; from detector import cage; sys.stdin.readline(); cage.fill()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True) as process:
         try:
-            made = cage.Cage(process.pid, 32 << 20)
-        except cage.CageError as error:
+            made = memory_cage.Cage(process.pid, 32 << 20)
+        except memory_cage.CageError as error:
             assert "cgroup" in str(error) and "\n" not in str(error)
             process.kill()
             return

@@ -54,7 +54,7 @@ def written(rank: subprocess.Popen) -> int:
 @pytest.mark.parametrize("survivor", ["sender", pytest.param("receiver", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("how", [pytest.param("gloo", marks=pytest.mark.long), "given up"])
 def test_a_peer_dies_while_its_message_is_on_its_way(how, survivor):
-    """gloo's own wait goes on until its time-out; when this fails, `transition.waiting` is not needed any more."""
+    """gloo's own wait goes on until its time-out; when this fails, `generations.waiting` is not needed any more."""
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK], env=each | {"HOW": how}, stdout=subprocess.PIPE, text=True)
         for each in of_a_world(2)

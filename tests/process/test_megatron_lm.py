@@ -16,7 +16,7 @@ from tests.support import megatron_lm
 from tests.support.jobs import World
 from tests.support.processes import call, of_a_world, outside_slurm
 from tests.support.warm import Script
-from transition.megatron_lm import seams
+from unicron.transition.seams import megatron_lm as seams
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 TENSOR = ["--tensor-model-parallel-size", "2"]
@@ -80,7 +80,7 @@ def test_the_stand_in_goes_on_as_if_nothing_had_been(dataset, tmp_path, options)
     last rank writes the log, so it is not the one that is killed."""
     command = megatron_lm.stand_in(dataset, *options, "--train-iterations", str(MANY))
     found, log = healed(tmp_path, [*command, "--micro-batch-seconds", "0.02"], 1)
-    assert "pretrain_stand_in.py by transition.megatron_lm" in log
+    assert "pretrain_stand_in.py by unicron.transition.megatron_lm" in log
     assert f"unicron: the training ends after iteration {len(found)}" in log
     wanted = undisturbed([*command, "--exit-interval", str(len(found))], 2)
     check(found, wanted, 16, log)
@@ -126,7 +126,7 @@ def test_what_cannot_be_healed_is_one_line(dataset, tmp_path):
 OTHER = """
 import sys
 sys.path.insert(0, {folder!r})
-from transition.megatron_lm import seams
+from unicron.transition.megatron_lm import seams
 seams.check()
 import megatron.core, megatron.training.training as training
 def refusal():

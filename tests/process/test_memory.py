@@ -20,9 +20,9 @@ import pytest
 from tests.support.jobs import HERE, World, json_lines, undisturbed
 from tests.support.moments import fault
 from tests.support.processes import LIMIT, of_a_world
-from transition.memory import folders
-from transition.memory.cuts import COPY_PREFIX
-from transition.memory.images import inventory
+from unicron.transition.snapshot import folders
+from unicron.transition.snapshot.cuts import COPY_PREFIX
+from unicron.transition.snapshot.images import inventory
 
 pytestmark = pytest.mark.process
 ITERATIONS = 12

@@ -11,7 +11,7 @@ from tests.support.jobs import World
 pytestmark = pytest.mark.process
 SCRIPT = """
 import torch, transition
-transition.init_process_group("gloo")
+unicron.init_process_group("gloo")
 model = torch.nn.Linear(4, 1)
 
 def fetch(iteration, index):
@@ -24,7 +24,7 @@ def forward_step(micro_batch, model):
         {fails}
     return loss
 
-session = transition.Session(
+session = unicron.Session(
     model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), micro_batches=4, forward_step=forward_step,
     fetch=fetch, train_iterations={iterations},
 )

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from detector.pair_probe import MARK, ports
+from unicron.detector.health.pair_probe import MARK, ports
 
 pytestmark = pytest.mark.process
 
@@ -20,7 +20,17 @@ def probe(nodes: str, token: str, backend: str = "sockets", fault: str = "") -> 
     options = ["--nodes", nodes, "--address", "127.0.0.1", "--token", token, "--backend", backend]
     running = {
         node: subprocess.Popen(
-            [sys.executable, "-m", "detector.pair_probe", *options, "--node", node, "--seconds", "0.1", "--patience"]
+            [
+                sys.executable,
+                "-m",
+                "unicron.detector.health.pair_probe",
+                *options,
+                "--node",
+                node,
+                "--seconds",
+                "0.1",
+                "--patience",
+            ]
             + (["60"] if backend == "gloo" else ["4"]),
             env=os.environ | {"UNICRON_PAIR_FAULT": fault},
             stdout=subprocess.PIPE,
@@ -78,6 +88,16 @@ def test_a_taken_port_is_passed_over() -> None:
 
 
 def test_wrong_use() -> None:
-    line = [sys.executable, "-m", "detector.pair_probe", "--nodes", "a,b", "--address", "x", "--token", "t"]
+    line = [
+        sys.executable,
+        "-m",
+        "unicron.detector.health.pair_probe",
+        "--nodes",
+        "a,b",
+        "--address",
+        "x",
+        "--token",
+        "t",
+    ]
     done = subprocess.run([*line, "--node", "c"], capture_output=True, text=True, timeout=30)
     assert done.returncode == 2 and "must be one of" in done.stderr

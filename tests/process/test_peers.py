@@ -13,9 +13,9 @@ import pytest
 import zmq
 
 from tests.support.processes import wait_for
-from unicron_ctl.agent.peers import Peers
-from unicron_ctl.protocol import peers, wire
-from unicron_ctl.protocol.encryption import new_pair
+from unicron.ctl.agent.connections.peer_connections import Peers
+from unicron.ctl.protocol import peer_messages, wire
+from unicron.ctl.protocol.encryption import new_pair
 
 pytestmark = pytest.mark.process
 QUIET = 1.0  # seconds: what is let in comes within milliseconds
@@ -28,7 +28,7 @@ class Talker:
         self.context, keys = zmq.Context(), new_pair()
         self.line = Peers(self.context, "127.0.0.1", keys)
         self.peer = wire.Peer(element, f"agent{element}", self.line.address, keys[0])
-        self.heard: list[peers.AnyPeer] = []
+        self.heard: list[peer_messages.AnyPeer] = []
         self.dropped: list[str] = []
 
     def listen(self) -> None:
@@ -36,7 +36,7 @@ class Talker:
 
     def say(self, other: Talker, element: int | None = None) -> None:
         own = self.peer.element if element is None else element
-        self.line.send(other.peer, peers.Trouble(generation=3, element=own))
+        self.line.send(other.peer, peer_messages.Trouble(generation=3, element=own))
 
     def close(self) -> None:
         self.line.close()

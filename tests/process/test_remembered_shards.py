@@ -14,8 +14,8 @@ import pytest
 from tests.support import proof
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
-from transition.memory import files
-from transition.memory.images import inventory
+from unicron.transition.snapshot import files
+from unicron.transition.snapshot.images import inventory
 
 pytestmark = pytest.mark.process
 

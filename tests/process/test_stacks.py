@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from detector import stacks
-from detector.stacks import Dump
 from tests.support.processes import outside_slurm, state_of, wait_for
+from unicron.detector.processes import stacks
+from unicron.detector.processes.stacks import Dump
 
 pytestmark = pytest.mark.process
 

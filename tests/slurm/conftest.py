@@ -12,8 +12,8 @@ import pytest
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.nodes import all_idle
 from tests.support.processes import outside_slurm, wait_for
-from unicron_ctl.localslurm import LocalCluster
-from unicron_ctl.slurm import ElementInfo, SlurmClient
+from unicron.ctl.lab.cluster import LocalCluster
+from unicron.ctl.slurm import ElementInfo, SlurmClient
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import pytest
 from tests.slurm.test_spares import submit
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.processes import LIMIT, outside_slurm, wait_for
-from unicron_ctl.localslurm import LocalCluster, processes
+from unicron.ctl.lab.cluster import LocalCluster, cluster_processes
 
 pytestmark = pytest.mark.slurm
 
@@ -33,7 +33,7 @@ def patient(tmp_path: Path) -> Iterator[LocalCluster]:
 
 def _kill(cluster: LocalCluster, node: str) -> None:
     """As at a shutdown: processes end, and the kernel that is still there refuses what comes for them."""
-    processes.kill_all(lambda: [one for one in cluster.processes() if one.node == node], LIMIT)
+    cluster_processes.kill_all(lambda: [one for one in cluster.processes() if one.node == node], LIMIT)
 
 
 def _ask_to_end(cluster: LocalCluster, node: str) -> None:
@@ -42,7 +42,7 @@ def _ask_to_end(cluster: LocalCluster, node: str) -> None:
     for one in asked:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one.pid, signal.SIGTERM)
-    wait_for(lambda: not any(processes.is_alive(one.pid) for one in asked), "they have ended")
+    wait_for(lambda: not any(cluster_processes.is_alive(one.pid) for one in asked), "they have ended")
     _kill(cluster, node)
 
 

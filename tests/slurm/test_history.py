@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.simulate.history import COMMAND
 from tests.support.processes import unicronctl, wait_for
-from unicron_ctl.localslurm import LocalCluster
+from unicron.ctl.lab.cluster import LocalCluster
+from unicron.planner.simulate.history import COMMAND
 
 pytestmark = pytest.mark.slurm
 

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from tests.support.processes import ROOT, unicronctl, wait_for
-from unicron_ctl.errors import UserError
-from unicron_ctl.localslurm import LocalCluster, binaries, ports, protection
-from unicron_ctl.protocol.client import ask
-from unicron_ctl.reach import Reach, reach
+from unicron.ctl.lab.cluster import LocalCluster, binaries, ports, protection
+from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.reach import Reach, reach
+from unicron.ctl.system.errors import UserError
 
 pytestmark = pytest.mark.slurm
 
@@ -69,7 +69,7 @@ def _output(command: list[str], cluster: LocalCluster) -> str:
 
 CRASHING_UP = """
 import os, signal, sys
-from unicron_ctl.localslurm import LocalCluster
+from unicron.ctl.lab.cluster import LocalCluster
 launch, left = LocalCluster._launch, [int(sys.argv[2])]
 def launch_or_die(self, name, command, host):
     pid = launch(self, name, command, host)

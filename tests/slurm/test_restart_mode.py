@@ -14,7 +14,7 @@ from tests.slurm.test_spank import build
 from tests.support.controller import Controller
 from tests.support.jobs import PLAIN, json_lines
 from tests.support.processes import call, outside_slurm, wait_for
-from unicron_ctl.localslurm import LocalCluster
+from unicron.ctl.lab.cluster import LocalCluster
 
 SETTINGS = 'slurm = "command"\nslurm_poll_seconds = 0.5\n'
 

@@ -20,7 +20,7 @@ import msgpack
 import pytest
 
 from tests.support.processes import wait_for
-from unicron_ctl.localslurm.local import LocalCluster
+from unicron.ctl.lab.cluster.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
 

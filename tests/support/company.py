@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from unicron_ctl.agreement import resume
-from unicron_ctl.agreement.agreement import Agreement
-from unicron_ctl.agreement.compose import leading, resting
-from unicron_ctl.protocol import peers, sharing, wire
+from unicron.ctl.consensus import resume
+from unicron.ctl.consensus.agreement import Agreement
+from unicron.ctl.consensus.compose import leading, resting
+from unicron.ctl.protocol import peer_messages, shared_plans, wire
 
 MICRO_BATCHES = 8
 TURN, HEARTBEAT, LEASE = 0.05, 1.0, 3.0
@@ -160,7 +160,7 @@ class Agent:
     def receive(self, message: Any) -> None:
         if not self.alive:
             return
-        if isinstance(message, peers.PeerMessage):
+        if isinstance(message, peer_messages.PeerMessage):
             self.agreement.receive(message, self.company.now)
         else:
             self.agreement.word(self.company.now)
@@ -184,7 +184,7 @@ class Agent:
         orders, self.agreement.orders = self.agreement.orders, []
         for peer, message in sends:
             assert peer.element != self.element
-            self.company.send(self.element, peer.element, peers.decode(wire.encode(message)))
+            self.company.send(self.element, peer.element, peer_messages.decode(wire.encode(message)))
         for order in orders:
             if isinstance(order, wire.Plan):
                 assert self.agreement.agreed is not None and self.agreement.agreed.plan == order
@@ -310,7 +310,7 @@ class Head:
             rank = status.ranks[element] if status else None
             if rank is None or max(rank.generation, rank.entering) < plan.generation or status.agreed is not None:
                 known = [everybody[e] for e in plan.members] if agent.peer in leaders else []
-                share = sharing.share(plan, sharing.common(plan, leaders), [element], known)
+                share = shared_plans.share(plan, shared_plans.common(plan, leaders), [element], known)
                 self.company.send(CONTROLLER, element, wire.decode(wire.encode(share), wire.ToAgent))
 
 

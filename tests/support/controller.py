@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from tests.support import lent
 from tests.support.processes import LIMIT, ROOT, outside_slurm, wait_for
-from unicron_ctl.errors import UserError
-from unicron_ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask
+from unicron.ctl.system.errors import UserError
 
-COMMAND = [sys.executable, "-m", "unicron_ctl.controller.main"]
+COMMAND = [sys.executable, "-m", "unicron.ctl.controller.unicrond"]
 PAGE = 5000  # events of one answer
 # The tests are about what happens, and the machine may be busy with something else: nobody is lost for being late.
 CALM = """

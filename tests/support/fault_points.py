@@ -92,7 +92,7 @@ def strike(fault: dict) -> None:
 
 def flip_images() -> None:
     """In the memory of its node, of the newest state that it has."""
-    from transition.memory.images import inventory
+    from unicron.transition.snapshot.images import inventory
 
     for found in inventory(Path(os.environ["UNICRON_MEMORY"])):
         if (found.key.slot, found.key.iteration) == (SLOT, now["iteration"]):
@@ -105,7 +105,7 @@ def flip_images() -> None:
 
 def lose_packets(seconds: float) -> None:
     """For so long nothing that peers send arrives here; the program goes on."""
-    from detector import blackhole
+    from unicron.detector.chaos import blackhole
 
     hole = blackhole.dig(pace=False)
     threading.Timer(seconds, blackhole.fill, [hole]).start()
@@ -113,15 +113,15 @@ def lose_packets(seconds: float) -> None:
 
 def strike_session(kind: str) -> None:
     """What needs the session."""
-    from transition import process
+    from unicron.transition.iteration import rank_process
 
     if kind == "stop":
         SESSIONS[0].request_stop()
     elif kind == "lost":
-        wait(process.current().watch.lost)
+        wait(rank_process.current().watch.lost)
         raise RuntimeError("an error of the training script")
     else:
-        process.current().unblocker.unblock()
+        rank_process.current().unblocker.unblock()
         if kind == "error":
             raise RuntimeError("Connection closed by peer")
 
@@ -162,7 +162,10 @@ def around(owner, name: str, before: str, after: str = "") -> None:
 
 def around_generations() -> None:
     """Points in what every session does."""
-    from transition import checkpoint, groups, migrate, session, shards
+    from unicron.transition.generations import groups
+    from unicron.transition.session import session
+    from unicron.transition.sharded import shards
+    from unicron.transition.snapshot import checkpoint, migrate
 
     around(groups.Groups, "build", "enter", "entered")
     around(groups.Groups, "_connect_roles", "world")
@@ -195,7 +198,7 @@ def note_reduces(session_type: type) -> None:
 
 def around_copies() -> None:
     """Points in the thread that copies the state to memory; the iteration is that of the copy."""
-    from transition.memory import contents, images, keeper
+    from unicron.transition.snapshot import contents, images, keeper
 
     of = {"iteration": -1}
     fill, copy = contents.Repeated.fill, keeper.Keeper._copy
@@ -238,13 +241,13 @@ def silent(original, result):
     def call(*arguments, **keywords):
         import torch
 
-        from transition import process
+        from unicron.transition.iteration import rank_process
 
         def or_garbage(call):
             try:
                 return call()
             except RuntimeError:
-                wait(process.current().watch.lost)
+                wait(rank_process.current().watch.lost)
                 for tensor in result(*arguments):
                     tensor.copy_(torch.randint(0, 99, tensor.shape).to(tensor.dtype))
 
@@ -280,7 +283,7 @@ def silent_reduces() -> None:
     """So end torch's own reduces, and what members tell each other."""
     import torch.distributed as dist
 
-    from transition import exchange
+    from unicron.transition.iteration import exchange
 
     dist.all_reduce = silent(dist.all_reduce, lambda tensor, *rest: [tensor])
     told = silent(exchange.largest_of_all, lambda tensor, *rest: [tensor])
@@ -291,7 +294,7 @@ def around_reduces(counts=lambda group: True) -> None:
     """Points before and after each all-reduce, the commit's too, of the groups that count."""
     import torch.distributed as dist
 
-    from transition import exchange
+    from unicron.transition.iteration import exchange
 
     def after(wait):
         wait()

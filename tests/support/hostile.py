@@ -11,7 +11,7 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from unicron_ctl.protocol import datagrams
+from unicron.ctl.protocol import datagrams
 
 Known = Mapping[str, st.SearchStrategy[Any]]
 ENDS = (0, 1, -1, 2**31, 2**53 + 1, 2**62, -(2**63), 2**63 - 1, 2**64 - 1)

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import torch
 
-from transition.beginnings import Beginnings
-from transition.checkpoint import Checkpoints, Writer
-from transition.memory.contents import Gatherer
-from transition.memory.images import inventory, look
-from transition.memory.keeper import Keeper
-from transition.migrate import TrainingState
+from unicron.transition.snapshot.beginnings import Beginnings
+from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
+from unicron.transition.snapshot.contents import Gatherer
+from unicron.transition.snapshot.images import inventory, look
+from unicron.transition.snapshot.keeper import Keeper
+from unicron.transition.snapshot.migrate import TrainingState
 
 WRITER = Writer(layout="TP1", loss=1.0)
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from detector.supervise import Forked
-from detector.template import READ_IN_C
 from tests.support.warm import warm
+from unicron.detector.processes.supervise import Forked
+from unicron.detector.processes.zygote import READ_IN_C
 
 AGENT, CONTROLLER = (str(Path(__file__).resolve().with_name(f"lent_{name}.py")) for name in ("agent", "controller"))
 

@@ -69,12 +69,12 @@ def wait(line: socket.socket, agent: int) -> None:
 
 def lend(line: socket.socket, pid: int) -> None:
     """The first template that this process starts is the one at the other end of `line`."""
-    from detector.supervise import Child
-    from unicron_ctl.agent import template
+    from unicron.ctl.agent.ranks import zygote_client
+    from unicron.detector.processes.supervise import Child
 
     def start(command: Sequence[str], environment: Mapping[str, str], keep: Sequence[int]) -> Child:
-        setattr(template, "Child", Child)  # noqa: B010
-        program = template.program.__file__
+        setattr(zygote_client, "Child", Child)  # noqa: B010
+        program = zygote_client.program.__file__
         words = command[command.index(program) + 2 :]
         stderr, its_stderr = os.pipe()
         task = {"program": program, "environment": dict(environment), "words": words}
@@ -83,7 +83,7 @@ def lend(line: socket.socket, pid: int) -> None:
         line.close()
         return Child.forked(pid, stderr)
 
-    setattr(template, "Child", start)  # noqa: B010
+    setattr(zygote_client, "Child", start)  # noqa: B010
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron_ctl.slurm import SlurmClient
+from unicron.ctl.slurm import SlurmClient
 
 
 def all_idle(client: SlurmClient) -> bool:

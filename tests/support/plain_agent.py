@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tests.support.world import FakeAgent, World
-from unicron_ctl.protocol import wire
+from unicron.ctl.protocol import wire
 
 
 class PlainAgent(FakeAgent):

@@ -1,6 +1,6 @@
 """Real ranks over real ZeroMQ and gloo, with a minimal agent and controller in one loop: `transition` without Slurm.
 
-The decisions are the controller's own (`unicron_ctl.controller.resume`); only their transport is shortened.
+The decisions are the controller's own (`unicron.ctl.controller.resume`); only their transport is shortened.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import zmq
 from tests.support import lent
 from tests.support.processes import outside_slurm, state_of
 from tests.support.warm import warm
-from transition import layout
-from unicron_ctl.agent.place import Place
-from unicron_ctl.agent.ranks import Rank, rank_environment, stop_all
-from unicron_ctl.agent.sockets import for_rank
-from unicron_ctl.agreement import resume
-from unicron_ctl.controller.job.candidates import formed
-from unicron_ctl.protocol import sharing, wire
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.rank_socket import for_rank
+from unicron.ctl.agent.ranks.ranks import Rank, rank_environment, stop_all
+from unicron.ctl.consensus import resume
+from unicron.ctl.controller.replication.forming import formed
+from unicron.ctl.protocol import shared_plans, wire
+from unicron.transition.generations import layout
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 240.0  # a busy machine may need minutes for the imports
@@ -36,7 +36,7 @@ STOP_LIMIT = 40.0  # for all survivors to stop, and for all members to enter
 @functools.cache
 def store_address() -> str:
     """The rendezvous store of all runs of this process."""
-    process = lent.Fork(["-m", "transition.store_host", "forked"])
+    process = lent.Fork(["-m", "unicron.transition.generations.store_host", "forked"])
     atexit.register(process.kill)
     assert process.stdout is not None
     return f"127.0.0.1:{int(process.stdout.readline().split()[1])}"
@@ -249,10 +249,10 @@ class Ranks:
         ]
 
     def _send(self, message: wire.Message, slots: list[int]) -> None:
-        common = sharing.common(message) if isinstance(message, wire.Plan) else None
+        common = shared_plans.common(message) if isinstance(message, wire.Plan) else None
         for slot in slots:
             if slot in self.identities and self.ranks[slot].alive:
-                told = message if common is None else sharing.whole(sharing.share(message, common, [slot]))
+                told = message if common is None else shared_plans.whole(shared_plans.share(message, common, [slot]))
                 self.socket.send_multipart([self.identities[slot], for_rank(told)])
 
     def _admit(self) -> None:

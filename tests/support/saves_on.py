@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import transition.memory
+import unicron
 
 OUT, OWN = Path(os.environ["SAVES_OUT"]), bool(os.environ.get("SAVES_OWN"))
 NUMBERS = 100_000  # of a state
@@ -18,7 +18,7 @@ NUMBERS = 100_000  # of a state
 
 def main() -> None:
     dist.init_process_group("gloo")
-    saved, own = transition.memory.load(), 10**6 * dist.get_rank() if OWN else 0
+    saved, own = unicron.memory.load(), 10**6 * dist.get_rank() if OWN else 0
     iteration = 0 if saved is None else saved.iteration
     if saved is not None:
         assert torch.equal(saved.state["x"], torch.full((NUMBERS,), own + iteration)), (
@@ -31,7 +31,7 @@ def main() -> None:
         over.fill_(float((OUT / "stop").exists()))
         dist.all_reduce(over)
         iteration += 1
-        transition.memory.save({"x": torch.full((NUMBERS,), own + iteration)}, iteration, replicated=not OWN)
+        unicron.memory.save({"x": torch.full((NUMBERS,), own + iteration)}, iteration, replicated=not OWN)
         time.sleep(0.05)
     dist.destroy_process_group()
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import zmq
 
 from tests.support.processes import LIMIT
-from unicron_ctl.protocol import claims, datagrams, sharing, wire
-from unicron_ctl.protocol.encryption import secure_client
-from unicron_ctl.protocol.munge import MungeError, make_credential
-from unicron_ctl.reach import Reach
+from unicron.ctl.protocol import claims, datagrams, shared_plans, wire
+from unicron.ctl.protocol.encryption import secure_client
+from unicron.ctl.protocol.munge import MungeError, make_credential
+from unicron.ctl.protocol.reach import Reach
 
 BEAT = 0.2  # seconds between a scripted agent's statuses
 M = TypeVar("M", bound=wire.Message)
@@ -125,7 +125,7 @@ class ScriptedAgent:
         """Take in what has come, and send a heartbeat when it is due."""
         while self.socket.poll(0):
             message = wire.decode(self.socket.recv(), wire.ToAgent)
-            self.heard.append(sharing.whole(message) if isinstance(message, wire.PlanShare) else message)
+            self.heard.append(shared_plans.whole(message) if isinstance(message, wire.PlanShare) else message)
             if isinstance(message, wire.Refused) and not message.final:
                 self.register()
             elif isinstance(message, wire.Reach):
@@ -210,7 +210,7 @@ class FakeController:
 
     def plan(self, plan: wire.Plan, slots: list[int]) -> None:
         """Send the agent with these slots its share."""
-        self.send(sharing.share(plan, sharing.common(plan), slots))
+        self.send(shared_plans.share(plan, shared_plans.common(plan), slots))
 
     def send(self, message: wire.Message | bytes) -> None:
         """To the agent that spoke last."""

@@ -37,13 +37,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from detector.inject import injector  # noqa: E402
 from tests.support.sharded_states import merged  # noqa: E402
-from transition import elastic_buckets, groups, preparing, shard_exchange, sharding, shards, unblock  # noqa: E402
-from transition.abort import Aborter  # noqa: E402
-from transition.gradient_slices import own_parts_only  # noqa: E402
-from transition.layout import Layout  # noqa: E402
-from transition.snapshots import Snapshots, Where  # noqa: E402
+from unicron.detector.chaos.inject import injector  # noqa: E402
+from unicron.transition.generations import groups, preparing, sharding, unblock  # noqa: E402
+from unicron.transition.generations.abort import Aborter  # noqa: E402
+from unicron.transition.generations.layout import Layout  # noqa: E402
+from unicron.transition.iteration.gradient_copies import Snapshots, Where  # noqa: E402
+from unicron.transition.megatron.gradient_slices import own_parts_only  # noqa: E402
+from unicron.transition.seams import elastic_buckets  # noqa: E402
+from unicron.transition.sharded import shard_exchange, shards  # noqa: E402
 
 VOCABULARY, SEQUENCE, SIZE, MICRO_BATCHES = 96, 16, 2, 12
 POSITIONS = torch.arange(SEQUENCE)[None].expand(SIZE, -1)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 UNICRON_PRELOAD = ("sbatch_templates.gpt_imports",)
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from transition import layout  # noqa: E402
+from unicron.transition.generations import layout  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -76,7 +76,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-import transition  # noqa: E402
+import unicron  # noqa: E402
 
 
 def build():
@@ -239,8 +239,8 @@ def forward_step(data_iterator, model):
 def gather_gradients(chunks) -> None:
     """With a distributed optimizer each rank has reduced its own part only: the others' come beside it, and what was
     there is put back, since a recovery goes on from it."""
-    from transition import groups
-    from transition.elastic_buckets import own_part
+    from unicron.transition.generations import groups
+    from unicron.transition.seams.elastic_buckets import own_part
 
     for chunk in chunks:
         for group in groups.bucket_groups(chunk):
@@ -303,7 +303,7 @@ def install_points(chunks, optimizer) -> None:
 
 def main() -> None:
     """Train, and save each iteration's gradient, parameters and loss."""
-    transition.init_process_group("gloo", transition.Layout(tensor=TENSOR, pipeline=PIPELINE))
+    unicron.init_process_group("gloo", unicron.Layout(tensor=TENSOR, pipeline=PIPELINE))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=TENSOR,
         pipeline_model_parallel_size=PIPELINE,
@@ -313,7 +313,7 @@ def main() -> None:
         fail_silently()
     chunks, optimizer = build()
     install_points(chunks, optimizer)
-    session = transition.Session(
+    session = unicron.Session(
         model=chunks,
         seed=1234,
         optimizer=optimizer,
@@ -324,9 +324,9 @@ def main() -> None:
         seq_length=SEQUENCE,
         micro_batch_size=SIZE,
         train_iterations=ITERATIONS,
-        checkpoints=transition.Checkpoints(CHECKPOINTS, interval=EVERY) if CHECKPOINTS else None,
+        checkpoints=unicron.Checkpoints(CHECKPOINTS, interval=EVERY) if CHECKPOINTS else None,
     )
-    from transition import auxiliary
+    from unicron.transition.megatron import auxiliary
 
     train(session, lambda: {"scale": float(optimizer.get_loss_scale()), "biases": str(auxiliary.biases(chunks))})
 

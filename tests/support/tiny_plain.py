@@ -53,8 +53,8 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 from torch.nn import functional  # noqa: E402
 
-import transition  # noqa: E402
-from transition import plain_gradients  # noqa: E402
+import unicron  # noqa: E402
+from unicron.transition.plain import flat_gradients  # noqa: E402
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=5e-3),
@@ -170,17 +170,17 @@ def main() -> None:
         parts = build()
         saving(*parts[:2])
         return alone(*parts)
-    transition.init_process_group("gloo")
+    unicron.init_process_group("gloo")
     if os.environ.get("TINY_SILENT") == "1":
         silent_reduces()
     if "TINY_BUCKET" in os.environ:
-        plain_gradients.BUCKET_BYTES = int(os.environ["TINY_BUCKET"])
+        flat_gradients.BUCKET_BYTES = int(os.environ["TINY_BUCKET"])
     model, optimizer, schedule = build()
     saving(model, optimizer)
     around_reduces()
     around_generations()
     train(
-        transition.Session(
+        unicron.Session(
             model=model,
             optimizer=optimizer,
             scheduler=schedule,
@@ -188,7 +188,7 @@ def main() -> None:
             forward_step=forward_step,
             fetch=fetch,
             train_iterations=ITERATIONS,
-            checkpoints=transition.Checkpoints(CHECKPOINTS, interval=EVERY) if CHECKPOINTS else None,
+            checkpoints=unicron.Checkpoints(CHECKPOINTS, interval=EVERY) if CHECKPOINTS else None,
             seed=1234,
             clip_grad=CLIP,
             scaler=torch.amp.GradScaler("cpu", growth_interval=2) if os.environ.get("TINY_SCALER") == "1" else None,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
-from transition import layout
-from unicron_ctl.agreement.resume import deal
-from unicron_ctl.protocol import wire
+from unicron.ctl.consensus.resume import deal
+from unicron.ctl.protocol import wire
+from unicron.transition.generations import layout
 
 LATER = (wire.Break, wire.PlanShare, wire.Withdraw, wire.StartRank, wire.StopRank)
 

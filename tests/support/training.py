@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.world import MICRO_BATCHES, World
-from unicron_ctl.agreement.resume import deal
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.protocol import wire
+from unicron.ctl.consensus.resume import deal
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.protocol import wire
 
 USUAL = 0.4
 ORDERS = (wire.Break, wire.StopRank, wire.StartRank)

@@ -13,12 +13,12 @@ from pathlib import Path
 # What the agent and the commands import late.
 LATE = (
     "encodings.idna",
-    "unicron_ctl.agent.agent",
-    "unicron_ctl.agent.plain_ranks",
-    "unicron_ctl.agent.unprotected",
-    "unicron_ctl.protocol.hello",
+    "unicron.ctl.agent.loop.agent",
+    "unicron.ctl.agent.loop.plain_ranks",
+    "unicron.ctl.agent.start.unprotected",
+    "unicron.ctl.protocol.hello",
 )
-AGENT = "unicron_ctl.agent.main:main"
+AGENT = "unicron.ctl.agent.start.agent_main:main"
 
 
 class User:

@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.agreement.agreement import Agreement
-from unicron_ctl.protocol import peers, sharing, wire
+from unicron.ctl.consensus.agreement import Agreement
+from unicron.ctl.protocol import peer_messages, shared_plans, wire
 
 TURN, HEARTBEAT = 0.05, 0.5
 BREAKS = 0.3  # that a collective whose peers are gone breaks in one turn
@@ -75,7 +75,7 @@ class Voter(FakeAgent):
                 assert isinstance(share, wire.PlanShare)
                 if self.agreement.plan(share) is None:
                     return
-                self.follow(sharing.whole(share))
+                self.follow(shared_plans.whole(share))
                 return
         super().get(message)
 
@@ -100,7 +100,7 @@ class Voter(FakeAgent):
         sends, self.agreement.sends = self.agreement.sends, []
         orders, self.agreement.orders = self.agreement.orders, []
         for peer, message in sends:
-            self.voters.send(self, peer.element, peers.decode(wire.encode(message)))
+            self.voters.send(self, peer.element, peer_messages.decode(wire.encode(message)))
         for order in orders:
             if isinstance(order, wire.Plan):
                 self.follow(order)

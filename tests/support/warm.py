@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from detector.supervise import Child, adopt_orphans
-from detector.template import READ_IN_C
 from tests.support.processes import outside_slurm
-from unicron_ctl.agent.template import ANSWER_SECONDS, HUNG_SECONDS, Coming, Template
+from unicron.ctl.agent.ranks.zygote_client import ANSWER_SECONDS, HUNG_SECONDS, Coming, Template
+from unicron.detector.processes.supervise import Child, adopt_orphans
+from unicron.detector.processes.zygote import READ_IN_C
 
 SCRIPT = Path(__file__).resolve().with_name("tiny_gpt.py")
 LIMIT = 90.0
-PROGRAMS = ("unicron_ctl.agent.plain_ranks", "unicron_ctl.controller.main")  # which run in forks, too
+PROGRAMS = ("unicron.ctl.agent.loop.plain_ranks", "unicron.ctl.controller.unicrond")  # which run in forks, too
 
 
 class Warm:
@@ -105,7 +105,7 @@ def warm() -> Warm:
     """The one of this process."""
     global _warm
     if _warm is None:
-        _warm = OfAll([str(SCRIPT)], "transition.session", *PROGRAMS)
+        _warm = OfAll([str(SCRIPT)], "unicron.transition.session.session", *PROGRAMS)
         atexit.register(_warm.close)
     return _warm
 

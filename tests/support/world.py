@@ -6,23 +6,23 @@ import itertools
 from collections.abc import Collection
 from typing import Any
 
-from detector.classify import Classifier
-from transition import layout
-from unicron_ctl.agreement.resume import deal
-from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.core import Core
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.log.thinning import redundant
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.controller.model.cluster import ClusterState
-from unicron_ctl.controller.model.fold import replay
-from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.requests import Greeting, Knock, Poll, Probe, Run
-from unicron_ctl.controller.worker import perform
-from unicron_ctl.partitions import PartitionConfig
-from unicron_ctl.protocol import sharing, wire
-from unicron_ctl.reach import Reach
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Queue, SlurmError
+from unicron.ctl.consensus.resume import deal
+from unicron.ctl.controller.core.core import Core
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.log.thinning import redundant
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.model.cluster_state import ClusterState
+from unicron.ctl.controller.model.fold import replay
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.model.requests import Greeting, Knock, Poll, Probe, Run
+from unicron.ctl.controller.server.worker import perform
+from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol.reach import Reach
+from unicron.ctl.settings.config import ControllerConfig
+from unicron.ctl.settings.partitions import PartitionConfig
+from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Queue, SlurmError
+from unicron.detector.failures.classify import Classifier
+from unicron.transition.generations import layout
 
 MICRO_BATCHES = 8
 CHANGES = itertools.count(1)  # an agent dates every change of a rank, and no two alike
@@ -185,7 +185,7 @@ class FakeAgent:
 
     def get(self, message: wire.Message) -> None:
         if isinstance(message, wire.PlanShare):
-            plan = sharing.whole(message)
+            plan = shared_plans.whole(message)
             self.held[plan.generation] = message
             if self.agreed is not None:
                 if plan.generation < self.agreed.generation:
@@ -193,7 +193,7 @@ class FakeAgent:
                 if plan.generation == self.agreed.generation and plan.prefix != self.agreed.plan.prefix:
                     return
                 self.agreed = None
-            message = sharing.whole(wire.decode(wire.encode(message), wire.ToAgent))
+            message = shared_plans.whole(wire.decode(wire.encode(message), wire.ToAgent))
         self.heard.append(message)
         if isinstance(message, wire.Ping):
             self.pinged = max(self.pinged, message.number)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from unicron_ctl.config import AgentConfig, ControllerConfig
+from unicron.ctl.settings.config import AgentConfig, ControllerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")

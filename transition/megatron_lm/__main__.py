@@ -1,4 +1,5 @@
-"""`python -m transition.megatron_lm SCRIPT ARGUMENTS`: runs a program of Megatron-LM's, healed within the iteration."""
+"""`python -m unicron.transition.megatron_lm SCRIPT ARGUMENTS`: runs a program of Megatron-LM's, healed within the
+iteration."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 def main() -> int:
     """Exit status 1 and one line for what cannot be healed."""
     if len(sys.argv) < 2:
-        print("unicron: write `python -m transition.megatron_lm pretrain_gpt.py ...`", file=sys.stderr)
+        print("unicron: write `python -m unicron.transition.megatron_lm pretrain_gpt.py ...`", file=sys.stderr)
         return 2
     sys.argv = sys.argv[1:]
     script = Path(sys.argv[0])
@@ -24,19 +25,20 @@ def main() -> int:
     # A single plain process needs no launcher.
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)
-    from transition.checkpoint import CheckpointError
-    from transition.groups import UnsupportedLayout
-    from transition.megatron_lm import alone, data, loop, seams, world
+    from unicron.transition.generations.groups import UnsupportedLayout
+    from unicron.transition.megatron_lm import alone, data, loop, world
+    from unicron.transition.seams import megatron_lm
+    from unicron.transition.snapshot.checkpoint import CheckpointError
 
     try:
-        seams.check()
+        megatron_lm.check()
         alone.install()
         data.install()
         of_the_job = world.World()
         of_the_job.install()
         loop.Loop(of_the_job).install()
         runpy.run_path(str(script), run_name="__main__")
-    except (seams.Refused, UnsupportedLayout, CheckpointError) as error:
+    except (megatron_lm.Refused, UnsupportedLayout, CheckpointError) as error:
         print(f"unicron: {error}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from transition.megatron_lm.seams import TIMERS, TRAINING, replace
+from unicron.transition.seams.megatron_lm import TIMERS, TRAINING, replace
 
 
 def install() -> None:

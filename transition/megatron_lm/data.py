@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from transition.megatron_lm.seams import TRAINING, replace
-from transition.megatron_lm.world import lock
+from unicron.transition.megatron_lm.world import lock
+from unicron.transition.seams.megatron_lm import TRAINING, replace
 
 
 class Samples:

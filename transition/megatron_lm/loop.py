@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from transition.checkpoint import CheckpointError
-from transition.groups import UnsupportedLayout
-from transition.megatron_lm.checkpoints import checkpoints
-from transition.megatron_lm.seams import TRAINING, Refused, replace
-from transition.megatron_lm.world import World
-from transition.result import StepResult
-from transition.session import Session
+from unicron.transition.generations.groups import UnsupportedLayout
+from unicron.transition.iteration.result import StepResult
+from unicron.transition.megatron_lm.save_load import checkpoints
+from unicron.transition.megatron_lm.world import World
+from unicron.transition.seams.megatron_lm import TRAINING, Refused, replace
+from unicron.transition.session.session import Session
+from unicron.transition.snapshot.checkpoint import CheckpointError
 
 
 class _Elsewhere(Exception):

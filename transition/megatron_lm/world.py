@@ -2,7 +2,7 @@
 
 It counts as one replica that computes all micro-batches of an iteration: so the number of micro-batches, the samples
 consumed and the learning rate do not change when replicas come and go. Its groups are made in the world in which the
-rank prepares itself (:mod:`transition.preparing`), and belong to the job's generations from then on.
+rank prepares itself (:mod:`generations.preparing`), and belong to the job's generations from then on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transition import process
-from transition.layout import Layout
-from transition.megatron_lm import options
-from transition.megatron_lm.seams import GLOBALS, INITIALIZE, TRAINING, replace
+from unicron.transition.generations.layout import Layout
+from unicron.transition.iteration import rank_process
+from unicron.transition.megatron_lm import arguments as options
+from unicron.transition.seams.megatron_lm import GLOBALS, INITIALIZE, TRAINING, replace
 
 HELPERS = "megatron.core.datasets.helpers_cpp"
 LOCK_SECONDS = 1800.0  # an index of a large dataset takes minutes; whoever holds the lock longer is frozen
@@ -72,7 +72,7 @@ class World:
             args = get_args()
             if torch.cuda.device_count() > 0:
                 torch.cuda.set_device(args.local_rank)
-            process.init_process_group(args.distributed_backend, self.layout)
+            rank_process.init_process_group(args.distributed_backend, self.layout)
             original(*arguments, **keywords)  # finds a process group and makes the model's groups
 
         return initialize_distributed

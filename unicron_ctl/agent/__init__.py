@@ -1,1 +1,1 @@
-"""unicron-agent: parent of a node's ranks; see `unicron_ctl.agent.agent`."""
+"""unicron-agent: parent of a node's ranks; see `unicron.ctl.agent.loop.agent`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from unicron_ctl.protocol.wire import Register
+from unicron.ctl.protocol.wire import Register
 
 CONTROLLER = "controller"
 

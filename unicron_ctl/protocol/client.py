@@ -6,16 +6,16 @@ import getpass
 import time
 from typing import TYPE_CHECKING, Any
 
-from unicron_ctl.addresses import Target
-from unicron_ctl.config import controller_address, is_guess, load
-from unicron_ctl.errors import WRONG_USE, UserError
-from unicron_ctl.protocol import claims, wire
-from unicron_ctl.protocol.munge import MungeError, make_credential
-from unicron_ctl.protocol.printable import clean, printable
-from unicron_ctl.reach import first_open
+from unicron.ctl.protocol import claims, wire
+from unicron.ctl.protocol.munge import MungeError, make_credential
+from unicron.ctl.protocol.printable import clean, printable
+from unicron.ctl.protocol.reach import first_open
+from unicron.ctl.settings.config import controller_address, is_guess, load
+from unicron.ctl.system.addresses import Target
+from unicron.ctl.system.errors import WRONG_USE, UserError
 
 if TYPE_CHECKING:
-    from unicron_ctl.protocol.hello import Hello
+    from unicron.ctl.protocol.hello import Hello
 
 
 def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
@@ -27,8 +27,8 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
     """
     import zmq
 
-    from unicron_ctl.protocol.encryption import PLAIN, public_key, secure_client
-    from unicron_ctl.protocol.hello import Hello
+    from unicron.ctl.protocol.encryption import PLAIN, public_key, secure_client
+    from unicron.ctl.protocol.hello import Hello
 
     arguments = dict(question)
     what = arguments.pop("kind")

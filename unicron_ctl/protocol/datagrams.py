@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from unicron_ctl.protocol import ranges, wire
+from unicron.ctl.protocol import ranges, wire
 
 HINT_VERSION = 1  # of the SPANK plugin
 

@@ -2,7 +2,7 @@
 the key of its connection (docs/design/trust.md).
 
 The controller's secret lies in its state folder, made at its first start. Its public key is in the configuration, or
-peers ask for it (:mod:`unicron_ctl.protocol.hello`). Peers make a key pair of their own; a munge credential says whose
+peers ask for it (:mod:`unicron.ctl.protocol.hello`). Peers make a key pair of their own; a munge credential says whose
 it is.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import zmq
 
-from unicron_ctl.config import Config, load
-from unicron_ctl.errors import WRONG_USE, UserError
+from unicron.ctl.settings.config import Config, load
+from unicron.ctl.system.errors import WRONG_USE, UserError
 
 SECRET_FILE = "curve.secret"
 VARIABLE = "UNICRON_PUBLIC_KEY"  # for programs without a configuration file

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from detector.output import TooMuchOutput, run_program
-from unicron_ctl.addresses import Target, canonical, endpoint, is_loopback, reason_of, resolve
-from unicron_ctl.protocol import claims, datagrams, wire
-from unicron_ctl.protocol.encryption import PLAIN, is_key
-from unicron_ctl.protocol.munge import MungeError, unmunge
+from unicron.ctl.protocol import claims, datagrams, wire
+from unicron.ctl.protocol.encryption import PLAIN, is_key
+from unicron.ctl.protocol.munge import MungeError, unmunge
+from unicron.ctl.system.addresses import Target, canonical, endpoint, is_loopback, reason_of, resolve
+from unicron.detector.health.program_output import TooMuchOutput, run_program
 
 HELLO_BYTES = 1024  # of a question at least: no shorter than its answer
 HELLO_SECONDS = 0.3  # between two questions

@@ -18,9 +18,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from unicron_ctl.addresses import canonical, origin
-from unicron_ctl.protocol.doors import Doors
-from unicron_ctl.protocol.zmtp import NOTHING, Keys, Refused, Session
+from unicron.ctl.protocol.connection_limits import Doors
+from unicron.ctl.protocol.zmtp import NOTHING, Keys, Refused, Session
+from unicron.ctl.system.addresses import canonical, origin
 
 log = logging.getLogger("unicron.listener")
 QUEUE = 20000  # connections that wait to be accepted at once

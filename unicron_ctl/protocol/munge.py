@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from unicron_ctl.time_limit import TimeLimit
+from unicron.ctl.system.time_limit import TimeLimit
 
 TIME_LIMIT = 3.0  # seconds for one call: a munged that was stopped keeps libmunge waiting for longer
 HANGING = 8  # calls that hang at once

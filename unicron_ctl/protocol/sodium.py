@@ -9,7 +9,7 @@ from pathlib import Path
 
 import zmq
 
-from unicron_ctl.errors import UserError
+from unicron.ctl.system.errors import UserError
 
 KEY_BYTES = 32
 MAC_BYTES = 16

@@ -1,5 +1,5 @@
 """Messages between agents and the controller: MessagePack maps with a version and a kind, checked at the edge against
-these types and the ranges of their fields (:mod:`unicron_ctl.protocol.ranges`).
+these types and the ranges of their fields (:mod:`unicron.ctl.protocol.ranges`).
 
 The protocol is level-triggered. An agent's :class:`Status` always tells the whole state of its ranks, and is sent at
 every change and at every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from unicron_ctl.protocol import ranges
+from unicron.ctl.protocol import ranges
 
 VERSION = 2
 SESSION, RESTART = "session", "restart"  # modes of healing
@@ -69,7 +69,7 @@ class Exit(msgspec.Struct, kw_only=True, gc=False):
 
 class Fault(msgspec.Struct, kw_only=True, gc=False):
     """An exception that a rank saw. fatal: nothing caught it, so the process ends; it had then `lived` so many
-    seconds. cause: the line that its traceback names as the reason (detector.last_words). micro_batch: that it came in,
+    seconds. cause: the line that its traceback names as the reason (failures.root_cause). micro_batch: that it came in,
     of `iteration`."""
 
     type: ranges.Text
@@ -85,7 +85,7 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What a rank holds of the optimizer's state after `version` steps, which is sharded `count` ways over the replicas
-    of a generation, that is named by `base` (:func:`transition.sharding.named`): the shards `held` of its place, its
+    of a generation, that is named by `base` (:func:`sharding.named`): the shards `held` of its place, its
     own and copies of others'."""
 
     base: ranges.Count
@@ -212,7 +212,7 @@ class Agreed(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Image(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Training state in the memory of a node that outlives its ranks (:class:`transition.memory.images.Key`): a rank's
+    """Training state in the memory of a node that outlives its ranks (:class:`images.Key`): a rank's
     part of what `iteration` goes on from, at `place` of `size`, shard `shard` of `count`, made in generation `base`;
     `bytes` of it in all."""
 
@@ -355,7 +355,7 @@ class Steps(Message, tag="steps"):
 
 class Timing(Message, tag="timing"):
     """When the parts of one recovery ended in one rank: seconds since it began, and the rank's clock when it had
-    stepped, which was the last of them (`transition.session`)."""
+    stepped, which was the last of them (`unicron.transition.session.session`)."""
 
     job: ranges.JobId
     slot: ranges.Slot
@@ -365,7 +365,7 @@ class Timing(Message, tag="timing"):
 
 
 class Reached(Message, tag="reached"):
-    """The answer to :class:`Reach`: one word of :class:`unicron_ctl.reach.Reach` for each address, in their order."""
+    """The answer to :class:`Reach`: one word of :class:`reach.Reach` for each address, in their order."""
 
     job: ranges.JobId
     element: ranges.Element
@@ -425,7 +425,7 @@ class Metrics(Message, tag="metrics"):
     """What an agent measured of its node and its ranks' processes, for the comparison with peers.
 
     host: the machine behind the node; nodes with the same one share their counters. node: metric -> value, rates per
-    second, as in :mod:`detector.metrics`. ranks: slot -> metric -> value.
+    second, as in :mod:`unicron.detector.iterations.peer_metrics`. ranks: slot -> metric -> value.
     """
 
     job: ranges.JobId
@@ -512,7 +512,7 @@ class Plan(Message, tag="plan"):
     it.
 
     replica: ranks of a replica; the members are replica-major and the assignment is by the heads' slots
-    (:mod:`transition.layout`). joiners: they get the state of the source's replica, place by place. state: (base,
+    (:mod:`generations.layout`). joiners: they get the state of the source's replica, place by place. state: (base,
     version) of the optimizer's shards from which all go on (:class:`Shards`).
     """
 
@@ -619,7 +619,7 @@ class Stacks(Message, tag="stacks"):
 
 
 class Inject(Message, tag="inject"):
-    """Break something on purpose; `fault` as in :mod:`detector.inject`. Sent only where the configuration allows it."""
+    """Break something on purpose; `fault` as in :mod:`chaos.inject`. Sent only where the configuration allows it."""
 
     fault: ranges.Kind
     slot: ranges.Slot

@@ -13,7 +13,7 @@ import struct
 
 from zmq.utils import z85
 
-from unicron_ctl.protocol.sodium import KEY_BYTES, MAC_BYTES, Box, key_pair
+from unicron.ctl.protocol.sodium import KEY_BYTES, MAC_BYTES, Box, key_pair
 
 MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
 _SEALED_COMMAND = 2  # the flag of a command within CURVE's message

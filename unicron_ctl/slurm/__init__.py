@@ -1,8 +1,8 @@
 """Slurm behind one interface: `SlurmClient`, with a command-line backend for every release and a pyslurm backend."""
 
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, PartitionInfo, Reserved, SlurmClient, SlurmError
-from unicron_ctl.slurm.command_line import CommandLineClient
-from unicron_ctl.slurm.pyslurm_backend import choose_client
+from unicron.ctl.slurm.command_line import CommandLineClient
+from unicron.ctl.slurm.pyslurm_backend import choose_client
+from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, PartitionInfo, Reserved, SlurmClient, SlurmError
 
 __all__ = [
     "CommandLineClient",

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
-from unicron_ctl.errors import one_line
-from unicron_ctl.slurm import listing, queue
-from unicron_ctl.slurm.client import (
+from unicron.ctl.slurm import queue, squeue
+from unicron.ctl.slurm.programs import Programs
+from unicron.ctl.slurm.slurm_client import (
     ElementInfo,
     NodeInfo,
     PartitionInfo,
@@ -21,7 +21,7 @@ from unicron_ctl.slurm.client import (
     SlurmError,
     current_reason,
 )
-from unicron_ctl.slurm.programs import Programs
+from unicron.ctl.system.errors import one_line
 
 # One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
 _STATE_SYMBOLS = {
@@ -117,8 +117,8 @@ class CommandLineClient:
         """All, or those of some jobs. Of a single job slurmctld looks up that one alone."""
         which = ["--jobs", ",".join(jobs)] if jobs else []
         try:
-            said = self._squeue("--array", *which, "-o", listing.FACTS_FORMAT).decode(errors="replace")
-            facts = listing.parse_facts(said, self._most_alike)
+            said = self._squeue("--array", *which, "-o", squeue.FACTS_FORMAT).decode(errors="replace")
+            facts = squeue.parse_facts(said, self._most_alike)
             large = said.count("\n") > LARGE
             texts = self._texts(which, [fact.key for fact in facts], large)
             common = self._common_texts(which) if large else {}
@@ -131,13 +131,13 @@ class CommandLineClient:
             if fact.key in texts:  # else it ended, or began, between the two listings
                 self._is_array[fact.info.job] = fact.is_array
                 row = {**common.get(fact.info.job, {}), **texts[fact.key]}
-                found.append(listing.complete(fact, row))
+                found.append(squeue.complete(fact, row))
                 self._note(found[-1])
         return found
 
     def others(self, but: Collection[str] = ()) -> Queue:
         for columns in queue.COLUMNS:
-            said = self._squeue("--sort=-p", "-O", listing.columns_format(columns))
+            said = self._squeue("--sort=-p", "-O", squeue.columns_format(columns))
             if (found := queue.parse(said, columns, but)) is not None:
                 self._long = found.rows > LONG
                 return found
@@ -190,17 +190,17 @@ class CommandLineClient:
 
     def _common_texts(self, which: list[str]) -> dict[str, dict[str, str]]:
         """What all elements of an array have in common, by job: squeue prints those that are pending in one row."""
-        said = self._squeue(*which, "-O", listing.columns_format(listing.ALL_COLUMNS))
-        own = {name for name, _ in listing.OWN_COLUMNS}
-        rows = listing.parse_columns(said, listing.ALL_COLUMNS) or {}
+        said = self._squeue(*which, "-O", squeue.columns_format(squeue.ALL_COLUMNS))
+        own = {name for name, _ in squeue.OWN_COLUMNS}
+        rows = squeue.parse_columns(said, squeue.ALL_COLUMNS) or {}
         return {job: {name: text for name, text in row.items() if name not in own} for (job, _), row in rows.items()}
 
-    def _texts(self, which: list[str], wanted: list[listing.Key], large: bool) -> dict[listing.Key, dict[str, str]]:
+    def _texts(self, which: list[str], wanted: list[squeue.Key], large: bool) -> dict[squeue.Key, dict[str, str]]:
         """Raises SlurmError when squeue prints other columns than it was asked for. large: only what may differ."""
-        first = listing.OWN_COLUMNS if large else listing.ALL_COLUMNS
-        for columns in (first, listing.NEEDED_COLUMNS):  # if texts break the columns: without them
-            said = self._squeue("--array", *which, "-O", listing.columns_format(columns))
-            if (found := listing.parse_columns(said, columns, wanted)) is not None:
+        first = squeue.OWN_COLUMNS if large else squeue.ALL_COLUMNS
+        for columns in (first, squeue.NEEDED_COLUMNS):  # if texts break the columns: without them
+            said = self._squeue("--array", *which, "-O", squeue.columns_format(columns))
+            if (found := squeue.parse_columns(said, columns, wanted)) is not None:
                 return found
         raise SlurmError(f"squeue: cannot read {said[:80]!r}")
 
@@ -346,7 +346,7 @@ def parse_node(line: str, slurmd_port: int = SLURMD_PORT) -> NodeInfo | None:
         return None
     reason = re.search(r"\sReason=(.*?)(?:\s\[[^\[\]@]*@[^\[\]]*\]|$)", line.rstrip())
     name = fields["NodeName"]
-    gres = listing.known(fields.get("Gres", ""))
+    gres = squeue.known(fields.get("Gres", ""))
     states = parse_states(fields["State"])
     return NodeInfo(
         name=name,
@@ -354,7 +354,7 @@ def parse_node(line: str, slurmd_port: int = SLURMD_PORT) -> NodeInfo | None:
         reason=current_reason(states, reason[1].strip() if reason else ""),
         address=fields.get("NodeAddr", name),
         port=int(fields["Port"]) if fields.get("Port", "").isdigit() else slurmd_port,
-        slurmd_start=listing.parse_time(fields.get("SlurmdStartTime", "None")),
+        slurmd_start=squeue.parse_time(fields.get("SlurmdStartTime", "None")),
         gpus=count_gpus(gres),
         partitions=_split(fields.get("Partitions", "")),
         features=frozenset(_split(fields.get("ActiveFeatures", ""))),
@@ -363,7 +363,7 @@ def parse_node(line: str, slurmd_port: int = SLURMD_PORT) -> NodeInfo | None:
 
 
 def _split(text: str) -> tuple[str, ...]:
-    return tuple(part for part in listing.known(text).split(",") if part)
+    return tuple(part for part in squeue.known(text).split(",") if part)
 
 
 def parse_reservations(text: str) -> dict[str, list[Reserved]]:
@@ -371,10 +371,10 @@ def parse_reservations(text: str) -> dict[str, list[Reserved]]:
     found: dict[str, list[Reserved]] = {}
     for line in text.split("\n"):
         fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
-        starts, ends = (listing.parse_time(fields.get(name, "")) for name in ("StartTime", "EndTime"))
+        starts, ends = (squeue.parse_time(fields.get(name, "")) for name in ("StartTime", "EndTime"))
         if "ReservationName" in fields and starts is not None and ends is not None:
             reserved = Reserved(fields["ReservationName"], starts, ends)
-            for node in listing.hosts(listing.known(fields.get("Nodes", ""))):
+            for node in squeue.hosts(squeue.known(fields.get("Nodes", ""))):
                 found.setdefault(node, []).append(reserved)
     return found
 
@@ -386,7 +386,7 @@ def parse_topology(text: str) -> dict[str, str]:
     for line in text.split("\n"):
         fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
         name = fields.get("BlockName", "") or (fields.get("SwitchName", "") if fields.get("Level") == "0" else "")
-        for node in listing.hosts(listing.known(fields.get("Nodes", ""))) if name else ():
+        for node in squeue.hosts(squeue.known(fields.get("Nodes", ""))) if name else ():
             found.setdefault(node, name)
     return found
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 
-from detector.output import TooMuchOutput, run_program
-from unicron_ctl.slurm.client import SlurmError, SlurmTimeout
+from unicron.ctl.slurm.slurm_client import SlurmError, SlurmTimeout
+from unicron.detector.health.program_output import TooMuchOutput, run_program
 
 log = logging.getLogger("unicron.slurm")
 KILL_SECONDS = 2.0  # for a process that was killed to end

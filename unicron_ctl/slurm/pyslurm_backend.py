@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from unicron_ctl.errors import one_line
-from unicron_ctl.slurm import listing
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Reserved, SlurmError, current_reason
-from unicron_ctl.slurm.command_line import CommandLineClient, parse_states
+from unicron.ctl.slurm import squeue
+from unicron.ctl.slurm.command_line import CommandLineClient, parse_states
+from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Reserved, SlurmError, current_reason
+from unicron.ctl.system.errors import one_line
 
 
 class PyslurmClient(CommandLineClient):
@@ -151,7 +151,7 @@ def reserved_nodes(reservations: Iterable[Any]) -> dict[str, list[Reserved]]:
     """Node -> those of these pyslurm Reservations that name it."""
     found: dict[str, list[Reserved]] = {}
     for one in reservations:
-        for node in listing.hosts(one.nodes or ""):
+        for node in squeue.hosts(one.nodes or ""):
             found.setdefault(node, []).append(Reserved(one.name, float(one.start_time), float(one.end_time)))
     return found
 
@@ -178,7 +178,7 @@ def node_info(node: Any, reservations: tuple[Reserved, ...], slurmd_port: int) -
 
 def _gres(found: Mapping[str, int] | None) -> str:
     """{"gpu:a100": 4} -> "gpu:a100:4"."""
-    return listing.plain_gres(",".join(f"{name}:{count}" for name, count in (found or {}).items()))
+    return squeue.plain_gres(",".join(f"{name}:{count}" for name, count in (found or {}).items()))
 
 
 def elements_of(record: Any) -> Iterator[tuple[int, bool]]:
@@ -223,12 +223,12 @@ def element_info(record: Any, element: int) -> ElementInfo:
         features=",".join(record.constraints or ()),
         gres=_gres(record.gres_per_node),
         reservation=record.reservation or "",
-        excluded_nodes=frozenset(listing.hosts(record.excluded_nodes or "")),
+        excluded_nodes=frozenset(squeue.hosts(record.excluded_nodes or "")),
         time_limit=_limit(record.time_limit),
         priority=record.priority or 0,
         admin_comment=record.admin_comment or "",
         starts=float(record.start_time) if record.start_time else None,
-        planned_nodes=frozenset(listing.hosts(record.scheduled_nodes or "")),
+        planned_nodes=frozenset(squeue.hosts(record.scheduled_nodes or "")),
     )
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from unicron_ctl.slurm import listing
-from unicron_ctl.slurm.client import ElementInfo, Queue
+from unicron.ctl.slurm import squeue
+from unicron.ctl.slurm.slurm_client import ElementInfo, Queue
 
 Columns = tuple[tuple[str, int], ...]
 _IDENTITY: Columns = (
@@ -45,7 +45,7 @@ _SEPARATOR = b"\x1f"
 
 def parse(data: bytes, columns: Columns, but: Collection[str] = ()) -> Queue | None:
     """squeue's answer, sorted by priority, without the jobs `but`. None when it is not in the columns asked for."""
-    size, at = listing.row_size(columns), _offsets(columns)
+    size, at = squeue.row_size(columns), _offsets(columns)
     if len(data) % size or not _aligned(data, columns, size):
         return None
     found, ours = Queue(rows=len(data) // size), {job.encode().ljust(11) for job in but}
@@ -103,7 +103,7 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
     for name, width in columns:
         cell = row[at[name] : at[name] + width]
         fits = cell[-1:] == b" " or name in ("ArrayTaskID", "UserName")
-        cells[name] = listing.known(cell.decode(errors="ignore").rstrip(" ")) if fits else ""
+        cells[name] = squeue.known(cell.decode(errors="ignore").rstrip(" ")) if fits else ""
     index, nodes = cells["ArrayTaskID"], cells["NodeList"]
     priority, reasons = cells["PriorityLong"], cells["Reason"].split(",")
     # squeue prints an array's pending elements in one row, with all their reasons.
@@ -121,12 +121,12 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         restarts=0,
         partition=cells["Partition"],
         features=cells.get("Feature", ""),
-        gres=listing.plain_gres(cells.get("tres-per-node", "")),
+        gres=squeue.plain_gres(cells.get("tres-per-node", "")),
         reservation=cells.get("ReservationName", ""),
-        excluded_nodes=frozenset(listing.hosts(cells.get("ExcNodes", ""))),
-        time_limit=listing.parse_limit(cells["TimeLimit"]),
+        excluded_nodes=frozenset(squeue.hosts(cells.get("ExcNodes", ""))),
+        time_limit=squeue.parse_limit(cells["TimeLimit"]),
         priority=int(priority) if priority.isdigit() else 0,
-        starts=listing.parse_time(cells["StartTime"]),
-        planned_nodes=frozenset(listing.hosts(cells["SchedNodes"])),
+        starts=squeue.parse_time(cells["StartTime"]),
+        planned_nodes=frozenset(squeue.hosts(cells["SchedNodes"])),
         brief=True,
     )

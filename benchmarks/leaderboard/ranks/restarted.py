@@ -1,11 +1,11 @@
-"""The same script in Unicron's restart mode: the two lines of `transition.memory` in place of the checkpoint file."""
+"""The same script in Unicron's restart mode: the two lines of `unicron.memory` in place of the checkpoint file."""
 
 from __future__ import annotations
 
 import torch
 
 from benchmarks.leaderboard.ranks import core, elastic
-from transition import memory
+from unicron import memory
 
 
 class Memory:

@@ -1,16 +1,16 @@
-"""The same training by `transition.Session`: Unicron's session mode."""
+"""The same training by `unicron.Session`: Unicron's session mode."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-import transition
+import unicron
 from benchmarks.leaderboard.ranks import core
 
 
 def main() -> None:
-    transition.init_process_group("gloo")
+    unicron.init_process_group("gloo")
     model, optimizer = core.build()
     done: dict[int, list[int]] = {}  # iteration -> micro-batches that this process has computed
 
@@ -24,7 +24,7 @@ def main() -> None:
         done.setdefault(iteration, []).append(index)
         return loss
 
-    session = transition.Session(
+    session = unicron.Session(
         model=model,
         optimizer=optimizer,
         micro_batches=core.MICRO_BATCHES,
@@ -33,7 +33,7 @@ def main() -> None:
         seq_length=core.LENGTH,
         micro_batch_size=core.SAMPLES,
         train_iterations=core.ITERATIONS,
-        checkpoints=transition.Checkpoints(core.CHECKPOINT.parent / "session", interval=100),
+        checkpoints=unicron.Checkpoints(core.CHECKPOINT.parent / "session", interval=100),
     )
     notes = core.Notes(session.slot)
     for result in session:

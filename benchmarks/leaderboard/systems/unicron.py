@@ -89,11 +89,11 @@ class Session(System):
 
 
 class Restart(Session):
-    """docs/user-guide.md, *Restart mode*, with the two lines of `transition.memory`."""
+    """docs/user-guide.md, *Restart mode*, with the two lines of `unicron.memory`."""
 
     name = "unicron-restart"
     settings = (
         "restart mode; unicrond with its shipped values but auth and slurm; at least 1 node; the state by "
-        "transition.memory at each iteration, no file; the script of torchrun, gloo with the same time-out"
+        "unicron.memory at each iteration, no file; the script of torchrun, gloo with the same time-out"
     )
     script = "restarted.py"

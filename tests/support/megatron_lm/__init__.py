@@ -17,7 +17,7 @@ from sbatch_templates import megatron_on_cpu
 
 HERE = Path(__file__).resolve().parent
 STAND_IN = HERE / "pretrain_stand_in.py"
-LAUNCHER = ["-m", "transition.megatron_lm"]
+LAUNCHER = ["-m", "unicron.transition.megatron_lm"]
 LINE = re.compile(
     r"iteration +(?P<iteration>\d+)/.* consumed samples: +(?P<samples>\d+) .* lm loss: (?P<loss>\S+) .*"
     r"grad norm: (?P<norm>\S+) "

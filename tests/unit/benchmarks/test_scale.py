@@ -11,8 +11,8 @@ from benchmarks.scale.agents import Agent, Layout
 from benchmarks.scale.history import DAY, DAYS, failures, fill_month
 from benchmarks.scale.zmtp import Connection, Lost
 from tests.support.world import World
-from unicron_ctl.controller.log.store import Store
-from unicron_ctl.protocol import sharing, wire
+from unicron.ctl.controller.log.store import Store
+from unicron.ctl.protocol import shared_plans, wire
 
 LIMIT = 5.0
 
@@ -67,7 +67,7 @@ def test_a_connection_that_the_controller_closes_is_lost(router):
 
 def plan(generation: int, members: list[int], **fields) -> tuple[wire.Plan, Layout]:
     made = wire.Plan(generation=generation, members=members, store="a:1", prefix="p", **fields)
-    return made, Layout.of(sharing.share(made, sharing.common(made), members))
+    return made, Layout.of(shared_plans.share(made, shared_plans.common(made), members))
 
 
 def trained(agent: Agent, members: list[int]) -> Layout:

@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from detector.budget import _WHO_AND_WHEN, END_JUDGED, NOT_JUDGED, OF_A_JOB, OF_ALL_JOBS, TAIL, Budget, alike
-from detector.classify import Classifier
+from unicron.detector.failures.classify import Classifier
+from unicron.detector.failures.text_budget import (
+    _WHO_AND_WHEN,
+    END_JUDGED,
+    NOT_JUDGED,
+    OF_A_JOB,
+    OF_ALL_JOBS,
+    TAIL,
+    Budget,
+    alike,
+)
 
 ORDINARY = "error cuda nccl rank timeout memory file failed python torch x tensor of the socket line".split()
 

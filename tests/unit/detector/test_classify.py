@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detector.classify import MAX_TEXT, default_classifier
-from detector.severity import Severity
-from unicron_ctl.agent.ranks import last_words
+from unicron.ctl.agent.ranks.ranks import last_words
+from unicron.detector.failures.classify import MAX_TEXT, default_classifier
+from unicron.detector.failures.severity import Severity
 
 CORPUS = [json.loads(line) for line in (Path(__file__).parents[2] / "data" / "errors.jsonl").read_text().splitlines()]
 CLASSIFIER = default_classifier()

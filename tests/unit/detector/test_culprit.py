@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detector.culprit import OWN_PHASES, Progress, slowest, stuck
+from unicron.detector.iterations.culprit import OWN_PHASES, Progress, slowest, stuck
 
 USUAL = {"data": 0.02, "forward": 0.30, "backward": 0.60, "reduce": 0.05, "step": 0.03}
 

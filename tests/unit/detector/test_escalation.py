@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detector import escalation
-from detector.classify import default_classifier
-from detector.escalation import (
+from unicron.detector.failures import escalation
+from unicron.detector.failures.classify import default_classifier
+from unicron.detector.failures.escalation import (
     TABLE,
     WHOLE_JOB,
     Event,
@@ -23,7 +23,7 @@ from detector.escalation import (
     decide,
     moments,
 )
-from detector.severity import Severity
+from unicron.detector.failures.severity import Severity
 
 CLASSIFIER = default_classifier()
 

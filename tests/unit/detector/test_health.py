@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from detector.health import CHECKS, Settings, load_settings, run
-from detector.health import checks as module
-from detector.health.checks import (
+from unicron.detector.health import CHECKS, Settings, load_settings, run
+from unicron.detector.health import checks as module
+from unicron.detector.health.checks import (
     check_clock,
     check_file_system,
     check_gpu,

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from detector import cage
-from detector.classify import default_classifier
-from detector.inject import EXCEPTIONS, FAULTS, InjectError, Injector, parse
+from unicron.detector.chaos import memory_cage
+from unicron.detector.chaos.inject import EXCEPTIONS, FAULTS, InjectError, Injector, parse
+from unicron.detector.failures.classify import default_classifier
 
 EXPECTED = {
     "python": ("application", 2),
@@ -102,6 +102,6 @@ def test_a_corrupted_checkpoint_is_sent_once_for_every_order():
 
 
 def test_without_a_memory_cgroup_there_is_no_cage(monkeypatch):
-    monkeypatch.setattr(cage, "counter_file", lambda: None)
-    with pytest.raises(cage.CageError, match="no memory cgroup"):
-        cage.Cage(os.getpid())
+    monkeypatch.setattr(memory_cage, "counter_file", lambda: None)
+    with pytest.raises(memory_cage.CageError, match="no memory cgroup"):
+        memory_cage.Cage(os.getpid())

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from detector.job_output import FULL_BYTES, MOST_BYTES, JobOutput
 from tests.support.processes import wait_for
+from unicron.detector.processes.job_output import FULL_BYTES, MOST_BYTES, JobOutput
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detector.classify import default_classifier
-from detector.statements import Weight, exception, label, statements
+from unicron.detector.failures.classify import default_classifier
+from unicron.detector.failures.statements import Weight, exception, label, statements
 
 CLASSIFIER = default_classifier()
 FRAMES = "\n".join(

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from detector.classify import MAX_TEXT, Classifier
-from detector.prefilter import LONGEST_REPEAT, Alternative, bounded
-from detector.severity import default_table, parse_rule
-from detector.statements import LONGEST_LINE, LONGEST_TEXT, label, shortened, statements
+from unicron.detector.failures.classify import MAX_TEXT, Classifier
+from unicron.detector.failures.prefilter import LONGEST_REPEAT, Alternative, bounded
+from unicron.detector.failures.severity import default_table, parse_rule
+from unicron.detector.failures.statements import LONGEST_LINE, LONGEST_TEXT, label, shortened, statements
 
 TABLE = default_table()
 TEXT_RULES = TABLE.of_kind("text")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detector.metrics import (
+from unicron.detector.iterations.peer_metrics import (
     PeerWatch,
     Rates,
     link_flaps,

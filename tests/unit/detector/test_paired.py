@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detector.paired import Outcome, first_round, judge, second_round, suspects
+from unicron.detector.health.pair_test import Outcome, first_round, judge, second_round, suspects
 
 
 def test_runs(groups, bad, slow=()):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detector.prefilter import Prefilter, alternatives, search
-from detector.severity import default_table, folded, load_table
+from unicron.detector.failures.prefilter import Prefilter, alternatives, search
+from unicron.detector.failures.severity import default_table, folded, load_table
 
 LINES = [
     line

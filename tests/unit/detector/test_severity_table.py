@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from detector.classify import Classifier, default_classifier
-from detector.severity import (
+from unicron.detector.failures.classify import Classifier, default_classifier
+from unicron.detector.failures.severity import (
     SCOPES,
     Severity,
     SeverityTableError,

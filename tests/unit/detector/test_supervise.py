@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from detector.supervise import LINE_BYTES, TAIL_LINES, Child
 from tests.support.processes import wait_for
+from unicron.detector.processes.supervise import LINE_BYTES, TAIL_LINES, Child
 
 BARS = """
 import sys

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from detector import template
-from detector.template import Files, different, leading_imports, restore, uncollected, watched
+from unicron.detector.processes import zygote
+from unicron.detector.processes.zygote import Files, different, leading_imports, restore, uncollected, watched
 
 
 def imports(source: str) -> list[str]:
@@ -57,8 +57,8 @@ def test_what_was_read_must_be_what_the_rank_has():
 
 
 def test_reads_and_writes_are_told_apart(monkeypatch):
-    monkeypatch.setattr(template.Reads, "seen", {})
-    monkeypatch.setattr(template.Reads, "written", set())
+    monkeypatch.setattr(zygote.Reads, "seen", {})
+    monkeypatch.setattr(zygote.Reads, "written", set())
     monkeypatch.setenv("GIVEN", "1")
     with watched():
         os.environ.get("MISSING")
@@ -66,7 +66,7 @@ def test_reads_and_writes_are_told_apart(monkeypatch):
         assert os.environ["OWN"] == "mine" and os.getenv("GIVEN") == "1" and "MISSING" not in os.environ
         del os.environ["OWN"]
     os.environ.get("LATER")
-    assert template.Reads.seen == {"MISSING": None, "GIVEN": "1"} and template.Reads.written == {"OWN"}
+    assert zygote.Reads.seen == {"MISSING": None, "GIVEN": "1"} and zygote.Reads.written == {"OWN"}
 
 
 def test_imports_are_made_without_the_collector_unless_they_choose_otherwise():
@@ -122,14 +122,14 @@ def test_ranks_that_are_asked_for_together_cost_one_look_and_what_was_edited_bef
     files = Files()
     files.add(str(script))
     files.loaded()
-    plain = template.stamp
+    plain = zygote.stamp
 
     def stamp(path):
         looks.extend(now if path == str(script) else [])
         return plain(path)
 
-    monkeypatch.setattr(template, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(template, "stamp", stamp)
+    monkeypatch.setattr(zygote, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(zygote, "stamp", stamp)
     assert [files.changed(asked) for asked in (9.0, 9.0, 9.5)] == [None] * 3 and looks == [10.0]
     now[0] = 11.0
     assert files.changed(9.9) is None and looks == [10.0], "it was asked for before that look began"

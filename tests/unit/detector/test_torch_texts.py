@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from detector.classify import default_classifier
-from detector.severity import Severity
+from unicron.detector.failures.classify import default_classifier
+from unicron.detector.failures.severity import Severity
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
 TEXTS = {

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.model import Job, Scenario
-from planner.simulate import POLICIES, clairvoyant, simulate
-from planner.simulate.cases import case
-from planner.simulate.causes import CAUSES
-from planner.simulate.clairvoyant import spans
-from planner.simulate.generate import GENERATORS
-from planner.simulate.trace import TraceEvent, make
+from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.simulate import POLICIES, clairvoyant, simulate
+from unicron.planner.simulate.cases import case
+from unicron.planner.simulate.causes import CAUSES
+from unicron.planner.simulate.clairvoyant import spans
+from unicron.planner.simulate.generate import GENERATORS
+from unicron.planner.simulate.trace import TraceEvent, make
 
 BOUND = POLICIES["clairvoyant"]
 OURS = ("unicron", "unicron-ahead", "equally", "by_weight", "by_size")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from planner.explain import duration_text, explain, runner_up
-from planner.model import Job, PlanError, Scenario
-from planner.solve import solve
-from planner.whatif import suppose, suppose_all
 from tests.unit.planner.strategies import brute_force, scale, scenarios, sizes_of
+from unicron.planner.ahead.whatif import suppose, suppose_all
+from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.solver.explain import duration_text, explain, runner_up
+from unicron.planner.solver.solve import solve
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.model import PlanError
-from planner.simulate import load
+from unicron.planner.problem.model import PlanError
+from unicron.planner.simulate import load
 
 DAY = 86400.0
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from planner.model import PlanError
-from planner.simulate.figure import draw_history
-from planner.simulate.history import COMMAND, Costs, Run, judge, load
+from unicron.planner.problem.model import PlanError
+from unicron.planner.simulate.figure import draw_history
+from unicron.planner.simulate.history import COMMAND, Costs, Run, judge, load
 
 HEADER = "JobID|User|JobName|State|ExitCode|Submit|Start|End|NNodes"
 FREE = Costs(checkpoint=0.0, setup=0.0)

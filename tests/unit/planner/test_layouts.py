@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner import cost_model, layouts
-from planner.cost_model import Gpt, Hardware, Parallel
-from planner.explain import explain
-from planner.layouts import Known, Split
-from planner.lookahead import Lookahead
-from planner.model import Job, PlanError, Scenario
-from planner.scenario import from_dict, to_dict
-from planner.solve import solve
+from unicron.planner.ahead.lookahead import Lookahead
+from unicron.planner.problem import cost_model, layouts
+from unicron.planner.problem.cost_model import Gpt, Hardware, Parallel
+from unicron.planner.problem.layouts import Known, Split
+from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.scenario import from_dict, to_dict
+from unicron.planner.solver.explain import explain
+from unicron.planner.solver.solve import solve
 
 SMALL = Gpt(layers=24, hidden=2048, heads=16, global_batch=64)
 LARGE = Gpt(layers=48, hidden=8192, heads=64, global_batch=64)  # 39 billion parameters

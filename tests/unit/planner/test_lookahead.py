@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from planner import lookahead, tables
-from planner.events import after, pairs_of_losses, single_events
-from planner.expected import after_failure, candidates, solve_expected
-from planner.lookahead import Keeper, Lookahead
-from planner.model import Job, PlanError, Scenario
-from planner.solve import solve
 from tests.unit.planner.strategies import SHAPES, jobs, scale, scenarios, shaped
+from unicron.planner.ahead import lookahead
+from unicron.planner.ahead.expected import after_failure, candidates, solve_expected
+from unicron.planner.ahead.lookahead import Keeper, Lookahead
+from unicron.planner.ahead.next_events import after, pairs_of_losses, single_events
+from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.solver import tables
+from unicron.planner.solver.solve import solve
 
 QUICK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.model import Job, PlanError, Scenario
-from planner.node_types import solve_typed
-from planner.scenario import check_minima, from_dict, load, to_dict
-from planner.solve import solve
 from tests.unit.planner.strategies import scenarios
+from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.scenario import check_minima, from_dict, load, to_dict
+from unicron.planner.solver.node_types import solve_typed
+from unicron.planner.solver.solve import solve
 
 CONTRACT = """
 [cluster]

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner.lookahead import Lookahead
-from planner.model import Job, PlanError, Scenario
-from planner.shares import claim, divide
-from planner.solve import best, by_owner, solve
+from unicron.planner.ahead.lookahead import Lookahead
+from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.solver.shares import claim, divide
+from unicron.planner.solver.solve import best, by_owner, solve
 
 CLUSTERS = 10_000
 FACTORS = (0.0, 0.5, 0.95, 1.05, 1.25, 3.0, 1e3)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import detector
-from planner.model import Job, PlanError, Scenario
-from planner.simulate import POLICIES, simulate
-from planner.simulate import load as load_trace
-from planner.simulate.cases import CASES, case
-from planner.simulate.causes import CAUSES, find
-from planner.simulate.clairvoyant import spans
-from planner.simulate.figure import draw, page
-from planner.simulate.generate import DAY, GENERATORS, counted, llama3, rsc1, trace_a, trace_b, unicron
-from planner.simulate.placement import split
-from planner.simulate.policies import ITERATION, policy
-from planner.simulate.trace import TraceEvent, make, write
-from planner.solve import solve
+from unicron.detector.failures.severity import TABLE_PATH
+from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.simulate import POLICIES, simulate
+from unicron.planner.simulate import load as load_trace
+from unicron.planner.simulate.cases import CASES, case
+from unicron.planner.simulate.causes import CAUSES, find
+from unicron.planner.simulate.clairvoyant import spans
+from unicron.planner.simulate.figure import draw, page
+from unicron.planner.simulate.generate import DAY, GENERATORS, counted, llama3, rsc1, trace_a, trace_b, unicron
+from unicron.planner.simulate.placement import split
+from unicron.planner.simulate.policies import ITERATION, policy
+from unicron.planner.simulate.trace import TraceEvent, make, write
+from unicron.planner.solver.solve import solve
 
 SYSTEMS = sorted(set(POLICIES) - {"clairvoyant"})  # that one is a bound
 FLOPS = {k: 1e15 * k for k in range(1, 5)}
@@ -210,7 +209,7 @@ def test_the_planner_is_best_or_tied_in_every_case(number):
 
 
 def test_causes_are_those_of_the_severity_table():
-    table = tomllib.loads((Path(detector.__file__).parent / "severity_table.toml").read_text(encoding="utf-8"))
+    table = tomllib.loads(TABLE_PATH.read_text(encoding="utf-8"))
     severities = {cause["name"]: cause["severity"] for cause in table["cause"]}
     assert severities == {cause.name: cause.severity for cause in CAUSES.values()}
     for cause in table["cause"]:

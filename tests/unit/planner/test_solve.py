@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
-from planner import keys, tables
-from planner.keys import Row
-from planner.model import Job, PlanError, Scenario
-from planner.solve import solve
 from tests.unit.planner.strategies import SHAPES, brute_force, scale, scenarios, seeded, shaped, sizes_of
+from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.solver import keys, tables
+from unicron.planner.solver.keys import Row
+from unicron.planner.solver.solve import solve
 
 QUICK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.model import Job, PlanError, Scenario
-from planner.scenario import from_dict, to_dict
-from planner.solve import solve
-from planner.spares import worth
+from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.scenario import from_dict, to_dict
+from unicron.planner.solver.solve import solve
+from unicron.planner.solver.spares import worth
 
 MTBF, WAIT = 1000.0, 3600.0
 

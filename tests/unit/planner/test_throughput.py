@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import cost_model
-from planner.cost_model import A100, Gpt, Hardware, Parallel
-from planner.model import PlanError
-from planner.throughput import Throughput, isotonic
+from unicron.planner.problem import cost_model
+from unicron.planner.problem.cost_model import A100, Gpt, Hardware, Parallel
+from unicron.planner.problem.model import PlanError
+from unicron.planner.problem.throughput import Throughput, isotonic
 
 GPT_7B = Gpt(layers=32, hidden=4096, heads=32, global_batch=512)
 GPT_175B = Gpt(layers=96, hidden=12288, heads=96, global_batch=1536)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from transition.abort import SETTINGS, Aborter, settle
+from unicron.transition.generations.abort import SETTINGS, Aborter, settle
 
 
 class Group:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from transition import auxiliary
-from transition.auxiliary import Auxiliary
-from transition.pending import Pending, hold_scalers
+from unicron.transition.iteration.pending import Pending, hold_scalers
+from unicron.transition.megatron import auxiliary
+from unicron.transition.megatron.auxiliary import Auxiliary
 
 TOTAL = 8
 

@@ -17,10 +17,9 @@ import msgpack
 import pytest
 import torch
 
-from transition import checkpoint
-from transition.checkpoint import CheckpointError, Checkpoints, Writer
-from transition.memory import contents, folders
-from transition.migrate import TrainingState, plain
+from unicron.transition.snapshot import checkpoint, contents, folders
+from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
+from unicron.transition.snapshot.migrate import TrainingState, plain
 
 
 def training(seed: int = 0, width: int = 3) -> TrainingState:

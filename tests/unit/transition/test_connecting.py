@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from transition.connecting import interruptible, run_until
+from unicron.transition.generations.connecting import interruptible, run_until
 
 GONE = ConnectionError("gone")
 

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from sbatch_templates import cpu_adapter
-from transition import elastic_buckets, groups
-from transition.checkpoint import CheckpointError, Checkpoints
-from transition.memory import contents, files, images
-from transition.migrate import TrainingState
-from transition.rooms import Rooms
-from transition.shards import STATES, Shards, named
-from transition.untrained import Untrained
+from unicron.transition.generations import groups
+from unicron.transition.seams import elastic_buckets
+from unicron.transition.sharded.shard_files import Rooms
+from unicron.transition.sharded.shards import STATES, Shards, named
+from unicron.transition.snapshot import contents, files, images
+from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
+from unicron.transition.snapshot.frozen import Untrained
+from unicron.transition.snapshot.migrate import TrainingState
 
 MOST = 7
 SHAPES = [(100,), (7, 3), (129,), (640,), (1,), (33, 5)]

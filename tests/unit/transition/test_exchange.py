@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from transition.exchange import Exchange
-from transition.gradients import PeerLost
+from unicron.transition.iteration.exchange import Exchange
+from unicron.transition.megatron.gradients import PeerLost
 
 
 @pytest.fixture

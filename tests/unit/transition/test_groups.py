@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from transition import groups
-from transition.abort import Aborter
-from transition.layout import Layout
-from transition.unblock import Unblocker
+from unicron.transition.generations import groups
+from unicron.transition.generations.abort import Aborter
+from unicron.transition.generations.layout import Layout
+from unicron.transition.generations.unblock import Unblocker
 
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
 SHAPE = Layout(tensor=2, pipeline=2)

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from transition.checkpoint import CheckpointError
-from transition.layout import Layout
-from transition.megatron_lm import checkpoints, data, loop, options, world
-from transition.megatron_lm.seams import Refused
-from transition.session import StepResult
+from unicron.transition.generations.layout import Layout
+from unicron.transition.megatron_lm import arguments, data, loop, save_load, world
+from unicron.transition.seams.megatron_lm import Refused
+from unicron.transition.session.session import StepResult
+from unicron.transition.snapshot.checkpoint import CheckpointError
 
 
 def args(**more):
@@ -40,14 +40,14 @@ def args(**more):
 
 # ------------------------------------------------------------ options
 def test_what_can_be_healed_is_not_refused():
-    options.check(args())
-    options.check(args(rampup_batch_size=None, num_experts=None, fim_data=False, eval_iters=None))
+    arguments.check(args())
+    arguments.check(args(rampup_batch_size=None, num_experts=None, fim_data=False, eval_iters=None))
 
 
-@pytest.mark.parametrize("name", sorted(options.REFUSED))
+@pytest.mark.parametrize("name", sorted(arguments.REFUSED))
 def test_each_of_the_others_is_refused_by_its_name(name):
     with pytest.raises(Refused) as found:
-        options.check(args(**{name: 3}))
+        arguments.check(args(**{name: 3}))
     option = "--use-nccl-ub" if name == "nccl_ub" else "--" + name.replace("_", "-")
     assert str(found.value).startswith(f"can't heal {option}")
     assert str(found.value).endswith("or run the job with --unicron-mode=restart")
@@ -67,13 +67,13 @@ def test_each_of_the_others_is_refused_by_its_name(name):
 )
 def test_values_that_are_refused(more, words):
     with pytest.raises(Refused, match=words):
-        options.check(args(**more))
+        arguments.check(args(**more))
 
 
 def test_the_layout_and_the_folders_are_taken_from_the_arguments():
     given = args(save="/s", load="/l", save_interval=500)
-    assert options.layout_of(given) == Layout(tensor=2, pipeline=4)
-    assert options.take_folders(given) == options.Folders(Path("/s"), Path("/l"), 500, False)
+    assert arguments.layout_of(given) == Layout(tensor=2, pipeline=4)
+    assert arguments.take_folders(given) == arguments.Folders(Path("/s"), Path("/l"), 500, False)
     assert (given.save, given.load, given.async_save) == (None, None, False), "Megatron-LM itself saves nothing"
 
 
@@ -188,55 +188,55 @@ def test_a_rank_that_the_others_have_not_waited_for_is_at_the_end(stepping):
 
 
 # ------------------------------------------------------------ checkpoints
-def folders(save: Path | None, load: Path | None, interval: int = 2, needed: bool = False) -> options.Folders:
-    return options.Folders(save, load, interval, needed)
+def folders(save: Path | None, load: Path | None, interval: int = 2, needed: bool = False) -> arguments.Folders:
+    return arguments.Folders(save, load, interval, needed)
 
 
 def test_without_save_nothing_is_written(tmp_path):
-    assert checkpoints.checkpoints(folders(None, None)) is None
-    found = checkpoints.checkpoints(folders(None, tmp_path))
+    assert save_load.checkpoints(folders(None, None)) is None
+    found = save_load.checkpoints(folders(None, tmp_path))
     assert not found.due(2)
     found.save_last(None, 2)
     found.rescue(None, 2)
     assert list(tmp_path.iterdir()) == []
-    assert checkpoints.checkpoints(folders(tmp_path, None)).due(2)
+    assert save_load.checkpoints(folders(tmp_path, None)).due(2)
 
 
 def test_checkpoints_of_megatrons_own_are_refused(tmp_path):
-    (tmp_path / checkpoints.TRACKER).write_text("100")
+    (tmp_path / save_load.TRACKER).write_text("100")
     with pytest.raises(CheckpointError, match="holds checkpoints of Megatron-LM's own format"):
-        checkpoints.checkpoints(folders(None, tmp_path))
+        save_load.checkpoints(folders(None, tmp_path))
 
 
 def test_a_checkpoint_that_has_to_be_there(tmp_path):
-    assert checkpoints.checkpoints(folders(None, tmp_path)).load(None) is None
+    assert save_load.checkpoints(folders(None, tmp_path)).load(None) is None
     with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint is given"):
-        checkpoints.checkpoints(folders(None, tmp_path, needed=True)).load(None)
+        save_load.checkpoints(folders(None, tmp_path, needed=True)).load(None)
 
 
 def test_what_ranks_could_begin_with_is_in_the_folder_to_save_in_and_else_in_the_other(tmp_path):
     for name in ("save", "load"):
         (tmp_path / name).mkdir()
     (tmp_path / "load" / "iteration-40.pt").write_text("")
-    both = checkpoints.checkpoints(folders(tmp_path / "save", tmp_path / "load"))
+    both = save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load"))
     assert [each.iteration for each in both.choices()] == [40] and both.destination == tmp_path / "save"
     (tmp_path / "save" / "iteration-7.pt").write_text("")
     assert [each.iteration for each in both.choices()] == [7]
-    assert checkpoints.checkpoints(folders(None, tmp_path / "load")).destination is None
+    assert save_load.checkpoints(folders(None, tmp_path / "load")).destination is None
     with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint is given"):
-        checkpoints.checkpoints(folders(None, tmp_path, needed=True)).choices()
+        save_load.checkpoints(folders(None, tmp_path, needed=True)).choices()
 
 
 def test_the_folder_to_save_in_goes_before_the_one_to_load_from(tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(
-        checkpoints.Checkpoints, "load", lambda self, state, iteration=None: read.append(self.folder.name)
+        save_load.Checkpoints, "load", lambda self, state, iteration=None: read.append(self.folder.name)
     )
     for name in ("save", "load"):
         (tmp_path / name).mkdir()
     (tmp_path / "load" / "iteration-40.pt").write_text("")
-    checkpoints.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None)
+    save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None)
     (tmp_path / "save" / "iteration-7.pt").write_text("")
-    checkpoints.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None)
-    checkpoints.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None, 40)
+    save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None)
+    save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None, 40)
     assert read == ["load", "save", "load"]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transition import migrate
+from unicron.transition.snapshot import migrate
 
 SIZES = (20, 24, 44)  # bytes of the two tensors of a State, and of both
 

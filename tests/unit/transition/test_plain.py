@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from transition import kinds
-from transition.checkpoint import Checkpoints
-from transition.groups import UnsupportedLayout
-from transition.layout import Layout
-from transition.migrate import TrainingState
-from transition.plain import Plain
+from unicron.transition.generations.groups import UnsupportedLayout
+from unicron.transition.generations.layout import Layout
+from unicron.transition.plain.module import Plain
+from unicron.transition.session import model_kinds
+from unicron.transition.snapshot.checkpoint import Checkpoints
+from unicron.transition.snapshot.migrate import TrainingState
 
 
 def plain(model: nn.Module, optimizer: Any = None, scheduler: Any = None, **more: Any) -> Plain:
@@ -93,7 +93,7 @@ def test_a_plain_module_is_a_whole_replica():
 def test_neither_a_module_nor_chunks_is_one_line():
     for model in ([nn.Linear(3, 3)], nn.ModuleList([nn.Linear(3, 3)]).requires_grad_(False)._modules.values()):
         with pytest.raises(ValueError, match=r"one torch\.nn\.Module, or the list of Megatron's DDP chunks"):
-            kinds.kind_of(model, None, None, clip_grad=None, scaler=None)
+            model_kinds.kind_of(model, None, None, clip_grad=None, scaler=None)
 
 
 def test_parameters_that_are_trained_only_later_are_refused_then():
@@ -172,7 +172,7 @@ def assert_same(one: Plain, other: Plain) -> None:
 
 
 def moved(source: TrainingState, target: TrainingState) -> None:
-    """As :func:`transition.migrate.transfer` does it."""
+    """As :func:`unicron.transition.snapshot.migrate.transfer` does it."""
     target.adopt(source.header(3))
     for mine, its in zip(target.tensors(), source.tensors(), strict=True):
         assert (mine.shape, mine.dtype) == (its.shape, its.dtype)

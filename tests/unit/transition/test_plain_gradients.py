@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from detector.rank_channel import micro_batch_of
-from transition import plain_gradients
-from transition.accumulation import PeerLost, Sum, Work
-from transition.groups import UnsupportedLayout
-from transition.layout import Layout
-from transition.ledger import Ledger
-from transition.pending import Pending
-from transition.plain import Plain
-from transition.plain_gradients import Bucket, buckets
-from transition.snapshots import Where
+from unicron.detector.processes.rank_channel import micro_batch_of
+from unicron.transition.generations.groups import UnsupportedLayout
+from unicron.transition.generations.layout import Layout
+from unicron.transition.iteration.accumulation import PeerLost, Sum, Work
+from unicron.transition.iteration.gradient_copies import Where
+from unicron.transition.iteration.ledger import Ledger
+from unicron.transition.iteration.pending import Pending
+from unicron.transition.plain import flat_gradients
+from unicron.transition.plain.flat_gradients import Bucket, buckets
+from unicron.transition.plain.module import Plain
 
 TOTAL = 4
 PROOF = torch.tensor([[1, 0, 1, 2], [3, 0, 0, 0], [1 / 3, -1e300, 0, 2.5], [7, 1e9 + 1, 0, 0]], dtype=torch.float64)
@@ -205,7 +205,7 @@ class Deep(nn.Module):
 
 def in_buckets(monkeypatch, model: nn.Module, begun: list[tuple[int, bool]]):
     """Its gradients, a layer a bucket. begun: of each reduce its bucket, and whether the pass still went on."""
-    monkeypatch.setattr(plain_gradients, "BUCKET_BYTES", 48)
+    monkeypatch.setattr(flat_gradients, "BUCKET_BYTES", 48)
     mine = gradients(model)
 
     def begin_sum(tensor: torch.Tensor) -> Sum:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-import transition
-from transition.groups import UnsupportedLayout
+import unicron
+from unicron.transition.generations.groups import UnsupportedLayout
 
 
 def test_a_script_with_another_layout_than_the_job_runs_in_ends_with_one_line(monkeypatch):
     monkeypatch.setenv("UNICRON_LAYOUT", "TP2 PP2")
     with pytest.raises(UnsupportedLayout) as error:
-        transition.init_process_group("gloo", transition.Layout(tensor=2))
+        unicron.init_process_group("gloo", unicron.Layout(tensor=2))
     assert str(error.value) == (
         "the job runs as TP2 PP2 now, and the script gives TP2: take the layout from UNICRON_LAYOUT, or submit without "
         "UNICRON_LAYOUTS"

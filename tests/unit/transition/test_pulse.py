@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from detector.blackhole import SO_ATTACH_FILTER, SO_DETACH_FILTER
 from tests.support.processes import wait_for
-from transition.pulse import RETRY_SECONDS, Pulse
+from unicron.detector.chaos.blackhole import SO_ATTACH_FILTER, SO_DETACH_FILTER
+from unicron.transition.generations.pulse import RETRY_SECONDS, Pulse
 
 
 @pytest.fixture

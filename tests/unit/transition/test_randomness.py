@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from transition import randomness
+from unicron.transition.iteration import randomness
 
 NAMES = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
 

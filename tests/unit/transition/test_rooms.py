@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from transition import rooms
-from transition.cutting import Cutting
-from transition.memory import contents, files, images
-from transition.memory.cuts import Wanted
-from transition.memory.images import PAGE, SHARD, BadImage, Found, Key, look
-from transition.rooms import Rooms, claimant
+from unicron.transition.sharded import shard_files
+from unicron.transition.sharded.shard_files import Rooms, claimant
+from unicron.transition.snapshot import contents, files, images
+from unicron.transition.snapshot.cuts import Wanted
+from unicron.transition.snapshot.cutting import Cutting
+from unicron.transition.snapshot.images import PAGE, SHARD, BadImage, Found, Key, look
 
 ELEMENTS = 3000
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def key(slot: int, version: int = 1, shard: int = 0, place: int = 0, size: int =
     return Key(SHARD, slot, version, place, size, shard, 4, 1, "00001")
 
 
-def keep(store: Rooms, number: float, about: Key, elements: int = ELEMENTS) -> rooms.Room:
+def keep(store: Rooms, number: float, about: Key, elements: int = ELEMENTS) -> shard_files.Room:
     """A room with a content."""
     with store.take(1, elements, 100) as (room,):
         room.flat.fill_(number)
@@ -72,14 +72,14 @@ def test_an_image_is_torn_from_when_its_room_is_taken_again_and_whole_until_then
 def test_a_room_is_not_written_before_the_thread_has_summed_it(store, monkeypatch):
     """Else it would call whole what is half written."""
     gate, order = threading.Event(), []
-    finish = rooms._finish
+    finish = shard_files._finish
 
     def late(*arguments):
         gate.wait(10)
         finish(*arguments)
         order.append("summed")
 
-    monkeypatch.setattr(rooms, "_finish", late)
+    monkeypatch.setattr(shard_files, "_finish", late)
     with store.take(1, ELEMENTS, 100) as (room,):
         pass
     store.seal(room, key(3), b"")
@@ -119,7 +119,7 @@ def test_a_head_that_has_grown_gets_a_larger_image(store):
 
 
 def test_rooms_are_used_again_though_own_heads_and_those_of_copies_differ_in_size(tmp_path, store):
-    held: list[list[rooms.Room]] = []
+    held: list[list[shard_files.Room]] = []
     made = []
     for version in range(1, 8):
         both = []

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from transition.checkpoint import MINUTES, Checkpoints
-from transition.exchange import Said
-from transition.saving import Saving
+from unicron.transition.iteration.exchange import Said
+from unicron.transition.session.save_schedule import Saving
+from unicron.transition.snapshot.checkpoint import MINUTES, Checkpoints
 
 
 class Memory:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transition.sharding import Buckets, Uncovered, capacity, heirs, padded
+from unicron.transition.generations.sharding import Buckets, Uncovered, capacity, heirs, padded
 
 COUNTS = st.integers(1, 9)
 SIZES = st.lists(st.integers(1, 5000), min_size=1, max_size=4).map(tuple)

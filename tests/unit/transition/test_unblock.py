@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from transition.unblock import Unblocker, tcp_sockets
+from unicron.transition.generations.unblock import Unblocker, tcp_sockets
 
 
 class Connection:

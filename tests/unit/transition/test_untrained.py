@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from transition.cutting import Cutting
-from transition.memory.cuts import Wanted
-from transition.memory.images import UNTRAINED, inventory, look
-from transition.migrate import TrainingState
-from transition.untrained import Untrained
+from unicron.transition.snapshot.cuts import Wanted
+from unicron.transition.snapshot.cutting import Cutting
+from unicron.transition.snapshot.frozen import Untrained
+from unicron.transition.snapshot.images import UNTRAINED, inventory, look
+from unicron.transition.snapshot.migrate import TrainingState
 
 
 class Chunk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transition import waiting
+from unicron.transition.generations import waiting
 
 
 @pytest.mark.parametrize(

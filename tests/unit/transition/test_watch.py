@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transition.watch import Dismissed, Plan, PlanTimeout, Watch
+from unicron.transition.generations.watch import Dismissed, Plan, PlanTimeout, Watch
 
 MESSAGE = {"kind": "plan", "v": 1, "generation": 3, "members": [0, 2], "store": "h:1", "prefix": "p/3"}
 

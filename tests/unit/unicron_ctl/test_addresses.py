@@ -12,15 +12,15 @@ import pytest
 import zmq
 
 from tests.support.processes import wait_for
-from unicron_ctl import addresses
-from unicron_ctl.addresses import canonical, endpoint, is_loopback, join, listen_at, resolve, split
-from unicron_ctl.agent import place
-from unicron_ctl.agent.line import Line
-from unicron_ctl.agent.transfer import _listen
-from unicron_ctl.protocol import datagrams, encryption, wire
-from unicron_ctl.protocol.client import ask
-from unicron_ctl.protocol.hello import Hello
-from unicron_ctl.reach import Door, Reach, first_open, reach
+from unicron.ctl.agent.connections import identity
+from unicron.ctl.agent.connections.controller_connection import Line
+from unicron.ctl.agent.snapshots.transfer import _listen
+from unicron.ctl.protocol import datagrams, encryption, wire
+from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.hello import Hello
+from unicron.ctl.protocol.reach import Door, Reach, first_open, reach
+from unicron.ctl.system import addresses
+from unicron.ctl.system.addresses import canonical, endpoint, is_loopback, join, listen_at, resolve, split
 
 NEEDS_IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 SILENT, LIVE = "127.0.0.1", "127.0.0.2"
@@ -66,7 +66,7 @@ def test_a_listener_at_a_named_address_or_at_all() -> None:
     assert listening is not None and address == f"[::1]:{listening.getsockname()[1]}"
     socket.create_connection(split(address), 5).close()
     listening.close()
-    assert place._address("tcp://[::1]:7451") == "::1"
+    assert identity._address("tcp://[::1]:7451") == "::1"
 
 
 # ---------------------------------------------------------------- a name whose first address is dead
@@ -200,7 +200,7 @@ def test_a_node_has_the_address_by_which_it_reaches_the_controller(port: int, mo
     both = [*whole(SILENT, port, type=socket.SOCK_STREAM), *whole("::1", port, type=socket.SOCK_STREAM)]
     monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *given, **more: both)
     with socket.create_server(("::1", port), family=socket.AF_INET6):
-        assert place._address(f"tcp://head:{port}") == "::1"
+        assert identity._address(f"tcp://head:{port}") == "::1"
 
 
 def test_something_is_there_when_any_address_answers(two: None, controller: PlainController, port: int) -> None:

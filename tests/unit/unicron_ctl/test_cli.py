@@ -11,10 +11,10 @@ import sys
 import click
 import pytest
 
-from planner.model import PlanError
-from unicron_ctl import cli
-from unicron_ctl.commands.plan import by_id
-from unicron_ctl.errors import UserError
+from unicron.ctl.cli import unicronctl
+from unicron.ctl.cli.plan import by_id
+from unicron.ctl.system.errors import UserError
+from unicron.planner.problem.model import PlanError
 
 
 @click.group()
@@ -53,7 +53,7 @@ def fail(count: int, kind: str) -> None:
     ],
 )
 def test_errors_are_one_line(arguments: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run("unicronctl", program, arguments) == status
+    assert unicronctl.run("unicronctl", program, arguments) == status
     out, err = capsys.readouterr()
     assert (out, err) == ("", text)
 
@@ -62,28 +62,28 @@ def test_a_defect_hides_its_traceback_until_it_is_asked_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UNICRON_DEBUG", raising=False)
-    assert cli.run("unicronctl", program, ["fail", "defect"]) == 1
+    assert unicronctl.run("unicronctl", program, ["fail", "defect"]) == 1
     quiet = capsys.readouterr().err
     assert quiet.startswith("unicronctl: ZeroDivisionError: division by zero (") and quiet.count("\n") == 1
     monkeypatch.setenv("UNICRON_DEBUG", "1")
-    assert cli.run("unicronctl", program, ["fail", "defect"]) == 1
+    assert unicronctl.run("unicronctl", program, ["fail", "defect"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run("unicronctl", cli.unicronctl, ["nix"]) == 2
+    assert unicronctl.run("unicronctl", unicronctl.unicronctl, ["nix"]) == 2
     assert capsys.readouterr().err == "unicronctl: No such command 'nix'. (see 'unicronctl --help')\n"
 
 
-@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+@pytest.mark.parametrize("name", sorted(unicronctl.COMMANDS))
 def test_every_command_of_the_table_exists_and_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run("unicronctl", cli.unicronctl, [name, "--help"]) == 0
+    assert unicronctl.run("unicronctl", unicronctl.unicronctl, [name, "--help"]) == 0
     assert f"Usage: unicronctl {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+@pytest.mark.parametrize("name", sorted(unicronctl.COMMANDS))
 def test_examples_stand_on_lines_of_their_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run("unicronctl", cli.unicronctl, [name, "--help"]) == 0
+    assert unicronctl.run("unicronctl", unicronctl.unicronctl, [name, "--help"]) == 0
     told = capsys.readouterr().out.split("Options:")[0].splitlines()
     assert not any(line.count("unicronctl") > 1 for line in told), told
     if name == "classify":
@@ -98,7 +98,7 @@ def cpu_seconds_of_children() -> float:
 
 def test_help_is_instant_and_imports_nothing_heavy() -> None:
     script = (
-        "import sys; from unicron_ctl.cli import run, unicronctl; run('unicronctl', unicronctl, ['--help']); "
+        "import sys; from system.program import run, unicronctl; run('unicronctl', unicronctl, ['--help']); "
         "print([m for m in ('torch', 'numpy', 'zmq', 'msgspec', 'rich', 'sqlite3') if m in sys.modules])"
     )
     took = []
@@ -107,12 +107,14 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
         took.append(cpu_seconds_of_children() - began)
         assert done.stdout.splitlines()[-1] == "[]", done.stdout
-    assert all(name in done.stdout for name in cli.COMMANDS)
+    assert all(name in done.stdout for name in unicronctl.COMMANDS)
     assert statistics.median(took) < 0.5  # 0.1 s on an idle machine
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    script = "import sys; from unicron_ctl.cli import run, unicronctl; sys.exit(run('u', unicronctl, ['--help']))"
+    script = (
+        "import sys; from unicron.ctl.system.program import run, unicronctl; sys.exit(run('u', unicronctl, ['--help']))"
+    )
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as out:

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from unicron_ctl.config import (
+from unicron.ctl.protocol.client import ask
+from unicron.ctl.settings.config import (
     AgentConfig,
     Config,
     ControllerConfig,
@@ -27,8 +28,7 @@ from unicron_ctl.config import (
     state_dir,
     understand,
 )
-from unicron_ctl.errors import UserError
-from unicron_ctl.protocol.client import ask
+from unicron.ctl.system.errors import UserError
 
 ANY_ENVIRONMENT: dict[str, str] = {}
 

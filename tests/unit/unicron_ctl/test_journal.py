@@ -12,7 +12,7 @@ from typing import TextIO
 
 import pytest
 
-from unicron_ctl import journal
+from unicron.ctl.controller.server import journal
 
 log = logging.getLogger("unicron.controller")
 

@@ -12,9 +12,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from unicron_ctl import limits
-from unicron_ctl.config import ELSEWHERE, AgentConfig, ControllerConfig, rungs
-from unicron_ctl.limits import HEARTBEATS, HOMES, LIMITS, RULES, Range, contradictions, fixed, ladder, names, number
+from unicron.ctl.settings import limits
+from unicron.ctl.settings.config import ELSEWHERE, AgentConfig, ControllerConfig, rungs
+from unicron.ctl.settings.limits import (
+    HEARTBEATS,
+    HOMES,
+    LIMITS,
+    RULES,
+    Range,
+    contradictions,
+    fixed,
+    ladder,
+    names,
+    number,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 # Names of constants that are times; a new one has to be listed.
@@ -63,14 +74,14 @@ def test_the_listed_values_are_those_of_the_sources(owner: str) -> None:
     for limit in LIMITS:
         if limit.owner == owner:
             known = values.get(limit.name) or {in_a_file(home, limit.name) if not values else None}
-            assert known == {limit.value}, f"{limit.key} is {known} in {home}: mend unicron_ctl/limits.py"
+            assert known == {limit.value}, f"{limit.key} is {known} in {home}: mend unicron_ctl/settings/limits.py"
 
 
 @pytest.mark.parametrize("owner", SWEPT)
 def test_every_time_of_the_sources_is_listed(owner: str) -> None:
     listed = {limit.name for limit in LIMITS if limit.owner == owner}
     missing = {name for name, _ in constants(HOMES[owner]) if TIMES.search(name)} - listed
-    assert not missing, f"list {sorted(missing)} of {HOMES[owner]} in unicron_ctl/limits.py"
+    assert not missing, f"list {sorted(missing)} of {HOMES[owner]} in unicron_ctl/settings/limits.py"
 
 
 def test_keys_are_unique_and_every_name_in_a_rule_is_known() -> None:

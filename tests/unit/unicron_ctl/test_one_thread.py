@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from unicron_ctl.one_thread import THREADS
+from unicron.ctl.system.one_thread import THREADS
 
 PROGRAM = """
 import json, os, sys
-from unicron_ctl.one_thread import one_thread
+from unicron.ctl.system.one_thread import one_thread
 before = dict(os.environ)
 with one_thread():
     import {module}
@@ -24,9 +24,9 @@ print(json.dumps([before == dict(os.environ), "numpy" in sys.modules, len(os.lis
 @pytest.mark.parametrize(
     ("module", "told"),
     [
-        ("unicron_ctl.agent.agent", {}),
-        ("unicron_ctl.controller.server", {}),
-        ("unicron_ctl.agent.agent", {THREADS: "2"}),
+        ("unicron.ctl.agent.loop.agent", {}),
+        ("unicron.ctl.controller.server.server", {}),
+        ("unicron.ctl.agent.loop.agent", {THREADS: "2"}),
     ],
 )
 def test_what_is_imported_has_no_threads_unless_the_user_wants_them(module, told):

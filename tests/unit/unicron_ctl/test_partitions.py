@@ -6,10 +6,10 @@ import tomllib
 
 import pytest
 
-from unicron_ctl.config import parse, understand
-from unicron_ctl.errors import UserError
-from unicron_ctl.partitions import ACT, NEEDED, OBSERVE, OFF, PERMISSIONS, Rules, strictest
-from unicron_ctl.slurm import SlurmClient
+from unicron.ctl.settings.config import parse, understand
+from unicron.ctl.settings.partitions import ACT, NEEDED, OBSERVE, OFF, PERMISSIONS, Rules, strictest
+from unicron.ctl.slurm import SlurmClient
+from unicron.ctl.system.errors import UserError
 
 FILE = """
 [partition.default]

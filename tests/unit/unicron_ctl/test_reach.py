@@ -9,8 +9,8 @@ from typing import NoReturn
 
 import pytest
 
-from unicron_ctl import reach as module
-from unicron_ctl.reach import Door, Reach, door_at, reach
+from unicron.ctl.protocol import reach as module
+from unicron.ctl.protocol.reach import Door, Reach, door_at, reach
 
 
 @pytest.fixture

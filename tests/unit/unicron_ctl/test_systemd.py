@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.controller.worker import VERIFIERS, WORKERS
-from unicron_ctl.systemd import SystemdNotifier
+from unicron.ctl.controller.server.systemd import SystemdNotifier
+from unicron.ctl.controller.server.worker import VERIFIERS, WORKERS
 
 
 @pytest.fixture

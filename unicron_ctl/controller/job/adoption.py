@@ -17,19 +17,19 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from unicron_ctl.controller.job import copies, shard_copies
-from unicron_ctl.controller.job.candidates import forming_slots, missing_places, of_another_size, waiting_elements
-from unicron_ctl.controller.job.deciding import decided
-from unicron_ctl.controller.job.desk import JobDesk
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job import AGENT_DIED, NODE_ENDED, AgentRecord, JobState, Phase
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.pacing import look_again
-from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.controller.sense import elsewhere
-from unicron_ctl.protocol import sharing, wire
+from unicron.ctl.controller.failure_detector import elsewhere
+from unicron.ctl.controller.job.candidates import forming_slots, missing_places, of_another_size, waiting_elements
+from unicron.ctl.controller.job.deciding import decided
+from unicron.ctl.controller.job.desk import JobDesk
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.model.finding import Finding, Source, What
+from unicron.ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, AgentRecord, JobState, Phase
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.pacing import look_again
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.replication import copies, shard_copies
+from unicron.ctl.protocol import shared_plans, wire
 
 SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebody
 MISSED_SAID = 16  # elements of one generation that are said to be missed
@@ -317,7 +317,7 @@ def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
 def recalled(job: JobView, agent: AgentView, message: wire.Held) -> None:
     """An agent's answer; a plan that is none says nothing."""
     try:
-        plan = sharing.whole(message.share)
+        plan = shared_plans.whole(message.share)
     except wire.BadMessage:
         return
     if agent.element in job.live.ahead and plan.generation == agent.newest and plan.members:

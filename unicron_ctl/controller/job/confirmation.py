@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.agent_view import Route
-from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.submission import another
-from unicron_ctl.controller.model.view import Listing, Outcome, View
-from unicron_ctl.controller.plan.placement import OCCUPIES
-from unicron_ctl.protocol import wire
-from unicron_ctl.slurm.client import ElementInfo
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.agent_view import Route
+from unicron.ctl.controller.model.asker import Asker
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.model.submission import another
+from unicron.ctl.controller.model.view import Listing, Outcome, View
+from unicron.ctl.protocol import wire
+from unicron.ctl.slurm.slurm_client import OCCUPIES, ElementInfo
 
 CONFIRM_SECONDS = 5.0  # then an agent is taken in although Slurm does not answer
 LISTING_SECONDS = 30.0  # a listing that is older confirms nobody

@@ -1,11 +1,11 @@
-"""How the survivors of a Break go on, from what the controller knows (`unicron_ctl.agreement.resume`)."""
+"""How the survivors of a Break go on, from what the controller knows (`unicron.ctl.consensus.resume`)."""
 
 from __future__ import annotations
 
-from transition import layout
-from unicron_ctl.agreement import resume
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.protocol.wire import RankStatus
+from unicron.ctl.consensus import resume
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.protocol.wire import RankStatus
+from unicron.transition.generations import layout
 
 
 def decided(job: JobView) -> resume.Decision | None:

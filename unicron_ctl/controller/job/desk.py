@@ -6,22 +6,22 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.job import spares
-from unicron_ctl.controller.job.copies import Cuts
-from unicron_ctl.controller.job.ledger import JobLedger
-from unicron_ctl.controller.job.modes import Told
-from unicron_ctl.controller.job.orders import Letter
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.account import Account
-from unicron_ctl.controller.model.job import Identity, JobState, Phase
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.view import Outcome
-from unicron_ctl.controller.sense.iterations import IterationWatch
-from unicron_ctl.controller.sense.peers import JobPeers
-from unicron_ctl.controller.sense.timing import JobTimes
-from unicron_ctl.controller.throttle import Throttle
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.job import spares
+from unicron.ctl.controller.job.job_ledger import JobLedger
+from unicron.ctl.controller.job.modes import Told
+from unicron.ctl.controller.job.orders import Letter
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.iteration_account import Account
+from unicron.ctl.controller.model.job_state import Identity, JobState, Phase
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.throttle import Throttle
+from unicron.ctl.controller.model.view import Outcome
+from unicron.ctl.controller.replication.copies import Cuts
+from unicron.ctl.controller.sense.iterations import IterationWatch
+from unicron.ctl.controller.sense.outliers import JobPeers
+from unicron.ctl.controller.sense.timing import JobTimes
+from unicron.ctl.protocol import wire
+from unicron.ctl.settings.config import ControllerConfig
 
 VIOLATIONS = 1 / 60, 100.0  # records of them a minute, and at once
 TIMINGS_KEPT = 8  # of one generation: the parts of a recovery take about as long in every rank

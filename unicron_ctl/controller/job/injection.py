@@ -6,12 +6,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from detector import inject
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.protocol import wire
+from unicron.detector.chaos import inject
 
 LIVING = ("waiting", "entering", "running", "stopped", "starting")
 

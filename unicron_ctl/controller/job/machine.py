@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 
-from unicron_ctl.controller.model.job import Phase
+from unicron.ctl.controller.model.job_state import Phase
 
 
 class Event(enum.StrEnum):

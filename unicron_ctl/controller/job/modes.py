@@ -1,6 +1,6 @@
 """The two ways of healing a job, as strategies: *session*, within the iteration, and *restart* of all processes.
 
-For the state machine they differ in little. In restart mode (`unicron_ctl.agent.plain_ranks`) nobody keeps a training
+For the state machine they differ in little. In restart mode (`loop.plain_ranks`) nobody keeps a training
 state, so every Break leads to a new world of those that are there, and there is no boundary at which a node could join.
 """
 
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.job.deciding import decided
-from unicron_ctl.controller.job.machine import Event
-from unicron_ctl.controller.job.user_copies import newest_saved
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.agent_view import keeps
-from unicron_ctl.controller.model.job import JobState, Phase
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.pacing import look_again
-from unicron_ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.job.deciding import decided
+from unicron.ctl.controller.job.machine import Event
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.agent_view import keeps
+from unicron.ctl.controller.model.job_state import JobState, Phase
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.pacing import look_again
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.replication.user_copies import newest_saved
+from unicron.ctl.settings.config import ControllerConfig
 
 STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven
 MOST_RESTARTS = 16  # after losses, in a row without progress in between

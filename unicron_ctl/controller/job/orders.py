@@ -9,14 +9,14 @@ from functools import cached_property, partial
 
 import msgspec
 
-from transition.layout import heads_of
-from unicron_ctl.agreement.compose import elements_of, leading
-from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.job import Ending, JobState, Phase
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.pacing import look_again
-from unicron_ctl.protocol import sharing, wire
-from unicron_ctl.protocol.ranges import MOST_DOORS
+from unicron.ctl.consensus.compose import elements_of, leading
+from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.model.job_state import Ending, JobState, Phase
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.pacing import look_again
+from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol.ranges import MOST_DOORS
+from unicron.transition.generations.layout import heads_of
 
 SAVING_LOOK_SECONDS = 0.2  # between two looks whether ranks still save
 BREAKABLE = frozenset({"waiting", "entering", "running", "stopped", "standby"})
@@ -90,14 +90,14 @@ class Letter:
     @cached_property
     def common(self) -> msgspec.Raw:
         """What all agents are told of the plan, encoded."""
-        return sharing.common(self.plan, self._leading) if self.plan is not None else msgspec.Raw(b"")
+        return shared_plans.common(self.plan, self._leading) if self.plan is not None else msgspec.Raw(b"")
 
     def share(self, agent: AgentView) -> wire.PlanShare:
         """The agent's part of the plan, of which there must be one."""
         assert self.plan is not None
         peers = self.peers if agent.element in self.leaders else ()
         doors = self._doors(agent.element) if self._job.restart_mode else ()
-        return sharing.share(self.plan, self.common, agent.slots, peers, self._heads, doors)
+        return shared_plans.share(self.plan, self.common, agent.slots, peers, self._heads, doors)
 
     @cached_property
     def _elements(self) -> list[int]:

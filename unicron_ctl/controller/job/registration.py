@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import msgspec
 
-from unicron_ctl.controller.job.orders import ending
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.agent_view import AgentView, Route
-from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.job import Identity, JobState, Phase
-from unicron_ctl.controller.model.live import READY
-from unicron_ctl.controller.model.submission import another
-from unicron_ctl.controller.model.view import Outcome, Send, View
-from unicron_ctl.controller.plan import layouts
-from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.encryption import is_key
-from unicron_ctl.slurm.client import ElementInfo
+from unicron.ctl.controller.job.orders import ending
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.agent_view import AgentView, Route
+from unicron.ctl.controller.model.asker import Asker
+from unicron.ctl.controller.model.job_state import Identity, JobState, Phase
+from unicron.ctl.controller.model.live import READY
+from unicron.ctl.controller.model.submission import another
+from unicron.ctl.controller.model.view import Outcome, Send, View
+from unicron.ctl.controller.plan import job_layouts
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.encryption import is_key
+from unicron.ctl.slurm.slurm_client import ElementInfo
 
 # Jobs, and agents of them, that are taken in while Slurm does not say whose they are.
 OF_A_USER = 20, 4096
@@ -174,7 +174,7 @@ def begin(view: View, message: wire.Register, asker: Asker, info: ElementInfo | 
     )
     out.records.append((message.job, 0, record))
     if settings.layouts:
-        layout, reason = layouts.first(view, settings, message.node)
+        layout, reason = job_layouts.first(view, settings, message.node)
         out.records.append((message.job, 0, records.LayoutChosen(layout=layout, reason=reason)))
     return out
 
@@ -235,7 +235,7 @@ def started_cold(job: JobState, agent: AgentView, known: set[str]) -> Outcome:
 def _problem(message: wire.Register, job: JobState | None) -> str:
     """Why an agent cannot be taken; empty when it can."""
     per_node = message.settings.ranks_per_node
-    if wrong := layouts.problem(message.settings):
+    if wrong := job_layouts.problem(message.settings):
         return f"job {message.job}: {wrong}"
     if job is None:
         return ""

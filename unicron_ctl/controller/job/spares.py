@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from transition import layout
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.agent_view import CAN_ENTER
-from unicron_ctl.controller.model.job import Failure, JobState, Phase
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.agent_view import CAN_ENTER
+from unicron.ctl.controller.model.job_state import Failure, JobState, Phase
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.transition.generations import layout
 
 OWN_SECONDS = 1.0  # for a lost process to be there again before a spare takes its place: about what that takes
 STANDING_SECONDS = 1.0  # between two looks at who waits as a spare

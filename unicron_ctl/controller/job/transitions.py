@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from transition import layout
-from unicron_ctl.agreement import resume
-from unicron_ctl.controller.job import copies, shard_copies, spares
-from unicron_ctl.controller.job.candidates import formed, left_behind, remaining, taken_over, without_match
-from unicron_ctl.controller.job.deciding import decided
-from unicron_ctl.controller.job.machine import Action, Event
-from unicron_ctl.controller.job.modes import Happening
-from unicron_ctl.controller.job.user_copies import newest_saved
-from unicron_ctl.controller.judge.common import start
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.wire import Plan
+from unicron.ctl.consensus import resume
+from unicron.ctl.controller.job import spares
+from unicron.ctl.controller.job.candidates import remaining
+from unicron.ctl.controller.job.deciding import decided
+from unicron.ctl.controller.job.machine import Action, Event
+from unicron.ctl.controller.job.modes import Happening
+from unicron.ctl.controller.judge.remedies import start
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.finding import Finding, Source, What
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.replication import copies, shard_copies
+from unicron.ctl.controller.replication.forming import formed, left_behind, taken_over, without_match
+from unicron.ctl.controller.replication.user_copies import newest_saved
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.wire import Plan
+from unicron.transition.generations import layout
 
 SAVE_SECONDS = 600.0  # for ranks that are to end, to write what a checkpoint needs
 

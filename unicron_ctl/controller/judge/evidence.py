@@ -1,4 +1,4 @@
-"""What a text, an exit or a node's own words mean, by the severity table (detector.classify). Pure."""
+"""What a text, an exit or a node's own words mean, by the severity table (unicron.detector.failures.classify). Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from detector.classify import Classifier
-from detector.escalation import ISOLATE, Policy
-from detector.memory_events import KILLED
-from detector.severity import REPORT, Severity, Verdict
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.node import NodeState, SeenEvent
-from unicron_ctl.controller.model.view import View
-from unicron_ctl.protocol.wire import Fault, NodeEvent
-from unicron_ctl.slurm.client import ElementInfo
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.model.node_state import NodeState, SeenEvent
+from unicron.ctl.controller.model.view import View
+from unicron.ctl.protocol.wire import Fault, NodeEvent
+from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron.detector.failures.classify import Classifier
+from unicron.detector.failures.escalation import ISOLATE, Policy
+from unicron.detector.failures.severity import REPORT, Severity, Verdict
+from unicron.detector.health.oom_kills import KILLED
 
 BEFORE_SECONDS, AFTER_SECONDS = 10.0, 3.0  # a rank that ends within these of an event may have ended by it
 LINK_SECONDS = 60.0  # a collective that breaks so long after a flap may have broken by it

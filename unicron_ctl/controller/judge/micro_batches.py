@@ -6,10 +6,10 @@ the other; so the job ends, and the failure names the iteration and the micro-ba
 
 from __future__ import annotations
 
-from detector.escalation import END_JOB, Decision, Event, State
-from detector.severity import Severity, Verdict
-from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.protocol.wire import Fault
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.protocol.wire import Fault
+from unicron.detector.failures.escalation import END_JOB, Decision, Event, State
+from unicron.detector.failures.severity import Severity, Verdict
 
 MOST_TRIES = 3  # on one and the same rank, where there is no other
 ITS_OWN = ("application", "unknown")  # scopes: what a network or a device does is not the data's

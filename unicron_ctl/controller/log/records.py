@@ -2,7 +2,7 @@
 
 A record says what was decided or seen; when, of which job and in which generation is said by the :class:`Event` around
 it. `reason` is for people and is in every record that somebody may ask about. Sources: a finding's, see
-:mod:`unicron_ctl.controller.model.finding`.
+:mod:`unicron.ctl.controller.model.finding`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from unicron_ctl.errors import shortened
-from unicron_ctl.protocol.ranges import TEXT
-from unicron_ctl.protocol.wire import Plan, Settings
+from unicron.ctl.protocol.ranges import TEXT
+from unicron.ctl.protocol.wire import Plan, Settings
+from unicron.ctl.system.errors import shortened
 
 REASON = 4000  # characters of a reason; other texts have TEXT, as in messages
 
@@ -215,7 +215,7 @@ class ExitNoted(Record, frozen=True, tag="exit_noted"):
 
 # ---------------------------------------------------------------- failures
 class Escalated(msgspec.Struct, frozen=True, kw_only=True):
-    """What the escalation's memory needs of a failure (detector.escalation)."""
+    """What the escalation's memory needs of a failure (unicron.detector.failures.escalation)."""
 
     slot: int
     node: str

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
 
 WEEK_SECONDS = 7 * 86400.0
 KINDS = (records.Observed, records.Entered, records.JobEnded)  # all that it needs of a log

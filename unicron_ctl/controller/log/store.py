@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event, Record
-from unicron_ctl.controller.log.thinning import POLICIES, Kept, redundant
-from unicron_ctl.errors import UserError
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event, Record
+from unicron.ctl.controller.log.thinning import POLICIES, Kept, redundant
+from unicron.ctl.system.errors import UserError
 
 SCHEMA_VERSION = 3
 BUSY_SECONDS = 2.0

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from unicron_ctl.controller.log import records, savings
-from unicron_ctl.controller.log.records import Record, Step
+from unicron.ctl.controller.log import records, savings
+from unicron.ctl.controller.log.records import Record, Step
 
 RECENT_STEPS = 9  # of one job: its speed is the median of these
 DAY = 86400.0

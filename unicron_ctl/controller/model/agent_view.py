@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unicron_ctl.protocol.wire import Agreed, Failing, Image, RankStatus, Status
+from unicron.ctl.protocol.wire import Agreed, Failing, Image, RankStatus, Status
 
 CAN_ENTER = ("waiting", "standby")
 Route = tuple[bytes, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unicron_ctl.controller.model.job import JobState
+from unicron.ctl.controller.model.job_state import JobState
 
 
 @dataclass(frozen=True)

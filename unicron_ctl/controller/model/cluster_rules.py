@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from detector import escalation
-from detector.escalation import WHOLE_JOB, Decision, Fault, apply_failed, withhold_isolation
-from detector.severity import Severity
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.model import asked
-from unicron_ctl.controller.model.cluster import ClusterState, Deferred, Mark, PlanReport
-from unicron_ctl.controller.model.job import JobState
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.model import slurm_rules
+from unicron.ctl.controller.model.cluster_state import ClusterState, Deferred, Mark, PlanReport
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.detector.failures import escalation
+from unicron.detector.failures.escalation import WHOLE_JOB, Decision, Fault, apply_failed, withhold_isolation
+from unicron.detector.failures.severity import Severity
 
 ENDED_KEPT = 100  # jobs
 
@@ -32,7 +32,7 @@ def started(state: ClusterState, event: Event, record: records.AgentRegistered) 
 def node_resumed(state: ClusterState, event: Event, record: records.NodeResumed) -> None:
     state.history.readmitted(record.node)
     state.withheld.pop(record.node, None)
-    asked.settled(state, "", "resume", -1, record.node)
+    slurm_rules.settled(state, "", "resume", -1, record.node)
 
 
 def isolated(state: ClusterState, event: Event, record: records.Isolated) -> None:

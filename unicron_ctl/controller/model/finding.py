@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from unicron_ctl.controller.model.job import Identity
-from unicron_ctl.protocol.wire import Exit, Fault
+from unicron.ctl.controller.model.job_state import Identity
+from unicron.ctl.protocol.wire import Exit, Fault
 
 
 class What(enum.StrEnum):

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.model import asked, cluster_rules, job_rules
-from unicron_ctl.controller.model import node as node_rules
-from unicron_ctl.controller.model.cluster import ClusterState
-from unicron_ctl.controller.model.job import Decided
-from unicron_ctl.controller.model.node import NodeState
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.model import cluster_rules, job_rules, slurm_rules
+from unicron.ctl.controller.model import node_state as node_rules
+from unicron.ctl.controller.model.cluster_state import ClusterState
+from unicron.ctl.controller.model.job_state import Decided
+from unicron.ctl.controller.model.node_state import NodeState
 
 
 class Unfoldable(Exception):
@@ -75,12 +75,12 @@ def _fold_node(state: ClusterState, event: Event, rule: Callable[[NodeState, Eve
 _Rule = Callable[[Any, Event, Any], None]
 _CLUSTER: dict[type[records.Record], _Rule] = {
     records.JobRegistered: cluster_rules.job_registered,
-    records.SlurmAction: asked.action,
-    records.SlurmDone: asked.done,
-    records.SlurmFailed: asked.failed,
-    records.TakeWithheld: asked.withheld,
-    records.HeldAgain: asked.held_again,
-    records.Unpinned: asked.unpinned,
+    records.SlurmAction: slurm_rules.action,
+    records.SlurmDone: slurm_rules.done,
+    records.SlurmFailed: slurm_rules.failed,
+    records.TakeWithheld: slurm_rules.withheld,
+    records.HeldAgain: slurm_rules.held_again,
+    records.Unpinned: slurm_rules.unpinned,
     records.AgentRegistered: cluster_rules.started,
     records.NodeResumed: cluster_rules.node_resumed,
     records.Isolated: cluster_rules.isolated,
@@ -113,9 +113,9 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.AgentConfirmed: job_rules.agent_confirmed,
     records.AgentGone: job_rules.agent_gone,
     records.AgentBack: job_rules.agent_back,
-    records.Avoided: asked.avoided,
-    records.SlurmAction: asked.of_element,
-    records.SlurmFailed: asked.of_element_failed,
+    records.Avoided: slurm_rules.avoided,
+    records.SlurmAction: slurm_rules.of_element,
+    records.SlurmFailed: slurm_rules.of_element_failed,
     records.RanksReady: job_rules.ranks_ready,
     records.RankStart: job_rules.rank_start,
     records.ExitNoted: job_rules.exit_noted,

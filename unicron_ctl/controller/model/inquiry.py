@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unicron_ctl.reach import Reach
+from unicron.ctl.protocol.reach import Reach
 
 Key = tuple[str, int]
 """Job and element."""

@@ -8,10 +8,10 @@ from itertools import repeat
 
 import msgspec
 
-from detector import escalation
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.model.job import AgentRecord, Ending, Failure, Identity, JobState, Phase, SlotState
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.model.job_state import AgentRecord, Ending, Failure, Identity, JobState, Phase, SlotState
+from unicron.detector.failures import escalation
 
 SUPERSEDED_KEPT = 20_000  # of one job: several times as many as it can have elements
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from transition.layout import stated
-from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
-from unicron_ctl.controller.model.job import Identity, JobState, Phase
-from unicron_ctl.controller.model.live import LiveJob, Stepped
-from unicron_ctl.protocol.wire import RankStatus
+from unicron.ctl.controller.model.agent_view import CAN_ENTER, AgentView
+from unicron.ctl.controller.model.job_state import Identity, JobState, Phase
+from unicron.ctl.controller.model.live import LiveJob, Stepped
+from unicron.ctl.protocol.wire import RankStatus
+from unicron.transition.generations.layout import stated
 
 AT_REST = ("stopped", "waiting", "standby")
 PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in

@@ -3,7 +3,7 @@ their messages.
 
 Nothing here is searched at every message. A status tells which of its slots changed; these are put on the job's lists
 of what sensors (`changed`) and orders (`touched`) have to look at, and the sets that the state machine waits on
-(`awaited`, `unfinished`, `ready`) are kept up slot by slot (:mod:`unicron_ctl.controller.model.job_view`). So a message
+(`awaited`, `unfinished`, `ready`) are kept up slot by slot (:mod:`unicron.ctl.controller.model.job_view`). So a message
 costs the same however large the job is.
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.survey import Survey
-from unicron_ctl.protocol.wire import Plan
+from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.model.survey import Survey
+from unicron.ctl.protocol.wire import Plan
 
 READY = ("waiting", "entering", "running", "standby")
 

@@ -4,10 +4,10 @@ shows. Pure.
 
 from __future__ import annotations
 
-from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.requests import Action
-from unicron_ctl.controller.model.view import View
-from unicron_ctl.partitions import ACT, OFF, Rules, strictest
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.model.requests import Action
+from unicron.ctl.controller.model.view import View
+from unicron.ctl.settings.partitions import ACT, OFF, Rules, strictest
 
 
 def of_job(view: View, job: str) -> Rules:

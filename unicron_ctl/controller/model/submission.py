@@ -6,8 +6,8 @@ that were never requeued count.
 
 from __future__ import annotations
 
-from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.slurm.client import ElementInfo
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.slurm.slurm_client import ElementInfo
 
 AFTER_END_SECONDS = 30.0  # what Slurm starts again later than this after a job's end is wanted again
 

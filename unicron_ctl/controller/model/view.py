@@ -7,21 +7,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from detector.classify import Classifier
-from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.log.records import Record
-from unicron_ctl.controller.model.agent_view import AgentView, Route
-from unicron_ctl.controller.model.cluster import ClusterState
-from unicron_ctl.controller.model.finding import Finding
-from unicron_ctl.controller.model.inquiry import Inquiries
-from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.live import Live, LiveJob
-from unicron_ctl.protocol import wire
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo
-from unicron_ctl.slurm.listing import hosts
+from unicron.ctl.controller.log.records import Record
+from unicron.ctl.controller.model.agent_view import AgentView, Route
+from unicron.ctl.controller.model.cluster_state import ClusterState
+from unicron.ctl.controller.model.finding import Finding
+from unicron.ctl.controller.model.inquiry import Inquiries
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.live import Live, LiveJob
+from unicron.ctl.protocol import wire
+from unicron.ctl.settings.config import ControllerConfig
+from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo
+from unicron.ctl.slurm.squeue import hosts
+from unicron.detector.failures.classify import Classifier
 
-SUSPECT_SECONDS = 86400.0  # as long as a flapping node is remembered (detector.escalation.Policy.flap_window)
+SUSPECT_SECONDS = (
+    86400.0  # as long as a flapping node is remembered (unicron.detector.failures.escalation.Policy.flap_window)
+)
 WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reasons are no matter of nodes
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.cluster import REQUEUES, Mark
-from unicron_ctl.controller.model.requests import Action
-from unicron_ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.cluster_state import REQUEUES, Mark
+from unicron.ctl.controller.model.requests import Action
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.settings.config import ControllerConfig
 
 MINUTE = 60.0  # seconds in which requeues and holds of all jobs are counted
 

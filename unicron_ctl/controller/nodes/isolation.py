@@ -6,8 +6,8 @@
   which would be ended, it is drained: it may be cut off for seconds only.
 - A living node is drained on the word of its health checks, which root runs (`proven_bad`): what runs there goes on.
 
-All of it is bounded (:mod:`unicron_ctl.controller.nodes.bounds`), and given back by
-:mod:`unicron_ctl.controller.nodes.admission`.
+All of it is bounded (:mod:`unicron.ctl.controller.nodes.bounds`), and given back by
+:mod:`unicron.ctl.controller.nodes.readmission`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model import permission
-from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.cluster import Mark
-from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.model.node import NodeState
-from unicron_ctl.controller.model.requests import HELD, LOST, OURS, Action, Run
-from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.controller.nodes import admission, bounds
-from unicron_ctl.controller.plan.placement import OCCUPIES
-from unicron_ctl.errors import one_line
-from unicron_ctl.slurm.client import NodeInfo
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model import permission
+from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.model.cluster_state import Mark
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.model.node_state import NodeState
+from unicron.ctl.controller.model.requests import HELD, LOST, OURS, Action, Run
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.nodes import bounds, readmission
+from unicron.ctl.slurm.slurm_client import OCCUPIES, NodeInfo
+from unicron.ctl.system.errors import one_line
 
 HEALTH = f"{OURS}[health]"
 REASON_LENGTH = 200  # characters of a node's reason in Slurm
@@ -79,7 +78,7 @@ def move(
         return False
     said = one_line(f"job {job.job} leaves {agent.node}: {reason}")[:400]
     text = f"move {here} off {agent.node}" + (
-        f"; the node is a suspect, `{admission.pair_test_command(agent.node)}` tests it" if suspect else ""
+        f"; the node is a suspect, `{readmission.pair_test_command(agent.node)}` tests it" if suspect else ""
     )
     out.record(job, records.FailureAction(failure=failure, text=text))
     avoided = records.Avoided(element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said)
@@ -155,7 +154,7 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         out.record(job, records.Avoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}"))
         return
     verb = f"drain {node}" if others else f"set {node} down"
-    done = f"{verb} in Slurm: {text}; once it is back, `{admission.pair_test_command(node)}` tests it"
+    done = f"{verb} in Slurm: {text}; once it is back, `{readmission.pair_test_command(node)}` tests it"
     out.record(job, records.FailureAction(failure=failure, text=done))
     out.record(job, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
@@ -338,8 +337,8 @@ def attention(view: View) -> list[Attention]:
     for name, known in sorted(view.state.nodes.items()):
         if known.refused:
             found.append(Attention(name, known.refused_at, known.refused_for, known.refused))
-        elif not known.downed and (said := admission.suspect(view, name)):
-            test = admission.pair_test_command(name)
+        elif not known.downed and (said := readmission.suspect(view, name)):
+            test = readmission.pair_test_command(name)
             reason = f"{name} is a suspect ({said}): `{test}` proves or clears it"
             found.append(Attention(name, known.suspected_at or view.now, "", reason))
     return found

@@ -10,14 +10,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model import permission
-from unicron_ctl.controller.model.cluster import Intent
-from unicron_ctl.controller.model.node import OUT
-from unicron_ctl.controller.model.requests import ON_NODES, Action
-from unicron_ctl.controller.model.view import Listing, Outcome, View
-from unicron_ctl.controller.plan.placement import OCCUPIES
-from unicron_ctl.slurm.client import ElementInfo
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model import permission
+from unicron.ctl.controller.model.cluster_state import Intent
+from unicron.ctl.controller.model.node_state import OUT
+from unicron.ctl.controller.model.requests import ON_NODES, Action
+from unicron.ctl.controller.model.view import Listing, Outcome, View
+from unicron.ctl.slurm.slurm_client import OCCUPIES, ElementInfo
 
 Key = tuple[str, str, int, str]
 

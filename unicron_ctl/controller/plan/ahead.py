@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.lookahead import Keeper
-from planner.solve import Plan
-from unicron_ctl.controller.plan import planning
-from unicron_ctl.controller.plan.planning import JobInput
+from unicron.ctl.controller.plan import planning
+from unicron.ctl.controller.plan.planning import JobInput
+from unicron.planner.ahead.lookahead import Keeper
+from unicron.planner.solver.solve import Plan
 
 REFRESH_RATIO = 0.05  # a table is made anew when a measured rate has moved by more than this
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planner.gpus import BEST
-from planner.plan import flops_text
-from planner.solve import Plan
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model import permission
-from unicron_ctl.controller.model.job import AGENT_DIED, JobState
-from unicron_ctl.controller.model.view import Listing, Outcome, View
-from unicron_ctl.controller.plan import layouts, planning
-from unicron_ctl.controller.plan.ahead import Aheads
-from unicron_ctl.controller.plan.placement import ENDED_BADLY, OCCUPIES, held_by_others, usable
-from unicron_ctl.controller.plan.planning import JobInput
-from unicron_ctl.controller.plan.pools import Pool, joined, pools
-from unicron_ctl.controller.plan.pools import plan as plan_pool
-from unicron_ctl.controller.plan.reach import Ground, Reach
-from unicron_ctl.partitions import ACT
-from unicron_ctl.slurm import reasons
-from unicron_ctl.slurm.client import ElementInfo
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model import permission
+from unicron.ctl.controller.model.job_state import AGENT_DIED, JobState
+from unicron.ctl.controller.model.view import Listing, Outcome, View
+from unicron.ctl.controller.plan import job_layouts, planning
+from unicron.ctl.controller.plan.ahead import Aheads
+from unicron.ctl.controller.plan.eligible_nodes import Ground, Reach
+from unicron.ctl.controller.plan.placement import held_by_others, usable
+from unicron.ctl.controller.plan.planning import JobInput
+from unicron.ctl.controller.plan.pools import Pool, joined, pools
+from unicron.ctl.controller.plan.pools import plan as plan_pool
+from unicron.ctl.settings.partitions import ACT
+from unicron.ctl.slurm import pending_reasons
+from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, ElementInfo
+from unicron.planner.problem.gpus import BEST
+from unicron.planner.solver.plan import flops_text
+from unicron.planner.solver.solve import Plan
 
 EVERYBODY = "all users"  # the one owner where the FLOP/s of all jobs are compared
 MOST_TRIES = 4  # of starting an element again of which no agent comes: its script may fail at once everywhere
@@ -175,7 +175,7 @@ def _without_slurm(view: View, job: JobState) -> JobInput:
         wait_seconds=view.config.replacement_seconds,
         owner=owner(view, job, None),
     )
-    return layouts.with_layouts(view, job, found, "", float("inf"))
+    return job_layouts.with_layouts(view, job, found, "", float("inf"))
 
 
 def dead_elements(job: JobState) -> frozenset[int]:
@@ -250,14 +250,14 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
         wait_seconds=_wait(view, listing, within) if job.settings.spares else 0.0,
         owner=owner(view, job, next(iter(elements), None)),
     )
-    return layouts.with_layouts(view, job, found, _gres(listing, within), within.peak)
+    return job_layouts.with_layouts(view, job, found, _gres(listing, within), within.peak)
 
 
 def _startable(view: View, e: ElementInfo) -> bool:
     """It waits, and nothing but nodes keeps it from starting."""
     if e.state != "PENDING" or held_by_others(e, view.state.held):
         return False
-    return not reasons.barred(e, view.now)
+    return not pending_reasons.barred(e, view.now)
 
 
 def _wait(view: View, listing: Listing, within: Reach) -> float:
@@ -331,6 +331,6 @@ def waiting(view: View, job: JobState) -> list[Waiting]:
     for e in listing.of(job.job).values() if listing is not None and not job.over else ():
         if e.state == "PENDING":
             ours = e.held and not held_by_others(e, view.state.held)
-            words = "the plan has no node for it" if ours else reasons.explained(e, view.now)
+            words = "the plan has no node for it" if ours else pending_reasons.explained(e, view.now)
             found.setdefault((e.reason, words, ours or _startable(view, e)), []).append(e.element)
     return [Waiting(sorted(numbers), *why) for why, numbers in sorted(found.items())]

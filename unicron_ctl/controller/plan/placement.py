@@ -13,17 +13,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from unicron_ctl.controller.model.cluster import Pin
-from unicron_ctl.controller.model.requests import HELD, RELEASED, Action
-from unicron_ctl.slurm import reasons
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo
-from unicron_ctl.slurm.reasons import Bar
+from unicron.ctl.controller.model.cluster_state import Pin
+from unicron.ctl.controller.model.requests import HELD, RELEASED, Action
+from unicron.ctl.slurm import pending_reasons
+from unicron.ctl.slurm.pending_reasons import Bar
+from unicron.ctl.slurm.slurm_client import OCCUPIES, WORKS, ElementInfo, NodeInfo
 
-OCCUPIES = frozenset(
-    {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
-)
-WORKS = frozenset({"RUNNING", "CONFIGURING"})
-ENDED_BADLY = frozenset({"FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"})
 REQUEUE_SECONDS = 30.0  # between two requeues of an element that ended before its agent came
 KICK_SECONDS = 3.0  # a pinned element that still waits is told to start again
 PIN_SECONDS = 30.0  # then another node is tried
@@ -139,7 +134,7 @@ class _Place:
             elif e.state in WORKS:
                 groups["working" if e.node in self.good else "limbo"].append(number)
             elif e.state == "PENDING" and not held_by_others(e, self.held):
-                bar = Bar.NOTHING if e.held else reasons.bar_of(e, self.now)
+                bar = Bar.NOTHING if e.held else pending_reasons.bar_of(e, self.now)
                 if bar is not Bar.NOTHING:
                     groups["barred"].append(number)
                     if bar is Bar.LIMIT:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.model import Job, Scenario
-from planner.solve import Plan, best, by_owner, plan_of
-from planner.spares import worth
-from planner.throughput import Throughput
+from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.throughput import Throughput
+from unicron.planner.solver.solve import Plan, best, by_owner, plan_of
+from unicron.planner.solver.spares import worth
 
 NOWHERE: Mapping[str, int] = {}
 UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measured: only ratios matter then

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planner.solve import Plan
-from unicron_ctl.controller.plan.planning import JobInput
+from unicron.ctl.controller.plan.planning import JobInput
+from unicron.planner.solver.solve import Plan
 
 Solve = Callable[[Sequence[JobInput], int, Mapping[str, int]], Plan]
 NOTHING = Plan({}, 0.0, 0.0, {}, 0)

@@ -7,11 +7,11 @@ long enough, or its watchdog does; how long that takes at most both sides know.
 
 from __future__ import annotations
 
-from unicron_ctl.agreement.lease import wait_seconds
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.live import Fence
-from unicron_ctl.controller.model.view import View
-from unicron_ctl.controller.sense import elsewhere
+from unicron.ctl.consensus.lease import wait_seconds
+from unicron.ctl.controller.failure_detector import elsewhere
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.live import Fence
+from unicron.ctl.controller.model.view import View
 
 
 def fell_silent(view: View, job: JobView, element: int) -> str:

@@ -11,19 +11,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from detector.culprit import Culprit, Progress, stuck
-from transition.layout import heads_of
-from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job import Identity, Phase
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.pacing import look_again
-from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.controller.sense.patience import STOPPED, Limit
-from unicron_ctl.controller.sense.timing import JobTimes
-from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.wire import RankStatus
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.finding import Finding, Source, What
+from unicron.ctl.controller.model.job_state import Identity, Phase
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.pacing import look_again
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.sense.patience import STOPPED, Limit
+from unicron.ctl.controller.sense.timing import JobTimes
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.settings.config import ControllerConfig
+from unicron.detector.iterations.culprit import Culprit, Progress, stuck
+from unicron.transition.generations.layout import heads_of
 
 ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
 MANY_PATIENCE = 3.0  # times the deadline, before more than half of the ranks are taken for stuck

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job import AgentRecord, Identity, JobState, Phase
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.view import View
-from unicron_ctl.controller.sense.iterations import Standing
-from unicron_ctl.protocol.wire import RankStatus
+from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.model.finding import Finding, Source, What
+from unicron.ctl.controller.model.job_state import AgentRecord, Identity, JobState, Phase
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.view import View
+from unicron.ctl.controller.sense.iterations import Standing
+from unicron.ctl.protocol.wire import RankStatus
 
 
 def plain(job: JobView, standing: Standing) -> list[int]:

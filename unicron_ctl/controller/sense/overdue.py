@@ -1,6 +1,6 @@
 """Actions that do not come to their end: each has a time limit, whose expiry leads to the next severity.
 
-Which action runs for a slot is the escalation's memory (`detector.escalation.History`), so a restarted controller goes
+Which action runs for a slot is the escalation's memory (`escalation.History`), so a restarted controller goes
 on with it. The clock stands still while the action waits for somebody else: for a plan that gives the element a node,
 for other nodes without which the job cannot form, for the monitor that judges iterations once the slot is in one.
 """
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from detector.escalation import RESTART, RUNNING, WHOLE_JOB, State
-from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.model.agent_view import CAN_ENTER
-from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job import AGENT_DIED, JobState, Phase
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.pacing import look_again
-from unicron_ctl.controller.model.view import View
-from unicron_ctl.controller.sense.progress import last_copy
+from unicron.ctl.controller.model.agent_view import CAN_ENTER
+from unicron.ctl.controller.model.finding import Finding, Source, What
+from unicron.ctl.controller.model.job_state import AGENT_DIED, JobState, Phase
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.pacing import look_again
+from unicron.ctl.controller.model.view import View
+from unicron.ctl.controller.sense.progress import last_copy
+from unicron.ctl.settings.config import ControllerConfig
+from unicron.detector.failures.escalation import RESTART, RUNNING, WHOLE_JOB, State
 
 LOOK_SECONDS = 0.5
 MANY = 100  # actions that begin between two looks

@@ -1,6 +1,6 @@
 """How long an iteration may take before it hangs, and how long a rank may stay outside iterations. Pure.
 
-Once the job's iteration time is learned, :class:`detector.statistics.IterationMonitor` says it. Here is the rest: the
+Once the job's iteration time is learned, :class:`statistics.IterationMonitor` says it. Here is the rest: the
 first iterations, those after a recovery or at a new size, and the script's own code between two iterations.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from unicron_ctl.config import ControllerConfig
-from unicron_ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.settings.config import ControllerConfig
 
 Limit = tuple[float, str]  # seconds that a rank may keep the others waiting, and what speaks against waiting longer
 WARM_UP = 10.0  # times what was seen so far, while the usual time is not known

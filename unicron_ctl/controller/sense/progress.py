@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.model.job_view import AT_REST, JobView
-from unicron_ctl.controller.model.pacing import look_again
-from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.controller.sense import elsewhere
-from unicron_ctl.controller.sense.patience import STOPPED, outside
-from unicron_ctl.controller.sense.timing import JobTimes
-from unicron_ctl.protocol.wire import Plan, RankStatus
+from unicron.ctl.controller.failure_detector import elsewhere
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.model.finding import Finding, Source, What
+from unicron.ctl.controller.model.job_state import Phase
+from unicron.ctl.controller.model.job_view import AT_REST, JobView
+from unicron.ctl.controller.model.pacing import look_again
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.sense.patience import STOPPED, outside
+from unicron.ctl.controller.sense.timing import JobTimes
+from unicron.ctl.protocol.wire import Plan, RankStatus
 
 WITNESS_SECONDS = 0.05  # what is heard later than this after a rank stopped was sent after its peers' connections broke
 ENTER_TRIES = 3  # in a row; then those who never entered count as lost

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from unicron_ctl.controller.model.finding import Finding
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.view import View
-from unicron_ctl.controller.sense import progress
+from unicron.ctl.controller.model.finding import Finding
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.view import View
+from unicron.ctl.controller.sense import progress
 
 Sensor = Callable[[View, JobView], Iterable[Finding]]
 

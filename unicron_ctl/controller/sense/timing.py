@@ -1,8 +1,8 @@
 """How long iterations take: what is learned of one job from its ranks' steps, and who is slower than the others.
 
 Phase times lie in one array per job, [rank, iteration modulo the window, phase], so that a step of thousands of ranks
-is taken in and compared without a loop over them. Ranks are compared pairwise in :mod:`detector.culprit`; of more than
-:data:`COMPARED` ranks only the slowest of each phase and an even sample of their peers are.
+is taken in and compared without a loop over them. Ranks are compared pairwise in :mod:`iterations.culprit`; of more
+than :data:`COMPARED` ranks only the slowest of each phase and an even sample of their peers are.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from detector.culprit import PHASES, Culprit, slowest
-from detector.statistics import WARM_UP, Health, IterationMonitor, Limits
-from detector.stragglers import Stragglers
-from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.thinning import RECENT_STEPS
-from unicron_ctl.controller.model.account import Account
-from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.sense.patience import AGAIN, Patience
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.thinning import RECENT_STEPS
+from unicron.ctl.controller.model.iteration_account import Account
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.sense.patience import AGAIN, Patience
+from unicron.ctl.protocol import wire
+from unicron.ctl.settings.config import ControllerConfig
+from unicron.detector.iterations.culprit import PHASES, Culprit, slowest
+from unicron.detector.iterations.statistics import WARM_UP, Health, IterationMonitor, Limits
+from unicron.detector.iterations.stragglers import Stragglers
 
 WINDOW, NEWEST = 16, 4  # iterations
 COMPARED = 64  # ranks that are compared with each other one by one

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transition.memory import common
-from transition.memory.common import Choice, There, World, choices
+from unicron.transition.snapshot import common
+from unicron.transition.snapshot.common import Choice, There, World, choices
 
 
 def there(node: int, place: int, size: int = 4, iteration: int = 7, base: int = 1, name: str = "x") -> There:

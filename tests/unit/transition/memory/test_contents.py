@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transition.memory.contents import ALIGN, SMALL, Contents, Repeated, fill
+from unicron.transition.snapshot.contents import ALIGN, SMALL, Contents, Repeated, fill
 
 
 def test_a_repeated_copy_is_of_the_present_values_and_leaves_zeros_between_them() -> None:

@@ -10,9 +10,9 @@ import msgpack
 import pytest
 import torch
 
-from transition.memory import contents, files
-from transition.memory.images import SHARD, SUFFIX, UNTRAINED, BadImage, Image, Key, look
-from transition.migrate import CHUNK
+from unicron.transition.snapshot import contents, files
+from unicron.transition.snapshot.images import SHARD, SUFFIX, UNTRAINED, BadImage, Image, Key, look
+from unicron.transition.snapshot.migrate import CHUNK
 
 MARK = "f00"
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from transition.memory import contents, images
-from transition.memory.images import PAGE, BadImage, Found, Image, Key, inventory, look
+from unicron.transition.snapshot import contents, images
+from unicron.transition.snapshot.images import PAGE, BadImage, Found, Image, Key, inventory, look
 
 KEY = Key("state", 3, 17, place=1, size=2, base=4, mark="0123abcd")
 HEAD = b"what is in it" * 20

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from tests.support.kept import WRITER, beginnings, everything, iterations, kept, same, spoil, step, training
-from transition.checkpoint import Checkpoints
-from transition.exchange import Said
-from transition.memory import contents, files, images
-from transition.memory.contents import Gatherer
-from transition.memory.images import BadImage, inventory, look
-from transition.memory.keeper import Keeper, Settings
-from transition.remembered import Remembered
-from transition.saving import Saving
+from unicron.transition.iteration.exchange import Said
+from unicron.transition.session.save_schedule import Saving
+from unicron.transition.snapshot import contents, files, images
+from unicron.transition.snapshot.checkpoint import Checkpoints
+from unicron.transition.snapshot.contents import Gatherer
+from unicron.transition.snapshot.images import BadImage, inventory, look
+from unicron.transition.snapshot.keeper import Keeper, Settings
+from unicron.transition.snapshot.remembered import Remembered
 
 
 # ------------------------------------------------------------ what is copied

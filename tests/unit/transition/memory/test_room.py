@@ -10,28 +10,28 @@ from pathlib import Path
 
 import pytest
 
-from detector.memory_limit import Left
-from transition.memory import room
-from transition.memory.images import Image
+from unicron.detector.health.memory_limit import Left
+from unicron.transition.snapshot import shared_memory
+from unicron.transition.snapshot.images import Image
 
 MB = 1 << 20
-NEEDED = room.BESIDE + MB  # for files of a few kilobytes
+NEEDED = shared_memory.BESIDE + MB  # for files of a few kilobytes
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """As in a new process."""
-    monkeypatch.setattr(room, "_until", 0.0)
-    monkeypatch.setattr(room, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(shared_memory, "_until", 0.0)
+    monkeypatch.setattr(shared_memory, "LOOK_SECONDS", 0.01)
 
 
 @pytest.fixture
 def limit(monkeypatch):
     """What the job's memory limit leaves, as the test says; its files lie in memory, wherever tests have theirs."""
-    monkeypatch.setattr(room, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
 
     def leaves(size: int) -> None:
-        monkeypatch.setattr(room, "left", lambda: Left(size, Path("/sys/fs/cgroup/job_7")))
+        monkeypatch.setattr(shared_memory, "left", lambda: Left(size, Path("/sys/fs/cgroup/job_7")))
 
     return leaves
 
@@ -58,7 +58,7 @@ def test_what_others_are_about_to_take_is_not_there_any_more(tmp_path, limit):
     limit(NEEDED + 12 * MB)
     Image(tmp_path / "a.image", 10, 4 * MB)
     limit(NEEDED + 4 * MB)
-    os.utime(other, (time.time() - room.MAKING_SECONDS - 5,) * 2)  # its writer has ended
+    os.utime(other, (time.time() - shared_memory.MAKING_SECONDS - 5,) * 2)  # its writer has ended
     Image(tmp_path / "b.image", 10, 4 * MB)
     with other.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 8 * MB)  # it has what it wanted, which counts already
@@ -73,8 +73,8 @@ def test_what_another_gets_during_the_look_counts_all_the_same(tmp_path, monkeyp
         os.posix_fallocate(other.fileno(), 0, 8 * MB)
         return Left(NEEDED + 10 * MB, Path("/sys/fs/cgroup/job_7"))  # as it was before that
 
-    monkeypatch.setattr(room, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(room, "left", left)
+    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "left", left)
     with pytest.raises(OSError, match="13 MB are needed"):
         Image(tmp_path / "a.image", 10, 4 * MB)
     other.close()
@@ -82,7 +82,7 @@ def test_what_another_gets_during_the_look_counts_all_the_same(tmp_path, monkeyp
 
 def test_no_limit_is_in_the_way_of_files_on_a_disk(tmp_path, limit, monkeypatch):
     limit(0)
-    monkeypatch.setattr(room, "_in_memory", lambda descriptor: False)
+    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: False)
     Image(tmp_path / "a.image", 10, 4 * MB)
 
 
@@ -93,8 +93,8 @@ def test_where_a_file_lies_is_asked_of_its_mount(tmp_path):
         for kind, expected in (("tmpfs", True), ("ext4", False)):
             line = f"30 1 {number} / /dev/shm rw,nosuid shared:4 - {kind} tmpfs rw,size=1k\n"
             (tmp_path / "mounts").write_text(f"29 1 999:7 / /run rw - tmpfs tmpfs rw\n{line}")
-            assert room._in_memory(file.fileno(), tmp_path / "mounts") is expected
-        assert not room._in_memory(file.fileno(), tmp_path / "missing")
+            assert shared_memory._in_memory(file.fileno(), tmp_path / "mounts") is expected
+        assert not shared_memory._in_memory(file.fileno(), tmp_path / "missing")
 
 
 class Full:
@@ -136,7 +136,7 @@ def test_room_that_somebody_is_freeing_is_waited_for(memory, monkeypatch):
 
 
 def test_so_is_room_of_what_was_left_unfinished_in_the_own_folder(memory, monkeypatch):
-    (memory / f"{room.AWAY}state-0-0.image.1.new").touch()
+    (memory / f"{shared_memory.AWAY}state-0-0.image.1.new").touch()
     full = Full(monkeypatch, 3, None)
     Image(memory / "a.image", 10, 10)
     assert full.asked == 4
@@ -154,7 +154,7 @@ def test_nobody_waits_for_what_is_only_held(memory, monkeypatch):
 
 def test_a_process_waits_only_when_it_first_wants_room(memory, monkeypatch):
     descriptor = removed(memory.parent / "unicron.3.b2.n1.0")
-    monkeypatch.setattr(room, "FREED_SECONDS", 0.05)
+    monkeypatch.setattr(shared_memory, "FREED_SECONDS", 0.05)
     full = Full(monkeypatch, float("inf"), None)
     with pytest.raises(OSError, match="No space"):
         Image(memory / "a.image", 10, 10)
@@ -166,7 +166,7 @@ def test_a_process_waits_only_when_it_first_wants_room(memory, monkeypatch):
 
 
 def test_nor_does_it_wait_later_where_there_was_room_at_first(memory, monkeypatch):
-    monkeypatch.setattr(room, "FREED_SECONDS", 0.05)
+    monkeypatch.setattr(shared_memory, "FREED_SECONDS", 0.05)
     Image(memory / "a.image", 10, 10)
     time.sleep(0.1)
     descriptor = removed(memory.parent / "unicron.3.b2.n1.0")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from transition.memory import cuts
-from transition.memory.images import Image, Key
-from transition.memory.turns import Turns
+from unicron.transition.snapshot import cuts
+from unicron.transition.snapshot.double_buffer import Turns
+from unicron.transition.snapshot.images import Image, Key
 
 
 @pytest.fixture

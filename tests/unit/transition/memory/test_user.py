@@ -9,10 +9,10 @@ from collections import OrderedDict
 import pytest
 import torch
 
-import transition.memory
-from transition.memory import user
-from transition.memory.cuts import Wanted, note
-from transition.memory.images import inventory, look
+import unicron
+from unicron.transition.snapshot import user
+from unicron.transition.snapshot.cuts import Wanted, note
+from unicron.transition.snapshot.images import inventory, look
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def test_what_is_saved_comes_back(memory):
         "scalar": torch.tensor(7),
         "lazily conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
     }
-    transition.memory.save(given, 12)
+    unicron.memory.save(given, 12)
     written()
-    saved = transition.memory.load()
+    saved = unicron.memory.load()
     assert saved is not None and saved.iteration == 12
     assert isinstance(given["model"], OrderedDict) and list(saved.state) == list(given)
     assert saved.state["plain"][:6] == given["plain"][:6]
@@ -67,49 +67,49 @@ def test_what_is_saved_comes_back(memory):
 
 def test_it_is_kept_as_it_was_and_what_is_loaded_is_ones_own(memory):
     given = {"x": torch.zeros(4)}
-    transition.memory.save(given, 1)
+    unicron.memory.save(given, 1)
     given["x"] += 1
     written()
-    saved = transition.memory.load()
+    saved = unicron.memory.load()
     saved.state["x"] += 5
     for iteration in (2, 3):
-        transition.memory.save({"x": torch.full((4,), 9.0)}, iteration)
+        unicron.memory.save({"x": torch.full((4,), 9.0)}, iteration)
     written()
     assert torch.equal(saved.state["x"], torch.full((4,), 5.0))
 
 
 def test_a_damaged_one_is_passed_over_for_the_one_before(memory, capsys):
     for iteration in (1, 2):
-        transition.memory.save({"x": torch.full((100,), float(iteration))}, iteration)
+        unicron.memory.save({"x": torch.full((100,), float(iteration))}, iteration)
     written()
     newest = next(found for found in inventory(memory) if found.key.iteration == 2)
     data = bytearray(newest.path.read_bytes())
     data[look(newest.path).offset + 7] ^= 1
     newest.path.write_bytes(data)
-    saved = transition.memory.load()
+    saved = unicron.memory.load()
     assert saved.iteration == 1 and "do not match" in capsys.readouterr().err
 
 
 def test_without_an_agent_nothing_is_kept(monkeypatch):
     monkeypatch.delenv("UNICRON_MEMORY", raising=False)
-    transition.memory.save({"x": object()}, 1)
-    assert transition.memory.load() is None
+    unicron.memory.save({"x": object()}, 1)
+    assert unicron.memory.load() is None
 
 
 def test_where_the_agent_has_no_memory_nothing_is_kept_and_all_ranks_take_part(memory, monkeypatch):
     monkeypatch.setenv("UNICRON_MEMORY", "")
-    transition.memory.save({"x": 1}, 1)
-    assert transition.memory.load() is None and user._kept is None
+    unicron.memory.save({"x": 1}, 1)
+    assert unicron.memory.load() is None and user._kept is None
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="init_process_group"):
-        transition.memory.load()
+        unicron.memory.load()
 
 
 @pytest.mark.parametrize(("value", "named"), [({1, 2}, "set"), (torch.empty(3, device="meta"), "Tensor")])
 def test_what_cannot_be_kept_is_one_line(memory, value, named):
     with pytest.raises(TypeError, match=rf"keeps ordinary tensors, .* and no {named}"):
-        transition.memory.save({"x": value}, 1)
-    assert transition.memory.load() is None
+        unicron.memory.save({"x": value}, 1)
+    assert unicron.memory.load() is None
 
 
 @pytest.mark.parametrize("replicated", [True, False])
@@ -123,14 +123,14 @@ def test_without_a_thread_it_is_whole_when_the_call_returns_and_so_is_a_part_of_
 
     monkeypatch.setattr(user.threading.Thread, "start", refuse)
     for iteration in (1, 2):
-        transition.memory.save({"x": 1}, iteration, replicated=replicated)
+        unicron.memory.save({"x": 1}, iteration, replicated=replicated)
         assert iteration in [found.key.iteration for found in inventory(memory)]
 
 
 def test_a_session_keeps_its_state_by_itself(memory, monkeypatch):
     monkeypatch.setenv("UNICRON_AGENT", "ipc://x")
     with pytest.raises(RuntimeError, match=r"transition\.Session keeps"):
-        transition.memory.save({}, 1)
+        unicron.memory.save({}, 1)
 
 
 def test_where_there_is_no_room_it_is_said_once_and_tried_again(memory, monkeypatch, capsys):
@@ -140,11 +140,11 @@ def test_where_there_is_no_room_it_is_said_once_and_tried_again(memory, monkeypa
     with monkeypatch.context() as broken:
         broken.setattr(os, "posix_fallocate", full)
         for iteration in (1, 2):
-            transition.memory.save({"x": torch.zeros(4)}, iteration)
+            unicron.memory.save({"x": torch.zeros(4)}, iteration)
     assert capsys.readouterr().err.count("No space left") == 1
-    transition.memory.save({"x": torch.zeros(4)}, 3)
+    unicron.memory.save({"x": torch.zeros(4)}, 3)
     written()
-    assert transition.memory.load().iteration == 3
+    assert unicron.memory.load().iteration == 3
 
 
 def test_a_world_that_begins_behind_an_earlier_ones_cut_keeps_its_own(memory, monkeypatch):
@@ -154,11 +154,11 @@ def test_a_world_that_begins_behind_an_earlier_ones_cut_keeps_its_own(memory, mo
 
     note(memory, Wanted(500))
     monkeypatch.setenv("UNICRON_GENERATION", "1")
-    transition.memory.save({"x": 1}, 500)
+    unicron.memory.save({"x": 1}, 500)
     assert kept() == [(1, 500)]
     note(memory, Wanted(103))
     monkeypatch.setenv("UNICRON_GENERATION", "2")
-    transition.memory.save({"x": 1}, 103)
+    unicron.memory.save({"x": 1}, 103)
     assert kept() == [(1, 500), (2, 103)]
-    transition.memory.save({"x": 1}, 104)
+    unicron.memory.save({"x": 1}, 104)
     assert kept() == [(1, 500), (2, 103)], "one for each"

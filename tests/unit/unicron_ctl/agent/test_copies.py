@@ -12,16 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from detector.memory_limit import Left
 from tests.support.processes import wait_for
-from transition.memory import room
-from transition.memory.images import SUFFIX, Image, Key, inventory
-from unicron_ctl.agent import transfer
-from unicron_ctl.agent.copies import AGAIN_SECONDS, FAILING_SECONDS, Copies
-from unicron_ctl.agent.place import read_place
-from unicron_ctl.agent.reports import Reports
-from unicron_ctl.agent.sums import sums
-from unicron_ctl.protocol import ranges, wire
+from unicron.ctl.agent.connections.identity import read_place
+from unicron.ctl.agent.loop.reports import Reports
+from unicron.ctl.agent.snapshots import transfer
+from unicron.ctl.agent.snapshots.peer_copies import AGAIN_SECONDS, FAILING_SECONDS, Copies
+from unicron.ctl.agent.snapshots.sums import sums
+from unicron.ctl.protocol import ranges, wire
+from unicron.detector.health.memory_limit import Left
+from unicron.transition.snapshot import shared_memory
+from unicron.transition.snapshot.images import SUFFIX, Image, Key, inventory
 
 DATA = bytes(range(256)) * 8192  # enough to be measured
 KEY = Key("state", slot=0, iteration=70, size=2, base=1, mark="aa")
@@ -250,8 +250,8 @@ def test_an_image_on_its_way_is_not_got_from_another_one_too(sides: tuple[Side, 
 def test_who_has_no_room_itself_blames_nobody(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = sides
     other.image(name="copy")
-    monkeypatch.setattr(room, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(room, "left", lambda: Left(0, Path("/sys/fs/cgroup/job")))
+    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "left", lambda: Left(0, Path("/sys/fs/cgroup/job")))
     one.copies.fetch(order(other.holder(1)), one.now)
     one.until(lambda: one.copies.failed == 1)
     assert one.copies.failing(one.now) == {} and "there is no room" in one.said[0]
@@ -306,8 +306,8 @@ def test_who_has_no_room_takes_nothing_until_there_is_some_and_can_still_give(
 ) -> None:
     one, other = sides
     one.image()
-    monkeypatch.setattr(room, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(room, "left", lambda: Left(0, Path("/sys/fs/cgroup/job")))
+    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "left", lambda: Left(0, Path("/sys/fs/cgroup/job")))
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
     one.until(lambda: one.copies.failed == 1)
     (told,) = one.copies.refusing(one.now).values()

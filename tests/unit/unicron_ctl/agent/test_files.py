@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from transition.memory import files, folders
-from transition.memory.images import STATE, SUFFIX, Image, Key, look
-from unicron_ctl.agent.files import Files
-from unicron_ctl.agent.memory import Memory
-from unicron_ctl.agent.place import Place
-from unicron_ctl.protocol import wire
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.snapshots.checkpoint_files import Files
+from unicron.ctl.agent.snapshots.node_memory import Memory
+from unicron.ctl.protocol import wire
+from unicron.transition.snapshot import files, folders
+from unicron.transition.snapshot.images import STATE, SUFFIX, Image, Key, look
 
 MARK = "0a1b2c3d"
 
@@ -65,7 +65,7 @@ def test_what_is_older_goes_when_the_others_files_are_there_and_only_the_agent_o
     """Not after each file, and not in each agent: with a distributed optimizer there are as many files as ranks."""
     looks, look = [], folders.prune
     monkeypatch.setattr(folders, "prune", lambda *about: looks.append(about) or look(*about))
-    monkeypatch.setattr("unicron_ctl.agent.files.FILE_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("unicron.ctl.agent.snapshots.checkpoint_files.FILE_LOOK_SECONDS", 0.01)
     for iteration in (2, 4, 6, 8):
         aside(memory, iteration, place=1, places=2)
     Files(memory, lambda key: (), 0.0, print).close(20.0)
@@ -175,7 +175,7 @@ def test_an_error_that_nobody_has_thought_of_is_said_once_and_does_not_end_the_t
             raise error
         return plain(folder, tell)
 
-    monkeypatch.setattr("unicron_ctl.agent.files.FILE_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("unicron.ctl.agent.snapshots.checkpoint_files.FILE_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(files, "asides", asides)
     name = aside(memory, 2)
     writer = Files(memory, lambda key: (), 0.0, said.append)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.unicron_ctl.agent.test_copies import HERE
-from unicron_ctl.agent import interfaces
-from unicron_ctl.agent.copies import Copies
-from unicron_ctl.agent.interfaces import collectives_address
-from unicron_ctl.agent.place import read_place
-from unicron_ctl.protocol import wire
+from unicron.ctl.agent.connections import interfaces
+from unicron.ctl.agent.connections.identity import read_place
+from unicron.ctl.agent.connections.interfaces import collectives_address
+from unicron.ctl.agent.snapshots.peer_copies import Copies
+from unicron.ctl.protocol import wire
 
 ADDRESSES = {"lo": "127.0.0.1", "eth0": "198.18.0.5", "eth01": "198.18.0.6", "ib0": "", "ib1": "198.18.4.7"}
 

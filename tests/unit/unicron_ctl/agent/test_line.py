@@ -10,12 +10,12 @@ import pytest
 import zmq
 
 from tests.support.processes import wait_for
-from unicron_ctl.agent import line
-from unicron_ctl.agent.line import Line
-from unicron_ctl.agent.place import Place
-from unicron_ctl.protocol import claims, datagrams, hello, wire
-from unicron_ctl.protocol.encryption import new_pair
-from unicron_ctl.protocol.munge import Credential, MungeError
+from unicron.ctl.agent.connections import controller_connection
+from unicron.ctl.agent.connections.controller_connection import Line
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.protocol import claims, datagrams, hello, wire
+from unicron.ctl.protocol.encryption import new_pair
+from unicron.ctl.protocol.munge import Credential, MungeError
 
 PLACE = Place(job="7", element=0, node="n1", address="127.0.0.1", settings=wire.Settings(name="a", user="b"))
 
@@ -67,7 +67,7 @@ def register(lines: Line, sent: list[wire.Message]) -> None:
 def test_the_loop_goes_on_while_munge_makes_a_credential(lines: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect: a munged that hangs stopped the agent for 3 s at each try."""
     slow, sent = Slow("MUNGE:x:"), list[wire.Message]()
-    monkeypatch.setattr(line, "make_credential", slow)
+    monkeypatch.setattr(controller_connection, "make_credential", slow)
     register(lines, sent)
     assert not slow.calls, "it is not known yet whom to tell"
     lines._connect(new_pair()[0])
@@ -85,7 +85,7 @@ def test_the_loop_goes_on_while_munge_makes_a_credential(lines: Line, monkeypatc
 
 def test_without_munge_it_registers_all_the_same_and_says_why(lines: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, sent = Slow(MungeError("munged is away", outage=True)), list[wire.Message]()
-    monkeypatch.setattr(line, "make_credential", slow)
+    monkeypatch.setattr(controller_connection, "make_credential", slow)
     slow.go.set()
     lines._connect(new_pair()[0])
     register(lines, sent)
@@ -95,7 +95,7 @@ def test_without_munge_it_registers_all_the_same_and_says_why(lines: Line, monke
 
 def test_a_credential_for_a_key_that_is_no_more_is_not_sent(lines: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, sent = Slow("MUNGE:x:"), list[wire.Message]()
-    monkeypatch.setattr(line, "make_credential", slow)
+    monkeypatch.setattr(controller_connection, "make_credential", slow)
     lines._connect(new_pair()[0])
     register(lines, sent)
     lines.key = "another"

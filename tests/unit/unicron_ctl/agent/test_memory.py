@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from transition.memory import files, folders
-from transition.memory.images import Found, Image, Key
-from unicron_ctl.agent import memory as agent_memory
-from unicron_ctl.agent.memory import FORGOTTEN_SECONDS, TURN_SECONDS, Memory, sweep, within
-from unicron_ctl.agent.place import Place
-from unicron_ctl.agent.sums import sums
-from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import wire
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.snapshots import node_memory as agent_memory
+from unicron.ctl.agent.snapshots.node_memory import FORGOTTEN_SECONDS, TURN_SECONDS, Memory, sweep, within
+from unicron.ctl.agent.snapshots.sums import sums
+from unicron.ctl.protocol import wire
+from unicron.ctl.system.errors import UserError
+from unicron.transition.snapshot import files, folders
+from unicron.transition.snapshot.images import Found, Image, Key
 
 MARK = "0a1b2c3d"
 PLACES = 8  # of a replica, where there are several

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from detector.sampler import Sampler
-from unicron_ctl.agent.sampling import Sampling
-from unicron_ctl.agent.vitals import Activity, Usage, Vitals
-from unicron_ctl.protocol import wire
+from unicron.ctl.agent.node.sampling import Sampling
+from unicron.ctl.agent.ranks.vitals import Activity, Usage, Vitals
+from unicron.ctl.protocol import wire
+from unicron.detector.health.sampler import Sampler
 
 
 def usage(cpu: float = 0.0, transferred: float = 0.0, state: str = "S") -> Usage:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_ctl.agent import transfer
-from unicron_ctl.agent.place import memory_rate, read_place
-from unicron_ctl.errors import UserError
+from unicron.ctl.agent.connections.identity import memory_rate, read_place
+from unicron.ctl.agent.snapshots import transfer
+from unicron.ctl.system.errors import UserError
 
 SLURM = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME": "n2", "SLURM_STEP_ID": "3"}
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.agent.main import import_folders
-from unicron_ctl.agent.mode import Mode, asked_mode, choose_mode, launched
-from unicron_ctl.agent.place import read_place
-from unicron_ctl.agent.plain_ranks import FreePort, PlainRank, world_of
-from unicron_ctl.agent.ranks import last_words
-from unicron_ctl.agent.static_world import World
-from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import wire
+from unicron.ctl.agent.connections.identity import read_place
+from unicron.ctl.agent.loop.plain_ranks import FreePort, PlainRank, world_of
+from unicron.ctl.agent.ranks.ranks import last_words
+from unicron.ctl.agent.ranks.static_world import World
+from unicron.ctl.agent.start.agent_main import import_folders
+from unicron.ctl.agent.start.mode import Mode, asked_mode, choose_mode, launched
+from unicron.ctl.protocol import wire
+from unicron.ctl.system.errors import UserError
 
 
 # ---------------------------------------------------------------- which mode
@@ -22,19 +22,19 @@ from unicron_ctl.protocol import wire
     [
         ("import transition\n", "session"),
         ("import os, transition as t\n", "session"),
-        ("import os as o, transition.session\n", "session"),
+        ("import os as o, unicron.transition.session.session\n", "session"),
         ("def main():\n    from transition import Session\n", "session"),
-        ("from transition.session import Session\n", "session"),
+        ("from unicron.transition.session.session import Session\n", "session"),
         ("import torch\n# import transition some day\n", "restart"),
         ("import transitions\nfrom transition_models import x\n", "restart"),
         ("from . import transition\n", "restart"),
         ("print('import transition')\n", "restart"),
-        ("import os, transition.memory\n", "restart"),
+        ("import os, unicron.memory\n", "restart"),
         ("from transition import memory\n", "restart"),
         ("from transition import memory as kept  # across restarts\r\n", "restart"),
-        ("from transition.memory import load, save\n", "restart"),
+        ("from unicron.memory import load, save\n", "restart"),
         ("from transition import memory, Session\n", "session"),
-        ("import transition.memory\nimport transition\n", "session"),
+        ("import unicron.memory\nimport transition\n", "session"),
         ("from transition import memory_of_mine\n", "session"),
         ("", "restart"),
     ],
@@ -83,7 +83,7 @@ def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path):
         return choose_mode(asked, "--mode", command, tmp_path, [tmp_path])
 
     found = chosen("session", "python", "-u", "pretrain_gpt.py", "--lr", "1")
-    assert found == Mode("session", "--mode=session, pretrain_gpt.py by transition.megatron_lm", launched=True)
+    assert found == Mode("session", "--mode=session, pretrain_gpt.py by unicron.transition.megatron_lm", launched=True)
     assert not chosen("session", "python", "mine.py").launched
     assert not chosen("session", "python", "core.py").launched
     assert not chosen("restart", "python", "pretrain_gpt.py").launched
@@ -92,13 +92,13 @@ def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path):
         "pretrain_gpt.py does not import transition; it is Megatron-LM's, which session mode heals within the "
         "iteration, if asked for",
     )
-    assert chosen("auto", "python", "-m", "transition.megatron_lm", "pretrain_gpt.py").name == "session"
-    words = "python -u -m transition.megatron_lm pretrain_gpt.py --lr 1".split()
+    assert chosen("auto", "python", "-m", "unicron.transition.megatron_lm", "pretrain_gpt.py").name == "session"
+    words = "python -u -m unicron.transition.megatron_lm pretrain_gpt.py --lr 1".split()
     assert launched(["python", "-u", "pretrain_gpt.py", "--lr", "1"]) == words
 
 
 def test_the_refused_package_may_be_the_users_own_in_restart_mode(tmp_path, monkeypatch):
-    from unicron_ctl.agent.main import check_command
+    from unicron.ctl.agent.start.agent_main import check_command
 
     (tmp_path / "detector.py").write_text("")
     script = Path(tmp_path, "train.py")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from transition.memory.images import SHARD, STATE, Key
-from unicron_ctl.agent.plans import PLANS_HELD, Plans
-from unicron_ctl.protocol import sharing, wire
+from unicron.ctl.agent.loop.plans import PLANS_HELD, Plans
+from unicron.ctl.protocol import shared_plans, wire
+from unicron.transition.snapshot.images import SHARD, STATE, Key
 
 
 def share(generation: int, members: list[int], replica: int = 1) -> wire.PlanShare:
     plan = wire.Plan(generation, members, "n1:1", "p", replica=replica)
-    return sharing.share(plan, sharing.common(plan), members)
+    return shared_plans.share(plan, shared_plans.common(plan), members)
 
 
 def test_only_the_last_plans_are_held() -> None:

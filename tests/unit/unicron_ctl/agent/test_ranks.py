@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from unicron_ctl.agent.ranks import Rank
-from unicron_ctl.protocol import wire
+from unicron.ctl.agent.ranks.ranks import Rank
+from unicron.ctl.protocol import wire
 
 
 @pytest.fixture

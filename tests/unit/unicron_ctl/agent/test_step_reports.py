@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.agent.step_reports import MOST_HELD, StepReports
-from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.wire import MERGE_SECONDS
+from unicron.ctl.agent.loop.step_reports import MOST_HELD, StepReports
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.wire import MERGE_SECONDS
 
 PHASES = {name: float(number) for number, name in enumerate(wire.PHASES)}
 

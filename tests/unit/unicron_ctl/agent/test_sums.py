@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transition.memory import contents
-from unicron_ctl.agent import sums
+from unicron.ctl.agent.snapshots import sums
+from unicron.transition.snapshot import contents
 
 
 @given(st.binary(max_size=200), st.sampled_from([0, 1, 7, 8, 1000, (1 << 21) + 16]))

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from detector.template import ANSWER_BYTES
-from unicron_ctl.agent import template
-from unicron_ctl.agent.template import Coming, Template
+from unicron.ctl.agent.ranks import zygote_client
+from unicron.ctl.agent.ranks.zygote_client import Coming, Template
+from unicron.detector.processes.zygote import ANSWER_BYTES
 
 ANSWER, HUNG = 2.0, 10.0
 
@@ -91,8 +91,8 @@ class Made:
 @pytest.fixture
 def made(monkeypatch) -> Iterator[Made]:
     clock = Clock()
-    monkeypatch.setattr(template, "time", clock)
-    monkeypatch.setattr(template, "Child", Standing)
+    monkeypatch.setattr(zygote_client, "time", clock)
+    monkeypatch.setattr(zygote_client, "Child", Standing)
     one = Made(clock)
     yield one
     one.template.close()
@@ -170,8 +170,8 @@ class Gone(Standing):
 def test_an_interpreter_that_ends_before_it_has_its_task_is_one_that_died(made: Made, monkeypatch):
     """Defect: a broken pipe ended the agent."""
     made.template.close()
-    monkeypatch.setattr(template, "Child", Gone)
+    monkeypatch.setattr(zygote_client, "Child", Gone)
     made.template.begin()
     made.template.read()
     assert made.template.ask({}) is None and made.template.why.endswith("no module named encodings")
-    assert made.due == template.REST_SECONDS, "it is tried again"
+    assert made.due == zygote_client.REST_SECONDS, "it is tried again"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from detector.memory_limit import Left
 from tests.support.processes import wait_for
-from transition.memory import room
-from transition.memory.images import SUFFIX, USER, BadImage, Found, Image, Key, inventory, look
-from unicron_ctl.agent import transfer
-from unicron_ctl.agent.sums import sums
-from unicron_ctl.agent.transfer import Meter, NoRoom, Server, TransferError, copy_name, find, get, put
+from unicron.ctl.agent.snapshots import transfer
+from unicron.ctl.agent.snapshots.sums import sums
+from unicron.ctl.agent.snapshots.transfer import Meter, NoRoom, Server, TransferError, copy_name, find, get, put
+from unicron.detector.health.memory_limit import Left
+from unicron.transition.snapshot import shared_memory
+from unicron.transition.snapshot.images import SUFFIX, USER, BadImage, Found, Image, Key, inventory, look
 
 DATA = bytes(range(256)) * 40_000  # three pieces
 METER = Meter()
@@ -139,8 +139,8 @@ def test_nor_does_what_the_memory_limit_of_the_job_leaves_no_room_for(
     """At the limit the kernel would end a rank, or the agent."""
     folder, server, came = there
     _, found = image(here, KEY)
-    monkeypatch.setattr(room, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(room, "left", lambda: Left(5_000_000, Path("/sys/fs/cgroup/job")))
+    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "left", lambda: Left(5_000_000, Path("/sys/fs/cgroup/job")))
     with pytest.raises(TransferError, match=r"no room for 10\.2 MB .* 5 MB are left of the job's memory limit"):
         put(found, server.address, server.token, METER)
     assert not list(folder.iterdir()) and came.wait(5.0)
@@ -152,8 +152,8 @@ def test_who_cannot_take_what_it_asked_for_says_that_of_itself(
 ) -> None:
     folder, server, _ = there
     image(folder, KEY)
-    monkeypatch.setattr(room, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(room, "left", lambda: Left(5_000_000, Path("/sys/fs/cgroup/job")))
+    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "left", lambda: Left(5_000_000, Path("/sys/fs/cgroup/job")))
     with pytest.raises(NoRoom, match=r"no room for 10\.2 MB .* 5 MB are left"):
         get(KEY, here, server.address, server.token, METER)
     assert not list(here.iterdir())

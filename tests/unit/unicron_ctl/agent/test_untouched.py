@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_ctl.agent.mode import Mode
-from unicron_ctl.agent.untouched import meant, why_by_shape
-from unicron_ctl.protocol.wire import RESTART, SESSION
+from unicron.ctl.agent.start.mode import Mode
+from unicron.ctl.agent.start.untouched import meant, why_by_shape
+from unicron.ctl.protocol.wire import RESTART, SESSION
 
 DEFAULT = {"UNICRON_BY_DEFAULT": "1"}
 ELEMENT = {"SLURM_ARRAY_TASK_ID": "3"}

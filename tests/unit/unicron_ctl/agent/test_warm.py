@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_ctl.agent.warm import common, named_modules, python_command, wanted
-from unicron_ctl.errors import UserError
+from unicron.ctl.agent.ranks.warm_commands import common, named_modules, python_command, wanted
+from unicron.ctl.system.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,11 @@ from unicron_ctl.errors import UserError
         ("python train.py --lr 1", "python", "train.py --lr 1"),
         ("/opt/bin/python3.11 -u -W ignore -X dev train.py", "/opt/bin/python3.11 -u -W ignore -X dev", "train.py"),
         ("python -Wignore -OO -m pkg.train -m x", "python -Wignore -OO", "-m pkg.train -m x"),
-        ("python3 -m transition.megatron_lm pretrain_gpt.py", "python3", "-m transition.megatron_lm pretrain_gpt.py"),
+        (
+            "python3 -m unicron.transition.megatron_lm pretrain_gpt.py",
+            "python3",
+            "-m unicron.transition.megatron_lm pretrain_gpt.py",
+        ),
     ],
 )
 def test_the_interpreters_words_are_told_from_the_scripts(command, python, words):

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicron_ctl.agent import static_world as module
-from unicron_ctl.agent.main import hidden_packages, import_folders
-from unicron_ctl.agent.place import read_place
-from unicron_ctl.agent.static_world import World, outside_the_step, static_world
-from unicron_ctl.errors import UserError
+import unicron
+from unicron.ctl.agent.connections.identity import read_place
+from unicron.ctl.agent.ranks import static_world as module
+from unicron.ctl.agent.ranks.static_world import World, outside_the_step, static_world
+from unicron.ctl.agent.start.agent_main import hidden_packages, import_folders
+from unicron.ctl.system.errors import UserError
 
 SQUEUE = """#!/bin/sh
 printf '2 n7\\n0 n3\\n'
@@ -147,14 +148,14 @@ def test_what_describes_one_elements_step_is_hidden() -> None:
 
 
 def test_the_folders_that_lead_pythons_search(tmp_path):
-    (tmp_path / "lib" / "transition").mkdir(parents=True)
-    (tmp_path / "lib" / "transition" / "__init__.py").touch()
+    (tmp_path / "lib" / "unicron").mkdir(parents=True)
+    (tmp_path / "lib" / "unicron" / "__init__.py").touch()
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "detector").mkdir()  # no package: unicron's own goes before it
+    (tmp_path / "bin" / "unicron").mkdir()  # no package: unicron's own goes before it
     here = str(tmp_path)
     assert import_folders(["python", "bin/train.py", "--config", "lib/a.py"], here, "") == [tmp_path / "bin"]
     assert import_folders(["python", "-m", "train", "bin/a.py"], here, "lib") == [tmp_path, tmp_path / "lib"]
     assert hidden_packages([tmp_path / "bin"]) == []
-    assert hidden_packages([tmp_path / "bin", tmp_path / "lib"]) == [tmp_path / "lib" / "transition"]
-    own = Path(module.__file__).resolve().parents[2]
+    assert hidden_packages([tmp_path / "bin", tmp_path / "lib"]) == [tmp_path / "lib" / "unicron"]
+    own = Path(unicron.__file__).resolve().parents[1]
     assert hidden_packages([tmp_path / "bin", own, tmp_path / "lib"]) == []

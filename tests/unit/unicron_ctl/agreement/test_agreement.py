@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.company import CONTROLLER, Company
-from unicron_ctl.agreement import leader
-from unicron_ctl.agreement.compose import LEADERS
-from unicron_ctl.protocol import peers
+from unicron.ctl.consensus import proposer
+from unicron.ctl.consensus.compose import LEADERS
+from unicron.ctl.protocol import peer_messages
 
 SOON = 2.0  # seconds from a death to the next step, without the groups' own time
 
@@ -160,7 +160,7 @@ def test_a_voter_that_follows_one_plan_does_not_accept_an_older_one(one, other):
         ends = {source, target} - {4}
         if (ends & one and ends & other) or not ends <= reached:
             return True
-        return reached is one and target == 4 and isinstance(message, peers.Propose)
+        return reached is one and target == 4 and isinstance(message, peer_messages.Propose)
 
     company.lost = lost
     company.run(3.0)
@@ -259,12 +259,12 @@ def test_leaders_that_get_in_each_others_way_choose_one_plan(count, seed, delay)
     company.head.leave("killed")
     company.delay = (0.001, delay)
     company.members[count - 1].die()
-    with mock.patch.object(leader, "PAUSE_SECONDS", 0.0):
+    with mock.patch.object(proposer, "PAUSE_SECONDS", 0.0):
         for _ in range(30):
             company.cut([random.randrange(count)], [random.randrange(count)])
             if random.random() < 0.3:
                 company.cuts.clear()
-            trouble = peers.Trouble(generation=1, element=count - 1)
+            trouble = peer_messages.Trouble(generation=1, element=count - 1)
             company.agents[random.randrange(count)].receive(trouble)
             company.run(0.3)
     goes_on(company)

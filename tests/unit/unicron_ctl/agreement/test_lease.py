@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.agreement.lease import MARGIN_SECONDS, MINORITY_SECONDS, PART_SECONDS, Lease, wait_seconds
+from unicron.ctl.consensus.lease import MARGIN_SECONDS, MINORITY_SECONDS, PART_SECONDS, Lease, wait_seconds
 
 
 def lease(others: int) -> Lease:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transition import layout
-from unicron_ctl.agreement.resume import decide, newest_state
-from unicron_ctl.protocol.wire import RankStatus, Shards
+from unicron.ctl.consensus.resume import decide, newest_state
+from unicron.ctl.protocol.wire import RankStatus, Shards
+from unicron.transition.generations import layout
 
 TOTAL = 8
 

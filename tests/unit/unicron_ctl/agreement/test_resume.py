@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.agreement.resume import deal, decide
-from unicron_ctl.protocol.wire import RankStatus
+from unicron.ctl.consensus.resume import deal, decide
+from unicron.ctl.protocol.wire import RankStatus
 
 
 def stopped(iteration: int, phase: str = "computing", done: list[int] | None = None) -> RankStatus:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from unicron_ctl.agreement import leader, voter
-from unicron_ctl.agreement.agreement import Agreement
-from unicron_ctl.agreement.compose import LEADERS, Company, compose, leading, part, resting, whole
-from unicron_ctl.protocol import peers, sharing, wire
+from unicron.ctl.consensus import acceptor, proposer
+from unicron.ctl.consensus.agreement import Agreement
+from unicron.ctl.consensus.compose import LEADERS, Company, compose, leading, part, resting, whole
+from unicron.ctl.protocol import peer_messages, shared_plans, wire
 
 ME = wire.Peer(0, "agent0", "n0:1", "key0")
 
@@ -21,13 +21,13 @@ def plan(generation: int, members: list[int], prefix: str = "", **more) -> wire.
 def share(made: wire.Plan, count: int = 3) -> wire.PlanShare:
     """As the agent of element 0 is sent it, one of its leaders."""
     everybody = [wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)]
-    encoded = sharing.share(made, sharing.common(made, everybody), [0], everybody)
+    encoded = shared_plans.share(made, shared_plans.common(made, everybody), [0], everybody)
     return wire.decode(wire.encode(encoded), wire.ToAgent)
 
 
-def promise(element: int, **ranks) -> peers.Promise:
+def promise(element: int, **ranks) -> peer_messages.Promise:
     status = wire.RankStatus(**{"state": "stopped", "broken": 1, "micro_batches": 6} | ranks)
-    return peers.Promise(
+    return peer_messages.Promise(
         generation=1, element=element, ballot=(1, 0), store=f"n{element}:4000", ranks={element: status}
     )
 
@@ -39,31 +39,35 @@ def company(count: int) -> Company:
 
 
 def test_the_voter_knows_what_to_do_in_every_state():
-    assert set(voter.TABLE) == set(voter.Stand)
-    assert all(set(row) == set(voter.Heard) for row in voter.TABLE.values())
-    accepting = [(s, h) for s, row in voter.TABLE.items() for h, (_, act) in row.items() if act is voter.Act.ACCEPT]
-    assert accepting == [(voter.Stand.PLEDGED, voter.Heard.PROPOSE)], "only what it has promised to take"
-    assert all(row[voter.Heard.WORD][0] is voter.Stand.FREE for row in voter.TABLE.values()), "the controller decides"
+    assert set(acceptor.TABLE) == set(acceptor.Stand)
+    assert all(set(row) == set(acceptor.Heard) for row in acceptor.TABLE.values())
+    accepting = [
+        (s, h) for s, row in acceptor.TABLE.items() for h, (_, act) in row.items() if act is acceptor.Act.ACCEPT
+    ]
+    assert accepting == [(acceptor.Stand.PLEDGED, acceptor.Heard.PROPOSE)], "only what it has promised to take"
+    assert all(row[acceptor.Heard.WORD][0] is acceptor.Stand.FREE for row in acceptor.TABLE.values()), (
+        "the controller decides"
+    )
 
 
 def test_a_leader_that_has_proposed_comes_back_to_rest_from_everywhere():
-    assert set(leader.TABLE) == set(leader.Lead)
-    for start in leader.Lead:
+    assert set(proposer.TABLE) == set(proposer.Lead)
+    for start in proposer.Lead:
         reached, more = {start}, {start}
         while more:
-            more = {to for at in more for to in leader.TABLE[at].values()} - reached
+            more = {to for at in more for to in proposer.TABLE[at].values()} - reached
             reached |= more
-        assert leader.Lead.RESTING in reached
+        assert proposer.Lead.RESTING in reached
 
 
 def test_a_lower_ballot_is_refused_and_what_was_accepted_stays():
-    one = voter.Voter()
-    assert one.prepare((2, 1)) is voter.Act.ASK and one.silence() is voter.Act.PROMISE
-    assert one.prepare((1, 3)) is voter.Act.REFUSE
+    one = acceptor.Voter()
+    assert one.prepare((2, 1)) is acceptor.Act.ASK and one.silence() is acceptor.Act.PROMISE
+    assert one.prepare((1, 3)) is acceptor.Act.REFUSE
     proposal = compose(company(3), {0: promise(0), 1: promise(1)}, 2, (2, 1), "agent1")[0]
-    assert one.propose(proposal) is voter.Act.ACCEPT
-    assert one.word() is voter.Act.DECLINE and one.accepted == proposal
-    assert one.propose(proposal) is voter.Act.DECLINE, "the controller has spoken"
+    assert one.propose(proposal) is acceptor.Act.ACCEPT
+    assert one.word() is acceptor.Act.DECLINE and one.accepted == proposal
+    assert one.propose(proposal) is acceptor.Act.DECLINE, "the controller has spoken"
 
 
 def test_who_is_at_rest():
@@ -99,7 +103,7 @@ def test_nobody_who_can_go_on_is_no_plan():
 def test_only_leaders_are_told_everything():
     crowd = company(3 * LEADERS)
     made, _ = compose(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
-    assert [peer.element for peer in sharing.leaders(made.share)] == list(range(LEADERS))
+    assert [peer.element for peer in shared_plans.leaders(made.share)] == list(range(LEADERS))
     assert whole(made) and whole(part(made, LEADERS - 1, crowd))
     mine = part(made, LEADERS, crowd)
     assert list(mine.share.assignment) == [LEADERS] and not mine.share.peers and not whole(mine)
@@ -108,37 +112,37 @@ def test_only_leaders_are_told_everything():
 def test_what_a_leader_sends_and_looks_at_grows_with_the_job_and_not_with_its_square(monkeypatch):
     """Half of 2,048 agents promise after the majority has, each by itself; then all stop, one after the other."""
     looks = []
-    monkeypatch.setattr(leader, "resting", lambda status, broken: looks.append(status) or resting(status, broken))
+    monkeypatch.setattr(proposer, "resting", lambda status, broken: looks.append(status) or resting(status, broken))
     crowd = company(2048)
-    one = leader.Leader(ME, crowd)
+    one = proposer.Leader(ME, crowd)
     one.trouble(1.0)
     for element in crowd.elements:
         one.promised(promise(element, state="running", broken=0), 1.1)
-    assert one.lead is leader.Lead.HALTING
-    halted = [element for element, message in one.sends if isinstance(message, peers.Halt)]
+    assert one.lead is proposer.Lead.HALTING
+    halted = [element for element, message in one.sends if isinstance(message, peer_messages.Halt)]
     assert sorted(halted) == crowd.elements, "each once"
     one.tick(1.5)
     again = len(one.sends)
     for element in crowd.elements[:-1]:
         one.promised(promise(element), 1.6)
-    assert one.lead is leader.Lead.HALTING and len(one.sends) == again
+    assert one.lead is proposer.Lead.HALTING and len(one.sends) == again
     one.tick(1.9)
     assert [element for element, _ in one.sends[again:]] == crowd.elements[-1:], "whoever has stopped has answered"
     one.promised(promise(2047), 1.9)
-    assert one.lead is leader.Lead.PROPOSING
+    assert one.lead is proposer.Lead.PROPOSING
     assert len(one.sends) <= 5 * 2048 and len(looks) <= 5 * 2048
 
 
 def test_a_leader_halts_all_again_when_it_hears_of_a_later_generation():
     crowd = company(4)
-    one = leader.Leader(ME, crowd)
+    one = proposer.Leader(ME, crowd)
     one.trouble(1.0)
     for element in (0, 1, 2):
         one.promised(promise(element), 1.1)
     one.sends.clear()
     one.promised(msgspec.structs.replace(promise(3), seen=2), 1.2)
     assert [(element, message.broken) for element, message in one.sends] == [(0, 2), (1, 2), (2, 2), (3, 2)]
-    assert one.lead is leader.Lead.HALTING, "who has stopped for the first one only is waited for"
+    assert one.lead is proposer.Lead.HALTING, "who has stopped for the first one only is waited for"
 
 
 def pairs(count: int) -> Company:
@@ -167,18 +171,18 @@ def test_each_agent_gets_the_micro_batches_of_its_replicas():
 
 def test_a_leader_names_the_lost_so_that_the_rest_of_their_replicas_stops():
     crowd = pairs(6)
-    one = leader.Leader(ME, crowd)
+    one = proposer.Leader(ME, crowd)
     one.trouble(1.0)
     for element in (0, 2, 3, 4):
         one.promised(promise(element, state="running", broken=0), 1.1)
-    halts = [message for _, message in one.sends if isinstance(message, peers.Halt)]
+    halts = [message for _, message in one.sends if isinstance(message, peer_messages.Halt)]
     assert {tuple(message.lost) for message in halts} == {()}, "the others may still answer"
     one.sends.clear()
     one.promised(promise(3, state="exited", broken=0), 1.2)
     assert [(element, message.lost) for element, message in one.sends] == [(e, [3]) for e in (0, 2, 3, 4)]
     one.sends.clear()
     one.tick(1.5)
-    assert {tuple(message.lost) for _, message in one.sends if isinstance(message, peers.Halt)} == {(1, 3, 5)}
+    assert {tuple(message.lost) for _, message in one.sends if isinstance(message, peer_messages.Halt)} == {(1, 3, 5)}
 
 
 @pytest.fixture
@@ -188,9 +192,9 @@ def agent():
     made.plan(share(plan(1, [0, 1, 2])))
     made.ranks({0: wire.RankStatus(state="stopped", broken=1, generation=1)}, "n0:4000", 0.0)
     made.asks(0.0)
-    made.receive(peers.Prepare(generation=1, element=1, ballot=(1, 1)), 1.0)
+    made.receive(peer_messages.Prepare(generation=1, element=1, ballot=(1, 1)), 1.0)
     proposal, _ = compose(company(3), {0: promise(0), 1: promise(1)}, 2, (1, 1), "agent1")
-    made.receive(peers.Propose(generation=1, element=1, ballot=(1, 1), proposal=proposal), 1.1)
+    made.receive(peer_messages.Propose(generation=1, element=1, ballot=(1, 1), proposal=proposal), 1.1)
     assert made.agreed is not None and not made.agreed.chosen
     made.word(1.2)
     return made
@@ -220,8 +224,8 @@ def test_a_plan_that_comes_after_the_controllers_is_not_followed(agent):
     accepted = agent.agreed.plan
     agent.plan(share(plan(3, [0, 2])))
     proposal, _ = compose(company(3), {0: promise(0), 1: promise(1)}, 2, (1, 1), "agent1")
-    assert sharing.whole(proposal.share).prefix == accepted.prefix
-    agent.receive(peers.Chosen(generation=1, element=1, proposal=proposal), 2.0)
+    assert shared_plans.whole(proposal.share).prefix == accepted.prefix
+    agent.receive(peer_messages.Chosen(generation=1, element=1, proposal=proposal), 2.0)
     assert not agent.orders and agent.agreed is None
 
 
@@ -231,8 +235,8 @@ def test_the_ranks_are_told_who_is_lost():
     agent.ranks({0: wire.RankStatus(state="running", generation=1)}, "n0:4000", 0.0)
     agent.ranks({0: wire.RankStatus(state="stopped", broken=1, generation=1)}, "n0:4000", 0.1)
     agent.asks(0.1)
-    agent.receive(peers.Prepare(generation=1, element=2, ballot=(1, 2)), 1.0)
-    agent.receive(peers.Halt(generation=1, element=2, ballot=(1, 2), broken=1, reason="r", lost=[1]), 1.1)
+    agent.receive(peer_messages.Prepare(generation=1, element=2, ballot=(1, 2)), 1.0)
+    agent.receive(peer_messages.Halt(generation=1, element=2, ballot=(1, 2), broken=1, reason="r", lost=[1]), 1.1)
     assert [order.lost for order in agent.orders] == [[1]]
 
 

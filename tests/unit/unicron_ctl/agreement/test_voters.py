@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from tests.support.voters import Voters
-from unicron_ctl.controller.sense import elsewhere
+from unicron.ctl.controller.failure_detector import elsewhere
 
 
 def story(count: int, random: Random) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from unicron_ctl.commands.classify import command
+from unicron.ctl.cli.classify import command
 
 
 def call(*arguments, stdin=None, code=0):

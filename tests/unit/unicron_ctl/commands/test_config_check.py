@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from unicron_ctl.commands.config import allowed, command, lines
-from unicron_ctl.config import Config, ControllerConfig
-from unicron_ctl.partitions import Claim, PartitionConfig
-from unicron_ctl.slurm import PartitionInfo
+from unicron.ctl.cli.config_check import allowed, command, lines
+from unicron.ctl.settings.config import Config, ControllerConfig
+from unicron.ctl.settings.partitions import Claim, PartitionConfig
+from unicron.ctl.slurm import PartitionInfo
 
 PARTITIONS = {
     "gpu": PartitionConfig(mode="act", actions=["drain", "pin"], account={"lab": Claim(max_weight=4.0)}, spare_nodes=2),

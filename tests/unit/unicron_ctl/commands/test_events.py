@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from unicron_ctl.commands import events
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.log.store import Store
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.protocol import wire
+from unicron.ctl.cli import events
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.protocol import wire
 
 STEP = records.Step(
     iteration=1, loss=1.0, seconds=0.5, ranks=2, nodes=2, flops=1e9, train_iterations=9, micro_batches=8, computed=8

@@ -8,9 +8,9 @@ import types
 
 import pytest
 
-from planner.scenario import to_dict
-from planner.simulate.cases import case
-from unicron_ctl.cli import run, unicronctl
+from unicron.ctl.system.program import run, unicronctl
+from unicron.planner.problem.scenario import to_dict
+from unicron.planner.simulate.cases import case
 
 SACCT = "JobID|User|JobName|State|ExitCode|Submit|Start|End|NNodes"
 SCENARIO = """
@@ -57,14 +57,14 @@ def test_plan_prints_the_contract(files, capsys):
 
 def test_plan_live_asks_the_controller(files, capsys, monkeypatch):
     asked = []
-    module = types.ModuleType("unicron_ctl.protocol.client")
+    module = types.ModuleType("unicron.ctl.protocol.client")
 
     def ask(question, controller):
         asked.append((question["kind"], controller))
         return to_dict(case(2)) if question["kind"] == "scenario" else [{"job": "task6-13b", "name": "gpt"}]
 
     module.ask = ask
-    monkeypatch.setitem(sys.modules, "unicron_ctl.protocol.client", module)
+    monkeypatch.setitem(sys.modules, "unicron.ctl.protocol.client", module)
     where = ("--controller", "tcp://head:1")
     for name in ("task6-13b", "gpt"):
         status, out, _ = call(capsys, "plan", "--live", "--if", f"job {name} finishes", "--json", *where)

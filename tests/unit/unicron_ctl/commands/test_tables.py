@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from unicron_ctl import listing
-from unicron_ctl.commands import tables
-from unicron_ctl.listing import WIDTH, Listing, show
+from unicron.ctl.cli import tables
+from unicron.ctl.system import columns
+from unicron.ctl.system.columns import WIDTH, Listing, show
 
 BOXES = re.compile("[\u2500-\u257f]")
 FAILURE: dict[str, Any] = {
@@ -123,7 +123,7 @@ def test_a_long_last_cell_is_whole_on_a_pipe_and_cut_on_a_terminal(
     long.add_row("n1", "x" * 300)
     show([long])
     assert printed(capsys)[1] == f"n1   {'x' * 300}"
-    monkeypatch.setattr(listing.sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(columns.sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
     show([long])
     assert printed(capsys)[1] == f"n1   {'x' * 92}..."

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from unicron_ctl.commands import template
-from unicron_ctl.errors import UserError
+from unicron.ctl.cli import templates
+from unicron.ctl.system.errors import UserError
 
 
 def call(*words: str) -> str:
-    done = CliRunner().invoke(template.command, list(words), catch_exceptions=False)
+    done = CliRunner().invoke(templates.command, list(words), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -24,7 +24,7 @@ def test_the_templates_are_listed_and_printed_as_they_are() -> None:
         ["gpt", "gpt_elastic.sbatch"],
         ["megatron", "megatron_lm.sbatch"],
     ]
-    assert call("script") == (template.FOLDER / "any_script.sbatch").read_text()
+    assert call("script") == (templates.FOLDER / "any_script.sbatch").read_text()
 
 
 @pytest.mark.parametrize(("name", "script"), [("gpt", "train_gpt.py"), ("plain", "train_plain.py")])
@@ -33,7 +33,7 @@ def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(tmp_path: Path, nam
     copied = call(name, "--copy", str(folder)).split()
     assert {Path(name).name for name in copied} == {path.name for path in folder.iterdir()}
     # The neighbours that the scripts import or start are there.
-    names = {path.name for path in template.FOLDER.iterdir() if path.suffix in (".py", ".sbatch")}
+    names = {path.name for path in templates.FOLDER.iterdir() if path.suffix in (".py", ".sbatch")}
     text = "".join(path.read_text() for path in folder.iterdir())
     used = {name for name in names if name in text or f"import {Path(name).stem}" in text}
     assert used <= {path.name for path in folder.iterdir()}

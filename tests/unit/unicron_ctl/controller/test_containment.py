@@ -15,19 +15,19 @@ import pytest
 
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller import core as core_module
-from unicron_ctl.controller.job import transitions
-from unicron_ctl.controller.job.machine import Action
-from unicron_ctl.controller.judge import failures
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.log.store import TOLD_EVERY, Store, StoreError
-from unicron_ctl.controller.model.cluster import ClusterState
-from unicron_ctl.controller.model.finding import What
-from unicron_ctl.controller.model.fold import fold, replay
-from unicron_ctl.controller.model.job import JobState
-from unicron_ctl.controller.snapshot import SAVED, STATE_FORMAT, freeze, read_state, thaw
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.core import core as core_module
+from unicron.ctl.controller.core.state_snapshot import SAVED, STATE_FORMAT, freeze, read_state, thaw
+from unicron.ctl.controller.job import transitions
+from unicron.ctl.controller.job.machine import Action
+from unicron.ctl.controller.judge import judge
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.log.store import TOLD_EVERY, Store, StoreError
+from unicron.ctl.controller.model.cluster_state import ClusterState
+from unicron.ctl.controller.model.finding import What
+from unicron.ctl.controller.model.fold import fold, replay
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.protocol import wire
 
 BROKEN = "this decider is broken"
 Decider = Callable[..., Any]
@@ -74,7 +74,7 @@ def goes_on(world: World, job: str, agents: list[FakeAgent]) -> None:
 
 def test_a_judge_that_raises_sets_its_job_aside_and_the_other_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     world, first, second = two_jobs()
-    monkeypatch.setitem(failures.JUDGES, What.EXIT, breaks_for("1", failures.JUDGES[What.EXIT]))
+    monkeypatch.setitem(judge.JUDGES, What.EXIT, breaks_for("1", judge.JUDGES[What.EXIT]))
     told = len(orders(world, "1"))
     first[0].die(0)
     (event,) = events(world, "job_set_aside")
@@ -131,7 +131,7 @@ def test_a_job_that_is_set_aside_stays_so_over_a_restart_and_its_owner_is_told(
 ) -> None:
     world, first, second = two_jobs()
     with monkeypatch.context() as broken:
-        broken.setitem(failures.JUDGES, What.EXIT, breaks_for("1", failures.JUDGES[What.EXIT]))
+        broken.setitem(judge.JUDGES, What.EXIT, breaks_for("1", judge.JUDGES[What.EXIT]))
         first[0].die(0)
     world.restart()
     told = len(orders(world, "1"))
@@ -156,7 +156,7 @@ def test_in_a_cluster_the_nodes_of_a_job_that_is_set_aside_are_not_taken_away(mo
         agents[job, element].ready()
     world.run(3.0)
     assert world.job("1").phase == world.job("2").phase == "running"
-    monkeypatch.setitem(failures.JUDGES, What.EXIT, breaks_for("1", failures.JUDGES[What.EXIT]))
+    monkeypatch.setitem(judge.JUDGES, What.EXIT, breaks_for("1", judge.JUDGES[What.EXIT]))
     slurm.calls.clear()
     agents["1", 0].die(0)
     world.run(20.0)

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.intake import HINTS
-from unicron_ctl.controller.job import machine
-from unicron_ctl.controller.log.thinning import redundant
-from unicron_ctl.controller.model.fold import replay
-from unicron_ctl.controller.model.job import Phase
-from unicron_ctl.controller.reconcile import EARLY, HURRY_SECONDS
-from unicron_ctl.protocol import datagrams, wire
+from unicron.ctl.controller.core.intake import HINTS
+from unicron.ctl.controller.job import machine
+from unicron.ctl.controller.log.thinning import redundant
+from unicron.ctl.controller.model.fold import replay
+from unicron.ctl.controller.model.job_state import Phase
+from unicron.ctl.controller.plan.reconcile import EARLY, HURRY_SECONDS
+from unicron.ctl.protocol import datagrams, wire
 
 
 def messages(world: World, kind: type) -> list:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unicron_ctl.controller.job.candidates import formed
-from unicron_ctl.protocol.wire import RankStatus, Shards
+from unicron.ctl.controller.replication.forming import formed
+from unicron.ctl.protocol.wire import RankStatus, Shards
 
 
 def stopped(iteration: int, version: int) -> RankStatus:

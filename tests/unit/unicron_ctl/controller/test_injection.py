@@ -8,11 +8,12 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.world import World
-from unicron_ctl.cli import COMMANDS, run
-from unicron_ctl.commands import inject as commands
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.protocol import wire
+from unicron.ctl.cli import inject as commands
+from unicron.ctl.cli.unicronctl import COMMANDS
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.protocol import wire
+from unicron.ctl.system.program import run
 
 
 @pytest.fixture

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import pytest
 
-from detector.escalation import State
 from tests.support.training import events, sent, train
 from tests.support.world import FakeAgent, World
-from unicron_ctl.controller.answers import job
-from unicron_ctl.controller.job.events import Happening, next_event
-from unicron_ctl.controller.job.machine import Event
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.controller.sense.overdue import pending
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.api.answers import job
+from unicron.ctl.controller.job.job_events import Happening, next_event
+from unicron.ctl.controller.job.machine import Event
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.sense.overdue import pending
+from unicron.ctl.protocol import wire
+from unicron.detector.failures.escalation import State
 
 LOST = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=0.0)
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from unicron_ctl import cli, descriptors, journal
-from unicron_ctl.config import Config
-from unicron_ctl.controller import main
-from unicron_ctl.errors import UserError
+from unicron.ctl.cli import unicronctl
+from unicron.ctl.controller import unicrond as main
+from unicron.ctl.controller.server import journal
+from unicron.ctl.settings.config import Config
+from unicron.ctl.system import descriptors
+from unicron.ctl.system.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ def unicrond(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list
     """Runs it; returns the exit status and the lines of its outputs."""
 
     def run(*arguments: str) -> tuple[int, list[str], list[str]]:
-        status = cli.run("unicrond", main.unicrond, arguments)
+        status = unicronctl.run("unicrond", main.unicrond, arguments)
         out, err = capfd.readouterr()
         return status, out.splitlines(), err.splitlines()
 
@@ -162,5 +164,5 @@ def test_two_on_one_state_folder(tmp_path: Path) -> None:
 
 
 def test_a_marked_error_is_an_error_in_the_journal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run("unicrond", main.unicrond, ["--listen", "here"], mark="<3>") == 2
+    assert unicronctl.run("unicrond", main.unicrond, ["--listen", "here"], mark="<3>") == 2
     assert capsys.readouterr().err.startswith("<3>unicrond: --listen")

@@ -8,14 +8,13 @@ import pytest
 
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.job import events as job_events
-from unicron_ctl.controller.job import orders, spares
-from unicron_ctl.controller.judge import failures
-from unicron_ctl.controller.model.cluster_rules import ENDED_KEPT
-from unicron_ctl.controller.model.finding import What
-from unicron_ctl.controller.model.job import Identity
-from unicron_ctl.controller.sense.progress import MOST_NAMED
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.job import job_events, orders, spares
+from unicron.ctl.controller.judge import judge
+from unicron.ctl.controller.model.cluster_rules import ENDED_KEPT
+from unicron.ctl.controller.model.finding import What
+from unicron.ctl.controller.model.job_state import Identity
+from unicron.ctl.controller.sense.progress import MOST_NAMED
+from unicron.ctl.protocol import wire
 
 LOST = wire.Fault(type="RuntimeError", text="Connection closed by peer", at=0.0)
 
@@ -126,14 +125,14 @@ def test_one_jobs_broken_judge_does_not_keep_another_on_an_unfit_node(monkeypatc
             slurm.queue[job, element].update(state="RUNNING", node=f"n{element + 1}", reason="")
     first, second = world.start_job("1", nodes=2), world.start_job("2", nodes=2)
     world.run(1.0)
-    real = failures.JUDGES[What.NODE]
+    real = judge.JUDGES[What.NODE]
 
     def broken(view: object, job: object, finding: object) -> object:
         if job.state.job == "1":  # type: ignore[attr-defined]
             raise ValueError("this judge is broken")
         return real(view, job, finding)  # type: ignore[arg-type]
 
-    monkeypatch.setitem(failures.JUDGES, What.NODE, broken)
+    monkeypatch.setitem(judge.JUDGES, What.NODE, broken)
     line = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
     for agent in (first[1], second[1]):
         event = wire.NodeEvent(

@@ -6,15 +6,15 @@ import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.test_reconcile import follow
-from unicron_ctl.config import parse
-from unicron_ctl.controller.answers import nodes as answer_nodes
-from unicron_ctl.controller.judge import nodes as node_events
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.controller.model.fold import replay
-from unicron_ctl.controller.model.view import Outcome
-from unicron_ctl.controller.nodes.isolation import attention
-from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import datagrams, wire
+from unicron.ctl.controller.api.answers import nodes as answer_nodes
+from unicron.ctl.controller.judge import node_failures as node_events
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.model.fold import replay
+from unicron.ctl.controller.model.view import Outcome
+from unicron.ctl.controller.nodes.isolation import attention
+from unicron.ctl.protocol import datagrams, wire
+from unicron.ctl.settings.config import parse
+from unicron.ctl.system.errors import UserError
 
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 PAGE_FAULT = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4242, name=python, Ch 00000010, intr 00000000. MMU Fault"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from detector.escalation import Policy, State
 from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.controller.test_reconcile import follow
-from unicron_ctl.config import ControllerConfig, problems
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.nodes.isolation import attention
-from unicron_ctl.controller.sense import overdue
-from unicron_ctl.controller.sense.overdue import pending
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.nodes.isolation import attention
+from unicron.ctl.controller.sense import overdue
+from unicron.ctl.controller.sense.overdue import pending
+from unicron.ctl.protocol import wire
+from unicron.ctl.settings.config import ControllerConfig, problems
+from unicron.detector.failures.escalation import Policy, State
 
 ECC = wire.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
 

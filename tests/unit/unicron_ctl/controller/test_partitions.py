@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.config import PlannerConfig
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.partitions import Claim, PartitionConfig
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.protocol import wire
+from unicron.ctl.settings.config import PlannerConfig
+from unicron.ctl.settings.partitions import Claim, PartitionConfig
 
 
 def world_of(nodes: int, **partitions: PartitionConfig) -> tuple[World, FakeSlurm]:

@@ -9,11 +9,11 @@ from msgspec import structs
 
 from tests.support.training import events, sent, train
 from tests.support.world import World
-from unicron_ctl.commands import tables
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.controller.sense.peers import Group, JobPeers, PeerWatch, Sample, node_rows, rank_rows
-from unicron_ctl.protocol import wire
+from unicron.ctl.cli import tables
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.sense.outliers import Group, JobPeers, PeerWatch, Sample, node_rows, rank_rows
+from unicron.ctl.protocol import wire
 
 NODE = {
     "cpu_busy": 0.4,

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.log import records, store
-from unicron_ctl.controller.log.store import Store
-from unicron_ctl.controller.model.asker import NOBODY, Asker
-from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.nodes import admission
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.log import records, store
+from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.model.asker import NOBODY, Asker
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.nodes import readmission
 
 ANN, BOB, ROOT = Asker(1000, "ann"), Asker(1001, "bob"), Asker(0, "root", admin=True)
 SECRET = "s3cret"
@@ -99,7 +99,7 @@ def test_what_is_not_for_the_asker_is_not_even_made(site, asker, monkeypatch):
         (answers, "_anomalies"),
         (answers, "observed"),
         (answers, "_metrics"),
-        (admission, "suspect"),
+        (readmission, "suspect"),
     ):
         monkeypatch.setattr(where, name, lambda *given: 1 / 0)
     told = ask(site, "status", asker)

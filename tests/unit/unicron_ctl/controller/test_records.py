@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from detector import escalation
 from tests.support import hostile
 from tests.support.world import MICRO_BATCHES, World
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import KINDS, Event, Record
-from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST, redundant
-from unicron_ctl.controller.model.cluster import ClusterState
-from unicron_ctl.controller.model.fold import Unfoldable, fold, replay
-from unicron_ctl.protocol.wire import Plan, RankStep, Settings, StepReport, Steps
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import KINDS, Event, Record
+from unicron.ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST, redundant
+from unicron.ctl.controller.model.cluster_state import ClusterState
+from unicron.ctl.controller.model.fold import Unfoldable, fold, replay
+from unicron.ctl.protocol.wire import Plan, RankStep, Settings, StepReport, Steps
+from unicron.detector.failures import escalation
 
 SLOTS = st.integers(0, 5)
 TEXTS = st.text(max_size=8)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.commands import tables
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.job import transitions
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.protocol import wire
+from unicron.ctl.cli import tables
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.job import transitions
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.protocol import wire
 
 PAIR = ("TP2", "TP1")
 MODEL = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
-from unicron_ctl.commands import tables
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.judge.ranks import to_restart
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.protocol import wire
+from unicron.ctl.cli import tables
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.judge.rank_failures import to_restart
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.protocol import wire
 
 
 def started(nodes: int = 2, ranks: int = 2, replica: int = 2, **settings) -> tuple[World, list[FakeAgent]]:

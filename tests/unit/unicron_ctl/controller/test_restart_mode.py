@@ -6,12 +6,12 @@ import pytest
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.agreement.lease import MARGIN_SECONDS, MINORITY_SECONDS
-from unicron_ctl.commands import tables
-from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.job import injection, modes
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.protocol import wire
+from unicron.ctl.cli import tables
+from unicron.ctl.consensus.lease import MARGIN_SECONDS, MINORITY_SECONDS
+from unicron.ctl.controller.job import injection, modes
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.protocol import wire
+from unicron.ctl.settings.config import ControllerConfig
 
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
 
@@ -382,8 +382,8 @@ def test_a_node_that_the_plan_takes_leaves_and_the_others_start_again():
 
 
 def test_status_names_the_mode(tmp_path):
-    from unicron_ctl.controller.answers import explain, jobs
-    from unicron_ctl.controller.log.store import Store
+    from unicron.ctl.controller.api.answers import explain, jobs
+    from unicron.ctl.controller.log.store import Store
 
     world = World()
     start(world)

@@ -12,23 +12,18 @@ from typing import Any, get_args
 import pytest
 import zmq
 
-from detector.classify import Classifier
 from tests.support.processes import wait_for
 from tests.support.world import FakeAgent, World
-from unicron_ctl.config import Config, ControllerConfig
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.asked import OF_ALL, OF_ONE, Answered, Asked, Question
-from unicron_ctl.controller.log.store import Store
-from unicron_ctl.controller.model.asker import NOBODY, Asker
-from unicron_ctl.controller.model.view import Send
-from unicron_ctl.controller.server import (
-    FORGET_AGAIN_SECONDS,
-    FORGET_FIRST_SECONDS,
-    FORGET_SECONDS,
-    Server,
-)
-from unicron_ctl.controller.throttle import OF_A_USER, SECONDS_OF_ONE
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.model.asker import NOBODY, Asker
+from unicron.ctl.controller.model.throttle import OF_A_USER, SECONDS_OF_ONE
+from unicron.ctl.controller.model.view import Send
+from unicron.ctl.controller.server.question_queue import OF_ALL, OF_ONE, Answered, Asked, Question
+from unicron.ctl.controller.server.server import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS, Server
+from unicron.ctl.protocol import wire
+from unicron.ctl.settings.config import Config, ControllerConfig
+from unicron.detector.failures.classify import Classifier
 
 
 @pytest.fixture

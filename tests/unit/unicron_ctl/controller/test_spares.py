@@ -6,12 +6,12 @@ import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.test_reconcile import follow, power_off
-from unicron_ctl.commands import tables
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.job import spares
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.partitions import PartitionConfig
-from unicron_ctl.protocol import wire
+from unicron.ctl.cli import tables
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.job import spares
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.protocol import wire
+from unicron.ctl.settings.partitions import PartitionConfig
 
 
 def started(nodes: int = 4, wanted: int = 1, **settings) -> tuple[World, list[FakeAgent]]:

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from detector.escalation import MOVE
 from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.controller.nodes.test_admission import tell
 from tests.unit.unicron_ctl.controller.test_overdue import asked, on_slurm, power_off
 from tests.unit.unicron_ctl.controller.test_reconcile import follow
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.requests import Action, Run
-from unicron_ctl.controller.nodes.isolation import attention
-from unicron_ctl.partitions import PartitionConfig
-from unicron_ctl.protocol import wire
-from unicron_ctl.reach import Reach
-from unicron_ctl.slurm.client import SlurmError
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.requests import Action, Run
+from unicron.ctl.controller.nodes.isolation import attention
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.reach import Reach
+from unicron.ctl.settings.partitions import PartitionConfig
+from unicron.ctl.slurm.slurm_client import SlurmError
+from unicron.detector.failures.escalation import MOVE
 
 
 def taken(slurm: FakeSlurm) -> list[str]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.processes import wait_for
-from unicron_ctl.controller import worker
-from unicron_ctl.controller.model.requests import Action, Poll, Run
-from unicron_ctl.controller.worker import LEFT_OUT, LONGEST_QUEUE, PUT_OFF, QUEUE_SHARE, Others, Worker
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Queue, Site, SlurmError, SlurmTimeout
+from unicron.ctl.controller.model.requests import Action, Poll, Run
+from unicron.ctl.controller.server import worker
+from unicron.ctl.controller.server.worker import LEFT_OUT, LONGEST_QUEUE, PUT_OFF, QUEUE_SHARE, Others, Worker
+from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Queue, Site, SlurmError, SlurmTimeout
 
 
 class SlowSlurm:

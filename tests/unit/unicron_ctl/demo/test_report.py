@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from unicron_ctl.demo import report
-from unicron_ctl.listing import WIDTH
+from unicron.ctl.lab.demo import report
+from unicron.ctl.system.columns import WIDTH
 
 FAILURE: dict[str, Any] = {
     "kind": "node",

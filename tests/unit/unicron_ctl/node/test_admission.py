@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from detector.health import Settings
-from unicron_ctl.controller.model.requests import OURS
-from unicron_ctl.controller.nodes.admission import Report, checked
-from unicron_ctl.errors import UserError
-from unicron_ctl.node import admission
-from unicron_ctl.slurm.client import NodeInfo
+from unicron.ctl.controller.model.requests import OURS
+from unicron.ctl.controller.nodes.readmission import Report, checked
+from unicron.ctl.nodes import admission
+from unicron.ctl.slurm.slurm_client import NodeInfo
+from unicron.ctl.system.errors import UserError
+from unicron.detector.health import Settings
 
 START = 1000.0
 

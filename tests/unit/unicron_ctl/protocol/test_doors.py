@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 
-from unicron_ctl.controller.asked import Question
-from unicron_ctl.controller.model.asker import NOBODY, Asker
-from unicron_ctl.controller.throttle import (
+from unicron.ctl.controller.model.asker import NOBODY, Asker
+from unicron.ctl.controller.model.throttle import (
     BYTES_OF_ONE,
     NAMES,
     OF_A_STRANGER,
@@ -17,9 +16,10 @@ from unicron_ctl.controller.throttle import (
     Throttle,
     cost,
 )
-from unicron_ctl.protocol import wire
-from unicron_ctl.protocol.doors import KNOWN_SECONDS, Doors
-from unicron_ctl.protocol.wire import MAX_BYTES
+from unicron.ctl.controller.server.question_queue import Question
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.connection_limits import KNOWN_SECONDS, Doors
+from unicron.ctl.protocol.wire import MAX_BYTES
 
 
 def test_strangers_go_first_and_agents_stay() -> None:

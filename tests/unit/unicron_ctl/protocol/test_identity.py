@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicron_ctl.errors import UserError
-from unicron_ctl.protocol import claims, datagrams, encryption, hello, munge, wire
+from unicron.ctl.protocol import claims, datagrams, encryption, hello, munge, wire
+from unicron.ctl.system.errors import UserError
 
 KEY = "k" * 40
 REGISTER = wire.Register(

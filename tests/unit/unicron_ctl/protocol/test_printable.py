@@ -7,7 +7,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.protocol.printable import clean, printable
+from unicron.ctl.protocol.printable import clean, printable
 
 TEXTS = st.text(alphabet=st.characters(), max_size=30)
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from tests.support import hostile
-from unicron_ctl.protocol import datagrams, ranges, sharing, wire
+from unicron.ctl.protocol import datagrams, ranges, shared_plans, wire
 
 ANY_NUMBER = {"RankStatus.loss", "RankStep.loss"}  # of a training that diverges it is none
 ANYTHING = {"Answer.data", "PlanShare.common"}  # what the controller says; a plan's part has a type of its own
 KNOWN = {"job": st.just("7"), "element": st.just(1), "slot": st.just(1)}
 UNIONS = {"controller": wire.ToController, "agent": wire.ToAgent}
 SIDE = {kind: side for side, union in UNIONS.items() for kind in typing.get_args(union)}
-ALL = [*SIDE, wire.Answer, datagrams.Hint, sharing.PlanCommon, datagrams.Hello, datagrams.Introduction]
+ALL = [*SIDE, wire.Answer, datagrams.Hint, shared_plans.PlanCommon, datagrams.Hello, datagrams.Introduction]
 
 
 def unbounded(kind: inspect.Type, name: str, seen: set[type]) -> list[str]:

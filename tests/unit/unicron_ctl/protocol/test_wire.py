@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.protocol import ranges, sharing, wire
+from unicron.ctl.protocol import ranges, shared_plans, wire
 
 SLOTS = st.lists(st.integers(0, 200), unique=True)
 PLANS = st.builds(
@@ -31,8 +31,8 @@ PLANS = st.builds(
 
 @given(PLANS, SLOTS)
 def test_an_agent_gets_the_whole_plan_but_for_other_agents_micro_batches(plan, slots):
-    sent = wire.encode(sharing.share(plan, sharing.common(plan), slots))
-    got = sharing.whole(wire.decode(sent, wire.ToAgent))
+    sent = wire.encode(shared_plans.share(plan, shared_plans.common(plan), slots))
+    got = shared_plans.whole(wire.decode(sent, wire.ToAgent))
     own = {slot: indices for slot, indices in plan.assignment.items() if slot in slots}
     assert got == msgspec.structs.replace(plan, assignment=own)
 
@@ -41,53 +41,57 @@ def test_an_agent_gets_the_micro_batches_of_each_replica_in_which_it_has_a_rank(
     plan = wire.Plan(
         generation=1, members=[0, 5, 2, 3], store="", prefix="", replica=2, assignment={0: [0, 2], 2: [1, 3]}
     )
-    told = [sharing.whole(sharing.share(plan, sharing.common(plan), slots)) for slots in ([4, 5], [2], [6, 7], [3, 0])]
+    told = [
+        shared_plans.whole(shared_plans.share(plan, shared_plans.common(plan), slots))
+        for slots in ([4, 5], [2], [6, 7], [3, 0])
+    ]
     assert [one.assignment for one in told] == [{0: [0, 2]}, {2: [1, 3]}, {}, {2: [1, 3], 0: [0, 2]}]
     assert all(one.members == plan.members and one.replica == 2 for one in told)
 
 
 def test_members_that_are_no_whole_replicas_are_refused():
     common = msgspec.Raw(
-        wire.encode(sharing.PlanCommon(generation=1, members=[(0, 2)], store="", prefix="", replica=2))
+        wire.encode(shared_plans.PlanCommon(generation=1, members=[(0, 2)], store="", prefix="", replica=2))
     )
     with pytest.raises(wire.BadMessage, match="3 members are no multiple of a replica's 2 ranks"):
-        sharing.whole(wire.PlanShare(common=common))
+        shared_plans.whole(wire.PlanShare(common=common))
 
 
 def test_only_those_who_lead_are_told_of_everybody():
     everybody = [wire.Peer(element, f"a{element}", f"n{element}:1", "k" * 40) for element in range(5)]
     plan = wire.Plan(generation=1, members=[0, 1], store="", prefix="")
-    common = sharing.common(plan, everybody[:2])
+    common = shared_plans.common(plan, everybody[:2])
     told = [
-        wire.decode(wire.encode(sharing.share(plan, common, [0], known)), wire.ToAgent) for known in (everybody, ())
+        wire.decode(wire.encode(shared_plans.share(plan, common, [0], known)), wire.ToAgent)
+        for known in (everybody, ())
     ]
-    assert [sharing.leaders(part) for part in told] == [everybody[:2]] * 2
+    assert [shared_plans.leaders(part) for part in told] == [everybody[:2]] * 2
     assert [part.peers for part in told] == [everybody, []]
 
 
 @given(SLOTS)
 def test_slots_as_runs_and_back(slots):
-    runs = sharing.runs(slots)
-    assert sharing.expand(runs) == slots
+    runs = shared_plans.runs(slots)
+    assert shared_plans.expand(runs) == slots
     assert all(second[0] != first[1] + 1 for first, second in itertools.pairwise(runs)), "as few as can be"
 
 
 def test_the_common_part_is_small_whatever_the_size_of_the_job():
     plan = wire.Plan(generation=3, members=list(range(16_384)), store="n0:4000", prefix="p", assignment={7: [1]})
-    assert len(sharing.common(plan)) < 200
+    assert len(shared_plans.common(plan)) < 200
 
 
 @pytest.mark.parametrize("members", [[(5, 3)], [(0, ranges.MOST_SLOTS)], [(0, 2**60)] * 3])
 def test_runs_that_are_none_are_refused_before_they_cost_memory(members):
-    common = msgspec.Raw(wire.encode(sharing.PlanCommon(generation=1, members=members, store="", prefix="")))
+    common = msgspec.Raw(wire.encode(shared_plans.PlanCommon(generation=1, members=members, store="", prefix="")))
     with pytest.raises(wire.BadMessage, match=r"no runs of slots|Expected `int` <="):
-        sharing.whole(wire.PlanShare(common=common))
+        shared_plans.whole(wire.PlanShare(common=common))
 
 
 @pytest.mark.parametrize("common", [b"\xc0", b"\x81\xa1x\x01", b"\x93\x01\x02\x03"])
 def test_a_common_part_that_is_none_is_refused(common):
     with pytest.raises(wire.BadMessage):
-        sharing.whole(wire.PlanShare(common=msgspec.Raw(common)))
+        shared_plans.whole(wire.PlanShare(common=msgspec.Raw(common)))
 
 
 def test_another_version_is_refused_with_what_to_do():

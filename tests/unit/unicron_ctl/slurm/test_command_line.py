@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.slurm import ElementInfo, NodeInfo, SlurmError, command_line
-from unicron_ctl.slurm.client import Reserved
-from unicron_ctl.slurm.command_line import (
+from unicron.ctl.slurm import ElementInfo, NodeInfo, SlurmError, command_line
+from unicron.ctl.slurm.command_line import (
     CommandLineClient,
     count_gpus,
     parse_node,
@@ -17,6 +16,7 @@ from unicron_ctl.slurm.command_line import (
     parse_states,
     parse_topology,
 )
+from unicron.ctl.slurm.slurm_client import Reserved
 
 NODE = (
     "NodeName=n1 Arch=x86_64 CoresPerSocket=4  CPUAlloc=0 CPUEfctv=4 CPUTot=4 CPULoad=0.37 AvailableFeatures=a100,ib "

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.slurm import listing
-from unicron_ctl.slurm.client import ElementInfo
+from unicron.ctl.slurm import squeue
+from unicron.ctl.slurm.slurm_client import ElementInfo
 
 S = "\x1f"
 FACTS = ("7", "2", "9", "RUNNING", "ann", "1000", "1970-01-02T00:00:01", "1-00:00:00", "17", "N/A", "main", "(null)")
@@ -22,7 +22,7 @@ def _facts(*more: str, **changes: str) -> str:
     return S.join((*values.values(), *(more or ("n3", "(null)", ""))))
 
 
-def _row(columns: tuple[tuple[str, int], ...] = listing.ALL_COLUMNS, **texts: str) -> bytes:
+def _row(columns: tuple[tuple[str, int], ...] = squeue.ALL_COLUMNS, **texts: str) -> bytes:
     """As squeue of 22.05 prints it: by bytes, cut and filled up."""
     texts = {"ArrayJobID": "7", "ArrayTaskID": "2", "RestartCnt": "1", "exit_code": "0", "Reason": "None"} | texts
     return (
@@ -31,9 +31,9 @@ def _row(columns: tuple[tuple[str, int], ...] = listing.ALL_COLUMNS, **texts: st
 
 
 def _read(facts: str, rows: bytes) -> list[ElementInfo]:
-    found = listing.parse_columns(rows, listing.ALL_COLUMNS)
+    found = squeue.parse_columns(rows, squeue.ALL_COLUMNS)
     assert found is not None
-    return [listing.complete(fact, found[fact.key]) for fact in listing.parse_facts(facts)]
+    return [squeue.complete(fact, found[fact.key]) for fact in squeue.parse_facts(facts)]
 
 
 def test_an_element_with_all_that_slurm_tells() -> None:
@@ -64,7 +64,7 @@ def test_an_element_with_all_that_slurm_tells() -> None:
 
 
 def test_a_plain_job_is_element_0_and_no_array() -> None:
-    (fact,) = listing.parse_facts(_facts(index="N/A", state="PENDING"))
+    (fact,) = squeue.parse_facts(_facts(index="N/A", state="PENDING"))
     assert (fact.info.element, fact.is_array, fact.key) == (0, False, ("7", "N/A"))
 
 
@@ -91,7 +91,7 @@ def test_no_text_passes_for_another_element_or_hides_one(text: str) -> None:
 @given(name=st.text(max_size=80), comment=st.text(max_size=80))
 def test_whatever_users_write_is_read_as_far_as_its_column_goes(name: str, comment: str) -> None:
     (info,) = _read(_facts(), _row(Name=name, Comment=comment))
-    assert info.name == _shown(name) and (info.comment == _shown(comment) or not listing.known(comment))
+    assert info.name == _shown(name) and (info.comment == _shown(comment) or not squeue.known(comment))
 
 
 def _shown(text: str) -> str:
@@ -104,15 +104,15 @@ def _shown(text: str) -> str:
 def test_a_line_that_cannot_be_read_spoils_only_itself() -> None:
     bad = [_facts(uid="-1"), _facts(job="7x"), _facts(submitted="never"), _facts(index="?"), _facts() + S, "oops", ""]
     for line in bad:
-        assert [f.info.slurm_id for f in listing.parse_facts(f"{_facts()}\n{line}\n{_facts(id='11')}")] == ["9", "11"]
+        assert [f.info.slurm_id for f in squeue.parse_facts(f"{_facts()}\n{line}\n{_facts(id='11')}")] == ["9", "11"]
 
 
 @pytest.mark.parametrize("wrong", [b"x", b"\n", b" " * 20])
 def test_columns_of_another_width_are_seen(wrong: bytes) -> None:
-    assert listing.parse_columns(_row() + wrong, listing.ALL_COLUMNS) is None
-    assert listing.parse_columns(wrong + _row()[: -len(wrong)], listing.ALL_COLUMNS) is None
-    assert listing.parse_columns(_row()[:-1] + b" " + _row()[:-1] + b" ", listing.ALL_COLUMNS) is None
-    assert listing.parse_columns(b"", listing.ALL_COLUMNS) == {}
+    assert squeue.parse_columns(_row() + wrong, squeue.ALL_COLUMNS) is None
+    assert squeue.parse_columns(wrong + _row()[: -len(wrong)], squeue.ALL_COLUMNS) is None
+    assert squeue.parse_columns(_row()[:-1] + b" " + _row()[:-1] + b" ", squeue.ALL_COLUMNS) is None
+    assert squeue.parse_columns(b"", squeue.ALL_COLUMNS) == {}
 
 
 def test_how_an_element_ended_is_read_from_its_wait_status() -> None:
@@ -122,12 +122,10 @@ def test_how_an_element_ended_is_read_from_its_wait_status() -> None:
 
 
 def test_times_and_limits() -> None:
-    assert listing.parse_time("1970-01-02T00:00:01") == 86401.0
-    assert (
-        listing.parse_time("None") is None and listing.parse_time("Unknown") is None and listing.parse_time("") is None
-    )
+    assert squeue.parse_time("1970-01-02T00:00:01") == 86401.0
+    assert squeue.parse_time("None") is None and squeue.parse_time("Unknown") is None and squeue.parse_time("") is None
     limits = {"5": 300.0, "30:00": 1800.0, "2:00:00": 7200.0, "1-02:30:00": 95400.0, "UNLIMITED": None, "x": None}
-    assert {text: listing.parse_limit(text) for text in limits} == limits
+    assert {text: squeue.parse_limit(text) for text in limits} == limits
 
 
 @pytest.mark.parametrize(
@@ -142,13 +140,13 @@ def test_times_and_limits() -> None:
     ],
 )
 def test_host_lists(text: str, names: list[str]) -> None:
-    assert listing.hosts(text) == names
+    assert squeue.hosts(text) == names
 
 
 @pytest.mark.parametrize("text", ["gres:gpu:a100:4", "gres/gpu:a100:4", "gpu:a100:4"])
 def test_gres_of_old_and_new_releases(text: str) -> None:
-    assert listing.plain_gres(text) == "gpu:a100:4"
-    assert listing.plain_gres(f"{text},gres:shard:1") == "gpu:a100:4,shard:1"
+    assert squeue.plain_gres(text) == "gpu:a100:4"
+    assert squeue.plain_gres(f"{text},gres:shard:1") == "gpu:a100:4,shard:1"
 
 
 def test_of_elements_that_share_their_arrays_record_only_the_first_ones_are_read() -> None:
@@ -156,13 +154,13 @@ def test_of_elements_that_share_their_arrays_record_only_the_first_ones_are_read
     lines = [_facts(index=str(i), id="7", state="PENDING") for i in range(1000)]
     lines += [_facts(index=str(i), id=str(i), state="PENDING") for i in range(1000, 1010)]
     lines += [_facts(index="1010", id="7", state="RUNNING")]
-    found = listing.parse_facts("\n".join(lines), 64)
+    found = squeue.parse_facts("\n".join(lines), 64)
     assert [fact.info.element for fact in found] == [*range(64), *range(1000, 1011)]
     rows = b"".join(_row(ArrayTaskID=str(i), Name=f"e{i}") for i in range(1011))
-    texts = listing.parse_columns(rows, listing.ALL_COLUMNS, [fact.key for fact in found])
+    texts = squeue.parse_columns(rows, squeue.ALL_COLUMNS, [fact.key for fact in found])
     assert texts is not None and texts.keys() == {fact.key for fact in found}
     assert texts["7", "63"]["Name"] == "e63"
-    assert listing.parse_columns(rows[:-1] + b" ", listing.ALL_COLUMNS, [("7", "0")]) is None
+    assert squeue.parse_columns(rows[:-1] + b" ", squeue.ALL_COLUMNS, [("7", "0")]) is None
 
 
 def test_an_array_of_100_000_costs_a_few_looks_at_each_element() -> None:
@@ -175,8 +173,8 @@ def test_an_array_of_100_000_costs_a_few_looks_at_each_element() -> None:
         assert sum(len(line.split(S, 4)) for line in text.split("\n")) == 5 * count
     calibration = time.process_time() - start
     start = time.process_time()
-    found = listing.parse_facts(text, 256)
-    texts = listing.parse_columns(rows, listing.ALL_COLUMNS, [fact.key for fact in found])
+    found = squeue.parse_facts(text, 256)
+    texts = squeue.parse_columns(rows, squeue.ALL_COLUMNS, [fact.key for fact in found])
     took = time.process_time() - start
     assert len(found) == 256 and texts is not None and len(texts) == 256
     assert took < 1.5 * calibration, f"{took:.3f} s, where five looks at each take {calibration:.3f} s"

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from unicron_ctl.slurm import programs
-from unicron_ctl.slurm.client import SlurmError, SlurmTimeout
-from unicron_ctl.slurm.command_line import CommandLineClient
-from unicron_ctl.slurm.programs import MOST_STUCK, Programs
+from unicron.ctl.slurm import programs
+from unicron.ctl.slurm.command_line import CommandLineClient
+from unicron.ctl.slurm.programs import MOST_STUCK, Programs
+from unicron.ctl.slurm.slurm_client import SlurmError, SlurmTimeout
 
 ENV = {"PATH": "/usr/bin:/bin"}
 

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from unicron_ctl.slurm import CommandLineClient, NodeInfo, Reserved, SlurmError, choose_client, command_line
-from unicron_ctl.slurm.pyslurm_backend import PyslurmClient, expand_indices, matching_pyslurm
+from unicron.ctl.slurm import CommandLineClient, NodeInfo, Reserved, SlurmError, choose_client, command_line
+from unicron.ctl.slurm.pyslurm_backend import PyslurmClient, expand_indices, matching_pyslurm
 
 
 def _record(number: int, **fields: object) -> SimpleNamespace:
@@ -238,7 +238,7 @@ def test_another_cluster_than_this_processes_own_is_reached_by_command_line(monk
 def test_choose_client_asks_the_cluster_for_its_release(monkeypatch: pytest.MonkeyPatch, fake: FakePyslurm) -> None:
     monkeypatch.setenv("SLURM_CONF", "/c/slurm.conf")
     monkeypatch.setattr(
-        "unicron_ctl.slurm.pyslurm_backend.matching_pyslurm", lambda release: fake if release == "25.11.1" else None
+        "unicron.ctl.slurm.pyslurm_backend.matching_pyslurm", lambda release: fake if release == "25.11.1" else None
     )
     for release, backend in (("25.11.1", PyslurmClient), ("22.05.8", CommandLineClient)):
         monkeypatch.setattr(CommandLineClient, "version", lambda self, release=release: release)

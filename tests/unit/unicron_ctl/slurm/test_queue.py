@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.controller.model.view import Listing
-from unicron_ctl.slurm import CommandLineClient, SlurmError, command_line, listing, queue
-from unicron_ctl.slurm.client import Queue
-from unicron_ctl.slurm.listing import columns_format
+from unicron.ctl.controller.model.view import Listing
+from unicron.ctl.slurm import CommandLineClient, SlurmError, command_line, queue, squeue
+from unicron.ctl.slurm.slurm_client import Queue
+from unicron.ctl.slurm.squeue import columns_format
 
 USUAL = {
     "ArrayJobID": "7",
@@ -197,8 +197,8 @@ def test_of_a_large_array_only_what_differs_is_asked_for_each_element(
             for cell in cells
         )
 
-    (tmp_path / "own").write_bytes(rows(listing.OWN_COLUMNS, *map(str, range(5))))
-    (tmp_path / "common").write_bytes(rows(listing.ALL_COLUMNS, "0-4"))
+    (tmp_path / "own").write_bytes(rows(squeue.OWN_COLUMNS, *map(str, range(5))))
+    (tmp_path / "common").write_bytes(rows(squeue.ALL_COLUMNS, "0-4"))
     client = _squeue(
         tmp_path,
         ("*--array*Name:*", "printf nonsense"),

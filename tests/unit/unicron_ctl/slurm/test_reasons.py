@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_ctl.slurm.client import ElementInfo
-from unicron_ctl.slurm.reasons import Bar, bar_of, barred, explained, understand
+from unicron.ctl.slurm.pending_reasons import Bar, bar_of, barred, explained, understand
+from unicron.ctl.slurm.slurm_client import ElementInfo
 
 LIMITS = (
     "JobArrayTaskLimit Licenses AccountingPolicy PowerNotAvail PowerReserved QOSMaxJobsPerUserLimit QOSGrpNodeLimit "

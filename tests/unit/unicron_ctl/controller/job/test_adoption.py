@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.protocol import wire
+from unicron.ctl.protocol import wire
 
 
 def train(world: World, agents: list[FakeAgent], iterations: range) -> None:

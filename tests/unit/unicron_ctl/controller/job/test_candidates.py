@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.controller.job.candidates import formed, left_behind, states, taken_over
-from unicron_ctl.protocol.wire import RankStatus
+from unicron.ctl.controller.replication.forming import formed, left_behind, states, taken_over
+from unicron.ctl.protocol.wire import RankStatus
 
 
 def rank(*kept: tuple[int, str], iteration: int = 0, size: int = 1, state: str = "waiting") -> RankStatus:

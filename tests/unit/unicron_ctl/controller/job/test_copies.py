@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron_ctl.controller.job import copies, user_copies
-from unicron_ctl.protocol import ranges, wire
+from unicron.ctl.controller.replication import copies, user_copies
+from unicron.ctl.protocol import ranges, wire
 
 
 class Node(FakeAgent):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import World
-from unicron_ctl.controller.job.ledger import JobLedger
-from unicron_ctl.controller.log import records
-from unicron_ctl.protocol.wire import RankStep, Status, StepReport, Steps
+from unicron.ctl.controller.job.job_ledger import JobLedger
+from unicron.ctl.controller.log import records
+from unicron.ctl.protocol.wire import RankStep, Status, StepReport, Steps
 
 
 def step(slot: int, iteration: int, indices: list[int], computed: list[int] | None = None) -> StepReport:

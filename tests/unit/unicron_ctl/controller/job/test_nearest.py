@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicron_ctl.controller.job import nearest
-from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.replication import nearest
+from unicron.ctl.protocol import wire
 
 SIZE = 1_000_000_000
 

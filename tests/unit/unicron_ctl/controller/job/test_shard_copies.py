@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.support.world import FakeAgent, World
-from transition.sharding import named
-from unicron_ctl.controller.job import shard_copies
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.replication import shard_copies
+from unicron.ctl.protocol import wire
+from unicron.transition.generations.sharding import named
 
 MARK, BASE = "0000a", 1
 NAME = named(BASE, int(MARK, 16))

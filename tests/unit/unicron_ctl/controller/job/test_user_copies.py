@@ -6,10 +6,11 @@ from msgspec.structs import replace
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import World
-from transition.memory.images import SAME, USER
-from unicron_ctl.controller.job import modes, user_copies
-from unicron_ctl.controller.job.copies import CUT_LIMIT_SECONDS
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.job import modes
+from unicron.ctl.controller.replication import user_copies
+from unicron.ctl.controller.replication.copies import CUT_LIMIT_SECONDS
+from unicron.ctl.protocol import wire
+from unicron.transition.snapshot.images import SAME, USER
 
 
 class Node(PlainAgent):

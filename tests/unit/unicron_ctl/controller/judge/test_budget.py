@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from detector.budget import NOT_JUDGED, OF_A_JOB
 from tests.support.world import World
 from tests.unit.detector.test_budget import Counting, different, watchdog
-from unicron_ctl.controller.log import records
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.log import records
+from unicron.ctl.protocol import wire
+from unicron.detector.failures.text_budget import NOT_JUDGED, OF_A_JOB
 
 RANKS = 64
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron_ctl.commands import tables
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.protocol import wire
+from unicron.ctl.cli import tables
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.protocol import wire
 
 NAN = "found NaN in local forward loss calculation"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from detector.escalation import ISOLATE, RESTART
-from detector.severity import Severity
 from tests.support.world import FakeAgent, World
-from unicron_ctl.controller.nodes import admission
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.nodes import readmission
+from unicron.ctl.protocol import wire
+from unicron.detector.failures.escalation import ISOLATE, RESTART
+from unicron.detector.failures.severity import Severity
 
 TEXTS = (
     "ConnectionRefusedError: [Errno 111] Connection refused",
@@ -43,7 +43,7 @@ def test_a_failure_at_the_start_on_every_node_ends_the_job_and_blames_no_node(te
     job = world.job()
     assert job.phase == "ended" and job.ended.code == 1
     assert max(len([f for f in job.failures if f.slot == slot]) for slot in range(nodes)) <= 3
-    assert not job.avoid and not any(admission.suspect(world.core.view, agent.node) for agent in agents)
+    assert not job.avoid and not any(readmission.suspect(world.core.view, agent.node) for agent in agents)
     assert next(m for _, m in world.sent if isinstance(m, wire.End)).code == 1
     world.check_replay()
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.world import FakeSlurm, World
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.log import records, savings
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.log.savings import saved
-from unicron_ctl.controller.log.store import Store
-from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.log import records, savings
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.log.savings import saved
+from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.model.asker import EVERYBODY
 
 HOUR = 3600.0
 

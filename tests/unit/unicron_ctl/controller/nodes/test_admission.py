@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from detector.escalation import Decision, Fault
-from detector.severity import Severity
 from tests.support.world import FakeSlurm, World
-from unicron_ctl.commands import tables
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.controller.model.node import HealthReport
-from unicron_ctl.controller.nodes.admission import Admission, Report, checked, decide
+from unicron.ctl.cli import tables
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.model.node_state import HealthReport
+from unicron.ctl.controller.nodes.readmission import Admission, Report, checked, decide
+from unicron.detector.failures.escalation import Decision, Fault
+from unicron.detector.failures.severity import Severity
 
 START = 1000.0
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.world import World
-from unicron_ctl.config import ControllerConfig
-from unicron_ctl.controller.model.cluster import Mark, Take
-from unicron_ctl.controller.model.requests import Action
-from unicron_ctl.controller.model.view import Outcome
-from unicron_ctl.controller.nodes.bounds import allowed, left_too_many, too_many, within
+from unicron.ctl.controller.model.cluster_state import Mark, Take
+from unicron.ctl.controller.model.requests import Action
+from unicron.ctl.controller.model.view import Outcome
+from unicron.ctl.controller.nodes.bounds import allowed, left_too_many, too_many, within
+from unicron.ctl.settings.config import ControllerConfig
 
 CONFIG = ControllerConfig()
 HOUR = CONFIG.isolation_window_seconds

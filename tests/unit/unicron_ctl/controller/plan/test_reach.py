@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_ctl.controller.model.view import Listing
-from unicron_ctl.controller.plan import reach
-from unicron_ctl.controller.plan.reach import RIVALS, Ground, has_features, has_gres, misfit
-from unicron_ctl.slurm.client import ElementInfo, NodeInfo, Reserved
+from unicron.ctl.controller.model.view import Listing
+from unicron.ctl.controller.plan import eligible_nodes
+from unicron.ctl.controller.plan.eligible_nodes import RIVALS, Ground, has_features, has_gres, misfit
+from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Reserved
 
 NODE = NodeInfo("n1", frozenset({"IDLE"}), "", "", 1, 1.0, 8, ("gpu", "all"), frozenset({"a100", "ib"}), "gpu:a100:8")
 ASK = ElementInfo(
@@ -163,7 +163,7 @@ def _of_many_kinds(count: int, **more: object) -> list[ElementInfo]:
 def test_only_so_many_kinds_of_pending_elements_are_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever submits jobs of ever other kinds cannot make it take ever longer."""
     looked = []
-    monkeypatch.setattr(reach, "misfit", lambda *of: looked.append(of) or misfit(*of))
+    monkeypatch.setattr(eligible_nodes, "misfit", lambda *of: looked.append(of) or misfit(*of))
     ground = _ground(*_of_many_kinds(10 * RIVALS))
     assert len(looked) == RIVALS
     assert _reach(ground, "n1") == ["n1"], "beyond, all nodes of their partition count as wanted"

@@ -8,11 +8,11 @@ import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.sense.test_silence import head_cut, on_slurm
-from unicron_ctl.controller.model.inquiry import OWN
-from unicron_ctl.controller.model.requests import Greeting, Probe
-from unicron_ctl.controller.sense import doors, together
-from unicron_ctl.protocol import wire
-from unicron_ctl.reach import Reach
+from unicron.ctl.controller.failure_detector import doors, quorum
+from unicron.ctl.controller.model.inquiry import OWN
+from unicron.ctl.controller.model.requests import Greeting, Probe
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.reach import Reach
 
 SLOW = {"heartbeat_period": 5.0, "report_timeout": 20.0, "restart_grace": 10.0}  # the lease is 9 s
 
@@ -316,10 +316,10 @@ def test_what_fails_elsewhere_loses_no_try(monkeypatch):
     world, under_way = holding(12)
     under_way.clear()
     world.core.view.live.trying = 0
-    whole = together.look
-    monkeypatch.setattr(together, "look", lambda *words: 1 / 0)
+    whole = quorum.look
+    monkeypatch.setattr(quorum, "look", lambda *words: 1 / 0)
     world.run(0.2)
-    monkeypatch.setattr(together, "look", whole)
+    monkeypatch.setattr(quorum, "look", whole)
     assert len(turns(world, under_way)) == 1 and not world.core.view.live.trying
 
 

@@ -7,16 +7,16 @@ import pytest
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.test_reconcile import follow
-from unicron_ctl.commands import tables
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.controller.model.requests import Probe
-from unicron_ctl.controller.sense import ending
-from unicron_ctl.controller.sense.ending import AT_ONCE, UNREACHED_SECONDS
-from unicron_ctl.partitions import PartitionConfig
-from unicron_ctl.protocol import wire
-from unicron_ctl.reach import Reach
+from unicron.ctl.cli import tables
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.failure_detector import ending_nodes
+from unicron.ctl.controller.failure_detector.ending_nodes import AT_ONCE, UNREACHED_SECONDS
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.model.requests import Probe
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.reach import Reach
+from unicron.ctl.settings.partitions import PartitionConfig
 
 MINUTE = 60.0
 
@@ -535,14 +535,14 @@ def test_a_racks_shutdown_asks_about_a_few_nodes_at_a_time(monkeypatch: pytest.M
 
 def test_those_that_wait_for_their_turn_have_all_their_time_then(monkeypatch: pytest.MonkeyPatch):
     """Defect: it ran while they waited behind the first ones, and they were given up without a question."""
-    monkeypatch.setattr(ending, "AT_ONCE", 1)
+    monkeypatch.setattr(ending_nodes, "AT_ONCE", 1)
     world = on_slurm(6, 4, state_wait_seconds=20.0)
     first, second = world.agents[:2]
     refuse(world, first, second)
     died(world, first, second)
     off(world, first, second)
     _, other = world.core.view.inquiries.ending
-    monkeypatch.setattr(ending, "UNREACHED_SECONDS", 1e9)  # the first one is never judged
+    monkeypatch.setattr(ending_nodes, "UNREACHED_SECONDS", 1e9)  # the first one is never judged
     world.run(21.0)
     assert asked(world) == {other} and not taken(world)
     monkeypatch.undo()

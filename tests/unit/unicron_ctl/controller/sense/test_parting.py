@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.world import FakeSlurm, World
-from unicron_ctl.controller.sense import parting
-from unicron_ctl.controller.sense.parting import leave_out
-from unicron_ctl.protocol import wire
+from unicron.ctl.controller.failure_detector import network_partitions
+from unicron.ctl.controller.failure_detector.network_partitions import leave_out
+from unicron.ctl.protocol import wire
 
 
 def on_slurm(count: int) -> World:
@@ -131,7 +131,7 @@ def test_a_node_that_a_large_job_left_out_comes_back_when_all_others_reach_it():
     world.run(7.0)
     assert not world.job().parted
     asked = [message.targets for _, message in world.sent if isinstance(message, wire.Reach)]
-    assert max(map(len, asked)) <= parting.MOST_ASKED
+    assert max(map(len, asked)) <= network_partitions.MOST_ASKED
 
 
 def test_a_large_job_asks_first_about_those_that_the_others_wait_for():
@@ -139,9 +139,9 @@ def test_a_large_job_asks_first_about_those_that_the_others_wait_for():
     far_cut(world)
     view = world.core.view
     job = view.job(world.job())
-    world.core.take(parting.begin(view, job, [60]))
+    world.core.take(network_partitions.begin(view, job, [60]))
     assert all(60 in others for element, others in job.live.survey.asked.items() if element != 60)
-    assert max(len(others) for others in job.live.survey.asked.values()) <= parting.MOST_ASKED
+    assert max(len(others) for others in job.live.survey.asked.values()) <= network_partitions.MOST_ASKED
     world.deliver()
     world.run(2.0)
     assert [failure.kind for failure in world.job().failures] == ["network"]
@@ -155,19 +155,19 @@ def test_a_survey_is_worked_out_once_for_all_findings_of_a_moment(monkeypatch):
     for agent in job.agents.values():
         agent.door = ""
     made = []
-    real = parting._round
-    monkeypatch.setattr(parting, "_round", lambda job, named: made.append(named) or real(job, named))
+    real = network_partitions._round
+    monkeypatch.setattr(network_partitions, "_round", lambda job, named: made.append(named) or real(job, named))
     for slot in range(60):
-        world.core.take(parting.begin(world.core.view, job, [slot]))
+        world.core.take(network_partitions.begin(world.core.view, job, [slot]))
     assert len(made) == 1 and not job.live.survey.open
     world.run(1.0)
-    world.core.take(parting.begin(world.core.view, job, [60]))
+    world.core.take(network_partitions.begin(world.core.view, job, [60]))
     assert len(made) == 2
 
 
 @given(st.integers(2, 400))
 def test_every_pair_of_a_large_job_is_asked_about(count):
-    ways = parting._ways(count)
+    ways = network_partitions._ways(count)
     assert sorted(ways) == list(range(1, count // 2 + 1))
 
 

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.commands import tables
-from unicron_ctl.controller import answers
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.controller.model.requests import Probe
-from unicron_ctl.controller.sense import elsewhere
-from unicron_ctl.protocol import wire
-from unicron_ctl.reach import Reach
+from unicron.ctl.cli import tables
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.failure_detector import elsewhere
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.model.requests import Probe
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.reach import Reach
 
 
 def on_slurm(nodes: int, count: int, **settings) -> World:

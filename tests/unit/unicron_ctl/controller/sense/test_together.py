@@ -6,14 +6,15 @@ import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.test_reconcile import follow
-from unicron_ctl.commands import tables
-from unicron_ctl.controller import answers, reconcile
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.controller.model.requests import Action
-from unicron_ctl.controller.model.view import Outcome
-from unicron_ctl.controller.sense import together
-from unicron_ctl.partitions import PartitionConfig
+from unicron.ctl.cli import tables
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.failure_detector import quorum
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.model.requests import Action
+from unicron.ctl.controller.model.view import Outcome
+from unicron.ctl.controller.plan import reconcile
+from unicron.ctl.settings.partitions import PartitionConfig
 
 JOBS = 5
 
@@ -240,7 +241,7 @@ def test_where_only_observing_is_allowed_nothing_is_said_of_what_would_not_be_do
 
 def test_a_tick_looks_at_few_while_nobody_is_silent(monkeypatch: pytest.MonkeyPatch):
     world = many()
-    monkeypatch.setattr(together, "_silent", lambda *_: pytest.fail("all are heard"))
+    monkeypatch.setattr(quorum, "_silent", lambda *_: pytest.fail("all are heard"))
     world.run(10.0)
 
 

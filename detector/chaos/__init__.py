@@ -1,0 +1,1 @@
+"""Fault injection: what `unicronctl inject` can break."""

@@ -1,0 +1,1 @@
+"""What failed and how bad it is: texts and exits, the severity table, and escalation."""

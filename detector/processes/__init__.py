@@ -1,0 +1,1 @@
+"""The processes of the ranks: they are started, watched, forked from a zygote, and read."""

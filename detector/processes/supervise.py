@@ -1,0 +1,184 @@
+"""Process supervision (detection method 2; docs/design/paper.md, section 3): the ranks' processes as children of their
+agent.
+
+A pidfd becomes readable the moment a child ends, so an exit is known in well under a millisecond and without polling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+
+from unicron.detector.processes.job_output import standard_error
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+TAIL_LINES = 200  # an abort writes the frames of every thread behind its reason
+LINE_BYTES = 8192  # of one line; a progress bar never ends its own
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_parent(parent: int | None = None) -> None:
+    """In the child before exec: no rank outlives its agent (prctl(2))."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)  # it died between the fork and the call
+
+
+def shell_status(code: int) -> int:
+    """An exit code as a shell shows it: 128 + n for an end by signal n."""
+    return 128 - code if code < 0 else code
+
+
+def adopt_orphans(on: bool = True) -> None:
+    """Whether this process becomes the parent of its descendants whose own parents have ended (prctl(2))."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
+
+
+def reap_orphans(known: Collection[int]) -> None:
+    """Reap the adopted children that have ended: those that are neither `known` nor in this process's own group. For
+    these somebody waits."""
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in known or os.getpgid(ended.si_pid) == os.getpgrp():
+                return  # it hides the others until somebody has waited for it
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def _shown(line: bytes) -> bytes:
+    """What a terminal would show of the line: what is behind its last carriage return; of a long one both ends."""
+    line = line.rstrip(b"\r").rpartition(b"\r")[2]
+    half = LINE_BYTES // 2
+    return line if len(line) <= LINE_BYTES else line[:half] + line[-half:]
+
+
+class Forked:
+    """A process that another one has forked, and that is this one's child now: what :class:`Child` needs of a Popen."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal, or None while it runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+
+class Child:
+    """One supervised process in a process group of its own. Its standard error passes through, and its last lines are
+    kept. keep: descriptors that it inherits; stdin: its standard input, this process's own where none is given."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        keep: Sequence[int] = (),
+        stdin: int | None = None,
+    ):
+        parent = os.getpid()
+        process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=stdin,
+            stderr=subprocess.PIPE,
+            process_group=0,
+            preexec_fn=lambda: _die_with_parent(parent),
+            pass_fds=keep,
+        )
+        assert process.stderr is not None
+        stderr = -1
+        try:
+            stderr = os.dup(process.stderr.fileno())
+            self._take(process, stderr)
+        except OSError:  # without a handle on it nobody would end it
+            process.kill()
+            process.wait()
+            if stderr >= 0:
+                os.close(stderr)
+            raise
+        finally:
+            process.stderr.close()
+
+    @classmethod
+    def forked(cls, pid: int, stderr: int) -> Child:
+        """A child of this process that another one has forked, in a process group of its own; `stderr` is the reading
+        end of its standard error."""
+        child = cls.__new__(cls)
+        child._take(Forked(pid), stderr)
+        return child
+
+    def _take(self, process: subprocess.Popen[bytes] | Forked, stderr: int) -> None:
+        self.started = time.monotonic()  # how long it lives does not change with the time of day
+        self._process, self.stderr = process, stderr
+        os.set_blocking(self.stderr, False)
+        self.pid = process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self._partial = b""
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def pass_stderr(self) -> bool:
+        """Forward what the process wrote to standard error; False when it has closed it."""
+        try:
+            data = os.read(self.stderr, 65536)
+        except BlockingIOError:
+            return True
+        standard_error.write(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        self._partial = _shown(self._partial)
+        self._tail.extend(_shown(line).decode(errors="replace") for line in lines if line.strip())
+        return bool(data)
+
+    def tail(self) -> str:
+        """The last lines of standard error."""
+        return "\n".join([*self._tail, *([self._partial.decode(errors="replace")] if self._partial.strip() else [])])
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal, or None while it runs."""
+        return self._process.poll()
+
+    def ended(self, seconds: float = 0.0) -> bool:
+        """The process has ended, or does so within `seconds`; it is not reaped."""
+        return _readable(self.pidfd, seconds)
+
+    def reap(self, seconds: float) -> int | None:
+        """Wait up to `seconds` for the exit; drains standard error so that the last lines are there.
+
+        What it started and left behind (workers of a data loader) goes with it.
+        """
+        if not self.ended(seconds):
+            return None
+        self.signal(signal.SIGKILL)
+        while self._readable() and self.pass_stderr():
+            pass
+        return self.poll()
+
+    def _readable(self) -> bool:
+        return _readable(self.stderr, 0.0)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole process group. Once it is reaped its number may be another's: that gets none."""
+        if self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Release the descriptors of an ended process."""
+        os.close(self.pidfd)
+        os.close(self.stderr)
+
+
+def _readable(descriptor: int, seconds: float) -> bool:
+    poll = select.poll()  # select.select fails for descriptors above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, seconds) * 1000))

@@ -1,0 +1,1 @@
+"""Plans for what may happen next."""

@@ -1,0 +1,1 @@
+"""The best plan for one scenario, and why."""

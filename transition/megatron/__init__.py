@@ -1,0 +1,1 @@
+"""Megatron's models: their gradients, buffers and losses in a session."""

@@ -1,0 +1,1 @@
+"""Every private name and every patch of torch and Megatron."""

@@ -1,0 +1,74 @@
+"""The two kinds of models that a session trains, behind one interface: Megatron's DDP chunks, or a module of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from unicron.transition.generations import groups
+from unicron.transition.generations.layout import Layout
+from unicron.transition.iteration.accumulation import Accumulation, Work
+from unicron.transition.megatron import supported
+from unicron.transition.megatron.gradients import Gradients
+from unicron.transition.plain.module import Plain
+from unicron.transition.snapshot.migrate import TrainingState
+
+
+class Trained(Protocol):
+    """What a session trains. chunks: parts of the model, each in `module`. optimizer, scheduler: with the methods of
+    Megatron's; scheduler may be None."""
+
+    chunks: Sequence[Any]
+    optimizer: Any
+    scheduler: Any
+
+    def check(self, layout: Layout) -> None:
+        """Raises :class:`groups.UnsupportedLayout` for the first thing that this release cannot heal."""
+
+    def holders(self) -> list[Any]:
+        """Every object that may have a process group."""
+
+    def state(self, seed: int) -> TrainingState:
+        """What a newcomer needs."""
+
+    def gradients(self, forward_step: Any, work: Work) -> Accumulation:
+        """Those of this rank."""
+
+    def begin_alone(self, state: TrainingState, device: torch.device) -> None:
+        """The world is there, without an agent."""
+
+
+class Megatron:
+    """Megatron's DDP chunks, optimizer and OptimizerParamScheduler."""
+
+    def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any):
+        self.chunks: Sequence[Any] = list(model)
+        self.optimizer, self.scheduler = optimizer, scheduler
+
+    def check(self, layout: Layout) -> None:
+        supported.check(self.chunks, self.optimizer, layout)
+
+    def holders(self) -> list[Any]:
+        return groups.group_holders(self.chunks, self.optimizer)
+
+    def state(self, seed: int) -> TrainingState:
+        return TrainingState(self.chunks, self.optimizer, self.scheduler, seed)
+
+    def gradients(self, forward_step: Any, work: Work) -> Accumulation:
+        return Gradients(self.chunks, forward_step, work)
+
+    def begin_alone(self, state: TrainingState, device: torch.device) -> None:
+        """One seed has given one model in all ranks."""
+
+
+def kind_of(model: Any, optimizer: Any, scheduler: Any, *, clip_grad: float | None, scaler: Any) -> Trained:
+    """What the script gave. Raises ValueError, one line, for what is neither."""
+    if isinstance(model, torch.nn.Module) and not hasattr(model, "ddp_config"):
+        return Plain(model, optimizer, scheduler, clip_grad, scaler)
+    if isinstance(model, torch.nn.Module) or not all(hasattr(chunk, "ddp_config") for chunk in model):
+        raise ValueError("model is one torch.nn.Module, or the list of Megatron's DDP chunks")
+    if clip_grad is not None or scaler is not None:
+        raise ValueError("clip_grad and scaler are for a plain module: Megatron's optimizer has its own settings")
+    return Megatron(model, optimizer, scheduler)

@@ -1,0 +1,145 @@
+"""Where a session is in its training, and what it tells of that: the rank's status, its steps, what healing takes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from unicron.transition.iteration.accumulation import Accumulation
+from unicron.transition.iteration.gradient_copies import SETTING, chosen
+from unicron.transition.iteration.ledger import Ledger
+from unicron.transition.session.member import Member
+from unicron.transition.session.persistence import Persistence
+from unicron.transition.sharded.safekeeping import Safekeeping
+
+
+@dataclass
+class Standing:
+    """The session keeps it up. iteration: the one at hand; between two of them the next one. moment: ledger and phase
+    of the one at hand or the last one, set together, because another thread reads them; the phase is computing,
+    reducing, synced or stepped. loss: of the last one that was reduced. seconds: of the last one that was stepped."""
+
+    iteration: int
+    train_iterations: int
+    moment: tuple[Ledger, str]
+    loss: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.moment[0]
+
+    @property
+    def phase(self) -> str:
+        return self.moment[1]
+
+
+class Telling:
+    """To the agent, where there is one. parameters: of this rank's part of the model. flops: of an iteration."""
+
+    def __init__(
+        self,
+        at: Standing,
+        member: Member,
+        gradients: Accumulation,
+        kept: Safekeeping | None,
+        persistence: Persistence,
+        parameters: int,
+        flops: float,
+    ):
+        self._at, self._member, self._channel = at, member, member.channel
+        self._gradients, self._kept, self._persistence = gradients, kept, persistence
+        self._parameters, self._flops = parameters, flops
+        self._told: tuple[Any, ...] = ()  # how far the last status has said that this rank is
+
+    @property
+    def memory(self) -> str:
+        """What healing takes of this rank's memory, for people; empty where nobody heals."""
+        if self._channel is None:
+            return ""
+        undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen()})"
+        kept = (
+            f", {self._kept.size(self._persistence.saving.writes) / self._parameters:.1f} for the optimizer's states"
+            if self._kept
+            else ""
+        )
+        size = self._persistence.remembered.size / self._parameters
+        memory = f", {size:.1f} of shared memory for the state" if size else ""
+        return f"healing takes, in bytes a parameter: {undo}{kept}{memory}"
+
+    @property
+    def next_one(self) -> int:
+        """The iteration that comes next for the state that this rank has."""
+        at = self._at
+        return at.ledger.iteration + (at.phase == "stepped") if self._member.inside else at.iteration
+
+    # ------------------------------------------------------------ to the agent
+    def progress(self) -> dict[str, Any] | None:
+        """The status of a rank that trains, if it has come further than the last one says. Called in the channel's
+        thread."""
+        member, (ledger, phase) = self._member, self._at.moment
+        if member.state != "running" or self._told == (ledger.iteration, phase, len(ledger.done)):
+            return None
+        status = member.status("running")
+        return status if member.state == "running" else None
+
+    def status(self, state: str) -> dict[str, Any]:
+        """The session's part of the rank's status."""
+        at, member, persistence = self._at, self._member, self._persistence
+        (ledger, phase), rests = at.moment, state in ("stopped", "standby", "waiting")
+        self._told = ledger.iteration, phase, len(ledger.done)
+        keeps = member.inside and (self._gradients.undoable or not rests)
+        return {
+            "shards": self._kept.held() if self._kept is not None and rests else [],
+            "iteration": ledger.iteration if member.inside else at.iteration,
+            "phase": phase if member.inside else "computing",
+            "done": list(ledger.done) if keeps else [],
+            "micro_batches": ledger.total,
+            "train_iterations": at.train_iterations,
+            "flops_per_iteration": self._flops,
+            "iteration_seconds": at.seconds,
+            "loss": at.loss,
+            "saved": -1 if persistence.checkpoints is None else persistence.checkpoints.newest,
+            **persistence.remembered.status(),
+            "kept": self._has(state),
+            "sharded": self._kept is not None,
+            "remembers": persistence.remembered.active,
+        }
+
+    def _has(self, state: str) -> list[tuple[int, str]]:
+        """(iteration, mark) of the states with which this rank can go on where nobody trains any more."""
+        remembered = self._persistence.remembered
+        if not remembered.active or state not in ("waiting", "stopped", "standby"):
+            return []
+        return remembered.told(self.next_one, self._persistence.writer())
+
+    def stepped(self, phases: dict[str, float]) -> None:
+        """The iteration at hand is stepped: one message has the proof and the rank's status. phases: seconds of its
+        parts, beside those that the gradients know."""
+        if self._channel is None:
+            return
+        at, member = self._at, self._member
+        speaks = member.slot % member.layout.size == 0  # one of the replica's ranks says what all of them have computed
+        self._channel.send(
+            "step",
+            generation=member.generation,
+            iteration=at.ledger.iteration,
+            micro_batches=at.ledger.done if speaks else [],
+            computed=at.ledger.computed if speaks else [],
+            total=at.ledger.total,
+            seconds=at.seconds,
+            loss=at.loss,
+            phases={**self._gradients.seconds, **phases},
+            at=time.time(),
+            status=member.status("running"),
+        )
+        if member.moments:
+            self._channel.send("timing", generation=member.generation, at=time.time(), seconds=self._recovery_parts())
+
+    def _recovery_parts(self) -> dict[str, float]:
+        """When each part of the recovery ended, in seconds since it began: broken, caught, planned, grouped, entered,
+        computed, stepped. A newcomer was not broken, and took no plan in the middle of an iteration."""
+        moments, self._member.moments = {**self._member.moments, "stepped": time.monotonic()}, {}
+        began = min(moments.values())
+        return {what: moment - began for what, moment in moments.items()}

@@ -1,0 +1,1 @@
+"""The training state: in memory that outlives the ranks, in other ranks, and on disk."""

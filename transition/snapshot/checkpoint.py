@@ -1,0 +1,461 @@
+"""Checkpoints on disk: the last resort of the nearest principle, for a job of which no rank is left
+(docs/design/micro-batch-reuse.md).
+
+A checkpoint is a folder of files that ranks write each for itself, without a word to each other: the state of one place
+of the layout, or a shard of it. A file's name tells of how many it is one, so the folder is whole when all are there;
+each is written beside the training, from a copy in the host's memory, under another name until it is whole. It is an
+image (`transition/memory`): raw bytes, with checksums that are checked before it is used, and a checkpoint with a
+damaged file is passed over for the one before. Ranks of any layout read from it what they need
+(`transition/snapshot/parts.py`).
+The files of earlier releases are read too; nothing in them is unpickled but tensors and plain values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import threading
+import time
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unicron.transition.iteration.rank_log import say
+from unicron.transition.snapshot import contents, folders, images, parts
+from unicron.transition.snapshot.files import DAMAGED, finished, folder_name, stem, unfinished
+from unicron.transition.snapshot.folders import OLD_NAME, Found
+from unicron.transition.snapshot.images import SUFFIX, BadImage, Key
+from unicron.transition.snapshot.migrate import StateMismatch, TrainingState, as_before
+
+TORCH_VERSION = 2  # a file of torch.save
+OLD_VERSION = 1  # one file with the state of any rank of a data-parallel job
+# Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up
+# to the RESCUERSth, unless one before it has done so.
+RESCUE_SECONDS = 60.0
+RESCUERS = 10
+LOOK_SECONDS = 0.2
+TURN_SECONDS = 5.0  # the same, where all of them are asked to save
+OTHERS_SECONDS = 10.0  # at the end of a training, for the others' files: what is older goes when all are there
+MINUTES = "UNICRON_CHECKPOINT_MINUTES"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used, or the last one cannot be written; one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """What a rank's file is to the whole checkpoint: its place in the layout, and with a distributed optimizer its
+    shard. layout: as people write it, "TP2 PP2". loss: of the last iteration, the same number in all ranks: files of
+    two runs that came by the same iteration are no whole together. shards: the mark of the set that it is one of, where
+    agents make files of the others."""
+
+    place: int = 0
+    size: int = 1
+    shard: int = 0
+    count: int = 1
+    layout: str = ""
+    loss: float | None = None
+    shards: str = ""
+
+    @property
+    def mark(self) -> str:
+        """The same in all files that belong together."""
+        if self.shards:
+            return self.shards
+        return hashlib.blake2b(repr((self.layout, self.loss)).encode(), digest_size=4).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return f"{stem(self.key(0))}{SUFFIX}"
+
+    def key(self, iteration: int, kind: str = "state", slot: int = 0, base: int = 0) -> Key:
+        """Of its image."""
+        return Key(kind, slot, iteration, self.place, self.size, self.shard, self.count, base, self.mark)
+
+
+class Checkpoints:
+    """The checkpoints of one job in `folder`, which all its nodes share.
+
+    interval: iterations between two of them, minutes: minutes; with neither, which is 0, there is one at the end only.
+    keep: how many stay. A write that fails costs nothing but itself: it is reported, and the next one is tried when it
+    is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`. Raises ValueError, one line, for what makes no
+    sense.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], interval: int = 0, keep: int = 2, minutes: float = 0.0):
+        minutes = _minutes(minutes)
+        if interval < 0 or keep < 1:
+            raise ValueError(f"interval {interval} must be at least 0 and keep {keep} at least 1")
+        self.folder, self.interval, self.keep, self.minutes = Path(folder), interval, keep, minutes
+        self._last = time.monotonic()  # when one was due
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._written: tuple[int, str] | None = None  # the last one that this process wrote: its iteration and mark
+        self.newest = 0  # that of the last one that it has read, or has on disk
+
+    # ------------------------------------------------------------ reading
+    def found(self) -> list[Found]:
+        """All whole ones, the newest first."""
+        return folders.whole(self.folder)
+
+    def load(self, state: TrainingState, iteration: int | None = None) -> int | None:
+        """Puts the newest sound one into `state`, or that of `iteration`; returns the iteration to go on with, None
+        where there is none. No other rank is waited for; the layout may be another than the one that wrote it.
+
+        Raises :class:`CheckpointError` when there are some and none can be used: starting anew would hide that.
+        """
+        wanted = [each for each in self.found() if iteration in (None, each.iteration)]
+        for each in wanted:
+            if self.load_one(state, each):
+                return each.iteration
+        if wanted or self._damaged():
+            raise CheckpointError(self._nothing_sound())
+        if iteration is not None:
+            raise CheckpointError(f"{self.folder} has no whole checkpoint of iteration {iteration}")
+        return None
+
+    def load_one(self, state: TrainingState, found: Found) -> bool:
+        """Puts one into `state`; False for a damaged one, which is said. Raises :class:`CheckpointError` for one of
+        another model."""
+        try:
+            _load(state, found)
+        except (OSError, Damaged) as error:
+            say(f"checkpoint of iteration {found.iteration} passed over: {error}")
+            return False
+        self.newest = found.iteration
+        return True
+
+    def choices(self) -> list[Found]:
+        """Those to go on from, the newest first; they are not read. Raises :class:`CheckpointError` where all that
+        there are have been found damaged."""
+        found = self.found()
+        if not found and self._damaged():
+            raise CheckpointError(self._nothing_sound())
+        self.newest = max([self.newest, *(each.iteration for each in found)])
+        return found
+
+    def _damaged(self) -> bool:
+        """Somebody has found a checkpoint damaged that is still there."""
+        return any(self.folder.glob(f"iteration-*/*.{DAMAGED}"))
+
+    def _nothing_sound(self) -> str:
+        return f"no checkpoint can be read: move {self.folder} away to start anew"
+
+    @property
+    def destination(self) -> Path | None:
+        """Where they are written; None where they are only read."""
+        return self.folder
+
+    # ------------------------------------------------------------ writing
+    def due(self, iteration: int) -> bool:
+        """Whether one is to be written when `iteration` iterations are done."""
+        return bool(self.interval) and iteration % self.interval == 0
+
+    def overdue(self) -> bool:
+        """`minutes` are over since the last one. Ranks' clocks differ, so they have to agree on one iteration."""
+        return bool(self.minutes) and time.monotonic() - self._last >= 60.0 * self.minutes
+
+    def begun(self) -> None:
+        """One is written now, by whomever: the minutes begin anew."""
+        self._last = time.monotonic()
+
+    @property
+    def writing(self) -> bool:
+        """This process has not finished the last one."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
+        """Copies this rank's part of the state, and lets a thread write it; no other rank is waited for. Waits for the
+        write before, if that still goes on. With a distributed optimizer every rank calls it, without one those of one
+        replica do."""
+        self.wait()
+        writer = writer or Writer()
+        head, data = _copied(state, iteration, writer)
+        self._error, self._written = None, (iteration, writer.mark)
+        copied = head, data, iteration, writer
+        self._thread = threading.Thread(target=self._write, args=copied, name="unicron-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last write is over, however it ended."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def save_last(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
+        """This rank's part of the final one, on disk when this returns. Raises :class:`CheckpointError` when it cannot
+        be written."""
+        writer = writer or Writer()
+        self._save_now(state, iteration, writer)
+        until = time.monotonic() + OTHERS_SECONDS
+        while not self._pruned(iteration, writer) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+
+    def _save_now(self, state: TrainingState, iteration: int, writer: Writer) -> None:
+        self.wait()
+        if self._written != (iteration, writer.mark) or self._error is not None:
+            self.save(state, iteration, writer)
+            self.wait()
+        if self._error is not None:
+            raise CheckpointError(f"the last checkpoint was not written: {self._error}: make room in {self.folder}")
+
+    def rescue(
+        self,
+        state: TrainingState,
+        iteration: int,
+        turn: int = 0,
+        writer: Writer | None = None,
+        why: str = "no plan came",
+        apart: float | None = None,
+    ) -> None:
+        """The part of a rank that ends before its time, on disk when this returns. turn: how many other ranks hold the
+        same and come first; a later one writes only what those before it have not begun to write in `apart` seconds
+        (RESCUE_SECONDS) each. why: for people.
+
+        Raises :class:`CheckpointError` when it cannot be written.
+        """
+        self.wait()
+        writer = writer or Writer()
+        began, patience = time.monotonic(), (RESCUE_SECONDS if apart is None else apart) * min(turn, RESCUERS)
+        grew: dict[Path, tuple[tuple[int, int], float]] = {}
+        while not self._saved(iteration, writer):
+            written = self._being_written(iteration, writer, grew)
+            if time.monotonic() - began >= patience and not written:
+                self._save_now(state, iteration, writer)
+                say(f"{why}: the state was saved in {self.folder} by this rank, to go on with iteration {iteration}")
+                return
+            time.sleep(LOOK_SECONDS)
+
+    def _path(self, iteration: int, writer: Writer) -> Path:
+        return self.folder / folder_name(iteration) / writer.name
+
+    def _saved(self, iteration: int, writer: Writer) -> bool:
+        return self._path(iteration, writer).exists() or any(each.iteration > iteration for each in self.found())
+
+    def _being_written(self, iteration: int, writer: Writer, grew: dict[Path, tuple[tuple[int, int], float]]) -> bool:
+        """Another process is at it: its file has changed within the time that one has. grew: what was seen so far of
+        such files, and since when on this process's clock; the file server's may differ by minutes."""
+        now, written = time.monotonic(), False
+        long_ago = time.time() - RESCUERS * RESCUE_SECONDS
+        path = self._path(iteration, writer)
+        for new in path.parent.glob(f"{path.name}.*.new"):
+            with contextlib.suppress(OSError):
+                status = new.stat()
+                found = status.st_mtime_ns, status.st_size
+                seen = grew.get(new)
+                if seen is None and status.st_mtime < long_ago:
+                    continue
+                if seen is None or seen[0] != found:
+                    seen = grew[new] = found, now
+                written = written or now - seen[1] < RESCUE_SECONDS
+        return written
+
+    def _write(self, head: bytes, data: torch.Tensor, iteration: int, writer: Writer) -> None:
+        path = self._path(iteration, writer)
+        new = unfinished(path)
+        try:
+            self._pruned(iteration, writer)  # the one before is whole by now
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with new.open("wb") as file:
+                file.write(images.front(writer.key(iteration), head, data.numel(), contents.sums(data)))
+                file.write(data.numpy().data)
+                file.flush()
+                os.fsync(file.fileno())
+            finished(path, writer.mark)
+            self.newest = iteration
+            self._pruned(iteration, writer)
+        except Exception as error:  # whatever it is, it must not count as written
+            self._error = error
+            with contextlib.suppress(OSError):  # a file system that fails may fail at this too
+                new.unlink()
+            say(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
+
+    def _pruned(self, iteration: int, writer: Writer) -> bool:
+        """What is older is removed, if that is this rank's to do; False while the one of `iteration` is not whole."""
+        if not folders.prunes(writer.key(iteration)):
+            return True
+        try:
+            return folders.prune(self.folder, self.keep) >= iteration
+        except OSError:
+            return True  # this rank's part is written, whatever becomes of older ones
+
+
+def _minutes(given: float) -> float:
+    text = os.environ.get(MINUTES) or str(given)
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = -1.0
+    if not 0.0 <= minutes < math.inf:
+        raise ValueError(f"{MINUTES}={text!r}: write minutes between two checkpoints, 0 for none by the clock")
+    return minutes
+
+
+# ------------------------------------------------------------ what is in a file
+def _copied(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes, torch.Tensor]:
+    """What the file of this rank is to hold, apart from the state that goes on changing."""
+    found, _ = contents.gathered(state)
+    data = torch.empty(found.size, dtype=torch.uint8)
+    contents.fill(found.tensors, found.offsets, data)
+    return contents.head_of(state, found.about, iteration, writer.layout), data
+
+
+class Damaged(CheckpointError):
+    """A file is not as it was written, or not all that it takes is there."""
+
+
+def _load(state: TrainingState, found: Found) -> None:
+    """Raises Damaged, or CheckpointError for what is sound and yet of no use here."""
+    first = found.paths[0]
+    if OLD_NAME.fullmatch(first.name):
+        return _load_old(state, first)
+    try:
+        _assemble(state, [_open(path) for path in found.paths], first.parent)
+    except Damaged as error:  # so that ranks that read other files of it pass it over as well
+        with contextlib.suppress(OSError):
+            first.with_name(f"{first.name.split('.')[0]}.{DAMAGED}").write_text(f"{error}\n")
+        raise
+
+
+@dataclass
+class _File:
+    """A checkpoint's file: `data` is read from the disk where it is used. check(): raises Damaged."""
+
+    path: Path
+    data: dict[str, Any]
+    check: Callable[[], None]
+    checked: bool = False
+
+    def tensor(self, number: int) -> torch.Tensor:
+        if not self.checked:
+            self.check()
+            self.checked = True
+        value = self.data["tensors"][number]
+        assert isinstance(value, torch.Tensor)
+        return value
+
+
+def _open(path: Path) -> _File:
+    return _open_image(path) if path.suffix == SUFFIX else _open_torch(path)
+
+
+def load_image(state: TrainingState, path: Path) -> None:
+    """Puts an image of this rank's own place into `state`. Raises OSError, and :class:`CheckpointError` with one line:
+    it is damaged, or of another model."""
+    _assemble(state, [_open_image(path)], path)
+
+
+def _open_image(path: Path) -> _File:
+    try:
+        opened = contents.opened(images.look(path))
+    except BadImage as error:
+        raise Damaged(str(error)) from None
+
+    def check() -> None:
+        try:
+            opened.check()
+        except BadImage as error:
+            raise Damaged(str(error)) from None
+
+    return _File(path, {**opened.head, "index": list(opened.index()), "tensors": opened.tensors}, check)
+
+
+def _open_torch(path: Path) -> _File:
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch names damage in many ways
+        raise Damaged(f"{path}: damaged ({type(error).__name__})") from None
+    if not isinstance(data, dict) or data.get("version") not in (OLD_VERSION, TORCH_VERSION):
+        raise Damaged(f"{path}: not a checkpoint of this release")
+    return _File(path, data, lambda: _check(path))
+
+
+def _check(path: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except OSError:
+        raise
+    except Exception as error:  # so does zipfile
+        raise Damaged(f"{path}: damaged ({type(error).__name__})") from None
+    if damaged:
+        raise Damaged(f"{path}: damaged ({damaged} does not match its checksum)")
+
+
+def _other_model(path: Path, why: object) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is of another model ({why}): give the options that it was written with, or another folder"
+    )
+
+
+def _assemble(state: TrainingState, files: list[_File], folder: Path) -> None:
+    sources: dict[str, list[parts.Source]] = defaultdict(list)
+    saved: dict[str, list[parts.Saved]] = defaultdict(list)
+    for file in files:
+        for name, whole, offset, extent, begin, end, keys, others in file.data["index"]:
+
+            def read(key: str, file: _File = file, keys: dict[str, int] = keys) -> torch.Tensor:
+                return file.tensor(keys[key])
+
+            box = parts.Box(name, tuple(whole), tuple(offset), tuple(extent))
+            sources[name].append(parts.Source(box, begin, end, read))
+            saved[name].append(parts.Saved(box, [key for key in keys if key != parts.PARAMETER], others))
+    try:
+        parts.restore(state.model, state.optimizer, sources, saved)
+    except (parts.Missing, KeyError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise _other_model(folder, error) from None
+    data = files[0].data
+    state.seed, state.loss = int(data["seed"]), data.get("loss", state.loss)
+    _restore_groups(state, data["groups"])
+    _restore_schedule(state.scheduler, data["scheduler"])
+    with contextlib.suppress(StateMismatch):  # written in another precision: this one's scale begins anew
+        state.adopt_scales(data.get("scales", []))
+
+
+def _restore_groups(state: TrainingState, saved: list[dict[str, Any]]) -> None:
+    """The step counts of optimizers that have one for a group; with torch's schedules its learning rate too. Megatron's
+    schedule sets that by itself."""
+    own = hasattr(state.scheduler, "num_steps")
+    for number, group in enumerate(state.optimizer.param_groups):
+        values = saved[min(number, len(saved) - 1)] if saved else {}
+        taken = {key: value for key, value in values.items() if key in group and (key == "step" or not own)}
+        group.update({key: as_before(group[key], value) for key, value in taken.items()})
+
+
+def _restore_schedule(scheduler: Any, saved: dict[str, Any] | None) -> None:
+    if scheduler is None or saved is None:
+        return
+    if hasattr(scheduler, "num_steps"):  # Megatron's: how far it is; the rest is what the script says today
+        scheduler.num_steps = 0
+        scheduler.step(increment=saved["num_steps"])
+    else:
+        scheduler.load_state_dict(saved)
+
+
+def _load_old(state: TrainingState, path: Path) -> None:
+    file = _open(path)
+    file.check()
+    if file.data["version"] != OLD_VERSION:
+        raise Damaged(f"{path}: not a checkpoint of this release")
+    try:
+        state.adopt(file.data["header"])
+    except (StateMismatch, ValueError, KeyError) as error:
+        raise _other_model(path, error) from None
+    mine, saved = list(state.tensors()), file.data["tensors"]
+    if [(tensor.shape, tensor.dtype) for tensor in mine] != [(tensor.shape, tensor.dtype) for tensor in saved]:
+        raise _other_model(path, "its tensors have other shapes")
+    for tensor, value in zip(mine, saved, strict=True):
+        tensor.copy_(value)

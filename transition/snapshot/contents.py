@@ -1,0 +1,256 @@
+"""A rank's part of the training state as raw bytes: what is in it (the head, MessagePack) and its tensors, one behind
+the other. One form serves images in memory and checkpoint files; nothing in it is a pickle."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import torch
+
+from unicron.transition.snapshot import files, parts
+from unicron.transition.snapshot.images import SUMS, BadImage, Found
+from unicron.transition.snapshot.migrate import TrainingState, as_plain, checksum, plain
+
+VERSION = 3  # of the head
+ALIGN = 64  # bytes: where a tensor may begin
+SMALL = 1 << 15  # bytes of a tensor that torch copies with one thread, however many it has
+_SUMS = struct.Struct("<QQ")
+_WORD = (1 << 64) - 1
+assert _SUMS.size == SUMS
+
+
+STEP = "step"  # in place of an offset: the tensor is nothing but the optimizer's step, which the head has
+
+
+@dataclass
+class Contents:
+    """What is gathered of a state. tensors: the live ones, flat; a copy of those in `moving` is taken at once, for the
+    next forward pass may change them. about: the part of the head that stays while the tensors are the same ones."""
+
+    tensors: list[torch.Tensor]
+    moving: list[int]
+    about: bytes
+    offsets: list[int] = field(default_factory=list)
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.offsets, self.size = laid(self.tensors)
+
+    def still(self) -> list[torch.Tensor]:
+        """The tensors as they are to be copied: of what moves, copies."""
+        tensors = list(self.tensors)
+        for number in self.moving:
+            tensors[number] = tensors[number].clone()
+        return tensors
+
+
+def laid(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """(where each begins, bytes of all)."""
+    offsets, at = [], 0
+    for tensor in tensors:
+        offsets.append(at)
+        at += -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
+    return offsets, at
+
+
+# ------------------------------------------------------------ gathering
+class Gatherer:
+    """Of one state. Where its tensors are the same ones as before, nothing is looked up again: Megatron takes its time
+    to say where each parameter belongs."""
+
+    def __init__(self, state: TrainingState):
+        self.state = state
+        self._before: list[int] = []
+        self._contents: Contents | None = None
+
+    def contents(self) -> Contents:
+        """Its tensors as they are now."""
+        live = list(self.state.tensors())
+        now = [tensor.data_ptr() for tensor in live]
+        if self._contents is None or now != self._before or self.state.sharded:
+            self._contents, lasting = gathered(self.state, alone=True)
+            known = {tensor.untyped_storage().data_ptr() for tensor in live}
+            views = all(tensor.untyped_storage().data_ptr() in known for tensor in self._contents.tensors)
+            self._before = now if lasting and views else []
+        return self._contents
+
+
+def head_of(
+    state: TrainingState, about: bytes, iteration: int, layout: str, step: float = 0.0, untrained: str = ""
+) -> bytes:
+    """What is no tensor, as it is now. about: which tensors there are (:class:`Contents`). layout: as people write it.
+    step: the optimizer's, where it is in no tensor. untrained: the mark of the image whose data stand behind these in a
+    file (:mod:`unicron.transition.snapshot.files`)."""
+    head: bytes = msgpack.packb(
+        {
+            "version": VERSION,
+            "iteration": iteration,
+            "layout": layout,
+            "groups": plain(state.optimizer.param_groups),
+            "scheduler": as_plain(state.schedule()),
+            "scales": state.scales(),
+            "seed": state.seed,
+            "loss": state.loss,
+            "step": step,
+            "untrained": untrained,
+            "about": about,
+        }
+    )
+    return head
+
+
+def gathered(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
+    """This rank's part, and whether all of it that changes is in tensors. alone: with what another rank of the replica
+    has too, so that this rank can go on from it without that one's."""
+    tensors: list[torch.Tensor] = []
+    moving, index, lasting = [], [], True
+    for part in parts.parts(state.model, state.optimizer):
+        if part.duplicate and not alone:
+            continue
+        if not part.stepped:
+            moving.append(len(tensors))
+        keys = {key: len(tensors) + number for number, key in enumerate(part.tensors)}
+        tensors += [tensor.detach().reshape(-1) for tensor in part.tensors.values()]
+        values, others = {}, {}
+        for key, value in part.others.items():
+            if isinstance(value, torch.Tensor):
+                values[key] = [len(tensors), list(value.shape)]
+                tensors.append(value.detach().reshape(-1))
+            else:
+                others[key], lasting = as_plain(value), False
+        index.append((*part.box, part.begin, part.end, keys, others, values))
+    kinds = [(str(tensor.dtype).removeprefix("torch."), tensor.numel()) for tensor in tensors]
+    return Contents(tensors, moving, msgpack.packb({"index": index, "tensors": kinds})), lasting
+
+
+# ------------------------------------------------------------ copying
+def fill(
+    tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Tensor, non_blocking: bool = False
+) -> None:
+    """Copy tensors to their offsets in `into` (uint8 in the host's memory, exactly as long as all of them). For those
+    of the host one thread copies, and holds no lock of Python's meanwhile; small ones go together, since each of them
+    alone would have the training's thread wait for that lock. non_blocking: of those on a card."""
+    places: list[torch.Tensor] = []
+    small: list[torch.Tensor] = []
+    for number, tensor in enumerate(tensors):
+        source, begin = tensor.contiguous(), offsets[number]
+        length = source.numel() * source.element_size()
+        if source.is_cpu and length > SMALL:
+            ctypes.memmove(into.data_ptr() + begin, source.data_ptr(), length)
+        elif source.is_cpu and length:
+            places.append(into[begin : begin + length])
+            small.append(source.view(torch.uint8))
+        elif length:
+            into[begin : begin + length].copy_(source.view(torch.uint8), non_blocking=non_blocking)
+        end = offsets[number + 1] if number + 1 < len(offsets) else into.numel()
+        if begin + length < end:
+            into[begin + length : end].zero_()
+    if small:
+        torch._foreach_copy_(places, small)
+
+
+class Repeated:
+    """:func:`fill` of the same tensors of the host into the same place, again and again: what each copy needs is worked
+    out once. `contents`: whose tensors they are; `into`: as for :func:`fill`, and nobody else writes to it."""
+
+    def __init__(self, contents: Contents, into: torch.Tensor):
+        self.contents, self.into = contents, into
+        self._large: list[tuple[int, int, int]] = []  # from, to, bytes
+        self._small: list[torch.Tensor] = []
+        self._places: list[torch.Tensor] = []
+        self._moving: list[int] = []
+        moving, ends = set(contents.moving), [*contents.offsets[1:], into.numel()]
+        for number, tensor in enumerate(contents.tensors):
+            begin, length = contents.offsets[number], tensor.numel() * tensor.element_size()
+            into[begin + length : ends[number]].zero_()
+            if number in moving or not tensor.is_contiguous():
+                self._moving.append(number)
+            elif length > SMALL:
+                self._large.append((into.data_ptr() + begin, tensor.data_ptr(), length))
+            elif length:
+                self._small.append(tensor.view(torch.uint8))
+                self._places.append(into[begin : begin + length])
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Once more. tensors: :meth:`Contents.still` of the contents."""
+        for target, source, length in self._large:
+            ctypes.memmove(target, source, length)
+        for number in self._moving:
+            tensor, begin = tensors[number].contiguous().view(torch.uint8), self.contents.offsets[number]
+            self.into[begin : begin + tensor.numel()].copy_(tensor)
+        if self._small:
+            torch._foreach_copy_(self._places, self._small)
+
+
+def sums(data: torch.Tensor) -> bytes:
+    """The checksum of data that are there."""
+    return _SUMS.pack(*(each & _WORD for each in checksum(data).tolist()))
+
+
+def raw(data: memoryview) -> torch.Tensor:
+    """The bytes as a tensor; it keeps the memory."""
+    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+
+
+# ------------------------------------------------------------ reading
+def read(found: Found) -> tuple[bytes, torch.Tensor]:
+    """(head, data as uint8, a private mapping) of an image that is as it was written. Raises BadImage, OSError."""
+    head, mapped = found.read()
+    data = raw(mapped)
+    _compare(found, data)
+    return head, data
+
+
+def _compare(found: Found, data: torch.Tensor) -> None:
+    if sums(data) != found.sums:
+        raise BadImage(f"{found.path}: its data do not match their checksum")
+
+
+@dataclass
+class Opened:
+    """An image, as it was written. The tensors are views of its data, which :meth:`check` reads."""
+
+    found: Found
+    head: dict[str, Any]
+    tensors: list[torch.Tensor]
+    _data: torch.Tensor
+
+    def check(self) -> None:
+        """Raises BadImage where the data are not what was written."""
+        _compare(self.found, self._data)
+
+    def index(self) -> Iterator[tuple[Any, ...]]:
+        """(name, whole, offset, extent, begin, end, keys, others) of each part, as `snapshot.checkpoint` has it."""
+        for *place, keys, others, values in self.head["index"]:
+            tensors = {key: self.tensors[number].view(shape) for key, (number, shape) in values.items()}
+            yield *place, keys, others | tensors
+
+
+def opened(found: Found) -> Opened:
+    """Raises BadImage, OSError. The data are not checked."""
+    head, mapped = found.read()
+    data = raw(mapped)
+    try:
+        told = msgpack.unpackb(files.file_head(found.key, head), strict_map_key=False)
+        if told["version"] != VERSION:
+            raise BadImage(f"{found.path}: not a training state of this release")
+        about = msgpack.unpackb(told.pop("about"), strict_map_key=False)
+        tensors, at = [], 0
+        for kind, count, *where in about["tensors"]:
+            dtype = getattr(torch, kind)
+            if where == [STEP]:
+                tensors.append(torch.full((count,), told["step"], dtype=dtype))
+                continue
+            length, begin = count * dtype.itemsize, where[0] if where else at
+            tensors.append(data[begin : begin + length].view(dtype))
+            at += -(-length // ALIGN) * ALIGN
+        return Opened(found, {**told, "index": about["index"]}, tensors, data)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, BadImage):
+            raise
+        raise BadImage(f"{found.path}: not a training state of this release ({error})") from None

@@ -1,0 +1,319 @@
+"""What a rank holds of the whole model and of its optimizer's state: by the name of each whole tensor, and where in it.
+
+Megatron's `sharded_state_dict` says both for each parameter (tensor ranks have a slice, pipeline stages have some of
+the layers, which are stacked under one name); the distributed optimizer gives each data-parallel rank a range of it. So
+ranks of any other layout find what they need in the parts that these have written
+(`transition/snapshot/checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+PARAMETER = "parameter"
+
+
+class Box(NamedTuple):
+    """A block of a whole tensor: its name and shape, the block's offset and extent in it."""
+
+    name: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.extent)
+
+
+@dataclass
+class Part:
+    """Elements [begin, end) of a box, in row-major order: the parameter's, and those of its optimizer state by key.
+
+    parameter: the model's own tensor, in which they begin at element `first`. tensors: key -> flat tensor of that many
+    elements; others: key -> whatever else the optimizer keeps for the parameter, a step count for example. duplicate:
+    another rank of the same replica holds the same, as the first stage does of a tied embedding. stepped: the optimizer
+    changes it.
+    """
+
+    box: Box
+    begin: int
+    end: int
+    parameter: Any
+    first: int
+    tensors: dict[str, torch.Tensor]
+    others: dict[str, Any] = field(default_factory=dict)
+    duplicate: bool = False
+    stepped: bool = True
+
+
+class Missing(ValueError):
+    """Some elements are in none of the given parts."""
+
+
+# ------------------------------------------------------------ what there is in this rank
+@dataclass
+class _Held:
+    """One parameter as the optimizer of this rank has it: elements [begin, end) of it."""
+
+    main: torch.Tensor
+    begin: int
+    end: int
+    owner: Any  # torch's optimizer, None for what is not trained
+
+
+def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
+    """The parts that this rank holds, in a fixed order. Their tensors are views where they can be.
+
+    What the optimizer has as a main parameter is given by that alone, the others are whole. Raises Missing for a
+    parameter whose place in the model is not known.
+    """
+    held = _held(optimizer)
+    for parameter, boxes, duplicate in _places(model):
+        own = held.get(id(parameter), _Held(parameter.detach(), 0, parameter.numel(), None))
+        if own.owner is None and parameter.requires_grad and is_sharded(optimizer):
+            continue  # other ranks have it
+        state = own.owner.state.get(own.main, {}) if own.owner is not None else {}
+        tensors = {PARAMETER: own.main.detach().reshape(-1)}
+        tensors |= {key: value.reshape(-1) for key, value in sorted(state.items()) if _is_like(value, own.main)}
+        others = {key: value for key, value in state.items() if not _is_like(value, own.main)}
+        first = 0
+        for box in boxes:
+            begin, end = max(own.begin, first), min(own.end, first + box.numel)
+            if begin < end:
+                cut = slice(begin - own.begin, end - own.begin)
+                mine = {key: tensor[cut] for key, tensor in tensors.items()}
+                yield Part(
+                    box, begin - first, end - first, parameter, begin, mine, others, duplicate, own.owner is not None
+                )
+            first += box.numel
+
+
+def _is_like(value: Any, main: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == main.shape
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Whether data-parallel ranks have different parts of its state."""
+    return any(hasattr(each, "model_param_gbuf_map") for each in _optimizers(optimizer))
+
+
+def _held(optimizer: Any) -> dict[int, _Held]:
+    """id of the model's parameter -> what the optimizer has of it."""
+    found: dict[int, _Held] = {}
+    for each in _optimizers(optimizer):
+        inner = getattr(each, "optimizer", each)
+        for parameter, main, begin, end in _mains(each, inner):
+            found[id(parameter)] = _Held(main, begin, end, inner)
+    return found
+
+
+def _mains(optimizer: Any, inner: Any) -> Iterator[tuple[Any, torch.Tensor, int, int]]:
+    """(the model's parameter, the tensor that the optimizer steps, its range in the parameter)."""
+    if hasattr(optimizer, "model_param_gbuf_map"):
+        for models, mains in (
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        ):
+            for parameter, main in _pairs(models, mains):
+                span = optimizer._get_model_param_range_map(parameter)["param"]
+                yield parameter, main, span.start, span.end
+    elif hasattr(optimizer, "float16_groups"):
+        for parameter, main in _pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups):
+            yield parameter, main, 0, main.numel()
+        for parameter in itertools.chain.from_iterable(optimizer.fp32_from_fp32_groups):
+            yield parameter, parameter, 0, parameter.numel()
+    else:
+        for parameter in itertools.chain.from_iterable(group["params"] for group in inner.param_groups):
+            yield parameter, parameter, 0, parameter.numel()
+
+
+def _pairs(one: Iterable[Sequence[Any]], other: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:
+    for first, second in zip(one, other, strict=True):
+        yield from zip(first, second, strict=True)
+
+
+def _places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
+    """(parameter or persistent buffer, its boxes one after another, whether another rank of the replica has it too)."""
+    for number, chunk in enumerate(model):
+        module = getattr(chunk, "module", chunk)
+        if hasattr(module, "sharded_state_dict"):
+            yield from _megatron_places(module)
+        else:
+            seen: set[int] = set()  # a tied parameter has several names
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    shape = tuple(tensor.shape)
+                    yield tensor, [Box(f"{number}.{name}", shape, (0,) * len(shape), shape)], False
+
+
+def _megatron_places(module: Any) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+    further = getattr(getattr(module, "config", None), "mtp_num_layers", None)  # which does not look for it itself
+    metadata = {"metadata": ensure_metadata_has_dp_cp_group(None)} if further else {}
+    for sharded in module.sharded_state_dict(**metadata).values():
+        if isinstance(sharded, ShardedTensorFactory):
+            pieces = [piece for piece in nested_values(sharded.build()) if isinstance(piece, ShardedTensor)]
+            pieces.sort(key=lambda piece: int(piece.data.data_ptr()))
+            if sum(piece.data.numel() for piece in pieces) != sharded.data.numel():
+                raise Missing(f"{sharded.key}: its pieces are not the whole of it")
+            yield sharded.data, [_box(piece) for piece in pieces], _is_duplicate(sharded.replica_id)
+        elif isinstance(sharded, ShardedTensor):
+            yield sharded.data, [_box(sharded)], _is_duplicate(sharded.replica_id)
+
+
+def _box(sharded: Any) -> Box:
+    extent = (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
+    return Box(sharded.key, tuple(sharded.global_shape), tuple(sharded.global_offset), extent)
+
+
+def _is_duplicate(replica_id: Any) -> bool:
+    """Of Megatron's (pipeline, tensor, data) ids the last is that of the data-parallel replica."""
+    return any(replica_id[:-1]) if isinstance(replica_id, tuple | list) else bool(replica_id)
+
+
+# ------------------------------------------------------------ putting parts together
+class Source(NamedTuple):
+    """A part that somewhere can be read: its box and range, and what `read(key)` gives, flat."""
+
+    box: Box
+    begin: int
+    end: int
+    read: Callable[[str], torch.Tensor]
+
+    @classmethod
+    def of(cls, box: Box, begin: int, end: int, flat: torch.Tensor) -> Source:
+        """One that is in memory, of a single kind."""
+        return cls(box, begin, end, lambda key: flat)
+
+
+class Saved(NamedTuple):
+    """Of a block: the keys of its optimizer state, and what else is in that."""
+
+    box: Box
+    keys: Sequence[str]
+    others: Mapping[str, Any]
+
+
+def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
+    """The block `box` of one kind (`key`), put together from parts of any layout. Shape: the box's extent.
+
+    Raises :class:`Missing` where they do not cover it.
+    """
+    blocks: dict[Box, list[Source]] = {}
+    for source in sources:
+        if source.box.whole != box.whole:
+            raise Missing(f"{box.name} is {list(source.box.whole)} there and {list(box.whole)} here")
+        if _overlap(box, source.box) is not None:
+            blocks.setdefault(source.box, []).append(source)
+    if box in blocks:  # nothing but this very block is needed
+        blocks = {box: blocks[box]}
+    found: torch.Tensor | None = None
+    covered = 0
+    for block, pieces in blocks.items():
+        whole = _joined(block, key, pieces)
+        if block == box:
+            return whole.view(box.extent)
+        if found is None:
+            found = torch.empty(box.extent, dtype=whole.dtype)
+        into, out_of = _overlap(box, block) or ((), ())
+        found[into].copy_(whole.view(block.extent)[out_of])
+        covered += found[into].numel()
+    if found is None or covered != box.numel:
+        raise Missing(f"{box.name}: {covered} of {box.numel} elements are there")
+    return found
+
+
+def _joined(box: Box, key: str, pieces: Sequence[Source]) -> torch.Tensor:
+    """All elements of `box`, flat, from ranges of it."""
+    ranges = sorted(pieces, key=lambda piece: (piece.begin, -piece.end))
+    if ranges[0].begin == 0 and ranges[0].end == box.numel:
+        return ranges[0].read(key)
+    tensors, reached = [], 0
+    for piece in ranges:
+        if piece.begin > reached:
+            break
+        if piece.end > reached:
+            tensors.append(piece.read(key)[reached - piece.begin :])
+            reached = piece.end
+    if reached != box.numel:
+        raise Missing(f"{box.name}: elements from {reached} on are not there")
+    return torch.cat(tensors)
+
+
+def _overlap(box: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What both have, as slices of each; None for nothing."""
+    mine, its = [], []
+    for at, size, there, extent in zip(box.offset, box.extent, other.offset, other.extent, strict=True):
+        begin, end = max(at, there), min(at + size, there + extent)
+        if begin >= end:
+            return None
+        mine.append(slice(begin - at, end - at))
+        its.append(slice(begin - there, end - there))
+    return tuple(mine), tuple(its)
+
+
+@torch.no_grad()
+def restore(
+    model: Sequence[Any],
+    optimizer: Any,
+    sources: Mapping[str, Sequence[Source]],
+    saved: Mapping[str, Sequence[Saved]],
+) -> None:
+    """Put what `sources` (by tensor name) have into this rank's model and optimizer.
+
+    saved: by tensor name, what the optimizer had of it, where that is wanted. Raises :class:`Missing`; then part of the
+    state may be the old one.
+    """
+    held = _held(optimizer)
+    for parameter, boxes, _ in _places(model):
+        if any(box.name not in sources for box in boxes):
+            raise Missing(f"{boxes[0].name} is not there")
+        keys, others = _optimizers_part(boxes[0], saved)
+        own = held.get(id(parameter))
+        values = {
+            key: torch.cat([assemble(box, key, sources[box.name]).reshape(-1) for box in boxes])
+            for key in (PARAMETER, *(keys if own is not None else ()))
+        }
+        parameter.detach().view(-1).copy_(values[PARAMETER])
+        if own is not None:
+            _restore_state(own, values, keys, others)
+
+
+def _optimizers_part(box: Box, saved: Mapping[str, Sequence[Saved]]) -> tuple[Sequence[str], Mapping[str, Any]]:
+    """Of the block itself: layers that are blocks of one tensor need not all be trained."""
+    return next(((each.keys, each.others) for each in saved.get(box.name, ()) if _overlap(box, each.box)), ((), {}))
+
+
+def _restore_state(
+    own: _Held, values: Mapping[str, torch.Tensor], keys: Iterable[str], others: Mapping[str, Any]
+) -> None:
+    cut = slice(own.begin, own.end)
+    own.main.detach().view(-1).copy_(values[PARAMETER][cut])
+    state: dict[str, Any] = {
+        key: values[key][cut].to(own.main.device, copy=True).view(own.main.shape) for key in sorted(keys)
+    }
+    for key, value in others.items():
+        state[key] = value.to(_device(own, key), copy=True) if isinstance(value, torch.Tensor) else value
+    if state:
+        own.owner.state[own.main] = state
+
+
+def _device(own: _Held, key: str) -> torch.device | str:
+    """Where torch has what an optimizer keeps for a parameter: step counts on the CPU, mostly."""
+    on_device = any(group.get("fused") or group.get("capturable") for group in own.owner.param_groups)
+    return "cpu" if key == "step" and not on_device else own.main.device

@@ -1,0 +1,27 @@
+"""Unicron heals large-model training on Slurm clusters. This is what a training script imports (docs/own-training.md).
+
+The four folders beside this one are its parts: `detector`, `transition`, `planner`, and `unicron_ctl` as `unicron.ctl`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "CheckpointError": "unicron.transition.snapshot.checkpoint",
+    "Checkpoints": "unicron.transition.snapshot.checkpoint",
+    "Layout": "unicron.transition.generations.layout",
+    "Session": "unicron.transition.session.session",
+    "StepResult": "unicron.transition.iteration.result",
+    "init_process_group": "unicron.transition.iteration.rank_process",
+}
+__all__ = [*_HOMES, "memory"]
+
+
+def __getattr__(name: str) -> Any:  # lazy: agents and commands import this package without torch
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name == "memory":
+        return import_module("unicron.memory")
+    raise AttributeError(f"module 'unicron' has no attribute '{name}'")

@@ -1,0 +1,1 @@
+"""Who an agent is, and its connections to the controller, the ranks and other agents."""

@@ -1,0 +1,101 @@
+"""The agent's line to its ranks, a Unix socket of its own, and how a message looks to them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgpack
+import msgspec
+import zmq
+
+from unicron.ctl.protocol import wire
+from unicron.detector.processes.rank_channel import VERSION as RANK_VERSION
+
+PLACES = ("/tmp", "/dev/shm")  # where an epilog looks for what is left
+MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
+
+
+class RankLine:
+    """`socket` is to be polled; ranks connect to `endpoint`. A rank can be told something once :meth:`know` was called
+    for it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
+        self.folder, self.endpoint = folder, f"ipc://{folder}/ranks"
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_BYTES)
+        self.socket.bind(self.endpoint)
+        self._identities: dict[int, bytes] = {}
+
+    def bind_again(self) -> bool:
+        """Where something has removed the socket from its folder, as cleaners of /tmp do: make it once more. True when
+        that was needed. ZeroMQ removes a name when it lets go of it, so the old one is kept and the new one bound
+        beside it."""
+        path = self.endpoint.removeprefix("ipc://")
+        if os.path.exists(path):
+            return False
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        self.socket.bind(f"{self.endpoint}.new")
+        os.rename(f"{path}.new", path)
+        return True
+
+    def receive(self) -> Iterator[tuple[bytes, bytes]]:
+        """What has come: (who, message)."""
+        while True:
+            try:
+                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield identity, frames[-1] if frames else b""
+
+    def know(self, slot: int, identity: bytes) -> None:
+        """The slot's process is who sent this."""
+        self._identities[slot] = identity
+
+    def send(self, slots: Iterable[int], message: wire.Message) -> None:
+        """To those of the slots that are known."""
+        data = for_rank(message)
+        for slot in slots:
+            if slot in self._identities:
+                self.socket.send_multipart([self._identities[slot], data])
+
+
+def for_rank(message: wire.Message) -> bytes:
+    """The message as ranks understand it: a map with the version of their protocol (:mod:`processes.rank_channel`)."""
+    fields: dict[str, Any] = msgspec.to_builtins(message, str_keys=False)
+    data: bytes = msgpack.packb(fields | {"v": RANK_VERSION})
+    return data
+
+
+def socket_folder(job: str, environment: Mapping[str, str]) -> str:
+    """A private folder whose sockets' paths are short enough, in the first place that takes one: TMPDIR may be full.
+    Its name begins with the element's own job id: that is all that the epilog, which removes what a killed agent
+    leaves, is told by Slurm. Raises OSError.
+    """
+    prefix = f"unicron-{environment.get('SLURM_JOB_ID', job)}-"
+    first: OSError | None = None
+    for parent in dict.fromkeys((environment.get("TMPDIR") or PLACES[0], *PLACES)):
+        try:
+            folder = tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))
+        except OSError as error:
+            first = first or OSError(error.errno, error.strerror, parent)
+            continue
+        try:
+            if len(folder) + len("/ranks") <= MAX_ENDPOINT:
+                _try_socket(f"{folder}/ranks")
+                return folder
+        except OSError as error:
+            first = first or OSError(error.errno, error.strerror, parent)
+        os.rmdir(folder)
+    raise first or OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), PLACES[0])
+
+
+def _try_socket(path: str) -> None:
+    """Raises OSError where there is room for a folder and not for a socket in it."""
+    with socket.socket(socket.AF_UNIX) as tried:
+        tried.bind(path)
+    os.unlink(path)

@@ -1,0 +1,1 @@
+"""The agent's loop, and its lines to the controller, the ranks and other agents."""

@@ -1,0 +1,547 @@
+"""The agent's loop: one poller over the controller, the ranks' channel, their pidfds and standard errors, and signals.
+
+It decides nothing: it reports the state of its ranks, at every change and at every heartbeat, and does what the
+controller says.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgpack
+import msgspec
+import zmq
+
+from unicron.ctl.agent.connections.containment import Containment
+from unicron.ctl.agent.connections.controller_connection import Line
+from unicron.ctl.agent.connections.identity import Place, memory_rate
+from unicron.ctl.agent.connections.job_log import JobLog
+from unicron.ctl.agent.connections.polling import Polling
+from unicron.ctl.agent.connections.rank_socket import RankLine, socket_folder
+from unicron.ctl.agent.connections.signals import ENDING, ENDING_SECONDS, FORWARDED, SAVES, SignalPipe
+from unicron.ctl.agent.loop.dumps import Dumps
+from unicron.ctl.agent.loop.plans import AT_WORK, Plans
+from unicron.ctl.agent.loop.reports import Reports
+from unicron.ctl.agent.loop.stand_in import StandIn
+from unicron.ctl.agent.node import node_watch
+from unicron.ctl.agent.node.rendezvous_store import Store, StoreProcess
+from unicron.ctl.agent.node.sampling import Sampling
+from unicron.ctl.agent.node.witness import Witness
+from unicron.ctl.agent.ranks.injected_faults import Trials
+from unicron.ctl.agent.ranks.rank_processes import Processes
+from unicron.ctl.agent.ranks.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stop_all
+from unicron.ctl.agent.ranks.warm_start import Warmth
+from unicron.ctl.agent.snapshots.checkpoint_files import Files
+from unicron.ctl.agent.snapshots.node_memory import Memory, within
+from unicron.ctl.agent.snapshots.peer_copies import Copies
+from unicron.ctl.protocol import wire
+from unicron.ctl.system.addresses import join
+from unicron.detector.processes.supervise import adopt_orphans, shell_status
+
+REGISTER_SECONDS = 0.5
+ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
+FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
+SAVE_SECONDS = 600.0  # at the end by an error, for what memory has
+
+
+class Agent:
+    """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the element's exit code.
+
+    `exit_code` is None until the element is over. Raises zmq.ZMQError for an address that is none, UserError for a
+    wrong configuration, and whatever else keeps it from beginning. From then on nothing that fails ends it.
+    """
+
+    AGREES = True  # its ranks go on by what the job's agents agree on while the controller is away
+
+    def __init__(self, place: Place, command: Sequence[str], address: str):
+        self.place, self.command = place, list(command)
+        self.identity = uuid.uuid4().hex
+        self._context = zmq.Context()
+        self._folder = ""  # of the ranks' socket
+        try:
+            self._build(place, address)
+        except BaseException:
+            self._context.destroy(linger=0)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def _build(self, place: Place, address: str) -> None:
+        """All parts. What is missing here, the command runs without: its caller sees to that."""
+        self._line = Line(self._context, address)
+        self._log = JobLog(place)
+        self._containment = Containment(self._log.say)
+        self._memory = Memory(place, os.environ, self._log.say)
+        self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._log.say)
+        self._plans = Plans(place.slots)
+        self._files = Files(self._memory, self._plans.keeps, memory_rate(os.environ), self._log.say)
+        self._controller = self._line.socket
+        self._folder = socket_folder(place.job, os.environ)
+        self._rank_line = RankLine(self._context, self._folder)
+        self._layout = ""  # in which the ranks are started, as the controller wants it
+        environment = self._environment = rank_environment(
+            place, self._rank_line.endpoint, dict(os.environ), self._told
+        )
+        self.ranks: dict[int, Rank] = {
+            slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)
+        }
+        self._witness = Witness()
+        self._stand_in = StandIn(
+            self._context,
+            place,
+            self.identity,
+            self._line.pair,
+            self.AGREES,
+            self._to_ranks,
+            lambda: self._trials.muted,
+            self._log.drop,
+            self._log.say,
+        )
+        self._trials = Trials(
+            place.job, self._line, self._witness.door, self.ranks, self._tell, self._send, self._log.say
+        )
+        agreement, sampling = self._stand_in.agreement, Sampling(self._rank_line.folder)
+        self._reports = Reports(place, self.identity, self.ranks, agreement, sampling, self._copies, self._send)
+        self._dumps = Dumps(place.job, self.ranks, self._rank_line.endpoint, self._send)
+        self._welcomed = self._registered = False
+        self._last_register = self._last_heard = 0.0
+        self.exit_code: int | None = None
+        self.alone = False  # the controller says that the others have done this already
+        self.refusal = ""  # why the controller did not take this agent, the last time
+        self._over = False  # the controller says that the job is trained to its end
+        self._ended = False  # nobody will go on with this job
+        self._save: Callable[[], None] | None = None  # writes the training state at the end
+        self._unprotected = False  # the controller will not have this agent, so it goes on without
+        self._stop_seconds = STOP_SECONDS
+        self._lost_steps = False  # some, and it was said
+        self._polling = Polling(self._containment)
+        self._signals = SignalPipe()
+        self._watch_all()
+        self._processes = Processes(
+            self._polling, self._rank_line, self._from_ranks, self._explain, self._send_status, self._log.say
+        )
+        watch, unwatch = self._polling.watch, self._polling.unwatch
+        self._warmth = Warmth(self.ranks, self.command, watch, unwatch, self._processes.attend, self._log.say)
+        self._store: Store = StoreProcess(
+            self.command,
+            {**os.environ, "PYTHONPATH": package_path(os.environ)},
+            self._warmth.fork,
+            watch,
+            unwatch,
+            self._send_status,
+            self._log.say,
+        )
+
+    def _watch_all(self) -> None:
+        """What there is from the beginning."""
+        watch = self._polling.watch
+        watch(self._controller, self._from_controller)
+        watch(self._rank_line.socket, self._from_ranks)
+        watch(self._line.events, self._line.notice)
+        for socket in self._stand_in.sockets:
+            watch(socket, lambda: self._stand_in.serve(time.monotonic()))
+        watch(self._signals.fileno(), lambda: self._on_signal(self._signals.read()))
+        watch(self._witness.answers.fileno(), lambda: self._reports.testimony(self._witness.answers.take()))
+        watch(self._line.results.fileno(), lambda: [result() for result in self._line.results.take()])
+        watch(self._copies.results.fileno(), self._copies_news)
+        watch(self._files.results.fileno(), self._files_news)
+
+    def say(self, text: str) -> None:
+        """One line in the job's log."""
+        self._log.say(text)
+
+    # ------------------------------------------------------------ life
+    def connect(self, seconds: float) -> bool:
+        """Register; False when no controller takes this agent within `seconds`, or when it is over (`exit_code`)."""
+        deadline = time.monotonic() + seconds
+        while not (self._welcomed or self.alone or self._unprotected or self.exit_code is not None):
+            if time.monotonic() >= deadline:
+                break
+            self._call()
+            self._serve(0.1)
+        return self._welcomed and self.exit_code is None
+
+    def why_not(self, address: str) -> str:
+        """Why it is not protected, in one line."""
+        if self._unprotected:
+            return self.refusal
+        said = self._line.problem or self.refusal
+        return f"no controller answers at {address}" + (f" ({said})" if said else "")
+
+    @property
+    def released(self) -> bool:
+        """Nothing protects it, and no rank has a world: the command is to run without this agent."""
+        outside = all(rank.status.state in ("starting", "waiting") for rank in self.ranks.values())
+        return self._unprotected and outside
+
+    def run(self) -> int | None:
+        """Start the ranks and serve until the element is over; None when it was released before it had a world."""
+        attempt = self._containment.attempt
+        try:
+            attempt("watch the node", self._watch_node)
+            attempt("adopt what its ranks leave behind", adopt_orphans)
+            attempt("start the template", lambda: self._warmth.begin(*self._environments(), os.environ))
+            attempt("start the rendezvous store", self._store.start)
+            for rank in self.ranks.values():
+                if not rank.alive:
+                    attempt(f"start slot {rank.slot}", partial(self._processes.start, rank, 0))
+            while self.exit_code is None and not self.released:
+                self._turn()
+        finally:
+            self.close()
+        return self.exit_code
+
+    def _watch_node(self) -> None:
+        self._reports.node = node_watch.start(self._log.say, os.environ)
+        self._polling.watch(self._reports.node.fileno(), self._reports.node_events)
+
+    def close(self) -> None:
+        """End the ranks, their template and the store, leave no socket behind. What fails there stops nothing else."""
+        for what, step in (
+            ("end the ranks", lambda: stop_all(list(self.ranks.values()), self._stop_seconds)),
+            ("end the files", lambda: self._files.close(FILES_SECONDS if self._ended else 0.0)),
+            ("save the training state", self._save or (lambda: None)),
+            ("end the store", self._store.close),
+            ("end the template", self._warmth.close),
+            ("give up what ranks left behind", partial(adopt_orphans, False)),
+            ("end the metrics", self._reports.sampling.close),
+            ("close the line to the controller", self._line.close),
+            ("close the line to the ranks", self._rank_line.socket.close),
+            ("close the line to the other agents", self._stand_in.close),
+            ("close the sockets", partial(self._context.destroy, 500)),
+            ("remove the sockets", partial(shutil.rmtree, self._rank_line.folder, ignore_errors=True)),
+            ("give the signals back", self._signals.close),
+            ("close the door", self._witness.close),
+            ("end the copies", self._copies.close),
+            ("let go of the memory", lambda: self._memory.close(self._ended)),
+            ("end the watch of the node", self._reports.node.close if self._reports.node is not None else lambda: None),
+        ):
+            self._containment.attempt(what, step)
+
+    def _told(self) -> dict[str, str]:
+        """What a process that starts now is told of the job."""
+        return {**self._memory.environment, **({"UNICRON_LAYOUT": self._layout} if self._layout else {})}
+
+    def _turn(self) -> None:
+        attempt = self._containment.attempt
+        attempt("wait for what comes", self._wait)
+        now = time.monotonic()
+        for what, step in (
+            ("send stack traces", self._dumps.finish),
+            ("report", partial(self._reports.turn, now)),
+            ("look after the memory", partial(self._memory.turn, now)),
+            ("look after the copies", partial(self._copies.turn, now)),
+            ("look after the template", lambda: self._warmth.turn(now, self._child_pid)),
+            ("look after the processes", lambda: self._processes.turn(self.ranks.values())),
+            ("begin what was forked", self._settle),
+            ("answer at the door", self._witness.door.answer),
+            ("send a status", partial(self._report, now)),
+            ("call the controller", self._call),
+            ("end", partial(self._end_if_over, now)),
+        ):
+            attempt(what, step)
+
+    @property
+    def _child_pid(self) -> int | None:
+        """Of a child beside the ranks and their template, for which somebody waits."""
+        return self._store.pid
+
+    def _wait(self) -> None:
+        """Until something is to be done. That ranks get on is taken in here: it changes nothing but when to report."""
+        now, sent = time.monotonic(), self._reports.sent_at
+        waits = self._stand_in.agreement.wait(now), self._dumps.wait, self._warmth.wait(now), self._copies.wait(now)
+        until = now + min(*waits, self._processes.wait(self.ranks.values(), now))
+        while True:
+            due = min(until, now + self._status_wait(now), now + self._reports.wait(now))
+            came = self._serve(due - now)
+            now = time.monotonic()
+            if came != [self._rank_line.socket] or self._reports.sent_at != sent or now >= due:
+                return
+
+    def _report(self, now: float) -> None:
+        """A status, when it is due."""
+        urgent = self._stand_in.turn(now) or self._trials.due()
+        if urgent or self._status_wait(now) <= 0.0:
+            self._send_status()
+
+    def _status_wait(self, now: float) -> float:
+        return self._reports.status_wait(now)
+
+    def _serve(self, seconds: float) -> list[Any]:
+        """Wait up to `seconds` for something to happen, and deal with all that has; returns where."""
+        came = self._polling.serve(seconds)
+        self._settle()
+        return came
+
+    def _settle(self) -> None:
+        """Processes that were forked begin."""
+        self._store.settle()
+        self._warmth.settle()
+
+    def _end_if_over(self, now: float) -> None:
+        """All ranks finished and ended, or some died and the controller has been silent for too long."""
+        if self.exit_code is not None:
+            return
+        finished = [rank for rank in self.ranks.values() if rank.status.state == "finished"]
+        if any(rank.alive for rank in finished):
+            return  # trained to the end, but the script may save something yet
+        if len(finished) == len(self.ranks) or self._over:
+            codes = [shell_status(rank.status.exit.code) for rank in finished if rank.status.exit is not None]
+            self._ended = True
+            self._leave(max(codes, default=0), "finished")
+        elif now - self._last_heard > ORPHAN_SECONDS:
+            if any(rank.alive and rank.status.state == "stopped" for rank in self.ranks.values()):
+                return  # it saves its state and ends by itself when no plan comes
+            for rank in self.ranks.values():
+                if rank.status.state == "exited" and rank.status.exit is not None:
+                    silent = f"no controller for {ORPHAN_SECONDS:.0f} s and rank {rank.slot} is dead"
+                    self._log.say(f"{silent}; the element ends, requeue it with `scontrol requeue`")
+                    self._leave(shell_status(rank.status.exit.code) or 1, "no controller")
+                    return
+
+    def _leave(self, code: int, reason: str) -> None:
+        self.exit_code = code
+        self._send_status(leaving=reason)
+
+    # ------------------------------------------------------------ processes
+    def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Of two ranks that differ in all that may be different."""
+        first = self.place.slots[0]
+        return self._environment(first, 0, 0), self._environment(first + 1, 1, 1) | {"UNICRON_LAYOUT": "another"}
+
+    def _copies_news(self) -> None:
+        if self._copies.finish(time.monotonic()):
+            self._send_status()
+
+    def _files_news(self) -> None:
+        for iteration in self._files.results.take():
+            self._to_all(wire.Saved(iteration=iteration))
+
+    def _explain(self, rank: Rank) -> None:
+        """What there is to know of the end of the rank's process."""
+        if rank.status.exit is not None and self._reports.node is not None:
+            self._reports.node.explain(rank.status.exit)
+        self._trials.ended(rank)
+        self._reports.node_events()  # what killed it comes before its end
+
+    def _on_signal(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number == SAVES and self.AGREES:
+                self._files.ask(self._states.isdisjoint(AT_WORK), self._copies.whole)
+                self._to_all(wire.Save())
+            elif number in FORWARDED:
+                for rank in self.ranks.values():
+                    if rank.child is not None:
+                        rank.child.signal(number)
+            elif number in ENDING and self.exit_code is None:
+                self._stop_seconds = ENDING_SECONDS
+                self._save = self._saving()
+                self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
+
+    @property
+    def _states(self) -> set[str]:
+        return {rank.status.state for rank in self.ranks.values()}
+
+    def _saving(self, ended: bool = False) -> Callable[[], None] | None:
+        """What writes the training state of a job that ends in the middle of its training. ended: by an error."""
+        how = self._plans.saving(self._states, ended)
+        if how is None:
+            return None
+        write = partial(self._memory.persist, how.turn, None, self._copies.whole if how.rests else [], how.prunes)
+        return partial(within, SAVE_SECONDS, write) if ended else write
+
+    # ------------------------------------------------------------ messages
+    def _from_ranks(self) -> None:
+        for identity, data in self._rank_line.receive():
+            self._from_rank(identity, data)
+        self._reports.send_steps(time.monotonic())
+
+    def _from_rank(self, identity: bytes, data: bytes) -> None:
+        try:
+            message = msgpack.unpackb(data)
+            rank = self.ranks[message["slot"]]
+            if message["kind"] == "step":
+                self._reports.stepped(message)
+                if "status" not in message:
+                    return
+                who = {name: message[name] for name in ("slot", "incarnation")}
+                message = {**message["status"], **who, "kind": "rank"}
+            if message["kind"] == "timing":
+                self._send(msgspec.convert({**message, "job": self.place.job, "v": wire.VERSION}, wire.Timing))
+                return
+            if message["incarnation"] != rank.status.incarnation:
+                return  # of a process that has been replaced
+            if rank.heard(message):
+                self._send_status()
+            else:
+                self._reports.dirty = True
+            self._rank_line.know(rank.slot, identity)
+        except (ValueError, KeyError, TypeError, msgspec.ValidationError, msgpack.UnpackException) as error:
+            self._log.drop("a rank", f"{type(error).__name__}: {error}")
+
+    def _call(self) -> None:
+        """Find the controller, and register until it welcomes this agent."""
+        self._line.turn()
+        if self._line.answers >= 0 and self._line.answers not in self._polling:
+            self._polling.watch(self._line.answers, partial(self._line.learn, self._register))
+        due = time.monotonic() - self._last_register >= REGISTER_SECONDS
+        if due and not self._welcomed and not self._unprotected and self._line.key is not None:
+            self._register()
+
+    def _register(self) -> None:
+        self._last_register = time.monotonic()
+        door = join(self.place.address, self._witness.door.port)
+        images = self._copies.address, self._copies.token
+        self._line.register(self.place, self.identity, door, self._stand_in.address, images, self._send)
+
+    def _send_status(self, leaving: str = "") -> None:
+        self._reports.status(self._store.port, leaving)
+        self._stand_in.carry_out()
+
+    def _send(self, message: wire.Message) -> None:
+        if self._trials.muted or self._line.key is None or self._unprotected:
+            return
+        try:
+            self._controller.send(wire.encode(message), zmq.DONTWAIT)
+        except zmq.Again:  # the queue to a controller that is away is full; a status will tell again, a proof will not
+            proof = isinstance(message, wire.Steps) or (isinstance(message, wire.Status) and message.steps)
+            if proof and not self._lost_steps:
+                self._lost_steps = True
+                self._log.say("the controller has been away for too long: reports of steps are lost until it is back")
+
+    def _from_controller(self) -> None:
+        while self._controller.poll(0) and self.exit_code is None:
+            self._take(self._controller.recv())
+
+    def _take(self, data: bytes) -> None:
+        if self._trials.muted:
+            return  # a lost network brings nothing either, however soon ZeroMQ has found a way around it
+        try:
+            message = wire.decode(data, wire.ToAgent)
+            self._last_heard = time.monotonic()
+            self._stand_in.agreement.word(self._last_heard)
+            self._obey(message)
+        except wire.BadMessage as error:
+            self._log.drop("the controller", str(error))
+
+    def _obey(self, message: Any) -> None:
+        """Do what one of wire.ToAgent says. Raises BadMessage, before anything is done, when it makes no sense."""
+        match message:
+            case wire.Welcome():
+                self._on_welcome(message)
+            case wire.Ping():
+                self._reports.pinged = max(self._reports.pinged, message.number)
+                self._stand_in.agreement.give_up(message.over)
+                self._send_status()
+            case wire.Reach():
+                self._witness.ask(message.number, message.targets)
+            case wire.Refused():
+                self._on_refused(message)
+            case wire.Break():
+                self._stand_in.agreement.break_(message)
+                self._to_ranks(message)
+            case wire.Withdraw():
+                self._to_ranks(message)
+            case wire.PlanShare():
+                self._on_plan(message)
+            case wire.Recall():
+                if (share := self._plans.share(message.generation)) is not None:
+                    job, element = self.place.job, self.place.element
+                    self._send(wire.Held(job=job, element=element, agent=self.identity, share=share))
+            case wire.StartRank():
+                rank = self.ranks.get(message.slot)
+                if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
+                    self._layout = message.layout
+                    self._processes.start(rank, message.incarnation)
+            case wire.StopRank():
+                rank = self.ranks.get(message.slot)
+                if rank is None or rank.status.incarnation != message.incarnation:
+                    return
+                if message.save:
+                    self._tell(message.slot, message)
+                else:
+                    rank.kill()
+                    self._reports.dirty = True
+            case wire.Cut():
+                self._copies.obey(message)
+            case wire.Fetch():
+                self._copies.fetch(message, time.monotonic())
+            case wire.Inject():
+                self._trials.perform(message)
+            case wire.Stacks():
+                self._dumps.begin(message)
+            case wire.End():
+                self._on_end(message)
+
+    def _on_plan(self, share: wire.PlanShare) -> None:
+        """A plan for the ranks, or the controller's word that it takes over what the agents agreed on."""
+        agreement = self._stand_in.agreement
+        agreed = agreement.agreed
+        plan = agreement.plan(share)
+        if plan is not None:
+            self._plans.hold(share, plan.generation)
+            self._to_ranks(plan)
+        elif agreed is not None and agreement.agreed is None:
+            self._plans.hold(share, agreed.generation)
+
+    def _on_welcome(self, message: wire.Welcome) -> None:
+        self._reports.configure(message.heartbeat_period, message.progress_seconds)
+        self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
+        self._layout = message.layout
+        self._memory.open(message.run)
+        self._welcomed = True
+        if self._memory.folder is None and self._copies.address:
+            self._copies.refuse()
+            self._register()
+        if self._registered:
+            self._send_status()
+            self._reports.node_events(again=True)
+        self._registered = True
+
+    def _on_end(self, message: wire.End) -> None:
+        """A job that trained to its end lets its scripts finish: they may save something after the last iteration."""
+        if self._over and message.code == 0:
+            return
+        if message.code or message.reason:
+            self._log.say(message.reason)
+        if message.code:
+            self._ended, self._save = True, self._saving(ended=True)
+            self._leave(message.code & 0xFF or 1, "ended by the controller")
+            return
+        self._over = True
+        for rank in self.ranks.values():
+            if rank.status.state != "finished":
+                rank.kill()  # a spare
+        self._end_if_over(time.monotonic())
+
+    def _on_refused(self, message: wire.Refused) -> None:
+        self.refusal, self.alone = message.reason, self.alone or message.alone
+        if message.alone and not message.final and self._registered:
+            self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
+        elif message.replaced or message.apart:
+            self._log.say(message.reason)
+            self._leave(1, "refused by the controller")
+        elif message.final:
+            self._unprotected = True
+            if self._registered and not self.released:
+                what = "this step goes on" if message.alone else "the job trains on"
+                self._log.say(f"{message.reason}; {what} unprotected")
+        elif self._welcomed:
+            self._welcomed = False  # a restarted controller does not know this agent: register again
+            self._register()
+
+    def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
+        self._to_all(message)
+
+    def _to_all(self, message: wire.Message) -> None:
+        self._rank_line.send([slot for slot, rank in self.ranks.items() if rank.alive], message)
+
+    def _tell(self, slot: int, message: wire.Message) -> None:
+        if slot in self.ranks and self.ranks[slot].alive:
+            self._rank_line.send([slot], message)

@@ -1,0 +1,287 @@
+"""Restart mode: the ranks are plain programs that know nothing of Unicron.
+
+The agent speaks the rank protocol for them. A slot is *waiting* without a process until a plan makes a world; then its
+process starts with torchrun's variables and the slot is *running*, the generation's port on the first member's node
+being a new one each time. At a Break the processes are ended and the slots wait again. So a loss is, for the
+controller, what it is in session mode, except that nobody keeps any training state.
+
+The incarnation of a slot rises when the controller has taken it for lost; a process is one incarnation in one
+generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.loop.agent import Agent
+from unicron.ctl.agent.ranks.fence import Fence
+from unicron.ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path
+from unicron.ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
+from unicron.ctl.agent.ranks.zygote_client import Starter
+from unicron.ctl.protocol import wire
+from unicron.transition.snapshot import cuts
+
+YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
+OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error
+PLANNED_SECONDS = 8.0  # between SIGTERM and SIGKILL when nobody is lost: time to save something
+LOOK_SECONDS = 0.05
+DOORS_SECONDS = 1.0
+WITHOUT_CONTROLLER_SECONDS = 60.0  # a node that is through waits so long for the others when nobody tells their end
+NOT_FOR_PROGRAMS = ("UNICRON_AGENT", "UNICRON_SLOT", "UNICRON_INCARNATION", "UNICRON_STACKS")
+
+
+class PlainRank(Rank):
+    """One slot. Its process exists only within a generation."""
+
+    def __init__(self, slot: int, local: int, command: Sequence[str], starter: Starter = COLD):
+        super().__init__(slot, local, command, lambda *_: {}, starter)
+        self.breaking: int | None = None  # the generation for whose Break its process has to end
+        self.told = False  # ... and was sent SIGTERM
+
+    def start(self, incarnation: int) -> None:
+        """A newcomer without a process."""
+        self.status = wire.RankStatus(state="waiting", incarnation=incarnation, changed=time.time())
+
+    def enter(self, generation: int, environment: Mapping[str, str]) -> None:
+        """Its process of this generation. One that cannot be started counts as exited."""
+        self.breaking, self.told = None, False
+        self.status.state, self.status.generation, self.status.changed = "running", generation, time.time()
+        self._begin(environment)
+
+    def break_(self, generation: int) -> bool:
+        """The generations up to this one are over; True when a process has to be ended for it."""
+        if self.status.broken >= generation or self.status.generation > generation:
+            return False
+        if self.child is not None:
+            fresh, self.breaking = self.breaking is None, generation
+            return fresh
+        if self.starting:
+            self.give_up()
+            self._rest(generation)
+        if self.status.state in ("waiting", "finished"):
+            self._rest(generation)
+        return False
+
+    def collect(self) -> None:
+        """The process has ended: because of a Break, or by itself."""
+        super().collect()
+        if self.breaking is not None and (self.told or self.status.state == "finished"):
+            self._rest(self.breaking)
+        self.breaking, self.told = None, False
+
+    def kill(self) -> None:
+        """End the process at once; a slot that waits without one is out, too."""
+        if not self.alive and self.status.state == "waiting":
+            self.status.state, self.status.changed = "exited", time.time()
+        super().kill()
+
+    def _rest(self, generation: int) -> None:
+        incarnation = self.status.incarnation
+        self.status = wire.RankStatus(state="waiting", incarnation=incarnation, broken=generation, changed=time.time())
+
+
+class FreePort:
+    """A port of this node that nothing uses, held until a world takes it; stands in for the rendezvous store of session
+    mode."""
+
+    pid = None
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._used: deque[int] = deque(maxlen=200)
+        self._wanted = False
+        self.port: int | None = None
+
+    def start(self) -> None:
+        """Find a new one: never one of the last 200, whose late clients may still try."""
+        self.close()
+        self._wanted = True
+        for _ in range(PORTS):
+            port = FIRST_PORT + random.randrange(PORTS)
+            if port in self._used:
+                continue
+            holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                holder.bind(("", port))
+            except OSError:
+                holder.close()
+            else:
+                self._socket, self.port = holder, port
+                self._used.append(port)
+                return
+
+    def settle(self) -> None:
+        """One that could not be had is looked for again."""
+        if self._wanted and self.port is None:
+            self.start()
+
+    def close(self) -> None:
+        """Let it go."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self.port = None, None
+
+
+class RestartAgent(Agent):
+    """Runs `command` once per rank of every world that the controller forms; otherwise as :class:`Agent`."""
+
+    AGREES = False
+
+    def __init__(self, place: Place, command: Sequence[str], address: str):
+        super().__init__(place, command, address)
+        self._plain = {slot: PlainRank(slot, local, self.command) for local, slot in enumerate(place.slots)}
+        self.ranks.update(self._plain)
+        self._store = FreePort()
+        self._copies.plain = True
+        self._fence = Fence(self._log.say, self._polling.watch, self._polling.unwatch)
+        self._base = {
+            **{name: value for name, value in outside_the_step(os.environ).items() if name not in NOT_FOR_PROGRAMS},
+            "PYTHONPATH": package_path(os.environ),
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._began = 0.0  # when the present world's processes were started
+        self._term_at = self._kill_at = 0.0
+        self._shares_doors: list[str] = []  # of the last plan
+        self._next: tuple[wire.Plan, float] | None = None  # a world that begins once its doors were tried; until when
+
+    def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
+        per_node = self.place.settings.ranks_per_node
+        one, other = World(0, 1, per_node, "a", 1, self.place.job), World(1, 3, per_node, "b", 2, self.place.job, 1)
+        return one.environment(0, self._base), other.environment(1, self._base)
+
+    @property
+    def _child_pid(self) -> int | None:
+        return self._fence.pid
+
+    def close(self) -> None:
+        super().close()
+        self._containment.attempt("end the watchdog", self._fence.close)
+
+    # ------------------------------------------------------------ orders
+    def _on_plan(self, share: wire.PlanShare) -> None:
+        self._shares_doors = share.doors
+        super()._on_plan(share)
+
+    def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
+        if isinstance(message, wire.Plan):
+            self._enter(message)
+        elif isinstance(message, wire.Break):
+            self._break(message.generation, bool(message.lost))
+
+    def _to_all(self, message: wire.Message) -> None:
+        """Programs hear nothing of the agent; what they save looks for a note beside the images."""
+        if isinstance(message, wire.Cut) and self._memory.folder is not None:
+            with contextlib.suppress(OSError):  # a folder that is gone is said of, and made again
+                cuts.note(self._memory.folder, cuts.Wanted(message.iteration, message.good))
+
+    def _enter(self, plan: wire.Plan) -> None:
+        outside = [rank for rank in self.ranks.values() if rank.slot not in plan.members]
+        if outside:  # a world without this node
+            self._break(plan.generation - 1, False)
+            return
+        ready = [
+            rank
+            for rank in self._plain.values()
+            if rank.status.state == "waiting" and rank.status.broken < plan.generation
+        ]
+        if not ready:
+            self._next = None
+            return
+        now = time.monotonic()
+        if self._next is None or self._next[0].generation != plan.generation:
+            self._next = plan, now + DOORS_SECONDS
+            self._fence.enter(self._shares_doors, now)
+        # A node that is lost in the first second of a world has told the controller of its lease before.
+        if not self._fence.tried and now < self._next[1]:
+            return
+        self._next = None
+        world, self._began = world_of(plan, self.place), now
+        self._store.close()
+        for rank in ready:
+            rank.enter(
+                plan.generation,
+                world.environment(rank.local, self._base)
+                | {"UNICRON_GENERATION": str(plan.generation), **self._memory.environment},
+            )
+            self._processes.attend(rank)
+        self._store.start()
+        self._send_status()
+
+    def _break(self, generation: int, lost: bool) -> None:
+        self._next = None
+        if any([rank.break_(generation) for rank in self._plain.values()]):
+            now = time.monotonic()
+            young = lost and now - self._began < YOUNG_SECONDS
+            self._term_at = now + (OWN_END_SECONDS if young else 0.0)
+            self._kill_at = self._term_at + (STOP_SECONDS if lost else PLANNED_SECONDS)
+        self._press()
+        self._send_status()
+
+    # ------------------------------------------------------------ time
+    def _breaking(self) -> list[PlainRank]:
+        return [rank for rank in self._plain.values() if rank.breaking is not None]
+
+    def _press(self) -> None:
+        """Ends the processes of a broken world, without waiting for them."""
+        now = time.monotonic()
+        for rank in self._breaking():
+            if rank.child is None:
+                continue
+            if not rank.told and now >= self._term_at:
+                rank.told = True
+                rank.child.signal(signal.SIGTERM)
+                rank.child.signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
+            elif rank.told and now >= self._kill_at:
+                rank.kill()
+
+    def _serve(self, seconds: float) -> list[Any]:
+        came = super()._serve(min(seconds, LOOK_SECONDS) if self._breaking() or self._next is not None else seconds)
+        self._press()
+        self._containment.attempt("look after the lease", self._check_lease)
+        if self._next is not None:
+            self._enter(self._next[0])
+        return came
+
+    def _check_lease(self) -> None:
+        """The processes of a world from which this node is cut off end."""
+        inside = [rank for rank in self._plain.values() if rank.child is not None]
+        pids = [rank.child.pid for rank in inside if rank.child is not None]
+        # What the controller has given up for good it forms no other world of.
+        connected = self._line.up or self._unprotected
+        if self._fence.turn(connected, self._trials.muted and not self._unprotected, pids, time.monotonic()):
+            self._log.say(self._fence.told())
+            for rank in inside:
+                rank.kill()
+        if self._reports.fenced != self._fence.holds:
+            self._reports.fenced = self._fence.holds
+            self._send_status()
+
+    def _end_if_over(self, now: float) -> None:
+        """A node that is through waits for the others: if one of them fails, all start again."""
+        silent = now - self._last_heard > WITHOUT_CONTROLLER_SECONDS
+        through = all(rank.status.state == "finished" for rank in self.ranks.values())
+        if self._over or not through or silent:
+            super()._end_if_over(now)
+
+
+def world_of(plan: wire.Plan, place: Place) -> World:
+    """The place of this node in the plan's world: its members' nodes in order of their slots.
+
+    Raises BadMessage for a plan whose store has no port.
+    """
+    per_node = place.settings.ranks_per_node
+    host, _, port = plan.store.rpartition(":")
+    if not (port.isascii() and port.isdigit()):
+        raise wire.BadMessage(f"the plan's world meets at {plan.store!r}, which has no port")
+    elements = sorted({slot // per_node for slot in plan.members})
+    node, before = elements.index(place.element), max(0, plan.generation - 1)
+    return World(node, len(elements), per_node, host.strip("[]"), int(port), place.job, before)

@@ -1,0 +1,83 @@
+"""The plans that an agent's ranks were given last, and what follows from them for this node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from unicron.ctl.protocol import shared_plans, wire
+from unicron.transition.snapshot.images import SHARD, Key
+
+PLANS_HELD = 4  # the ranks are in one of the last
+AT_WORK = frozenset({"entering", "running"})  # states of ranks
+RESTING = frozenset({"starting", "waiting"})  # of those that begin anew
+
+
+class Saving(NamedTuple):
+    """turn(key): of an image, the nodes that come first to write it; None: it is not this node's. rests: nobody trains,
+    as far as this node knows. prunes: older checkpoints go."""
+
+    turn: Callable[[Key], tuple[int, ...] | None]
+    rests: bool
+    prunes: bool
+
+
+class Plans:
+    """slots: of this node's ranks; each node has as many."""
+
+    def __init__(self, slots: Collection[int]) -> None:
+        self._slots, self._here = slots, min(slots) // len(slots)
+        self._held: dict[int, wire.PlanShare] = {}  # by generation
+
+    def hold(self, share: wire.PlanShare, generation: int) -> None:
+        """The ranks are given it, or agreed on it already."""
+        self._held[generation] = share
+        while len(self._held) > PLANS_HELD:
+            del self._held[min(self._held)]
+
+    def share(self, generation: int) -> wire.PlanShare | None:
+        """That plan, for a controller that has lost its log."""
+        return self._held.get(generation)
+
+    @property
+    def _members(self) -> Sequence[int]:
+        return shared_plans.whole(self._held[max(self._held)]).members if self._held else ()
+
+    def saving(self, states: Collection[str], ended: bool) -> Saving | None:
+        """How this node writes its part of a job that ends in the middle of its training; None where it writes none.
+        states: of its ranks. ended: for all, by an error, so the state itself may be what ends it.
+
+        Ranks that begin anew may be those of a job that waits. Or the others train without them, which nobody has told
+        this node: then it comes after them, and writes only where they have written nothing as late.
+        """
+        member = any(slot in self._slots for slot in self._members)
+        if not AT_WORK.isdisjoint(states):
+            return Saving(self.turn, False, not ended)
+        if "stopped" in states or (ended and member):
+            return Saving(self.keeps, True, not ended)
+        return Saving(self.last, True, False) if member and RESTING.issuperset(states) else None
+
+    def turn(self, key: Key) -> tuple[int, ...] | None:
+        """Those of the nodes that train a place of the layout that come before this one; None where it does not train
+        it. A shard is its rank's."""
+        nodes = self._nodes(key)
+        if not nodes:
+            return None if key.kind == SHARD else ()
+        return tuple(nodes[: nodes.index(self._here)]) if self._here in nodes else None
+
+    def keeps(self, key: Key) -> tuple[int, ...] | None:
+        """The same where nobody trains: who has a copy of what others train comes after all of these."""
+        nodes, mine = self._nodes(key), self.turn(key)
+        return tuple(nodes) if mine is None and nodes else mine
+
+    def last(self, key: Key) -> tuple[int, ...] | None:
+        """The same, and this node comes after all others in everything."""
+        return None if self.keeps(key) is None else tuple(node for node in self._nodes(key) if node != self._here)
+
+    def _nodes(self, key: Key) -> list[int]:
+        members = self._members
+        if key.kind == SHARD:
+            slots = [key.slot] if not members or key.slot in members else []
+        else:
+            slots = [slot for slot in members if slot % key.size == key.place]
+        return sorted({slot // len(self._slots) for slot in slots})

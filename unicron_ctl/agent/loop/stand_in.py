@@ -1,0 +1,82 @@
+"""The agent's part in standing in for a controller that is away: :class:`Agreement` with its sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.peer_connections import Peers
+from unicron.ctl.consensus.agreement import Agreement
+from unicron.ctl.protocol import peer_messages, wire
+
+
+class StandIn:
+    """pair: the agent's CURVE keys, public and secret. reachable: False where the job waits for the controller. obey:
+    hands a Break or a plan to the ranks. muted: the network is lost. drop(who, why): of a bad message. say: one line
+    into the job's log.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        place: Place,
+        identity: str,
+        pair: tuple[str, str],
+        reachable: bool,
+        obey: Callable[[wire.Break | wire.Plan], None],
+        muted: Callable[[], bool],
+        drop: Callable[[str, str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._obey, self._muted, self._drop, self._say = obey, muted, drop, say
+        self._line = Peers(context, place.address, pair, say) if reachable else None
+        self.address = self._line.address if self._line is not None else ""
+        self.key = pair[0] if self.address else ""
+        me = wire.Peer(place.element, identity, self.address, self.key)
+        self.agreement = Agreement(me, place.settings.ranks_per_node)
+        self._known: Mapping[str, wire.Peer] = {}
+
+    @property
+    def sockets(self) -> tuple[Any, ...]:
+        """To be polled."""
+        return self._line.sockets if self._line is not None else ()
+
+    def serve(self, now: float) -> None:
+        """Messages of the others have come."""
+        if self._line is not None:
+            self._line.receive(lambda message: self._take(message, now), self._drop)
+            self.carry_out()
+
+    def _take(self, message: peer_messages.AnyPeer, now: float) -> None:
+        if not self._muted():
+            self.agreement.receive(message, now)
+
+    def turn(self, now: float) -> bool:
+        """What time brings; True when the controller is to get a status at once."""
+        self.agreement.tick(now)
+        self.carry_out()
+        return self.agreement.news or self.agreement.to_ask(now)
+
+    def carry_out(self) -> None:
+        """Send and obey what was worked out."""
+        known = self.agreement.known
+        if self._line is not None and known is not self._known:
+            self._known = known
+            self._line.know(known.values())
+        sends, self.agreement.sends = self.agreement.sends, []
+        for peer, message in sends:
+            if self._line is not None and not self._muted():
+                self._line.send(peer, message)
+        orders, self.agreement.orders = self.agreement.orders, []
+        for order in orders:
+            if isinstance(order, wire.Plan):
+                self._say(f"generation {order.generation}: {order.reason}")
+            self._obey(order)
+
+    def close(self) -> None:
+        """Leave no socket behind."""
+        if self._line is not None:
+            self._line.close()

@@ -1,0 +1,1 @@
+"""What the node itself knows, and its helper processes."""

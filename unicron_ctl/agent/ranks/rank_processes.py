@@ -1,0 +1,99 @@
+"""The processes of an agent's ranks: they are started, listened to, and collected when they have ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import zmq
+
+from unicron.ctl.agent.connections.containment import reason
+from unicron.ctl.agent.connections.polling import Polling
+from unicron.ctl.agent.connections.rank_socket import RankLine
+from unicron.ctl.agent.ranks.ranks import Rank
+from unicron.detector.processes.job_output import standard_error
+from unicron.detector.processes.supervise import Child
+
+HOLD_SECONDS = 0.02  # between two looks whether the job's log has taken what waits for it
+
+
+class Processes:
+    """hear(): takes in what the ranks have said. ended(rank): its process has, and its status says so. tell(): the
+    controller, of all ranks. say: one line into the job's log."""
+
+    def __init__(
+        self,
+        polling: Polling,
+        line: RankLine,
+        hear: Callable[[], None],
+        ended: Callable[[Rank], None],
+        tell: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._polling, self._line = polling, line
+        self._hear, self._ended, self._tell, self._say = hear, ended, tell, say
+        self._held: list[Child] = []  # whose output waits until the job's log has taken more
+        self._told: set[str] = set()
+
+    def start(self, rank: Rank, incarnation: int) -> None:
+        """The rank's next process."""
+        folder = self._line.folder
+        try:
+            if self._line.bind_again():
+                self._say(f"{folder} is gone, and is made again: a cleaner of old files must leave it alone")
+        except (OSError, zmq.ZMQError) as error:
+            self._say(f"{folder} is gone, and could not be made again: {reason(error)}")
+        rank.start(incarnation)
+        self.attend(rank)
+
+    def wait(self, ranks: Iterable[Rank], now: float) -> float:
+        """Seconds until :meth:`turn` is to be called whatever happens; infinity when nothing is due."""
+        due = [rank.again - now for rank in ranks if rank.again is not None]
+        return max(0.0, min([*due, HOLD_SECONDS if self._held else float("inf")], default=float("inf")))
+
+    def turn(self, ranks: Iterable[Rank]) -> None:
+        """What is due by time: processes that could not be started are tried again."""
+        if self._held and not standard_error.full:
+            for child in self._held:
+                self._polling.watch(child.stderr, partial(self._pass_stderr, child))
+            self._held = []
+        for rank in ranks:
+            if rank.again is not None and time.monotonic() >= rank.again:
+                rank.retry()
+                self.attend(rank)
+
+    def attend(self, rank: Rank) -> None:
+        """Listen to its new process, and tell the controller of it."""
+        if rank.child is not None:
+            self._polling.watch(rank.child.pidfd, partial(self._collect, rank))
+            self._polling.watch(rank.child.stderr, partial(self._pass_stderr, rank.child))
+        elif rank.again is not None:
+            self._tell_once(f"couldn't start the process of slot {rank.slot}: {rank.short}; it is tried again")
+        elif rank.status.exit is not None:
+            self._say(rank.status.exit.last_line)
+        self._tell()
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._say(text)
+
+    def _pass_stderr(self, child: Child) -> None:
+        if standard_error.full:
+            self._polling.unwatch(child.stderr)
+            self._held.append(child)
+        elif not child.pass_stderr():
+            self._polling.unwatch(child.stderr)
+
+    def _collect(self, rank: Rank) -> None:
+        child = rank.child
+        if child is None:
+            return
+        self._polling.unwatch(child.pidfd)
+        self._polling.unwatch(child.stderr)
+        self._held = [held for held in self._held if held is not child]
+        self._hear()  # what it said last, its exception above all, comes before its end
+        rank.collect()
+        self._ended(rank)
+        self._tell()

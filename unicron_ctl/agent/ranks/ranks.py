@@ -1,0 +1,279 @@
+"""The ranks of one node: their processes, what they last said, and their status for the controller."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import unicron
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter
+from unicron.ctl.protocol import wire
+from unicron.detector.failures.classify import default_classifier
+from unicron.detector.failures.root_cause import one_line
+from unicron.detector.processes.supervise import Child
+
+QUIET_STATES = ("running",)  # a change within these may wait for the next beat of the agent's clock
+STOP_SECONDS = 1.0  # between SIGTERM and SIGKILL
+
+CANNOT_START = 127  # as a shell says it
+PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # of descriptors, processes, memory: it may get some
+START_SECONDS = 60.0  # for a process that cannot be started for want of those
+START_AGAIN_SECONDS = 1.0
+RANK_STATES = ("waiting", "entering", "running", "stopped", "standby", "left", "finished")  # what it may say of itself
+AGENTS_OWN = ("pid", "incarnation", "exit", "changed", "process", "idle")  # of its status: the agent's to know
+
+_rank_fields = wire.RankStatus.__struct_fields__  # in the order of its array
+
+
+COLD = AlwaysCold("there is no template")
+
+
+class Rank:
+    """One slot: its present process and the status that follows from it.
+
+    starter: from which its processes come; coming: the one that is being forked; cold: why its last process was started
+    cold, empty for a warm one. again: when a process that could not be started is tried again (monotonic), None when
+    nothing is; short: of what the node is short then.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        local: int,
+        command: Sequence[str],
+        environment: Callable[[int, int, int], dict[str, str]],
+        starter: Starter = COLD,
+    ):
+        self.slot, self.local = slot, local
+        self._command, self._environment, self.starter = command, environment, starter
+        self.child: Child | None = None
+        self.coming: Coming | None = None
+        self.cold = self.short = ""
+        self.again: float | None = None
+        self._tries_until = 0.0
+        self._wanted: Mapping[str, str] = {}  # the environment of the process that is tried
+        self.status = wire.RankStatus(state="exited", incarnation=-1)
+
+    def start(self, incarnation: int) -> None:
+        """A new process in this slot; the old one must be gone. One that cannot be started counts as exited."""
+        self.status = wire.RankStatus(state="starting", incarnation=incarnation, changed=time.time())
+        self._begin(self._environment(self.slot, self.local, incarnation))
+
+    def _begin(self, environment: Mapping[str, str]) -> None:
+        """A process: warm where that is possible, and then :meth:`arrive` takes it in; else cold, at once."""
+        self._tries_until = time.monotonic() + START_SECONDS
+        self._try(environment)
+
+    def retry(self) -> None:
+        """The process that could not be started is tried again."""
+        self._try(self._wanted)
+
+    def _try(self, environment: Mapping[str, str]) -> None:
+        self.cold, self.again, self._wanted = "", None, environment
+        try:
+            self.coming = self.starter.ask(environment)
+        except OSError as error:
+            self._failed(error)
+            return
+        if self.coming is None:
+            self._begin_cold(environment, self.starter.why)
+
+    def arrive(self) -> None:
+        """The process that is coming has settled: it begins, or is started cold."""
+        assert self.coming is not None
+        coming, self.coming = self.coming, None
+        child = coming.child()
+        if child is None:
+            self._begin_cold(coming.environment, coming.cold or "it ended before it began")
+        else:
+            self._has(child)
+
+    def _begin_cold(self, environment: Mapping[str, str], why: str) -> None:
+        self.cold = why
+        try:
+            self._has(Child(self._command, environment))
+        except (OSError, MemoryError) as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError | MemoryError) -> None:
+        """What the node is short of may be free soon: it is tried again, and then counts as exited."""
+        why = getattr(error, "strerror", "") or str(error) or type(error).__name__
+        passes = isinstance(error, MemoryError) or error.errno in PASSING
+        if passes and (now := time.monotonic()) < self._tries_until:
+            self.again, self.short = now + START_AGAIN_SECONDS, why
+        else:
+            self._ends(CANNOT_START, f"couldn't start {self._command[0]}: {why}")
+
+    def _has(self, child: Child) -> None:
+        self.child = child
+        self.status.pid, self.status.changed = child.pid, time.time()
+
+    def _ends(self, code: int, why: str) -> None:
+        """Without a process of its own."""
+        now = time.time()
+        self.status.state, self.status.changed = "exited", now
+        self.status.exit = wire.Exit(code=code, at=now, lived=0.0, last_line=why)
+
+    @property
+    def alive(self) -> bool:
+        """Its process runs, or is coming."""
+        return self.child is not None or self.starting
+
+    @property
+    def starting(self) -> bool:
+        """Its process is coming, or is tried again."""
+        return self.coming is not None or self.again is not None
+
+    @property
+    def running(self) -> bool:
+        """It trains in its generation, and nothing says that it is about to end."""
+        return self.status.state == "running" and self.status.end is None
+
+    def heard(self, message: dict[str, Any]) -> bool:
+        """Take in a `rank` or `fault` message of the rank's process; True when the controller should know at once.
+
+        Raises msgspec.ValidationError, KeyError or ValueError for a message that does not fit.
+        """
+        if message["incarnation"] != self.status.incarnation or self.status.state in ("exited", "finished"):
+            return False  # of a process that has been replaced
+        if message["kind"] == "fault":
+            said = ("type", "text", "at", "traceback", "cause", "iteration", "micro_batch")
+            fields: dict[str, Any] = {name: message[name] for name in said if name in message}
+            fields |= {"fatal": True, "lived": time.monotonic() - self.child.started if self.child else 0.0}
+            self.status.fault = msgspec.convert(fields, wire.Fault)
+            self.status.changed = time.time()
+            return True
+        before = self.status
+        state = message.get("state", before.state)
+        if message["kind"] != "rank" or state not in RANK_STATES:
+            raise ValueError(f"{message['kind']!r} with the state {state!r}")
+        told = message.keys() - AGENTS_OWN
+        values = [message[name] if name in told else getattr(before, name) for name in _rank_fields]
+        self.status = msgspec.convert(msgspec.to_builtins(values), wire.RankStatus)
+        self.status.changed = time.time()
+        quiet = self.status.state in QUIET_STATES or before.moved != self.status.moved
+        return before.state != self.status.state or not quiet
+
+    def collect(self) -> None:
+        """The process has ended: record how. A rank that trained to the end stays finished, whatever came after."""
+        assert self.child is not None
+        code = self.child.reap(1.0)
+        tail = self.child.tail()
+        now = time.time()
+        if code == 0:
+            self.status.state = "finished"
+        else:
+            if self.status.state != "finished":
+                self.status.state = "exited"
+            self.status.exit = wire.Exit(
+                code=-signal.SIGKILL if code is None else code,
+                at=now,
+                lived=time.monotonic() - self.child.started,
+                last_line=last_words(tail),
+            )
+        self.status.changed = now
+        self.child.close()
+        self.child = None
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self.child is not None:
+            self.child.signal(signal.SIGKILL)
+        elif self.starting:
+            self.give_up()
+            self._ends(-signal.SIGKILL, "")
+
+    def give_up(self) -> None:
+        """The process that is coming is not wanted any more."""
+        self.again = None
+        if self.coming is not None:
+            self.coming.drop()
+            self.coming = None
+
+
+def last_words(tail: str) -> str:
+    """The statement that says why a process ended, as one line (failures.root_cause); the last line where none does."""
+    said, _ = default_classifier().last_words(tail)
+    lines = tail.splitlines()
+    return one_line(said or (lines[-1] if lines else ""))
+
+
+def stop_all(ranks: Sequence[Rank], seconds: float = STOP_SECONDS) -> None:
+    """End all processes: SIGTERM, `seconds` to act on it, SIGKILL. Returns when they are reaped."""
+    for rank in ranks:
+        rank.give_up()
+    running = [(rank, rank.child) for rank in ranks if rank.child is not None]
+    stop_children([child for _, child in running], seconds)
+    for rank, _ in running:
+        rank.collect()
+
+
+def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> None:
+    """SIGTERM, `seconds` to act on it, SIGKILL; nothing is reaped yet."""
+    for child in children:
+        child.signal(signal.SIGTERM)
+        child.signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(not child.ended() for child in children):
+        for child in children:
+            child.pass_stderr()  # a full pipe would keep it from ending
+        time.sleep(0.01)
+    for child in children:
+        if not child.ended():
+            child.signal(signal.SIGKILL)
+
+
+def package_path(base: Mapping[str, str]) -> str:
+    """PYTHONPATH with which a script finds `unicron` where it is not installed."""
+    package_root = str(Path(unicron.__file__).resolve().parent.parent)
+    path = base.get("PYTHONPATH", "")
+    if package_root.endswith("-packages"):
+        return path
+    return f"{path}{os.pathsep}{package_root}" if path else package_root
+
+
+def rank_environment(
+    place: Place, endpoint: str, base: dict[str, str], told: Callable[[], Mapping[str, str]] = dict
+) -> Callable[[int, int, int], dict[str, str]]:
+    """(slot, local rank, incarnation) -> the environment of that rank's process. told: what is known only when it
+    starts.
+
+    RANK and WORLD_SIZE describe the world in which a rank prepares itself, which is its own; the generation's plan
+    gives the real one.
+    """
+    path = package_path(base)
+
+    def environment(slot: int, local: int, incarnation: int) -> dict[str, str]:
+        return {
+            **base,
+            "PYTHONPATH": path,
+            "UNICRON_AGENT": endpoint,
+            "UNICRON_STACKS": stacks_file(endpoint, slot),
+            "UNICRON_SLOT": str(slot),
+            "UNICRON_MAX_RANKS": str(place.settings.max_nodes * place.settings.ranks_per_node),
+            "UNICRON_INCARNATION": str(incarnation),
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(place.settings.ranks_per_node),
+            "MASTER_ADDR": place.address,
+            "MASTER_PORT": "0",
+            "PYTHONUNBUFFERED": "1",
+            **told(),
+        }
+
+    return environment
+
+
+def stacks_file(endpoint: str, slot: int) -> str:
+    """Where a rank writes its stacks when it is asked: beside its channel's socket."""
+    folder = endpoint.removeprefix("ipc://").rpartition("/")[0]
+    return f"{folder}/stacks.{slot}" if folder else ""

@@ -1,0 +1,138 @@
+"""A world of plain programs: torchrun's variables, and what they are when no controller deals the ranks.
+
+A job array's elements cannot see each other except through Slurm, so every agent asks squeue which elements run, waits
+until the answer has stood still, and derives the same world from it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.system.errors import UserError
+from unicron.detector.health.program_output import TooMuchOutput, run_program
+
+SETTLE_SECONDS = 3.0
+LIMIT_SECONDS = 60.0
+FIRST_PORT, PORTS = 20000, 12000  # below the ports that Linux gives to connecting sockets
+MAX_RESTARTS = 1_000_000  # nobody counts them: whether it goes on is the controller's to say
+# What srun tells of its step and of where it runs (srun(1), OUTPUT ENVIRONMENT VARIABLES), and the launchers' own.
+_OF_THE_STEP = re.compile(
+    r"SLURM_(STEP.*|NTASKS.*|NPROCS|PROCID|LOCALID|NODEID|NNODES|JOB_NUM_NODES|NODELIST|JOB_NODELIST|TASKS_PER_NODE|"
+    r"GTIDS|TASK_PID|DISTRIBUTION|LAUNCH_NODE_IPADDR|SRUN_COMM_.*|MPI_TYPE|PMI.*)|PMIX?_.*"
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """A node's part of the job. `node` of `nodes`, counted from 0; `master` is an address of the first node. `run`: the
+    job's id. `restarts`: how many worlds it has had before.
+    """
+
+    node: int
+    nodes: int
+    ranks_per_node: int
+    master: str
+    port: int
+    run: str
+    restarts: int = 0
+
+    def environment(self, local: int, base: Mapping[str, str]) -> dict[str, str]:
+        """`base` with all that torchrun sets for the node's rank `local` (torch.distributed.run, Environment
+        Variables): programs that see a part of it take somebody else for their launcher.
+        """
+        rank, size = str(self.node * self.ranks_per_node + local), str(self.nodes * self.ranks_per_node)
+        usual = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | ({"OMP_NUM_THREADS": "1"} if self.ranks_per_node > 1 else {})
+        return {
+            **usual,
+            **base,
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
+            "GROUP_RANK": str(self.node),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": size,
+            "MASTER_ADDR": self.master,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RUN_ID": self.run,
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(MAX_RESTARTS),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store
+        }
+
+
+def outside_the_step(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what describes the Slurm step. Where that is one element of the job, it would tell a
+    program of a world of one node, and that Slurm has launched it.
+    """
+    return {name: value for name, value in environment.items() if not _OF_THE_STEP.fullmatch(name)}
+
+
+def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> World:
+    """The world of this job as Slurm shows it now. Raises UserError when the job has several nodes and Slurm does not
+    tell which: each would train by itself, and all write the same files.
+    """
+    port = FIRST_PORT + int(place.job) % PORTS
+    ranks = place.settings.ranks_per_node
+    if place.settings.max_nodes == 1:
+        return World(0, 1, ranks, place.address, port, place.job)
+    if "SLURM_ARRAY_TASK_ID" in environment:
+        running = _settled(place.job, place.element)
+        elements = sorted(running)
+    else:
+        hosts = _answer(["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")])
+        running = dict(enumerate(hosts)) if len(hosts) == place.settings.max_nodes else {}
+        elements = list(running)
+    if place.element not in running:
+        raise UserError(
+            f"Slurm does not tell which nodes job {place.job} has, so {place.label} cannot train together with the "
+            "others: see why squeue and scontrol do not answer here"
+        )
+    first = _address(running[elements[0]])
+    return World(elements.index(place.element), len(elements), ranks, first, port, place.job)
+
+
+def _settled(job: str, own: int) -> dict[int, str]:
+    """element -> node of the elements that run, `own` among them, once the answer has stood still; else the last one
+    in time.
+    """
+    deadline = time.monotonic() + LIMIT_SECONDS
+    last: dict[int, str] = {}
+    since = time.monotonic()
+    while time.monotonic() < deadline:
+        now = _running(job)
+        if now != last:
+            last, since = now, time.monotonic()
+        elif own in now and time.monotonic() - since >= SETTLE_SECONDS:
+            break
+        time.sleep(0.5)
+    return last
+
+
+def _running(job: str) -> dict[int, str]:
+    lines = _answer(["squeue", "-h", "-r", "-j", job, "-t", "RUNNING", "-o", "%K %N"])
+    words = [line.split() for line in lines]
+    return {int(pair[0]): pair[1] for pair in words if len(pair) == 2 and pair[0].isdigit()}
+
+
+def _address(node: str) -> str:
+    for word in " ".join(_answer(["scontrol", "-o", "show", "node", node])).split():
+        if word.startswith("NodeAddr="):
+            return word.removeprefix("NodeAddr=")
+    return node
+
+
+def _answer(command: list[str]) -> list[str]:
+    try:
+        done = run_program(command, 10.0)
+    except (OSError, subprocess.TimeoutExpired, TooMuchOutput):
+        return []
+    return done.stdout.decode(errors="replace").splitlines() if done.returncode == 0 else []

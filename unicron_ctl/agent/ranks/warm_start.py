@@ -1,0 +1,103 @@
+"""Whether and with what an agent's ranks start warm: it has the template made, and looks after what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from unicron.ctl.agent.ranks import warm_commands
+from unicron.ctl.agent.ranks.ranks import Rank
+from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter, Template
+from unicron.ctl.system.errors import UserError
+from unicron.detector.processes.supervise import reap_orphans
+
+ORPHANS_SECONDS = 1.0  # between two looks for adopted processes that have ended
+SESSION_NEEDS = (
+    "unicron.transition.session.session"  # what every rank of session mode imports, whatever its script says first
+)
+
+
+class Warmth:
+    """watch, unwatch: a descriptor, and what to call when it can be read. attend: for a rank that has its process at
+    last. say: a line for people, once each."""
+
+    def __init__(
+        self,
+        ranks: Mapping[int, Rank],
+        command: Sequence[str],
+        watch: Callable[[int, Callable[[], object]], None],
+        unwatch: Callable[[int], None],
+        attend: Callable[[Rank], None],
+        say: Callable[[str], None],
+    ):
+        self._ranks, self._command = ranks, command
+        self._watch, self._unwatch, self._attend, self._say = watch, unwatch, attend, say
+        self._template: Template | None = None
+        self._said: set[str] = set()
+        self._looked = 0.0
+
+    def begin(self, one: Mapping[str, str], other: Mapping[str, str], environment: Mapping[str, str]) -> None:
+        """one, other: the environments of two ranks; environment: the agent's."""
+        starter = self._starter(warm_commands.common(one, other), environment)
+        for rank in self._ranks.values():
+            rank.starter = starter
+
+    def _starter(self, template: dict[str, str], environment: Mapping[str, str]) -> Starter:
+        if not warm_commands.wanted(environment):
+            return AlwaysCold(f"{warm_commands.WARM}=0")
+        split = warm_commands.python_command(self._command)
+        if split is None:
+            return AlwaysCold("the command is neither `python SCRIPT.py` nor `python -m MODULE`")
+        try:
+            named = warm_commands.named_modules(environment)
+        except UserError as error:
+            self._tell(str(error))
+            return AlwaysCold(str(error))
+        told = [SESSION_NEEDS] if "UNICRON_AGENT" in template else []
+        self._template = Template(*split, template, named, told, self._watch, self._unwatch)
+        self._template.begin()
+        return self._template
+
+    def fork(self, words: list[str], stdout: int) -> Coming | None:
+        """A warm process with what all ranks have in common of their environment; None where there is no template."""
+        return self._template.ask(self._template.environment, words, stdout) if self._template is not None else None
+
+    # ------------------------------------------------------------ in the agent's loop
+    def settle(self) -> None:
+        """Processes that were forked begin, those that were not start cold."""
+        for rank in self._ranks.values():
+            if rank.coming is not None and rank.coming.settled:
+                rank.arrive()
+                self._attend(rank)
+            if self._template is not None and rank.cold:
+                self._tell(f"its ranks start cold: {rank.cold}")
+
+    def turn(self, now: float, other: int | None) -> None:
+        """What is due by time (monotonic); then :meth:`settle`. other: another process that somebody waits for."""
+        if self._template is not None:
+            self._template.turn(now)
+        coming = any(rank.coming is not None for rank in self._ranks.values())  # its process is not known yet
+        if now - self._looked >= ORPHANS_SECONDS and not coming:
+            self._looked = now
+            known = [rank.child.pid for rank in self._ranks.values() if rank.child is not None]
+            more = (self.pid, other)
+            reap_orphans([*known, *(pid for pid in more if pid is not None)])
+
+    def wait(self, now: float) -> float:
+        """Seconds until :meth:`turn` is to be called whatever happens."""
+        return self._template.wait(now) if self._template is not None else float("inf")
+
+    @property
+    def pid(self) -> int | None:
+        """The template's process."""
+        return self._template.pid if self._template is not None else None
+
+    def close(self) -> None:
+        """The template ends."""
+        if self._template is not None:
+            self._template.close()
+        reap_orphans([])
+
+    def _tell(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)

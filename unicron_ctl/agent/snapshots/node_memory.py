@@ -1,0 +1,431 @@
+"""The node's shared memory for one job: training state that outlives a rank, its requeue and its agent
+(docs/design/memory.md).
+
+The agent makes the folder and says where it is; the ranks write images there (:mod:`snapshot.images`). It is
+held by a lock as long as an agent of the job lives on the node. What nobody holds was left by an agent that was killed
+or told to end: it stays for an element that comes back, and is removed when it has been forgotten for long enough, by
+the next agent of another job of its user or by an epilog.
+
+A job id does not name a training: clusters count from 1, and a log may be lost. So the controller gives each training a
+name of its own (`run`), and without one there is no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import itertools
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from unicron.ctl.agent.connections.identity import Place, memory_every
+from unicron.transition.snapshot import files, folders
+from unicron.transition.snapshot.images import FOLDER, SHARD, STATE, BadImage, Found, Key, inventory
+from unicron.transition.snapshot.shared_memory import AWAY
+
+BASE = "UNICRON_MEMORY_DIR"
+SHARED_MEMORY = "/dev/shm"
+FORGOTTEN_SECONDS = 900.0  # without an agent; slurm_plugin/epilog.d has the same
+TOUCH_SECONDS = 10.0
+BUSY_SECONDS = 0.05  # before what was held in the moment of its removal is looked at again
+BOTH = 2  # buffers in which a rank's state takes turns
+TURNS = 3  # nodes that have the same place: the first writes it at the job's end, the others what those before did not
+TURN_SECONDS = 5.0  # without a sign of the node before; Slurm's KillWait is 30 s
+Before = tuple[int, ...]  # the nodes that have the same place and come first
+Part = tuple[int, ...]  # of a checkpoint: place, of how many, shard, of how many
+_WHOLE = 0, 0  # of a file that does not change any more
+TRIES = 5  # to open a folder that others remove at the same time
+# Job, run, node, uid; an epilog knows the form. Where somebody else has taken the name, something is added to the run.
+_NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+(?:-[0-9a-f]+)?\.(.+)\.(\d+)")
+
+
+class Memory:
+    """Of one agent. folder: None while there is none. Raises UserError for settings that make no sense."""
+
+    def __init__(self, place: Place, environment: Mapping[str, str], complain: Callable[[str], None]):
+        self.folder: Path | None = None
+        self._place, self._complain = place, complain
+        self._base = Path(environment.get(BASE) or SHARED_MEMORY)
+        self._wanted = memory_every(environment) > 0
+        self._descriptor = -1
+        self._touched = 0.0
+
+    def open(self, run: str) -> None:
+        """The controller's word which training this is; the first one counts. Where no folder can be made, that is
+        said, and the job goes on without."""
+        if not (self._wanted and run):
+            return
+        self._wanted = False
+        folder = self._base / f"unicron.{self._place.job}.{run}.{self._place.node}.{os.getuid()}"
+        try:
+            folder = _own_name(folder, run)
+            self._descriptor = _put_unfinished_away(folder, _hold(folder))
+            self.folder = folder
+        except OSError as error:
+            why = f"{error.strerror or error}: see {BASE}, or set UNICRON_MEMORY_EVERY=0"
+            self._complain(f"no training state is kept in memory: couldn't make {folder} ({why})")
+        self._free()
+
+    def _free(self) -> None:
+        """What is unfinished in the own folder goes, and what jobs have left long ago. What else is in the own one
+        stays, however long ago that was left: it is held by now.
+
+        To give back much memory takes many seconds, and an agent that is silent for so long is taken for lost: so a
+        thread does it. Ranks may want that room before it is free. Mostly they do not, since their imports take
+        seconds, too. Else they wait a little while (snapshot.shared_memory), and those that copy after each step try
+        again later. Where the agent ends meanwhile, the next one removes the rest.
+        """
+        arguments = self.folder, self._base, self._place.node, time.time()
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: the next agent removes it
+            threading.Thread(target=_remove_all, args=arguments, name="unicron-sweep", daemon=True).start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ranks are told."""
+        return {FOLDER: str(self.folder) if self.folder is not None else ""}
+
+    def turn(self, now: float) -> None:
+        """Show now and then that the folder is in use. One that somebody has removed is made again: ranks try theirs
+        again and again."""
+        if self.folder is None or now - self._touched < TOUCH_SECONDS:
+            return
+        self._touched = now
+        try:
+            os.utime(self.folder)
+        except FileNotFoundError:
+            with contextlib.suppress(OSError):
+                again = _hold(self.folder)
+                os.close(self._descriptor)
+                self._descriptor = again
+                self._complain(f"somebody has removed {self.folder}, and the training state in it; it is made again")
+        except OSError:
+            pass
+
+    def persist(
+        self,
+        turn: Callable[[Key], Before | None],
+        ends: threading.Event | None = None,
+        cuts: Sequence[int] = (),
+        prunes: bool = True,
+    ) -> None:
+        """The job ends in the middle of its training: the newest states of each place go to the job's checkpoints, if
+        its script makes some. turn(key): the nodes that have that place, too, and come first; None: this one does not
+        write it. ends: is set when nothing is waited for any more. prunes: older checkpoints go.
+
+        The newest two: ranks end in the middle of a copy, so another node may have the newest whole, and this one not.
+        With a distributed optimizer that is so of each shard, which its own rank has.
+
+        cuts: iterations of which the nodes' memories may have all, the surest first, where a part of the newest ones
+        may have been lost with a node. Each is written whole before the next one, for there may be little time.
+        """
+        where = files.destination(self.folder) if self.folder is not None else None
+        if where is None or self.folder is None:
+            return
+        ends = ends or threading.Event()
+        images = [each for each in inventory(self.folder) if turn(each.key) is not None and _fit_for_files(each)]
+        for cut in cuts:
+            of_it = [each for each in images if each.key.iteration == cut]
+            self._write_in_turn(_newest(of_it, 1), turn, where, ends, prunes, alone=True)
+        newer = [each for each in images if each.key.iteration not in cuts]
+        self._write_in_turn(_newest(newer, BOTH), turn, where, ends, prunes)
+
+    def _write_in_turn(
+        self,
+        parts: list[list[Found]],
+        turn: Callable[[Key], Before | None],
+        where: files.Destination,
+        ends: threading.Event,
+        prunes: bool,
+        alone: bool = False,
+    ) -> None:
+        """The first nodes begin at once. A later one writes what is missing when those before it have done nothing for
+        TURN_SECONDS each: they may have no memory. It looks before it writes what it is first for, which may take long:
+        so it sees what went on meanwhile. alone: files of later iterations are of no use in place of these."""
+        turns: dict[Before, dict[Part, list[Found]]] = defaultdict(dict)
+        for each in parts:
+            before = turn(each[0].key)
+            if before is not None and len(before) < TURNS:
+                turns[before][_part(each[0].key)] = each
+        first = turns.pop((), {})
+        now = time.monotonic()
+        waiting = _look([_Turn(due, len(before), now, alone) for before, due in turns.items()], where.folder)
+        self._write(list(itertools.chain(*first.values())), where, prunes)
+        pause = TURN_SECONDS / 16
+        while waiting:
+            if ends.wait(max(0.0, min(pause, min(each.until for each in waiting) - time.monotonic()))):
+                return
+            waiting = _look(waiting, where.folder)
+            now = time.monotonic()
+            due = [found for each in waiting if now >= each.until for found in each.missing()]
+            waiting = [each for each in waiting if now < each.until]
+            self._write(due, where, prunes, last_first=True)
+            pause *= 2
+
+    def _write(self, images: list[Found], where: files.Destination, prunes: bool, last_first: bool = False) -> None:
+        """Their files, the newest first. last_first: of each iteration the last part first. So a node that writes what
+        another one writes after all, which it could not see, meets it in the middle: what is there stays as it is."""
+        images = sorted(images, reverse=last_first, key=lambda each: _part(each.key))
+        for found in sorted(images, reverse=True, key=lambda each: _age(each.key)):
+            try:
+                path = files.persist(found, where.folder)
+                self._complain(f"the training state of iteration {found.key.iteration} was saved in {path.parent}")
+            except Exception as error:  # whatever it is: the others are saved
+                why = str(error) or type(error).__name__
+                self._complain(f"couldn't save the training state of iteration {found.key.iteration}: {why}")
+        if prunes and any(folders.prunes(found.key) for found in images):
+            with contextlib.suppress(OSError):
+                folders.prune(where.folder, where.keep)
+
+    def close(self, over: bool) -> None:
+        """Let go of it. over: the job has ended, nobody will want it; unless other agents of it still live here."""
+        if self.folder is None:
+            return
+        with contextlib.suppress(OSError):
+            os.utime(self.folder)
+            self.folder.rmdir()  # where nothing was kept
+        if over:
+            _remove_if_unheld(self.folder, self._descriptor)
+        os.close(self._descriptor)
+        self.folder = None
+
+
+def _newest(images: Iterable[Found], most: int) -> list[list[Found]]:
+    """Of each part that an image is of the newest so many, the newest first."""
+    states: dict[tuple[int, ...], dict[tuple[int, int], Found]] = defaultdict(dict)
+    for found in images:
+        states[found.key.place, found.key.shard, found.key.count][_age(found.key)] = found
+    return [[each[age] for age in sorted(each, reverse=True)[:most]] for each in states.values()]
+
+
+def _age(key: Key) -> tuple[int, int]:
+    return key.iteration, key.base
+
+
+def _part(key: Key) -> Part:
+    return key.place, key.size, key.shard, key.count
+
+
+class _Turn:
+    """What the same nodes have, too, and come first for. nodes: how many; due: of each part the images, newest first.
+    alone: all of one iteration, which others make no difference to.
+
+    A node writes its parts one after the other, so a file that comes or grows shows that all of these parts are in
+    hand, also those that nobody has begun. It says nothing of parts that other nodes come first for, which may have no
+    memory. Only what changes between two looks counts: what a process has left that died does not change.
+    """
+
+    def __init__(self, due: Mapping[Part, list[Found]], nodes: int, now: float, alone: bool):
+        self._due, self._patience, self._alone = due, nodes * TURN_SECONDS, alone
+        self._seen: dict[Path, tuple[int, int]] = {}
+        self._there: set[Part] = set()
+        self.until = now + self._patience  # this node's turn, where nothing happens any more
+
+    def look(self, begun: Iterable[folders.Begun], now: float) -> None:
+        """begun: the files that there are."""
+        ours = [each for each in begun if each.iteration >= self._oldest(each.part)]
+        seen = {each.path: _WHOLE if each.whole else _changes(each.path) for each in ours}
+        if any(self._seen.get(path) != what for path, what in seen.items()):
+            self.until = now + self._patience
+        self._seen |= seen
+        counts = (each for each in ours if not self._alone or each.iteration == self._oldest(each.part))
+        self._there |= {each.part for each in counts if each.whole}
+
+    def missing(self) -> list[Found]:
+        """The images of the parts of which there is no file of their iterations or, where that will do, a later one."""
+        return [found for part, images in self._due.items() if part not in self._there for found in images]
+
+    def _oldest(self, part: Part) -> float:
+        return self._due[part][-1].key.iteration if part in self._due else math.inf
+
+
+def _look(turns: list[_Turn], folder: Path) -> list[_Turn]:
+    """One look at the checkpoints in `folder`; returns those of which something is missing."""
+    begun: list[folders.Begun] = []
+    if turns:
+        with contextlib.suppress(OSError):
+            begun.extend(folders.begun(folder, min(found.key.iteration for each in turns for found in each.missing())))
+    now = time.monotonic()
+    for each in turns:
+        each.look(begun, now)
+    return [each for each in turns if each.missing()]
+
+
+def _changes(path: Path) -> tuple[int, int]:
+    """What changes while somebody writes it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return -1, -1  # it is gone, or has its own name by now
+    return status.st_size, status.st_mtime_ns
+
+
+def _fit_for_files(found: Found) -> bool:
+    """It is a whole part of a checkpoint. A shard is one where its head says what is in it."""
+    if found.key.kind not in (STATE, SHARD):
+        return False
+    try:
+        return bool(files.file_head(found.key, found.read()[0]))
+    except (OSError, BadImage, ValueError, TypeError):
+        return False
+
+
+def within(seconds: float, what: Callable[[], None]) -> None:
+    """In a thread; what hangs, as on a file system that is away, is left behind."""
+    thread = threading.Thread(target=what, name="unicron-within", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread is to be had
+        what()
+    else:
+        thread.join(seconds)
+
+
+def _remove_all(folder: Path | None, base: Path, node: str, now: float) -> None:
+    """What was put away in `folder`, which ranks of this job want first, and what other jobs have left."""
+    with contextlib.suppress(OSError):
+        for path in list(folder.glob(f"{AWAY}*")) if folder is not None else ():
+            path.unlink(missing_ok=True)
+    sweep(base, node, now)
+
+
+def sweep(base: Path, node: str, now: float, uid: int | None = None) -> list[Path]:
+    """Removes what jobs of this user have left on this node and nobody has held for FORGOTTEN_SECONDS. now: of the wall
+    clock."""
+    found = list(_leftovers(base, node, os.getuid() if uid is None else uid, now))
+    gone = [path for path in found if _remove(path, now)]
+    if len(gone) < len(
+        found
+    ):  # somebody may have looked just then whether they are held (unicron.transition.snapshot.shared_memory)
+        time.sleep(BUSY_SECONDS)
+        gone += [path for path in found if path not in gone and _remove(path, now)]
+    return gone
+
+
+def _leftovers(base: Path, node: str, uid: int, now: float) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for path in base.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match is None or match[1] != node or match[2] != str(uid):
+                continue
+            with contextlib.suppress(OSError):
+                if _is_forgotten(path.lstat(), now):
+                    yield path
+
+
+def _is_forgotten(status: os.stat_result, now: float) -> bool:
+    return now - status.st_mtime > FORGOTTEN_SECONDS
+
+
+def _remove(path: Path, now: float) -> bool:
+    try:
+        descriptor = _open(path)
+    except OSError:
+        return False
+    try:
+        return _remove_if_unheld(path, descriptor, now)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_if_unheld(path: Path, descriptor: int, now: float | None = None) -> bool:
+    """now: of the wall clock, for what is to go only if it is still forgotten: who has come back to it may be between
+    two locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if now is not None and not _is_forgotten(os.fstat(descriptor), now):
+            return False
+    except OSError:
+        return False
+    shutil.rmtree(path, ignore_errors=True)
+    return True
+
+
+def _own_name(folder: Path, run: str) -> Path:
+    """The name under which this user's folder is, or can be made: anybody may have made one of the usual name before,
+    for it shows on each node of the job. Raises OSError."""
+    if not _is_others(folder):
+        return folder
+    head, tail = folder.name.split(f".{run}.", 1)
+    for path in sorted(folder.parent.glob(f"{glob.escape(head)}.{run}-*.{glob.escape(tail)}")):
+        if _NAME.fullmatch(path.name) and not _is_others(path):
+            return path
+    return folder.parent / f"{head}.{run}-{secrets.token_hex(4)}.{tail}"
+
+
+def _is_others(folder: Path) -> bool:
+    """Something is there, and it is no folder of this user's that nobody else can enter."""
+    try:
+        os.close(_open(folder))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _put_unfinished_away(folder: Path, descriptor: int) -> int:
+    """What processes were making that ended gets a name under which it is removed; nobody makes anything while this
+    agent alone is there, without ranks. Returns the descriptor that holds the folder from now on. Raises OSError.
+
+    A lock that becomes another one is given up for a moment (flock(2)), in which somebody may take it who has found the
+    folder forgotten. So it is shown first that it is in use; and where it was taken all the same, the folder is held
+    anew, without a wait for who has it.
+    """
+    with contextlib.suppress(OSError):
+        os.utime(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in list(folder.glob("*.new")):
+            if not path.name.startswith(AWAY):
+                path.rename(folder / f"{AWAY}{path.name}")
+    return descriptor if _share(folder, descriptor) else _hold(folder)
+
+
+def _hold(folder: Path) -> int:
+    """A descriptor of the folder, which is made if it has to be, with a shared lock on it. Raises OSError."""
+    for _ in range(TRIES):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        try:
+            descriptor = _open(folder)
+        except FileNotFoundError:
+            continue
+        if _share(folder, descriptor):
+            return descriptor
+        time.sleep(0.01)
+    raise OSError("others keep removing it")
+
+
+def _share(folder: Path, descriptor: int) -> bool:
+    """A shared lock on the folder; where somebody is removing it there is none, and the descriptor is closed. Raises
+    OSError."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), folder.lstat()):
+            return True
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return False
+
+
+def _open(folder: Path) -> int:
+    """Raises PermissionError for a folder that is not this user's own: anybody may write where it lies."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(descriptor)
+        raise PermissionError(1, "it is another user's")
+    return descriptor

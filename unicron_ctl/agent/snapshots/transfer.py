@@ -1,0 +1,494 @@
+"""Images on their way between the agents of a job: plain TCP, for the data are large (docs/design/memory.md).
+
+A connection begins with a proof: the server sends a number that it uses once, the client answers with its HMAC under
+the server's token, which only the controller and the job's other agents know. Strangers take no place of those who have
+proved themselves, and of too many the one that came first goes. What follows is as open as the collectives' own
+traffic. Every image carries its checksums: the receiver works them out as it comes, and says so when they do not match;
+then the sender looks at what it has, and removes what is damaged. Each wait has a limit, and so has the whole; while a
+receiver makes room for a large image before it takes a byte, it is given the time for that.
+
+    server                       client
+    16 bytes                 ->
+                             <-  HMAC-SHA256 (32 bytes), length and MessagePack of the request
+    put: "go", or "no", length and why not, or "so" when so many others are served ->
+                             <-  the image's bytes, then "whole" or nothing
+    "kept", or "harm"        ->
+    get: length (8 bytes), or 0 when so many others are served ->
+    the image's bytes, "whole"
+                             <-  "kept", or "harm"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import math
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+
+from unicron.ctl.agent.snapshots.sums import Sums, sound
+from unicron.ctl.system.addresses import join, listen_at, split
+from unicron.transition.snapshot.cuts import COPY_PREFIX as PREFIX
+from unicron.transition.snapshot.images import COPIED, PAGE, STATE, SUFFIX, USER, BadImage, Found, Key, inventory, look
+from unicron.transition.snapshot.shared_memory import allocate
+
+SILENT_SECONDS = 30.0  # without a byte; then a connection is given up
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}  # the same, of a kernel
+LEAST_RATE = 1e5  # bytes a second in all; what is slower is given up, too
+ROOM_RATE = 2.5e8  # bytes a second for which a receiver makes room, at least
+PROOF_SECONDS = 5.0  # for the whole proof
+PAUSE_SECONDS = 0.5  # after a connection that could not be taken
+STRANGERS = 32  # connections that have proved nothing yet
+AT_ONCE = 8  # others that are served
+PIECE = 1 << 22  # bytes between two looks at the clock
+MOST_REQUEST = 4096  # bytes
+NONCE, PROOF = 16, hashlib.sha256().digest_size
+GO, NO, SO, WHOLE, KEPT, HARM = b"go", b"no", b"so", b"whole", b"kept", b"harm"
+MOST_REASON = 400  # bytes
+_LENGTH = struct.Struct("<Q")
+Wanted = Callable[[], bool]
+
+
+class TransferError(OSError):
+    """An image did not get through; one line says why."""
+
+
+class NoRoom(TransferError):
+    """Whoever wanted it cannot take it; who has it is not to blame."""
+
+
+class Busy(TransferError):
+    """Whoever is to take it, or to give it, serves others; it will."""
+
+
+class Unwanted(Exception):
+    """An image that nobody wants any more was not sent to its end. rate: bytes a second until then, 0 for too few."""
+
+    def __init__(self, sent: int, seconds: float, length: int):
+        super().__init__(f"{sent} of {length} bytes went in {seconds:.0f} s, and then it was not wanted any more")
+        self.rate = sent / max(1e-6, seconds) if sent >= PIECE else 0.0
+
+
+class Damaged(TransferError):
+    """What has come does not match its checksum."""
+
+
+class News(NamedTuple):
+    """Of a server. problem: said once; more: what changes from one time to the next, said with it."""
+
+    problem: str = ""
+    more: str = ""
+
+
+class Meter:
+    """moved: bytes of images that were sent and received, in whatever threads."""
+
+    def __init__(self) -> None:
+        self.moved = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self.moved += count
+
+
+def copy_name(key: Key) -> str:
+    """Of the file that holds a copy. What scripts keep in worlds of two sizes may be of one iteration."""
+    kind = "" if key.kind == STATE else f"{key.kind}-"
+    world = f"{int(key.size)}-{int(key.base)}-" if key.kind == USER else ""
+    return f"{PREFIX}{kind}{world}{int(key.slot)}-{int(key.shard)}-{int(key.iteration)}{SUFFIX}"
+
+
+# ------------------------------------------------------------ the server
+class _Strangers:
+    """Connections that have proved nothing yet, the one that came first in front. One too many and that one is shut:
+    whoever has the token proves it at once, and strangers who only wait keep nobody out."""
+
+    def __init__(self) -> None:
+        self._there: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()  # nobody shuts what is closed, for its descriptor may be another file's
+
+    def add(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._there[connection] = None
+            if len(self._there) > STRANGERS:
+                first = next(iter(self._there))
+                del self._there[first]
+                with contextlib.suppress(OSError):
+                    first.shutdown(socket.SHUT_RDWR)
+
+    def leave(self, connection: socket.socket) -> bool:
+        """It is none any more, or is to be closed; False where it was shut."""
+        with self._lock:
+            if connection not in self._there:
+                return False
+            del self._there[connection]
+            return True
+
+
+class Server:
+    """Takes images into a folder and gives those that are there, to whoever has the token. In threads of its own.
+
+    folder(): None while there is none. news(news): one has come, or there is one less, or could not be taken, and
+    why. address: host:port, empty where nothing could be bound.
+    """
+
+    def __init__(self, folder: Callable[[], Path | None], host: str, news: Callable[[News], None], meter: Meter):
+        self._where, self._news, self._meter = folder, news, meter
+        self.token = secrets.token_hex(16)
+        self._strangers, self._slots = _Strangers(), threading.BoundedSemaphore(AT_ONCE)
+        self._closing = False
+        self._socket, self.address = _listen(host)
+        if self._socket is not None:
+            threading.Thread(target=self._run, name="unicron-images", daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody is served any more."""
+        self._closing = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+
+    def _run(self) -> None:
+        assert self._socket is not None
+        while not self._closing:
+            try:
+                self._begin(self._socket.accept()[0])
+            except (OSError, RuntimeError) as error:  # a lost connection, no descriptor or no thread left: that passes
+                if not self._closing:
+                    why = getattr(error, "strerror", "") or str(error)
+                    what = "a connection for copies of the training state could not be taken"
+                    self._news(News(f"{what}: {why}; it goes on"))
+                    time.sleep(PAUSE_SECONDS)
+
+    def _begin(self, connection: socket.socket) -> None:
+        """It is served in a thread of its own. Raises RuntimeError where there is none to be had."""
+        self._strangers.add(connection)
+        try:
+            threading.Thread(target=self._serve, args=(connection,), name="unicron-image", daemon=True).start()
+        except RuntimeError:
+            self._strangers.leave(connection)
+            connection.close()
+            raise
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                try:
+                    request = self._proven(connection)
+                finally:
+                    stays = self._strangers.leave(connection)
+                if not stays:
+                    return
+                if not self._slots.acquire(blocking=False):
+                    gets = msgpack.unpackb(request)["what"] == "get"
+                    connection.sendall(_LENGTH.pack(0) if gets else SO)
+                    return
+                try:
+                    connection.settimeout(SILENT_SECONDS)
+                    _watch(connection)
+                    self._answer(connection, msgpack.unpackb(request))
+                finally:
+                    self._slots.release()
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, BadImage, msgpack.UnpackException):
+            pass  # the other side sees that nothing came, and says so
+
+    def _proven(self, connection: socket.socket) -> bytes:
+        """The request of somebody who has the token. Raises OSError."""
+        until, nonce = time.monotonic() + PROOF_SECONDS, secrets.token_bytes(NONCE)
+        connection.settimeout(PROOF_SECONDS)
+        connection.sendall(nonce)
+        proof = _receive(connection, PROOF, until)
+        length = _LENGTH.unpack(_receive(connection, _LENGTH.size, until))[0]
+        if length > MOST_REQUEST:
+            raise TransferError("no request is as long")
+        request = _receive(connection, length, until)
+        if not hmac.compare_digest(proof, _proof(self.token, nonce, request)):
+            raise TransferError("the proof is wrong")
+        return request
+
+    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        folder = self._where()
+        if folder is None:
+            return
+        if request["what"] == "get":
+            found = find(folder, Key(**request["key"]))
+            if found is not None:
+                connection.sendall(_LENGTH.pack(found.used))
+                _send_image(connection, found, 0.0, self._meter, _room_seconds(found.used))
+                if _receive(connection, len(KEPT)) == HARM and (problem := examine(found)):
+                    self._news(News(problem))
+        elif request["what"] == "put":
+            self._take(connection, folder, int(request["bytes"]))
+
+    def _take(self, connection: socket.socket, folder: Path, length: int) -> None:
+        try:
+            draft = _Draft(folder, length)
+        except (OSError, OverflowError) as error:
+            what, why = _no_room(folder, length, error)
+            self._news(News(f"a copy of another node's training state is not kept: {what}", why))
+            said = (what + why).encode()[:MOST_REASON]
+            connection.sendall(NO + _LENGTH.pack(len(said)) + said)
+            return
+        try:
+            with draft:
+                connection.sendall(GO)
+                draft.receive(connection, self._meter)
+                draft.keep()
+        except Damaged:
+            connection.sendall(HARM)
+            raise
+        self._news(News())
+        connection.sendall(KEPT)
+
+
+def examine(found: Found) -> str:
+    """Somebody got it damaged. Where it is so here it is removed, and the text says so; empty where it is not."""
+    try:
+        if sound(found):
+            return ""
+    except BadImage:
+        pass  # its head is
+    found.path.unlink(missing_ok=True)
+    return f"{found.path}: its data do not match their checksum; removed"
+
+
+def _listen(host: str) -> tuple[socket.socket | None, str]:
+    for interface in (host, ""):  # the name of a node need not be one of its interfaces'
+        with contextlib.suppress(OSError):
+            listening = listen_at(interface, STRANGERS)
+            return listening, join(host, listening.getsockname()[1])
+    return None, ""
+
+
+class _Draft:
+    """A file that is being received; it is gone where it was not kept. Raises OSError, OverflowError where there is no
+    room for it, BadImage."""
+
+    def __init__(self, folder: Path, length: int):
+        if not PAGE <= length:
+            raise BadImage(f"{length} bytes are no image")
+        self._folder, self._length, self._sums = folder, length, Sums()
+        self._path = folder / f"{PREFIX}{os.getpid()}.{threading.get_native_id()}.new"
+        self._file = self._path.open("wb")
+        try:
+            allocate(self._path, self._file.fileno(), self._length)
+        except (OSError, OverflowError):
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> _Draft:
+        return self
+
+    def receive(self, connection: socket.socket, meter: Meter) -> None:
+        """All of it, and the word that it is whole."""
+        at, offset, buffer, until = 0, 0, memoryview(bytearray(PIECE)), _latest(self._length)
+        while at < self._length:
+            piece = buffer[: min(self._length - at, PIECE)]
+            _fill(connection, piece, meter)
+            self._file.write(piece)
+            if not at:
+                self._file.flush()
+                offset = look(self._path).offset
+            self._sums.add(piece[min(len(piece), max(0, offset - at)) :])
+            at += len(piece)
+            if time.monotonic() > until:
+                raise TransferError(f"it came too slowly: {at} of {self._length} bytes")
+        if _receive(connection, len(WHOLE)) != WHOLE:
+            raise TransferError("it was overwritten while it was sent")
+
+    def keep(self) -> Found:
+        """It gets its name. Raises BadImage where its first page is not sound, Damaged where the rest is not."""
+        self._file.flush()
+        found = look(self._path)
+        if found.key.kind not in COPIED:
+            raise BadImage(f"an image of the kind {found.key.kind!r} is no copy")
+        if found.used != self._length:
+            raise BadImage(f"an image of {found.used} bytes came as {self._length}")
+        if self._sums.digest() != found.sums or not _head_is_sound(found):
+            raise Damaged("what came does not match its checksum")
+        path = self._folder / copy_name(found.key)
+        self._path.replace(path)
+        return look(path)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _head_is_sound(found: Found) -> bool:
+    try:
+        found.read()
+    except BadImage:
+        return False
+    return True
+
+
+# ------------------------------------------------------------ the client
+def put(found: Found, address: str, token: str, meter: Meter, rate: float = 0.0, wanted: Wanted = lambda: True) -> None:
+    """Give an image to the agent at `address`. rate: bytes a second at most, 0 for no limit. wanted(): it still is.
+
+    Raises OSError, BadImage where the image was overwritten meanwhile, or is damaged: then it is gone; Unwanted.
+    """
+    with _connected(address, token, {"what": "put", "bytes": found.used}) as connection:
+        connection.settimeout(_room_seconds(found.used))
+        said = _receive(connection, len(GO))
+        connection.settimeout(SILENT_SECONDS)
+        if said == SO:
+            raise Busy("it serves others")
+        if said != GO:
+            length = min(MOST_REASON, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0])
+            raise TransferError(_receive(connection, length).decode(errors="replace"))
+        _send_image(connection, found, rate, meter, wanted=wanted)
+        answer = _receive(connection, len(KEPT))
+        if answer == HARM and (problem := examine(found)):
+            raise BadImage(problem)
+        if answer != KEPT:
+            raise Damaged(f"{address} has not kept it: it came damaged")
+
+
+def get(key: Key, folder: Path, address: str, token: str, meter: Meter) -> Found:
+    """Get an image from the agent at `address` into `folder`. Raises OSError, Busy, NoRoom where this side cannot take
+    it, BadImage."""
+    with _connected(address, token, {"what": "get", "key": asdict(key)}) as connection:
+        length = _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]
+        if not length:
+            raise Busy("it serves others")
+        try:
+            with _drafted(folder, length) as draft:
+                draft.receive(connection, meter)
+                found = draft.keep()
+        except Damaged:
+            connection.sendall(HARM)
+            raise
+        connection.sendall(KEPT)
+    if found.key != key:
+        found.path.unlink()
+        raise BadImage(f"{address} has sent another image than was asked for")
+    return found
+
+
+def _drafted(folder: Path, length: int) -> _Draft:
+    try:
+        return _Draft(folder, length)
+    except (OSError, OverflowError) as error:
+        raise NoRoom("".join(_no_room(folder, length, error))) from error
+
+
+def _no_room(folder: Path, length: int, error: Exception) -> tuple[str, str]:
+    """For people: for what there is none, and why, with figures that change from one time to the next."""
+    return f"there is no room for {length / 1e6:.1f} MB in {folder}", f": {getattr(error, 'strerror', '') or error}"
+
+
+def find(folder: Path, key: Key) -> Found | None:
+    """The image in the folder, if it is there and whole."""
+    return next((found for found in inventory(folder) if found.key == key), None)
+
+
+@contextlib.contextmanager
+def _connected(address: str, token: str, request: dict[str, Any]):
+    with socket.create_connection(split(address), SILENT_SECONDS) as connection:
+        connection.settimeout(SILENT_SECONDS)
+        _watch(connection)
+        nonce, data = _receive(connection, NONCE), msgpack.packb(request)
+        connection.sendall(_proof(token, nonce, data) + _LENGTH.pack(len(data)) + data)
+        yield connection
+
+
+# ------------------------------------------------------------ both
+def _watch(connection: socket.socket) -> None:
+    """Who makes room for a large image says nothing for long, but his kernel answers; where it does not the connection
+    ends."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _proof(token: str, nonce: bytes, request: bytes) -> bytes:
+    return hmac.digest(token.encode(), nonce + request, "sha256")
+
+
+def _latest(length: int) -> float:
+    """When it is to be over, however slow."""
+    return time.monotonic() + SILENT_SECONDS + length / LEAST_RATE
+
+
+def _room_seconds(length: int) -> float:
+    """For the other side to make room for so many bytes, before it answers or takes the first."""
+    return SILENT_SECONDS + length / ROOM_RATE
+
+
+def _fill(connection: socket.socket, piece: memoryview, meter: Meter) -> None:
+    while len(piece):
+        count = connection.recv_into(piece)
+        if not count:
+            raise TransferError("the connection ended in the middle")
+        meter.add(count)
+        piece = piece[count:]
+
+
+def _send_image(
+    connection: socket.socket, found: Found, rate: float, meter: Meter, room: float = 0.0, wanted: Wanted = lambda: True
+) -> None:
+    """Its bytes, and at the end that they were those of one image. room: seconds in which the other side may still make
+    room for them, and takes none: what is sent first lies in the sockets until then."""
+    try:
+        _send_bytes(connection, found, rate, meter, room, wanted)
+    except ConnectionError:
+        _compare(found)  # whoever sees it torn takes no more of it
+        raise
+    _compare(found)
+    connection.sendall(WHOLE)
+
+
+def _compare(found: Found) -> None:
+    if look(found.path) != found:
+        raise BadImage(f"{found.path}: overwritten while it was sent")
+
+
+def _send_bytes(
+    connection: socket.socket, found: Found, rate: float, meter: Meter, room: float, wanted: Wanted
+) -> None:
+    began, sent, until = time.monotonic(), 0, _latest(found.used)
+    with found.path.open("rb") as file:
+        while sent < found.used:
+            count = min(PIECE, found.used - sent)
+            connection.settimeout(max(SILENT_SECONDS, began + room - time.monotonic()))
+            if connection.sendfile(file, sent, count) != count:
+                raise TransferError(f"{found.path}: cut off")
+            sent += count
+            meter.add(count)
+            if time.monotonic() > until:
+                raise TransferError(f"it went too slowly: {sent} of {found.used} bytes")
+            if sent < found.used and not wanted():
+                raise Unwanted(sent, time.monotonic() - began, found.used)
+            ahead = sent / rate - (time.monotonic() - began) if rate else 0.0
+            if ahead > 0:
+                time.sleep(min(ahead, SILENT_SECONDS / 2))
+
+
+def _receive(connection: socket.socket, count: int, until: float = math.inf) -> bytes:
+    """So many bytes. until: when all of them are to be there; else each wait has the connection's own limit."""
+    data = bytearray()
+    while len(data) < count:
+        if until < math.inf:
+            if (left := until - time.monotonic()) <= 0:
+                raise TransferError("the other side is too slow")
+            connection.settimeout(left)
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise TransferError("the other side ended the connection")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,182 @@
+"""The `unicron-agent` program: `unicron-agent run -- COMMAND...` in front of a training command."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+import unicron
+from unicron.ctl.agent.connections.containment import reason
+from unicron.ctl.agent.ranks.warm_commands import wanted
+from unicron.ctl.agent.start import untouched
+from unicron.ctl.agent.start.bare import without_agent
+from unicron.ctl.agent.start.mode import Mode, asked_mode, choose_mode, launched, only_helps
+from unicron.ctl.agent.start.resources import shortage
+from unicron.ctl.protocol.wire import SESSION
+from unicron.ctl.system import program as programs
+from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.one_thread import one_thread
+
+if TYPE_CHECKING:
+    from unicron.ctl.agent.connections.identity import Place
+    from unicron.ctl.agent.loop.agent import Agent
+
+REGISTER_TIMEOUT = "10"  # seconds to find the controller before the job runs unprotected
+FLUSH_SECONDS = 2.0  # without progress, for the last lines of a job's log
+NO_ADDRESS = (errno.EINVAL, errno.EPROTONOSUPPORT, errno.ENODEV)  # what ZeroMQ says of one
+PACKAGE = "unicron"
+
+
+def import_folders(command: Sequence[str], folder: str, python_path: str) -> list[Path]:
+    """Where the command's Python looks before it comes to unicron's packages: beside its script, then PYTHONPATH."""
+    beside = Path(folder)
+    for word in command:
+        if word in ("-m", "-c"):  # the working folder leads then
+            break
+        if word.endswith(".py"):
+            beside = Path(folder, word).resolve().parent
+            break
+    return [beside.resolve(), *(Path(folder, part).resolve() for part in python_path.split(os.pathsep) if part)]
+
+
+def hidden_packages(folders: Sequence[Path]) -> list[Path]:
+    """The user's files that Python would import in place of the package `unicron`."""
+    own = Path(unicron.__file__).resolve().parent.parent
+    found = []
+    for folder in folders:
+        if folder == own:
+            break  # what comes later is not reached
+        for path in (folder / f"{PACKAGE}{end}" for end in (".py", "")):
+            if path.is_file() or (path / "__init__.py").is_file():
+                found.append(path)
+    return found
+
+
+def check_command(command: Sequence[str], option: str | None = None) -> Mode:
+    """The mode in which the command is healed. Raises UserError for a command that cannot work."""
+    asked = asked_mode(option, os.environ)
+    if not command:
+        raise UserError("no command: write `unicron-agent run -- python train.py ...`", WRONG_USE)
+    if shutil.which(command[0]) is None:
+        raise UserError(f"{command[0]}: no such program on this node; check the path, or PATH", WRONG_USE)
+    folders = import_folders(command, os.getcwd(), os.environ.get("PYTHONPATH", ""))
+    mode = choose_mode(*asked, command, Path.cwd(), folders)
+    for path in hidden_packages(folders) if mode.name == SESSION else ():
+        hidden = f"{path} hides unicron's package '{path.stem}'"
+        raise UserError(f"{hidden}: rename it, or run with --unicron-mode=restart or --no-unicron", WRONG_USE)
+    return mode
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Supervise the ranks of one node."""
+
+
+@cli.command(context_settings={"allow_interspersed_args": False})
+@click.option("--controller", metavar="ADDRESS", help="tcp://HOST:PORT [default: UNICRON_CONTROLLER].")
+@click.option(
+    "--mode",
+    metavar="MODE",
+    help="session: COMMAND uses unicron.Session and is healed within the iteration; restart: any program, started "
+    "again in a new world; auto: by the text of its script [default: UNICRON_MODE, auto].",
+)
+@click.option("--session", "mode", flag_value=SESSION, help="The same as --mode session.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> int:
+    """Run COMMAND once per rank of this node, protected; the exit status is COMMAND's."""
+    if command and (why := untouched.why_by_shape(os.environ)):
+        untouched.become(command, os.environ, why)
+    try:
+        chosen, place, words, seconds = prepare(controller, mode, command)
+        from unicron.ctl.agent.start.unprotected import run_unprotected
+        from unicron.detector.processes.job_output import standard_error
+    except UserError:
+        if os.environ.get(untouched.BY_DEFAULT) == "1":
+            untouched.become(command, os.environ)  # nobody has asked for what cannot be done
+        raise
+    except Exception as error:
+        without_agent(["--", *command], reason(error))
+    if not untouched.meant(chosen, place.settings.ranks_per_node, os.environ):
+        untouched.become(command, os.environ)
+    address = controller or os.environ.get("UNICRON_CONTROLLER", "")
+    if not address:
+        return run_unprotected(place, words, "no controller is configured (UNICRON_CONTROLLER)")
+    agent = begin_agent(chosen.name == SESSION, place, words, address)
+    if isinstance(agent, str):
+        return run_unprotected(place, words, agent)
+    try:
+        connected = agent.connect(seconds)
+    except Exception as error:  # no rank has begun
+        agent.close()
+        return run_unprotected(place, words, f"the agent failed: {reason(error)}")
+    if connected:
+        for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", place.warning)):
+            agent.say(told)
+        status = agent.run()
+        standard_error.flush(FLUSH_SECONDS)
+        place = place.alone() if agent.alone else place
+        return run_unprotected(place, words, agent.refusal) if status is None else status
+    agent.close()
+    standard_error.flush(FLUSH_SECONDS)
+    if agent.exit_code is not None:
+        return agent.exit_code
+    if agent.alone:
+        return run_unprotected(place.alone(), words, agent.refusal)
+    return run_unprotected(place, words, agent.why_not(address))
+
+
+def prepare(
+    controller: str | None, asked: str | None, command: Sequence[str]
+) -> tuple[Mode, Place, Sequence[str], float]:
+    """The job's mode, this agent's place, the command to run, and seconds to find the controller. Raises UserError for
+    what makes no sense."""
+    chosen = check_command(command, asked)
+    # Only now: they import `transition`, which a file of the user's may hide.
+    from unicron.ctl.agent.connections.identity import number, read_place
+    from unicron.ctl.agent.connections.stated_layouts import LAYOUTS
+
+    address = controller or os.environ.get("UNICRON_CONTROLLER", "")
+    place = read_place(os.environ, address).in_mode(chosen.name, chosen.reason, not only_helps(chosen.text))
+    if place.settings.layouts and chosen.name != SESSION:
+        said = f"{LAYOUTS} is for session mode, and this job is healed in {chosen.name} mode ({chosen.reason})"
+        raise UserError(f"{said}: unset it, or say --unicron-mode=session", WRONG_USE)
+    if place.settings.layouts and chosen.launched:
+        said = f"{LAYOUTS} is for scripts that take their layout from UNICRON_LAYOUT, and Megatron-LM's own do not"
+        raise UserError(f"{said}: unset it", WRONG_USE)
+    wanted(os.environ)  # a value that makes no sense is refused before anything starts
+    seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
+    return chosen, place, launched(command) if chosen.launched else command, seconds
+
+
+def begin_agent(session: bool, place: Place, command: Sequence[str], address: str) -> Agent | str:
+    """The agent, or why there is none and what to do. Whatever this node is short of, and whatever is broken: the
+    command runs all the same."""
+    if short := shortage(len(place.slots)):
+        return short
+    try:
+        with one_thread():
+            from unicron.ctl.agent.loop.agent import Agent
+            from unicron.ctl.agent.loop.plain_ranks import RestartAgent
+        return (Agent if session else RestartAgent)(place, command, address)
+    except UserError as error:  # of the configuration
+        return str(error)
+    except Exception as error:
+        if getattr(error, "errno", None) in NO_ADDRESS:
+            return f"{address} is no address of a controller (tcp://HOST:PORT)"
+        return f"the agent cannot begin: {reason(error)}"
+
+
+def main() -> None:
+    """Entry point of the `unicron-agent` program."""
+    sys.exit(programs.run("unicron-agent", cli))
+
+
+if __name__ == "__main__":
+    main()

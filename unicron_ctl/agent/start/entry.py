@@ -1,0 +1,31 @@
+"""Where the `unicron-agent` program begins. Nothing is imported here that might be missing or not fit: the command runs
+all the same."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+SET_ASIDE = "_UNICRON_USERS_PYTHON"  # what unicron-launch puts in front of the names of the user's PYTHON... variables
+
+
+def restore_variables() -> None:
+    """The user's PYTHON... variables are for the command and its ranks; this Python has begun without them."""
+    for name in [name for name in os.environ if name.startswith(SET_ASIDE)]:
+        os.environ["PYTHON" + name[len(SET_ASIDE) :]] = os.environ.pop(name)
+
+
+def main() -> None:
+    """Entry point of the `unicron-agent` program."""
+    restore_variables()
+    try:
+        from unicron.ctl.agent.start.agent_main import main as program
+    except (Exception, SystemExit) as error:  # a module that is not ours may have its name
+        from unicron.ctl.agent.start.bare import without_agent
+
+        without_agent(sys.argv[1:], f"{type(error).__name__}: {error}")
+    program()
+
+
+if __name__ == "__main__":
+    main()

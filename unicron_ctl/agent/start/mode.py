@@ -1,0 +1,148 @@
+"""Which way a job is healed: `session`, within the iteration, for scripts that use `unicron.Session`, or `restart`
+of all processes in a new world, for any other program (docs/user-guide.md)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unicron.ctl.protocol.wire import RESTART, SESSION
+from unicron.ctl.system.errors import WRONG_USE, UserError
+
+AUTO = "auto"
+MODES = (AUTO, SESSION, RESTART)
+MAX_BYTES = 1 << 20  # of a script's text; a longer one is no script
+# `import unicron`, `from unicron import Session`; not `unicron.memory` alone, which is for restart mode
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+unicron(?!\.memory\b)(?:\.\w+)*[ \t]+import\b"
+    r"(?![ \t]+memory[ \t]*(?:as[ \t]+\w+[ \t]*)?\r?(?:#|$))"
+    r"|import[ \t]+(?:[\w.]+(?:[ \t]+as[ \t]+\w+)?[ \t]*,[ \t]*)*unicron\b(?!\.memory\b))",
+    re.MULTILINE,
+)
+# `from megatron.training import pretrain`: a program of Megatron-LM's, or made like one
+_MEGATRON_LM = re.compile(
+    r"^(?:from[ \t]+megatron\.training(?:\.\w+)*[ \t]+import|import[ \t]+megatron\.training)\b", re.MULTILINE
+)
+_MONITORS = {"GPUtil", "gpustat", "nvidia_smi", "prometheus_client", "psutil", "pynvml", "requests"}
+# Modules and calls by which a program of Python's runs another one
+_RUN_MORE = {"concurrent", "ctypes", "importlib", "multiprocessing", "pty", "runpy", "subprocess"}
+_RUNS_MORE = {
+    "__import__",
+    "compile",
+    "eval",
+    "exec",
+    "execl",
+    "execle",
+    "execlp",
+    "execv",
+    "execve",
+    "execvp",
+    "execvpe",
+}
+_RUNS_MORE |= {"fork", "popen", "posix_spawn", "posix_spawnp", "spawnl", "spawnv", "spawnvp", "system"}
+LAUNCHER = ("-m", "unicron.transition.megatron_lm")  # goes in front of such a program, and heals it unmodified
+
+
+@dataclass(frozen=True)
+class Mode:
+    """session or restart, and why. launched: the command is a program of Megatron-LM's own, which is healed in session
+    mode by being run through :mod:`unicron.transition.megatron_lm`. text: of its script, where there is one."""
+
+    name: str
+    reason: str
+    launched: bool = False
+    text: str = field(default="", compare=False)
+
+
+def asked_mode(option: str | None, environment: Mapping[str, str]) -> tuple[str, str]:
+    """(auto, session or restart; where that was said). Raises UserError for anything else."""
+    text, where = (option, "--mode") if option else (environment.get("UNICRON_MODE", ""), "UNICRON_MODE")
+    if not text:
+        return AUTO, ""
+    if text not in MODES:
+        raise UserError(f"{where}={text!r}: write {', '.join(MODES[:-1])} or {MODES[-1]}", WRONG_USE)
+    return text, where
+
+
+def choose_mode(asked: str, where: str, command: Sequence[str], folder: Path, imports: Sequence[Path]) -> Mode:
+    """The mode of a command that runs in `folder`; `imports` is where its Python looks for modules first.
+
+    auto reads the text of the script and follows nothing: who imports `unicron` in another module says
+    `--unicron-mode=session`.
+    """
+    name, text = _program(command, folder, imports)
+    uses = text is not None and _IMPORT.search(text) is not None
+    megatron_lm = text is not None and not uses and name.endswith(".py") and _MEGATRON_LM.search(text) is not None
+    if asked != AUTO:
+        launched = asked == SESSION and megatron_lm
+        return Mode(
+            asked, f"{where}={asked}" + (f", {name} by {LAUNCHER[1]}" if launched else ""), launched, text or ""
+        )
+    if text is None:
+        return Mode(RESTART, name)
+    if uses:
+        return Mode(SESSION, f"{name} imports unicron")
+    hint = "; it is Megatron-LM's, which session mode heals within the iteration, if asked for" if megatron_lm else ""
+    return Mode(RESTART, f"{name} does not import unicron{hint}", text=text)
+
+
+def launched(command: Sequence[str]) -> list[str]:
+    """The command with :data:`LAUNCHER` in front of its script."""
+    at = next(number for number, word in enumerate(command) if word.endswith(".py"))
+    return [*command[:at], *LAUNCHER, *command[at:]]
+
+
+def only_helps(text: str) -> bool:
+    """Whether this is the text of a Python program that surely trains nothing: it imports Python's own modules and
+    those of monitors only, and starts nothing else."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module if node.module and not node.level else ".")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _RUNS_MORE:
+            return False
+    names = {name.split(".")[0] for name in imported}
+    return bool(names) and names <= (sys.stdlib_module_names | _MONITORS) - _RUN_MORE
+
+
+def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> tuple[str, str | None]:
+    """(name, text) of the first Python script in the command; without a text the name says why."""
+    python = False
+    for position, word in enumerate(command):
+        following = command[position + 1] if position + 1 < len(command) else ""
+        if python and word == "-c":
+            return "the code after -c", following
+        if python and word == "-m":
+            if following.split(".")[0] == "unicron":
+                return f"-m {following}", f"import {following}"
+            path = _module(following, imports)
+            return (f"-m {following}", _read(path)) if path else (f"module {following} is none of the job's own", None)
+        if word.endswith(".py") and (folder / word).is_file():
+            return Path(word).name, _read(folder / word)
+        python = python or Path(word).name.startswith("python")
+    return f"{Path(command[0]).name} is no Python script" if command else "no command", None
+
+
+def _module(name: str, imports: Sequence[Path]) -> Path | None:
+    """The file that `python -m NAME` runs, found without importing anything."""
+    inner = "/".join(name.split("."))
+    paths = (folder / path for folder in imports for path in (f"{inner}/__main__.py", f"{inner}.py"))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES).decode(errors="replace")
+    except OSError:
+        return ""

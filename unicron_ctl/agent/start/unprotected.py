@@ -1,0 +1,110 @@
+"""A job that no controller protects: its ranks run in the plain world that Slurm's own view of the job gives."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_log import JobLog
+from unicron.ctl.agent.connections.signals import ENDING, ENDING_SECONDS, SignalPipe
+from unicron.ctl.agent.ranks.rank_processes import HOLD_SECONDS
+from unicron.ctl.agent.ranks.ranks import CANNOT_START, STOP_SECONDS, package_path, stop_children
+from unicron.ctl.agent.ranks.static_world import outside_the_step, static_world
+from unicron.ctl.agent.start import bare
+from unicron.ctl.agent.start.resources import FOR_A_RANK, descriptors_short
+from unicron.ctl.system.errors import UserError
+from unicron.detector.processes.job_output import standard_error
+from unicron.detector.processes.supervise import Child, shell_status
+
+FLUSH_SECONDS = 2.0  # without progress, for the log
+
+
+def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
+    """Run the user's command once per rank; returns its exit status. With one rank this process becomes it.
+
+    Raises UserError when it cannot be found out which ranks the job has, or the command cannot be started.
+    """
+    try:
+        world = static_world(place)
+    except UserError as error:
+        raise UserError(f"{why}; {error}", error.exit_code) from None
+    JobLog(place).say(f"{why}; the job runs unprotected")
+    standard_error.flush(FLUSH_SECONDS)  # a log that takes nothing keeps no command from running
+    # The step of a job that is no array has the job's nodes, and what it says of them is true.
+    mine = outside_the_step(os.environ) if "SLURM_ARRAY_TASK_ID" in os.environ else dict(os.environ)
+    base = mine | {"PYTHONPATH": package_path(os.environ)}
+    environments = [world.environment(local, base) for local in range(world.ranks_per_node)]
+    if len(environments) == 1:
+        _become(command, environments[0])
+    if descriptors_short(FOR_A_RANK * (len(environments) + 1)):
+        return bare.run_all(command, environments)
+    return _Ranks(command, environments).run()
+
+
+def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    try:
+        bare.become(command, environment)
+    except OSError as error:
+        raise UserError(f"couldn't start {command[0]}: {error.strerror}") from None
+
+
+class _Ranks:
+    """The node's ranks as children: the first that fails ends the others, signals are passed on."""
+
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]):
+        self._signals = SignalPipe()
+        self._poll = select.poll()
+        self._poll.register(self._signals, select.POLLIN)
+        self._running: list[Child] = []
+        self._status = 0
+        self._patience = STOP_SECONDS
+        for environment in environments:
+            try:
+                child = Child(command, environment)
+            except OSError as error:
+                standard_error.write(f"unicron: couldn't start {command[0]}: {error.strerror}\n".encode())
+                self._status = CANNOT_START
+                break
+            self._running.append(child)
+            self._poll.register(child.pidfd, select.POLLIN)
+            self._poll.register(child.stderr, select.POLLIN)
+
+    def run(self) -> int:
+        """Until all have ended; the exit status of the first that failed, as a shell shows it."""
+        while self._running and not self._status:
+            self._turn({descriptor for descriptor, _ in self._poll.poll()})
+        stop_children(self._running, self._patience)
+        while self._running:
+            self._collect(self._running[0])
+        self._signals.close()
+        standard_error.flush(FLUSH_SECONDS)
+        return self._status
+
+    def _turn(self, ready: set[int]) -> None:
+        for number in self._signals.read():
+            if number in ENDING:
+                self._patience = ENDING_SECONDS
+            for child in self._running:
+                child.signal(number)
+        for child in list(self._running):
+            if child.stderr in ready and standard_error.full:
+                time.sleep(HOLD_SECONDS)
+            elif child.stderr in ready and not child.pass_stderr():
+                self._poll.unregister(child.stderr)
+            if child.pidfd in ready:
+                self._collect(child)
+
+    def _collect(self, child: Child) -> None:
+        code = child.reap(5.0)
+        for descriptor in (child.pidfd, child.stderr):
+            try:
+                self._poll.unregister(descriptor)
+            except KeyError:
+                pass
+        child.close()
+        self._running.remove(child)
+        self._status = self._status or shell_status(-9 if code is None else code)

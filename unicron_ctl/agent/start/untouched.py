@@ -1,0 +1,68 @@
+"""Commands that are none of the agent's business: they run once for each task of Slurm's, as if there were no agent.
+
+The plugin puts no agent in front of most of them (slurm_plugin/spank/step.c). The agent sees those that are written
+behind it by hand, and those that only the text of their script tells apart.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from unicron.ctl.agent.start import bare
+from unicron.ctl.agent.start.mode import Mode
+from unicron.ctl.protocol.wire import SESSION
+
+BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agent here, and nobody's --unicron
+_OF_THE_PLUGIN = ("UNICRON", BY_DEFAULT, "UNICRON_WEIGHT", "UNICRON_MIN_NODES", "UNICRON_MODE")
+# A script that finds its place in the world by what srun tells of its step, as submitit and Lightning do
+_READS_THE_STEP = re.compile(r"\bSLURM_(?:PROCID|LOCALID|NODEID|NTASKS\w*|STEP\w*|TASKS_PER_NODE)\b|\bsubmitit\b")
+
+
+def tasks_per_node(environment: Mapping[str, str]) -> int:
+    """The most tasks of this step on one node, from Slurm's "2(x3),1"."""
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")
+    return max((int(count) for text in counts if (count := text.partition("(")[0]).isdigit()), default=1)
+
+
+def why_by_shape(environment: Mapping[str, str]) -> str:
+    """Why a step of this shape is left alone; empty for one that an agent can have."""
+    if (tasks := tasks_per_node(environment)) > 1:
+        return (
+            f"it has {tasks} tasks on a node, and the agent starts a node's ranks itself: "
+            "give it one (--ntasks-per-node=1)"
+        )
+    nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "")
+    if nodes.isdecimal() and (count := int(nodes)) > 1:
+        if "SLURM_ARRAY_TASK_ID" in environment:
+            return f"it has {count} nodes of an array's element: give each element one (--nodes=1)"
+        return (
+            f"it has {count} nodes and its job is no array: give each node an element (--array=0-{count - 1} --nodes=1)"
+        )
+    return ""
+
+
+def meant(mode: Mode, ranks: int, environment: Mapping[str, str]) -> bool:
+    """Whether this training is to be protected. With default=on nobody has asked: so a job array is one training only
+    where its script is written for Unicron, for else each element is a run of its own (a sweep); and a program that is
+    not must be the node's only rank, and must not look at the step, for an agent would change what it sees."""
+    if environment.get(BY_DEFAULT) != "1" or mode.name == SESSION:
+        return True
+    if "SLURM_ARRAY_TASK_ID" in environment or ranks > 1:
+        return False
+    return not _READS_THE_STEP.search(f"{mode.reason}\n{mode.text}")
+
+
+def become(command: Sequence[str], environment: Mapping[str, str], why: str = "") -> NoReturn:
+    """Becomes the command. why: said by the step's first task only, and to nobody who has not asked for protection."""
+    by_default = environment.get(BY_DEFAULT) == "1"
+    if why and not by_default and environment.get("SLURM_PROCID", "0") == "0":
+        print(f"unicron: this step runs unprotected: {why}", file=sys.stderr, flush=True)
+    kept = {name: value for name, value in environment.items() if not by_default or name not in _OF_THE_PLUGIN}
+    try:
+        bare.become(command, kept)
+    except OSError as error:
+        print(f"unicron: couldn't start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        sys.exit(bare.NOT_FOUND if isinstance(error, FileNotFoundError) else bare.CANNOT_EXECUTE)

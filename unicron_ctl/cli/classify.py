@@ -1,0 +1,107 @@
+"""`unicronctl classify`: what an error line, an exit status, an Xid or a Slurm state would become, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import click
+
+from unicron.detector.failures.classify import Classifier, default_classifier
+from unicron.detector.failures.severity import SeverityTableError, Verdict
+
+DEFAULT_CONFIG = "/etc/unicron/unicron.toml"
+
+
+@click.command(name="classify")
+@click.argument("text", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line of input.")
+@click.option(
+    "--config",
+    "config",
+    metavar="FILE",
+    default=lambda: os.environ.get("UNICRON_CONFIG", ""),
+    help=f"unicron.toml with [[severity.rule]] tables; default: UNICRON_CONFIG, else {DEFAULT_CONFIG} if it is there.",
+)
+@click.option(
+    "--source",
+    default="exception",
+    show_default=True,
+    metavar="NAME",
+    help="Where the text comes from: exception, stderr, kernel, nccl, watchdog.",
+)
+@click.option("--exit", "status", metavar="STATUS", help="An exit status: 1, -9, SIGKILL or Slurm's 0:9.")
+@click.option("--oom", is_flag=True, help="With --exit: the kernel counted an out-of-memory kill.")
+@click.option("--xid", type=int, metavar="CODE", help="An NVIDIA Xid.")
+@click.option("--slurm", metavar="STATE", help="A Slurm job or node state.")
+@click.option("--lines", is_flag=True, help="Judge each line by itself (a log), and leave out lines that are no fault.")
+def command(
+    text: str | None,
+    as_json: bool,
+    config: str,
+    source: str,
+    status: str | None,
+    oom: bool,
+    xid: int | None,
+    slurm: str | None,
+    lines: bool,
+) -> None:
+    """Say what TEXT would become: cause, severity, first action, and the rule that decides.
+
+    TEXT is an error text, "-" reads it from standard input.
+
+    \b
+    unicronctl classify "RuntimeError: CUDA error: an illegal memory access was encountered"
+    dmesg | unicronctl classify --source kernel --lines -
+    unicronctl classify --exit 0:9 --oom
+    """
+    given = sum(value is not None for value in (status, xid, slurm))
+    if given > 1 or (given == 0 and text is None) or (text is not None and (xid is not None or slurm is not None)):
+        raise click.UsageError("give a TEXT (or - for standard input), or one of --exit, --xid, --slurm")
+    if lines and given:
+        raise click.UsageError("--lines goes with a TEXT only")
+    classifier = _classifier(config)
+    if text == "-":
+        text = sys.stdin.read()
+    if lines:
+        for line in (text or "").splitlines():
+            verdict = classifier.match(line, source)
+            if verdict:
+                _print(verdict, as_json, line)
+        return
+    try:
+        if status is not None:
+            verdict = classifier.exit(status, text or "", oom)
+        elif xid is not None:
+            verdict = classifier.xid(xid)
+        elif slurm is not None:
+            verdict = classifier.slurm(slurm)
+        else:
+            verdict = classifier.text(text or "", source)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    _print(verdict, as_json)
+
+
+def _classifier(config: str) -> Classifier:
+    """The shipped table, extended by the configuration where there is one."""
+    if not config:
+        if not os.path.exists(DEFAULT_CONFIG):
+            return default_classifier()
+        config = DEFAULT_CONFIG
+    try:
+        return default_classifier().load(config)
+    except SeverityTableError as error:
+        raise click.ClickException(str(error)) from None
+    except OSError as error:
+        raise click.ClickException(f"cannot read {config}: {error.strerror}; give --config FILE") from None
+
+
+def _print(verdict: Verdict, as_json: bool, line: str | None = None) -> None:
+    if as_json:
+        extra = {} if line is None else {"text": line}
+        click.echo(json.dumps({**verdict.as_dict(), **extra}))
+        return
+    click.echo(f"SEV{int(verdict.severity)} {verdict.cause} -> {verdict.action}  [rule {verdict.rule}]")
+    click.echo(f"  {verdict.reason}")

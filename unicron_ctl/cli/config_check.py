@@ -1,0 +1,111 @@
+"""`unicronctl config check`: what unicron.toml lets the controller do in each partition of the real cluster.
+
+JSON (`--json`): file, problems and warnings (in one line each), slurm (why it could not be asked, else ""), partitions
+(partition, nodes, state, mode, actions, max_weight, accounts, qos, spare_nodes; nodes and state are null for one that
+Slurm does not have).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import click
+
+from unicron.ctl.settings.config import Config, examine
+from unicron.ctl.settings.partitions import ACT, DEFAULT, PERMISSIONS
+from unicron.ctl.slurm import CommandLineClient, PartitionInfo, SlurmError
+from unicron.ctl.system.errors import WRONG_USE
+
+BY_ITSELF = 2
+RETURNS = (
+    "slurm.conf: ReturnToService=2 gives a node that was set down back when its slurmd registers, without the checks "
+    "of [controller] admission: set it to 1"
+)
+
+
+@click.group("config")
+def command() -> None:
+    """Look at unicron.toml."""
+
+
+@command.command()
+@click.option("--config", "path", type=click.Path(), help="The file [default: as unicrond finds it].")
+@click.option("--json", "as_json", is_flag=True, help="For programs; the keys are stable.")
+def check(path: str | None, as_json: bool) -> int:
+    """Print every problem, and what is allowed in each partition that Slurm has."""
+    config, problems = examine(path, os.environ)
+    error, listed, warnings = "", [], list(config.ignored)
+    try:
+        if config.controller.slurm != "none":
+            client = CommandLineClient(timeout=config.controller.slurm_timeout)
+            listed = client.partitions()
+            if client.return_to_service() == BY_ITSELF:
+                warnings.append(RETURNS)
+    except SlurmError as failed:
+        error = str(failed)
+    found = allowed(config, listed)
+    known = {one.name for one in listed}
+    if listed:
+        problems += [
+            f"[partition.{name}]: Slurm has no such partition: it has {', '.join(sorted(known))}"
+            for name in config.controller.partitions
+            if name != DEFAULT and name not in known
+        ]
+    if as_json:
+        told = {"file": config.path, "problems": problems, "warnings": warnings, "slurm": error, "partitions": found}
+        click.echo(json.dumps(told))
+        return WRONG_USE if problems else 0
+    click.echo(f"{config.path or 'no file: the defaults'}")
+    for line in lines(found):
+        click.echo(line)
+    if error:
+        click.echo(f"Slurm's partitions are not known: {error}", err=True)
+    for problem in (*warnings, *problems):
+        click.echo(problem, err=True)
+    return WRONG_USE if problems else 0
+
+
+def allowed(config: Config, listed: list[PartitionInfo]) -> list[dict[str, Any]]:
+    """What counts for each of Slurm's partitions, each other that the file names, and all others ("default")."""
+    shown = {one.name: one for one in listed}
+    found = []
+    for name in (*shown, *sorted(config.controller.partitions.keys() - shown.keys() - {DEFAULT}), DEFAULT):
+        rules, info = config.controller.rules("" if name == DEFAULT else name), shown.get(name)
+        found.append(
+            {
+                "partition": name,
+                "nodes": info.nodes if info else None,
+                "state": info.state if info else None,
+                "mode": rules.mode,
+                "actions": [one for one in PERMISSIONS if one in rules.actions] if rules.mode == ACT else [],
+                "max_weight": rules.max_weight,
+                "accounts": dict(rules.accounts),
+                "qos": dict(rules.qos),
+                "spare_nodes": rules.spare_nodes,
+            }
+        )
+    return found
+
+
+def lines(found: list[dict[str, Any]]) -> list[str]:
+    """Columns as sinfo has them: one line a partition, to be read and to be grepped."""
+    rows = [("PARTITION", "NODES", "STATE", "MODE", "SPARE", "WEIGHT", "ACTIONS")]
+    for one in found:
+        claims = [f"{name}={most:g}" for known in (one["accounts"], one["qos"]) for name, most in sorted(known.items())]
+        actions = one["actions"]
+        every = len(actions) == len(PERMISSIONS)
+        rows.append(
+            (
+                one["partition"],
+                "-" if one["nodes"] is None else str(one["nodes"]),
+                one["state"] or "-",
+                one["mode"],
+                str(one["spare_nodes"]),
+                ",".join([f"{one['max_weight']:g}", *claims]),
+                "all" if every else ",".join(actions) or "none",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows]

@@ -1,0 +1,46 @@
+"""`unicronctl explain JOB`: why a job is treated as it is.
+
+JSON (`--json`): job, name, state, generation, ended, planned_nodes, plan_reason, plan_trigger, bounds (what limits its
+part of the plan, in a line), waiting (pending elements: elements, reason as squeue shows it, words, and starts, whether
+they can start once there are nodes), decisions (time, kind, generation, reason; oldest first), failures (as in
+`unicronctl status --json`) and alternative (the planner's choice of this moment, the second-best plan and by how much
+it lost; null where there is nothing to choose).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from unicron.ctl.cli import tables
+from unicron.ctl.cli.options import controller_option
+from unicron.ctl.protocol.client import ask
+from unicron.ctl.system.columns import show
+
+
+def alternative(scenario: dict[str, Any], job: str) -> dict[str, Any] | None:
+    """What the planner would do now for the job, and what it would do second."""
+    from unicron.planner.problem.model import PlanError
+    from unicron.planner.problem.scenario import from_dict
+    from unicron.planner.solver.explain import explain
+
+    try:
+        return explain(from_dict(scenario), job).to_dict()
+    except PlanError:  # the job has no nodes and no throughput yet
+        return None
+
+
+@click.command(name="explain")
+@click.argument("job")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@controller_option()
+def command(job: str, as_json: bool, controller: str | None) -> None:
+    """Say why a job was treated as it was. JOB is an id or a name."""
+    data = ask({"kind": "explain", "job": job}, controller)
+    data["alternative"] = None if data["ended"] else alternative(ask({"kind": "scenario"}, controller), data["job"])
+    if as_json:
+        click.echo(json.dumps(data, indent=2))
+    else:
+        show(tables.explanation(data))

@@ -1,0 +1,28 @@
+"""`unicronctl nodes`: the nodes alone. JSON (`--json`) is the list under "nodes" of `unicronctl status --json`.
+
+Of each: health and pair_test (verdict, reason, source, at; null: unknown), unverified (back without passed checks),
+suspect (why it should be tested) and admission (why it is not given back yet).
+"""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from unicron.ctl.cli import tables
+from unicron.ctl.cli.options import controller_option
+from unicron.ctl.protocol.client import ask
+from unicron.ctl.system.columns import show
+
+
+@click.command(name="nodes")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@controller_option()
+def command(as_json: bool, controller: str | None) -> None:
+    """List nodes and who uses them."""
+    data = ask({"kind": "nodes"}, controller)
+    if as_json:
+        click.echo(json.dumps(data, indent=2))
+    else:
+        show([tables.nodes(data)])

@@ -1,0 +1,179 @@
+"""`unicronctl pair-test`: which of some nodes is bad, from real tests between pairs of them.
+
+JSON (`--json`): tests (round, nodes, passed (null: not run), reason, backend, bandwidth in bytes/s, latency in s), bad
+and slow and unknown and not_tested (node -> reason), good (nodes), drained (node -> what was done).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from unicron.ctl.cli.options import controller_option
+from unicron.ctl.system.columns import Listing, show
+from unicron.ctl.system.errors import UserError
+from unicron.detector.health.pair_probe import BACKENDS
+
+if TYPE_CHECKING:
+    from unicron.ctl.nodes.pairs import Findings
+
+TELL_SECONDS = 2.0
+
+
+@click.command(name="pair-test")
+@click.option("--nodes", metavar="N1,N[2-8],...", default="", help="Nodes to test [default: all idle ones].")
+@click.option("--seconds", type=click.FloatRange(0.1, 600), default=2.0, show_default=True, help="To measure per pair.")
+@click.option(
+    "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="auto: the best of all."
+)
+@click.option("--slower", type=click.FloatRange(1.1), default=3.0, show_default=True, help="Slow: times the median.")
+@click.option("--patience", type=click.FloatRange(1, 600), default=15.0, show_default=True, help="For one answer, s.")
+@click.option("--queue", type=click.IntRange(1, 3600), default=10, show_default=True, help="Wait for the nodes, s.")
+@click.option("--partition", default="", metavar="P", help="Slurm's partition.")
+@click.option("--python", default="", metavar="FILE", help="The nodes' interpreter [default: this one].")
+@click.option("--drain", is_flag=True, help="Drain nodes that are proven bad.")
+@click.option("--dry-run", is_flag=True, help="Print the commands of round 1 and run nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@controller_option()
+def command(
+    nodes: str,
+    seconds: float,
+    backend: str,
+    slower: float,
+    patience: float,
+    queue: int,
+    partition: str,
+    python: str,
+    drain: bool,
+    dry_run: bool,
+    as_json: bool,
+    controller: str | None,
+) -> None:
+    """Test idle nodes in pairs, those that failed again beside good ones; say which is bad."""
+    import dataclasses
+
+    from unicron.ctl.nodes import pairs
+    from unicron.ctl.slurm.command_line import CommandLineClient
+
+    environment = pairs.search_path()
+    client = CommandLineClient(env={"PATH": environment["PATH"]})
+    known = client.nodes()
+    tested, helpers, left_out = pairs.choose(known, client.hostnames(nodes))
+    wish = pairs.Wish(seconds, backend, slower, patience, queue, partition)
+    wish = dataclasses.replace(wish, python=python) if python else wish
+    if dry_run:
+        by_name = {node.name: node for node in known}
+        for group in pairs.pairs(tested, helpers):
+            click.echo(shlex.join(pairs.command(group, by_name, wish, "TOKEN")))
+        for name, why in left_out.items():
+            click.echo(f"{name} is not tested: {why}", err=True)
+        return
+    if not tested:
+        why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no node is idle"
+        raise UserError(f"nothing to test: {why}")
+    runner = pairs.Runner(known, wish, environment, lambda text: None if as_json else click.echo(text, err=True))
+    found = runner.play(tested, helpers)
+    found.left_out = {**left_out, **found.left_out}
+    drained = _drain(client, found) if drain else {}
+    told = _tell(found, controller)
+    if as_json:
+        click.echo(json.dumps(as_data(found, drained), indent=2))
+    else:
+        _print(found, drained, told)
+
+
+def _drain(client: Any, found: Findings) -> dict[str, str]:
+    from unicron.ctl.nodes import admission
+
+    done = {}
+    for name in found.judgement.bad:
+        try:
+            done[name] = admission.drain(client, name, f"pair test {found.why_bad(name)}")
+        except UserError as error:
+            done[name] = f"{name} could not be drained: {error}"
+    return done
+
+
+def _tell(found: Findings, controller: str | None) -> str:
+    """The controller marks what is bad and clears what is good. Returns what kept it from hearing."""
+    from unicron.ctl.protocol.client import ask
+
+    verdicts = {name: ("bad", found.why_bad(name)) for name in found.judgement.bad}
+    verdicts |= {name: ("warning", why) for name, why in found.judgement.slow.items()}
+    verdicts |= {name: ("good", "passed") for name in found.judgement.good}
+    for name, (verdict, reason) in verdicts.items():
+        question = {"kind": "health", "node": name, "source": "pair-test", "verdict": verdict, "reason": reason[:300]}
+        try:
+            ask({**question, "at": time.time()}, controller, timeout=TELL_SECONDS)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def as_data(found: Findings, drained: dict[str, str]) -> dict[str, Any]:
+    """The contract of --json."""
+    judgement = found.judgement
+    return {
+        "tests": [
+            {
+                "round": test.round,
+                "nodes": list(test.group),
+                "passed": None if test.outcome is None else test.outcome.passed,
+                "reason": test.reason,
+                "backend": test.backend,
+                "bandwidth": test.bandwidth,
+                "latency": test.latency,
+            }
+            for test in found.tests
+        ],
+        "bad": {name: found.why_bad(name) for name in judgement.bad},
+        "slow": dict(judgement.slow),
+        "good": list(judgement.good),
+        "unknown": dict(judgement.unknown),
+        "not_tested": found.left_out,
+        "drained": drained,
+    }
+
+
+def table(found: Findings) -> Listing:
+    shown = Listing("round", "nodes", "result", "backend", "GB/s", "us", "what")
+    for test in found.tests:
+        passed = None if test.outcome is None else test.outcome.passed
+        shown.add_row(
+            str(test.round),
+            ",".join(test.group),
+            {None: "not-run", True: "passed", False: "failed"}[passed],
+            test.backend or "-",
+            f"{test.bandwidth / 1e9:.3g}" if test.bandwidth else "-",
+            f"{test.latency * 1e6:.0f}" if test.latency else "-",
+            test.reason or "-",
+        )
+    return shown
+
+
+def _print(found: Findings, drained: dict[str, str], told: str) -> None:
+    from unicron.ctl.nodes import pairs
+
+    judgement = found.judgement
+    show([table(found)])
+    for name in judgement.bad:
+        click.echo(f"{name} is bad: {found.why_bad(name)}")
+        if name not in drained:
+            click.echo(f"  to take it out of service: unicronctl pair-test --nodes {name} --drain")
+    for text in drained.values():
+        click.echo(f"  {text}")
+    for word, nodes in (("is slow (for 1 GB)", judgement.slow), ("is not cleared", judgement.unknown)):
+        for name, why in nodes.items():
+            click.echo(f"{name} {word}: {why}")
+    for name, why in found.left_out.items():
+        click.echo(f"{name} was not tested: {why}")
+    if sum(test.round == 1 and test.bandwidth is not None for test in found.tests) < pairs.PAIRS_WANTED:
+        click.echo(f"fewer than {pairs.PAIRS_WANTED} pairs passed round 1: no speeds were compared")
+    if judgement.good:
+        click.echo(f"good: {' '.join(judgement.good)}")
+    if told:
+        click.echo(f"the controller was not told: {told}", err=True)

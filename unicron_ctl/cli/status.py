@@ -1,0 +1,53 @@
+"""`unicronctl status`: jobs, nodes and the last failures.
+
+JSON (`--json`) is `{"controller", "jobs", "nodes", "failures", "waf", "plan"}`; its keys are stable, see
+`unicron.ctl.controller.api.answers`. Times are in seconds since the epoch, durations in seconds, rates in FLOP/s.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import click
+
+from unicron.ctl.cli import tables
+from unicron.ctl.cli.options import controller_option
+from unicron.ctl.protocol.client import ask
+from unicron.ctl.system.columns import show
+from unicron.ctl.system.errors import WRONG_USE, UserError
+
+
+@click.command(name="status")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--watch", is_flag=True, help="Keep the tables up to date until Ctrl-C.")
+@click.option(
+    "--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, metavar="SECONDS", help="With --watch."
+)
+@controller_option()
+def command(as_json: bool, watch: bool, interval: float, controller: str | None) -> None:
+    """Show jobs, nodes and the last failures."""
+    if as_json and watch:
+        raise UserError("--json and --watch exclude each other: `unicronctl events -f --json` streams", WRONG_USE)
+    data = ask({"kind": "status"}, controller)
+    if as_json:
+        click.echo(json.dumps(data, indent=2))
+    elif not watch:
+        show(tables.status(data))
+    else:
+        _watch(data, interval, controller)
+
+
+def _watch(data: dict, interval: float, controller: str | None) -> None:
+    from rich.live import Live
+
+    try:
+        with Live(tables.watched(data), console=tables.console(), auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                try:
+                    live.update(tables.watched(ask({"kind": "status"}, controller)), refresh=True)
+                except UserError as error:  # its death is no event for the jobs, so it is none here either
+                    live.update(f"{error}\n(still trying)", refresh=True)
+    except KeyboardInterrupt:
+        return

@@ -1,0 +1,71 @@
+"""`unicronctl template`: the files that a user copies, from wherever the package is installed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+import unicron
+from unicron.ctl.system.errors import WRONG_USE, UserError
+
+FOLDER = Path(unicron.__file__).parent / "sbatch_templates"
+# name -> (the file, its neighbours, one line)
+TEMPLATES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "script": ("any_script.sbatch", (), "any training script, unmodified: restart mode"),
+    "plain": (
+        "any_script.sbatch",
+        ("train_plain.py", "training_metrics.py"),
+        "a model in plain PyTorch that is healed within the iteration: session mode",
+    ),
+    "gpt": (
+        "gpt_elastic.sbatch",
+        (
+            "train_gpt.py",
+            "gpt_options.py",
+            "gpt_model.py",
+            "build_dataset.py",
+            "training_metrics.py",
+            "gpt_imports.py",
+            "cpu_adapter.py",
+        ),
+        "a GPT with Megatron-core that is healed within the iteration: session mode",
+    ),
+    "megatron": ("megatron_lm.sbatch", (), "NVIDIA's Megatron-LM as it is (pretrain_gpt.py): session mode"),
+}
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option(
+    "--copy",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Copy the template and the files that it needs into FOLDER.",
+)
+def command(name: str | None, folder: Path | None) -> None:
+    """Print the batch script NAME, or copy it with what it needs; without NAME, list them.
+
+    \b
+    unicronctl template script > train.sbatch
+    unicronctl template plain --copy my-run
+    """
+    if name is None:
+        for known, (file, _, line) in TEMPLATES.items():
+            click.echo(f"{known:8} {file:20} {line}")
+        return
+    if name not in TEMPLATES:
+        raise UserError(f"no template {name!r}: there are {', '.join(TEMPLATES)}", WRONG_USE)
+    file, neighbours, _ = TEMPLATES[name]
+    if folder is None:
+        click.echo((FOLDER / file).read_text(), nl=False)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    there = [each for each in (file, *neighbours) if (folder / each).exists()]
+    if there:
+        raise UserError(f"{folder / there[0]} is there already: remove it, or choose another folder", WRONG_USE)
+    for each in (file, *neighbours):
+        shutil.copyfile(FOLDER / each, folder / each)
+        click.echo(folder / each)

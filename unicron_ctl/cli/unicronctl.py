@@ -1,0 +1,75 @@
+"""`unicronctl`: a group whose commands are imported only when they are called, so that `--help` stays instant."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from unicron.ctl.system.program import run
+
+# name -> ("module:click command", one line for `unicronctl --help`)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "classify": ("unicron.ctl.cli.classify:command", "Name the failure and severity of a log or message."),
+    "cluster": ("unicron.ctl.cli.cluster:command", "Run a private Slurm cluster on this machine."),
+    "config": ("unicron.ctl.cli.config_check:command", "Check unicron.toml against the cluster's partitions."),
+    "demo": ("unicron.ctl.cli.demo:command", "Train two jobs, break them, watch them heal."),
+    "events": ("unicron.ctl.cli.events:command", "Show the event log."),
+    "explain": ("unicron.ctl.cli.explain:command", "Say why a job was treated as it was."),
+    "inject": ("unicron.ctl.cli.inject:command", "Break a rank on purpose, where the configuration allows it."),
+    "jobs": ("unicron.ctl.cli.jobs:command", "List protected jobs."),
+    "nodes": ("unicron.ctl.cli.nodes:command", "List nodes and who uses them."),
+    "pair-test": ("unicron.ctl.cli.pair_test:command", "Find the bad one among nodes by tests between pairs."),
+    "plan": ("unicron.ctl.cli.plan:command", "Compute the best assignment of nodes to jobs."),
+    "punish": ("unicron.ctl.cli.inject:punish", "Break ranks at random until the time is up."),
+    "simulate": ("unicron.ctl.cli.simulate:command", "Replay a failure trace under several policies."),
+    "status": ("unicron.ctl.cli.status:command", "Show jobs, nodes and the last failures."),
+    "template": ("unicron.ctl.cli.templates:command", "Print or copy a batch script to start from."),
+}
+
+
+class LazyGroup(click.Group):
+    """A click group over the COMMANDS table; a command's module is imported when it is first needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module_name, attribute = COMMANDS[cmd_name][0].split(":")
+        command: click.Command = getattr(importlib.import_module(module_name), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # click's own version imports every command for its help text; the table already has it.
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+
+def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from importlib.metadata import version  # slow to import, wanted here only
+
+        click.echo(f"unicronctl {version('unicron-slurm')}")
+        ctx.exit()
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=False,
+    invoke_without_command=True,
+)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+@click.pass_context
+def unicronctl(ctx: click.Context) -> None:
+    """Self-healing large-model training on Slurm."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main() -> None:
+    """Entry point of the `unicronctl` program."""
+    sys.exit(run("unicronctl", unicronctl))

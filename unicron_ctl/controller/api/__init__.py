@@ -1,0 +1,1 @@
+"""What `unicronctl` is told."""

@@ -1,0 +1,533 @@
+"""The one door: inputs come in, sensors and deciders are asked, and only here records are appended and folded, and
+messages and requests go out.
+
+    input -> what is known for now (`model.live`) -> sensors -> findings -> judge -> records
+          -> the job's next event -> its transition -> records -> orders to its agents
+
+Whoever drives it stores `events` before it sends `outbox` or starts `requests`, so that nothing is done that a restart
+would not know of. What breaks in one job sets that job aside and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from unicron.ctl.controller.core.intake import Intake
+from unicron.ctl.controller.core.observe import Observer
+from unicron.ctl.controller.core.turn import Turns
+from unicron.ctl.controller.failure_detector import doors, network_partitions, probes, silence
+from unicron.ctl.controller.job import adoption, candidates, confirmation
+from unicron.ctl.controller.job.desk import JobDesk
+from unicron.ctl.controller.job.modes import mode_of
+from unicron.ctl.controller.judge import agent_failures as judge_agents
+from unicron.ctl.controller.judge import node_failures as judge_nodes
+from unicron.ctl.controller.judge.judge import judge
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event, Record
+from unicron.ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
+from unicron.ctl.controller.model import permission
+from unicron.ctl.controller.model.agent_view import Route
+from unicron.ctl.controller.model.asker import EVERYBODY, Asker
+from unicron.ctl.controller.model.cluster_state import ClusterState
+from unicron.ctl.controller.model.finding import Finding, What
+from unicron.ctl.controller.model.fold import fold
+from unicron.ctl.controller.model.job_state import JobState, Phase
+from unicron.ctl.controller.model.live import Live
+from unicron.ctl.controller.model.requests import Action, Greeting, Knock, Probe, Run
+from unicron.ctl.controller.model.throttle import OF_A_JOB, OF_AN_OWNER, Written
+from unicron.ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
+from unicron.ctl.controller.nodes import isolation, readmission
+from unicron.ctl.controller.plan import reconcile
+from unicron.ctl.controller.plan.inputs import around, inputs, replan
+from unicron.ctl.controller.sense import iterations, outliers, overdue
+from unicron.ctl.controller.sense import slurm_states as sense_slurm
+from unicron.ctl.protocol import datagrams, wire
+from unicron.ctl.protocol.reach import Reach
+from unicron.ctl.settings.config import ControllerConfig
+from unicron.ctl.slurm.slurm_client import UNSAID, ElementInfo, NodeInfo, Site
+from unicron.detector.failures.classify import Classifier
+from unicron.detector.failures.text_budget import Budget
+
+log = logging.getLogger("unicron.controller")
+STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
+COMPLAIN_AGAIN, COMPLAINTS_KEPT = 60.0, 1000  # seconds; kinds
+STEPS_KEPT = KEPT_FIRST + KEPT_LAST  # of one run
+PHASE_RECORDS = (
+    records.Break,
+    records.PlanMade,
+    records.Adopted,
+    records.NumberUsed,
+    records.Reinstated,
+    records.Offer,
+    records.OfferWithdrawn,
+    records.Entered,
+    records.Reform,
+    records.JobEnded,
+    records.JobRegistered,
+)
+
+
+@dataclass
+class Core:
+    """All jobs. `now` is seconds since the epoch, and never goes backwards within one process."""
+
+    config: ControllerConfig
+    state: ClusterState
+    started_at: float
+    classifier: Classifier = field(default_factory=Classifier)
+    has_slurm: bool = False
+
+    def __post_init__(self) -> None:
+        self.budget = Budget()
+        self._charged: str | None = None  # the job that the view's classifier charges
+        self.events: list[Event] = []
+        self.outbox: list[Send] = []
+        self.requests: list[Any] = []
+        self.last_tick = self.started_at
+        self.view = View(
+            self.config,
+            self.classifier,
+            self.state,
+            Live(),
+            SlurmView(self.has_slurm),
+            self.started_at,
+            self.started_at,
+        )
+        self.desks: dict[str, JobDesk] = {}
+        self.slurm = reconcile.Desk()
+        self.clocks = overdue.Clocks()
+        self.talk = judge_nodes.Talk(waiting=judge_nodes.waiting(self.state.nodes))
+        self.observer = Observer()
+        self.written = Written()
+        self._steps: Counter[str] = Counter()
+        self.intake = Intake(self.view, self.desk, self.talk, self.take, self.written)
+        self._dirty: set[str] = set()
+        self._complained: dict[str, float] = {}
+        self._findings: deque[Finding] = deque()
+        self._judging = False
+        self.turns = Turns(self.view, self.desk, self.take, self.judge, self._send)
+        for job in self.state.jobs.values():
+            if not job.over:
+                self.view.job(job).begin_phase(self.started_at)
+
+    @property
+    def now(self) -> float:
+        return self.view.now
+
+    @now.setter
+    def now(self, value: float) -> None:
+        self.view.now = max(self.view.now, value)
+
+    @property
+    def busy(self) -> bool:
+        """A job is being healed, or formed."""
+        return any(job.phase in (Phase.BREAKING, Phase.ENTERING) for job in self.state.jobs.values() if not job.over)
+
+    def configure(self, config: ControllerConfig, classifier: Classifier) -> None:
+        """A new configuration."""
+        self.config = self.view.config = config
+        self.classifier = self.view.classifier = classifier
+        self._charged = None
+        if not config.metrics_seconds:  # peers are no longer compared: nobody stands out any more
+            for desk in self.desks.values():
+                desk.peers = outliers.JobPeers()
+
+    def desk(self, job: JobState) -> JobDesk:
+        """What is remembered for now of a job's steps, iterations and peers."""
+        found = self.desks.get(job.job)
+        if found is None:
+            found = self.desks[job.job] = JobDesk.begin(job, self.config)
+        return found
+
+    # ------------------------------------------------------------ the door
+    def append(self, job: str, generation: int, record: Record) -> Event:
+        """Records one decision and takes it into the state."""
+        event = Event(self.state.last_event + 1, self.view.now, job, generation, record)
+        if len(event.payload) > records.REASON and (shorter := records.bounded(record)) is not record:
+            record, event = shorter, Event(event.id, event.time, job, generation, shorter)
+        size = len(event.payload)  # what the log cannot hold is not taken into the state either
+        fold(self.state, event)
+        self.events.append(event)
+        self._charge(event, size)
+        if isinstance(record, PHASE_RECORDS):
+            self._phase_changed(job, record)
+        elif isinstance(record, records.RankStart):
+            state = self.state.jobs[job]
+            live, element = self.view.job(state).live, state.element(record.slot)
+            live.touched.add(element)
+            live.restarts.add(element)
+        return event
+
+    def _charge(self, event: Event, size: int) -> None:
+        """Whose agents caused it has so much less to come; of a run of steps only what thinning leaves counts."""
+        name = event.job or getattr(event.record, "of_job", "")
+        job = self.state.jobs.get(name)
+        if job is None:
+            return
+        if isinstance(event.record, records.Step):
+            self._steps[name] += 1
+            if self._steps[name] > STEPS_KEPT:
+                return
+        elif event.job:
+            self._steps.pop(name, None)
+        self.written.charge(name, job.owner, size, len(job.agents))
+
+    def take(self, outcome: Outcome) -> bool:
+        """Carries out what a decider wants. False when that is nothing."""
+        outcome = self.observer.filter(outcome, self.view)
+        if outcome.hurry:
+            self.slurm.hurry(self.now)
+        if not outcome:
+            return False
+        for job, generation, record in outcome.records:
+            self.append(job, generation, record)
+        self.outbox += outcome.sends
+        for request in outcome.requests:
+            self._request(request)
+        for finding in outcome.findings:
+            self.judge(finding)
+        return True
+
+    def judge(self, finding: Finding) -> None:
+        """Makes a failure of a finding, if it is one. What follows from one is judged after it, not within it."""
+        self._findings.append(finding)
+        if self._judging:
+            return
+        self._judging = True
+        try:
+            while self._findings:
+                finding = self._findings.popleft()
+                self._contained(finding.job, f"a finding ({finding.what})", self._judge, finding)
+        finally:
+            self._judging = False
+
+    def _judge(self, finding: Finding) -> None:
+        number = self.state.last_event + 1
+        job = self.state.jobs.get(finding.job)
+        self._read_for(finding.job)
+        self.take(self._with_peers(judge(self.view, finding)))
+        if job is None or job.over or self.state.last_event < number:
+            return
+        self._dirty.add(finding.job)
+        if finding.what in (What.HANG, What.COLLECTIVE):
+            self.take(network_partitions.begin(self.view, self.view.job(job), finding.slots))
+        if finding.what is What.HANG and not finding.seen:
+            iterations.suspected(self.desk(job).watch, finding, number)
+
+    def _with_peers(self, outcome: Outcome) -> Outcome:
+        """A failure's reason tells what was odd with its node before."""
+        for index, (job, generation, record) in enumerate(outcome.records):
+            if isinstance(record, records.FailureDetected) and record.node:
+                said = outliers.evidence((desk.peers for desk in self.desks.values()), record.node, self.now)
+                if said:
+                    outcome.records[index] = job, generation, records.amended(record, record.reason + said)
+        return outcome
+
+    def _send(self, send: Send) -> None:
+        self.outbox.append(send)
+
+    def _request(self, request: Any) -> None:
+        if isinstance(request, Run):
+            for job, generation, record in reconcile.intent(self.view, request).records:
+                self.append(job, generation, record)
+            self.slurm.under_way.update(action.key for action in request.actions)
+            self.slurm.busy = self.slurm.busy or not request.urgent
+        self.requests.append(request)
+
+    def _phase_changed(self, name: str, record: Record) -> None:
+        job = self.state.jobs[name]
+        if isinstance(record, records.JobRegistered):
+            self.forget(name)
+        elif isinstance(record, records.JobEnded):
+            self.desks.pop(name, None)
+            self.clocks.forget(name)
+            self.observer.forget(name)
+            for known in [known for known in self.view.views if known not in self.state.jobs]:
+                self.forget(known)
+        if not job.over:
+            self.desk(job).phase_changed(record)
+        self.turns.begun.add(name)
+        self._dirty.add(name)
+
+    def forget(self, job: str) -> None:
+        """What is known for now of a job that is over."""
+        self.view.live.forget(job)
+        self.view.views.pop(job, None)
+        self.view.slurm.expected.pop(job, None)
+        self.desks.pop(job, None)
+
+    # ------------------------------------------------------------ containment
+    def _contained(self, job: str, what: str, work: Callable[..., object], *args: object) -> None:
+        """Whatever breaks while one job is handled sets that job aside, and nothing else."""
+        try:
+            work(*args)
+        except Exception as error:
+            self._set_aside(job, what, error)
+
+    def _set_aside(self, name: str, what: str, error: Exception) -> None:
+        where = "".join(traceback.format_exception(error))[-2000:]
+        known = self.state.jobs.get(name)
+        if known is None:
+            self._complain(what, error, where)
+            return
+        if known.set_aside:
+            return
+        log.error("job %s is set aside, handling %s: %r\n%s", name, what[:200], error, where)
+        reason = (
+            f"the controller cannot handle this job ({type(error).__name__}: {str(error)[:200]}) and leaves it alone; "
+            "its ranks train on. Please report it with this record"
+        )
+        self.append(name, known.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
+        self.view.job(known).live.changed.clear()
+
+    def _bound(self, name: str) -> None:
+        """A job whose agents cause records without end is left alone: they would fill the disk of all."""
+        known = self.state.jobs.get(name)
+        if known is None or known.over or self.written.allows(name, known.owner, self.now):
+            return
+        most = f"{OF_A_JOB[1] / 1e6:g} MB for each of {max(1, len(known.agents))} elements"
+        if not self.written.owner_may(known.owner, self.now):
+            most = f"{OF_AN_OWNER[1] / 1e9:g} GB for all jobs of {known.settings.user}"
+        reason = (
+            f"what its agents say has made more records than {most}: the controller leaves the job alone; its ranks "
+            "train on"
+        )
+        self.append(name, known.generation, records.JobSetAside(input="more than the log can hold", reason=reason))
+        self.view.job(known).live.changed.clear()
+
+    def _complain(self, what: str, error: Exception, where: str) -> None:
+        """Something broke that belongs to no job; the same is said again after a while only."""
+        key = f"{what[:50]} {type(error).__name__}"
+        if self.now - self._complained.get(key, -COMPLAIN_AGAIN) < COMPLAIN_AGAIN:
+            return
+        if len(self._complained) > COMPLAINTS_KEPT:
+            self._complained.clear()
+        self._complained[key] = self.now
+        log.error("couldn't handle %s, going on without it: %r\n%s", what[:200], error, where)
+
+    # ------------------------------------------------------------ inputs
+    def receive(self, route: Route, message: wire.Message, now: float, key: str = "", asker: Asker = EVERYBODY) -> None:
+        """A message of an agent that passed the checks at the edge; `settle` must follow before anything is sent.
+
+        key: the CURVE public key of the connection that it came by. asker: of a registration, who made its credential.
+        """
+        self._notice_time(now)
+        if self.view.alone and self.intake.knows(message, key):
+            self._heard_again()
+        name: str = getattr(message, "job", "")
+        recorded = self.state.last_event
+        self._read_for(name)
+        try:
+            self.intake.receive(route, message, key, asker)
+        except Exception as error:
+            self._set_aside(name, repr(message), error)
+        if self.state.last_event > recorded:
+            self._bound(name)
+        if name in self.state.jobs:
+            self._dirty.add(name)
+
+    def hint(self, hint: datagrams.Hint, now: float) -> None:
+        """A datagram of the plugin: never trusted alone."""
+        self.now = now
+        self._contained(hint.job, "a hint", lambda: self.take(self.intake.hint(hint)))
+
+    def settle(self) -> None:
+        """Brings every job that something happened to as far as it can go now.
+
+        A Break and a plan go out first: `pending` says that what follows from them is still to be worked out.
+        """
+        self._dirty |= self.turns.later
+        self.turns.later.clear()
+        while self._dirty:
+            name = min(self._dirty)
+            self._dirty.discard(name)
+            job = self.state.jobs.get(name)
+            if job is not None and name not in self.turns.later:
+                self._contained(name, f"its state ({job.phase})", self.turns.advance, job)
+                self._bound(name)
+        self.budget.renew()
+
+    def _read_for(self, job: str) -> None:
+        """What is judged by words next is charged to this job. Most messages say nothing that is, and come in a row."""
+        if job != self._charged:
+            self._charged, self.view.classifier = job, self.classifier.within(self.budget, job)
+
+    @property
+    def pending(self) -> bool:
+        """`settle` should be called again once what was decided has gone out."""
+        return bool(self.turns.later)
+
+    def tick(self, now: float) -> None:
+        """What time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
+        self._notice_time(now)
+        self.last_tick = now
+        self._contained("", "agents that wait for Slurm's word", self.intake.overdue)
+        self._contained("", "what nodes said", self._settle_node_events)
+        self._contained("", "agents' doors", lambda: self.take(doors.look(self.view)))
+        self._contained("", "silent agents", self._silence)
+        if self.view.alone:
+            self._contained(
+                "", "Slurm's turn", lambda: self.take(self.slurm.tick(self.view, self.intake.waiting_jobs()))
+            )
+            return
+        for job in list(self.state.jobs.values()):
+            if not job.over:
+                self._contained(job.job, "a tick", self._tick, job)
+        self.settle()
+        for job in list(self.state.jobs.values()):
+            if not job.set_aside:
+                self._contained(job.job, "its orders", self.turns.repeat_orders, job)
+        self._contained("", "Slurm's turn", lambda: self.take(self.slurm.tick(self.view, self.intake.waiting_jobs())))
+
+    def _settle_node_events(self) -> None:
+        for outcome in judge_nodes.settle(self.view, self.talk):
+            self.take(outcome)
+
+    def _notice_time(self, now: float) -> None:
+        """After a stall everyone was waiting for this process: nobody has been silent."""
+        late = now - self.last_tick
+        self.now = now
+        if late <= STALL_SECONDS:
+            return
+        self.last_tick = now
+        self._excuse(late)
+
+    def _excuse(self, seconds: float) -> None:
+        """Nobody was late in these seconds but this process, or its network."""
+        self.view.live.shift(seconds)
+        self.view.inquiries.shift(seconds)
+        for desk in self.desks.values():
+            desk.watch.shift(seconds)
+        self.view.started_at += seconds
+
+    def _heard_again(self) -> None:
+        """Somebody is heard after nobody was."""
+        since = self.view.inquiries.alone_since
+        if since is not None:
+            self.take(silence.heard_again(self.view))
+            self._excuse(self.now - since)
+            self.view.live.renew(self.now)
+            self.view.inquiries.renew(self.now)
+
+    def _silence(self) -> None:
+        for agent in silence.late(self.view):
+            if self.view.unread(agent.route):  # it is not silent: this controller is behind
+                self.view.live.heard(agent, self.now)
+        outcome = silence.look(self.view)
+        for finding in outcome.findings:
+            self._fell_silent(finding)
+        self.take(outcome)
+        if self.state.deferred:
+            self.take(isolation.deferred(self.view))
+
+    def _fell_silent(self, finding: Finding) -> None:
+        """An agent that is judged: nobody waits for its next word."""
+        agent, live = self.view.live.agent(finding.job, finding.element), self.view.live.jobs.get(finding.job)
+        if agent is None or live is None:
+            return
+        agent.expired = True
+        self.view.live.silenced(agent)
+        live.changed.update(agent.slots)
+        live.ready.discard(agent.element)
+
+    def _tick(self, job: JobState) -> None:
+        view, desk = self.view.job(job), self.desk(job)
+        if view.live.ahead:
+            self.turns.advance(job)
+            return
+        for finding in list(overdue.look(self.view, self.clocks, job)):
+            self.judge(finding)
+        self.take(iterations.look(self.view, view, desk.times, desk.watch))
+        self.take(network_partitions.look(self.view, view))
+        period = self.config.metrics_seconds
+        self.take(outliers.look(job, desk.peers, desk.times.phases.comparable, period, self.now))
+        if job.restart_mode:
+            waiting = candidates.waiting_elements(self.view, view)
+            self.take(mode_of(job).look(self.view, view, waiting, desk.told))
+        self.turns.advance(job)
+        self.take(adoption.say_awaited(self.view, view, desk))
+
+    # ------------------------------------------------------------ results of slow work
+    def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
+        """What came of trying one of the addresses; the next tick judges."""
+        probes.probed(self.view.inquiries, probe, place, answer)
+
+    def on_greeting(self, greeting: Greeting, answer: Reach | None) -> None:
+        """An agent's door was tried while all was well."""
+        doors.answered(self.view, greeting, answer)
+
+    def on_slurm_error(self, message: str) -> None:
+        """Slurm did not answer the question."""
+        self.slurm.listed(self.now, self.config.slurm_poll_seconds, self.now - self.slurm.asked_at, failed=True)
+        if not self.view.slurm.error:
+            self.view.slurm.error_since = self.now
+        other = message != self.view.slurm.error and self.now - self.view.slurm.error_told >= COMPLAIN_AGAIN
+        if other or not self.view.slurm.error:
+            self.append("", 0, records.SlurmFailed(reason=message))
+            self.view.slurm.error_told = self.now
+        self.view.slurm.error = message
+
+    def on_listing(
+        self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo], site: Site = UNSAID, took: float = 0.0
+    ) -> None:
+        """A fresh listing, and the seconds that Slurm's programs took for it."""
+        self.view.slurm.private, self.view.slurm.domains = site.private, site.domains
+        self.slurm.listed(self.now, self.config.slurm_poll_seconds, took)
+        if self.view.slurm.error:
+            self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
+            self.view.slurm.error = ""
+        listing = self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), list(elements))
+        self._contained("", "agents that wait for Slurm's word", self.intake.confirm)
+        for job in reconcile.managed(self.view):
+            self._contained(job.job, "what Slurm says of it", self._slurm_said, listing, job)
+        if not self.view.alone:
+            self._contained("", "planning", self._plan, listing)
+        self.settle()
+
+    def _slurm_said(self, listing: Listing, job: JobState) -> None:
+        self.take(confirmation.look(self.view, listing, job))
+        if job.over:
+            return
+        for agent in list(sense_slurm.ended_agents(self.view, listing, job)):
+            self.take(self.intake.suspect(agent))
+        for said in list(sense_slurm.look(self.view, listing, job)):
+            self.take(judge_agents.slurm_said(self.view, said))
+
+    def _plan(self, listing: Listing) -> None:
+        self.take(reconcile.before_planning(self.view, self.slurm, listing))
+        managed = reconcile.managed(self.view)
+        there = around(self.view, listing, managed)
+        for job in managed:  # one that cannot be planned for must not keep the others waiting
+            self._contained(job.job, "its part in the plan", inputs, self.view, [job], there)
+        # One that has registered since Slurm was asked is listed as others' are: what it has is not known yet.
+        brief = {element.job for element in listing.elements if element.brief}
+        jobs = confirmation.confirmed_jobs(self.view, reconcile.managed(self.view))
+        jobs = [job for job in jobs if listing.of(job.job) or job.job not in brief]
+        planned = [job for job in jobs if permission.acts(self.view, job)]
+        if planned:
+            self.take(replan(self.view, planned, self.slurm.aheads))
+            self.take(reconcile.placing(self.view, self.slurm, listing, planned))
+        watched = [job for job in jobs if job not in planned]
+        self.take(reconcile.watching(self.view, self.slurm, listing, watched))
+        self._dirty.update(job.job for job in jobs)
+
+    def on_action(self, action: Action, error: str) -> None:
+        """One action was carried out, or was refused."""
+        self._contained(action.job, f"Slurm's answer to {action.label}", self._action_done, action, error)
+
+    def on_knock(self, request: Knock, answer: Reach | None) -> None:
+        """The slurmd of a node that was set down answers again, or does not."""
+        readmission.reached(self.view, self.slurm.gate, request.node, answer is Reach.REACHED)
+
+    def _action_done(self, action: Action, error: str) -> None:
+        self.slurm.under_way.discard(action.key)
+        self.take(reconcile.done(self.view, self.slurm, action, error))
+
+    def on_actions_done(self, urgent: bool = False) -> None:
+        """All actions of a request are through: look at what became of them."""
+        self.slurm.acted(self.now, urgent)

@@ -1,0 +1,432 @@
+"""Messages of agents into what is known for now, and into the log where they are news by themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from unicron.ctl.controller.failure_detector import network_partitions, probes
+from unicron.ctl.controller.job import adoption, confirmation, registration
+from unicron.ctl.controller.job.confirmation import Waiting
+from unicron.ctl.controller.job.desk import JobDesk
+from unicron.ctl.controller.job.orders import ending
+from unicron.ctl.controller.judge import node_failures as judge_nodes
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model import permission
+from unicron.ctl.controller.model.agent_view import AgentView, Route
+from unicron.ctl.controller.model.asker import Asker
+from unicron.ctl.controller.model.job_state import JobState, Phase, owner
+from unicron.ctl.controller.model.throttle import OF_NODE_EVENTS, Throttle, Written
+from unicron.ctl.controller.model.view import Outcome, Send, View
+from unicron.ctl.controller.sense import members
+from unicron.ctl.protocol import datagrams, wire
+from unicron.ctl.settings.partitions import OFF
+from unicron.ctl.slurm.slurm_client import ElementInfo
+
+PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
+HINT_SECONDS = 0.5  # between two questions to one agent that hints lead to
+# Questions to agents and early looks at Slurm a second, and at once, that all hints together lead to, whoever they
+# name: anybody can send one, and each question to an agent has witnesses asked, too.
+HINTS = 0.5, 4.0
+WAITING_KEPT = 20_000  # registrations that wait for Slurm's word
+REFUSALS = 1 / 60, 100.0  # records of final refusals a minute, and at once, of all agents together
+LARGE_JOB = 64  # nodes; above, progress and steps are told with the heartbeats
+OfAgent = wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
+
+
+class Intake:
+    """One per core. desk: what is remembered of a job. take: the core's door."""
+
+    def __init__(
+        self,
+        view: View,
+        desk: Callable[[JobState], JobDesk],
+        talk: judge_nodes.Talk,
+        take: Callable[[Outcome], bool],
+        written: Written,
+    ) -> None:
+        self._view, self._desk, self._talk, self._take = view, desk, talk, take
+        self._written = written
+        self._waiting: dict[tuple[str, int, str], Waiting] = {}
+        self._of_user: Counter[int | None] = Counter()  # of those that wait
+        self._refusals = Throttle(*REFUSALS)
+        self._refused: set[tuple[str, str]] = set()
+        self._hints = Throttle(*HINTS)
+
+    def receive(self, route: Route, message: wire.Message, key: str, asker: Asker) -> None:
+        """A message that passed the checks at the edge, of the connection with this CURVE key."""
+        match message:
+            case wire.Register():
+                self._register(route, message, key, asker)
+            case wire.Status():
+                self._status(route, message, key)
+            case wire.Steps():
+                self._steps(route, message, key)
+            case wire.Metrics():
+                if (agent := self._of_agent(route, key, message)) is not None:
+                    job = self._view.state.jobs[message.job]
+                    if self._view.config.metrics_seconds and not job.over:
+                        self._desk(job).peers.take(agent, message, self._view.now)
+            case wire.Reached():
+                if (agent := self._of_agent(route, key, message)) is not None:
+                    probes.answered(self._view.inquiries, agent, message)
+                    network_partitions.answered(self._view.job(self._view.state.jobs[message.job]), agent, message)
+            case wire.Held():
+                if (agent := self._of_agent(route, key, message)) is not None:
+                    adoption.recalled(self._view.job(self._view.state.jobs[message.job]), agent, message)
+            case wire.NodeEvent():
+                if (agent := self._of_agent(route, key, message)) is not None:
+                    whose = self._view.state.jobs[message.job].owner
+                    room = self._written.allows(message.job, whose, self._view.now, OF_NODE_EVENTS)
+                    self._take(judge_nodes.take(self._view, agent, message, self._talk, room))
+            case wire.StackTrace() | wire.Timing() | wire.InjectRefused():
+                if (known := self._speaker(route, key, message.job, message.slot)) is not None:
+                    self._of_rank(known, message)
+
+    # ------------------------------------------------------------ who speaks
+    def knows(self, message: wire.Message, key: str) -> bool:
+        """An agent that was taken in says it, as far as its key tells: it is heard, whatever comes of the message."""
+        job = self._view.state.jobs.get(getattr(message, "job", ""))
+        if job is None:
+            return False
+        slot, element = getattr(message, "slot", None), getattr(message, "element", -1)
+        known = job.agents.get(element if slot is None else job.element(slot))
+        return known is not None and known.key == key and getattr(message, "agent", known.agent) == known.agent
+
+    def _of_agent(
+        self, route: Route, key: str, message: wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
+    ) -> AgentView | None:
+        """The agent that this is, if the message is its own; its lease begins again."""
+        agent = self._view.live.agent(message.job, message.element)
+        if agent is None or agent.agent != message.agent or message.job not in self._view.state.jobs:
+            return None
+        return agent if self._heard(agent, route, key) else None
+
+    def _speaker(self, route: Route, key: str, name: str, slot: int) -> JobState | None:
+        """The job, if the message comes from the agent that has this slot."""
+        job = self._view.state.jobs.get(name)
+        agent = self._view.live.agent(name, job.element(slot)) if job else None
+        if agent is None or slot not in agent.slots or (not key and agent.route != route):
+            return None
+        return job if self._heard(agent, route, key) else None
+
+    def _heard(self, agent: AgentView, route: Route, key: str) -> bool:
+        """Whether it was this agent that spoke. It is known by its key, whichever connection it has at present; where
+        nothing is encrypted, its id is believed."""
+        if agent.key != key:
+            return False
+        agent.route = route
+        self._view.live.heard(agent, self._view.now)
+        return True
+
+    # ------------------------------------------------------------ agents
+    def _register(self, route: Route, message: wire.Register, key: str, asker: Asker) -> None:
+        """Slurm is asked first, but for an agent that has been taken in before."""
+        job = self._view.state.jobs.get(message.job)
+        whose = job.owner if job is not None else owner(asker.uid, message.settings.user)
+        if not self._written.allows(message.job, whose, self._view.now):
+            reason = f"job {message.job} or others of its user have made too many records: it has to wait"
+            self._take(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
+            return
+        known = job.agents.get(message.element) if job is not None and not job.over else None
+        if not self._view.slurm.used or (known is not None and known.agent == message.agent):
+            self._admit(route, message, key, asker, None, known is None or known.confirmed)
+            return
+        name = message.job, message.element, message.agent
+        first = self._waiting.get(name)
+        if first is None and not self._room(asker):
+            reason = f"too many agents of {asker} wait for Slurm's word: job {message.job} has to wait"
+            self._take(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
+            return
+        since = first.since if first is not None else self._view.now
+        if first is not None:
+            self._count(first, -1)
+        self._waiting[name] = Waiting(route, message, key, asker, since)
+        self._count(self._waiting[name], 1)
+        self._take(Outcome(hurry=True))
+        self._compare(name)
+
+    def _room(self, asker: Asker) -> bool:
+        """Whether another agent of this user may wait. When too many do, one goes of the user who has the most: it
+        will register again."""
+        if len(self._waiting) < WAITING_KEPT:
+            return True
+        uid, most = self._of_user.most_common(1)[0]
+        if self._of_user[asker.uid] + 1 >= most:
+            return False
+        self._forget(next(name for name, waiting in reversed(self._waiting.items()) if waiting.asker.uid == uid))
+        return True
+
+    def _forget(self, name: tuple[str, int, str]) -> None:
+        """It waits no longer."""
+        self._count(self._waiting.pop(name), -1)
+
+    def _count(self, waiting: Waiting, by: int) -> None:
+        uid = waiting.asker.uid
+        self._of_user[uid] += by
+        if not self._of_user[uid]:
+            del self._of_user[uid]
+
+    def waiting_jobs(self) -> set[str]:
+        """Jobs of which Slurm has to say whether they are there."""
+        return {job for job, _, _ in self._waiting}
+
+    def confirm(self) -> None:
+        """Compares those that wait with what a fresh listing shows."""
+        for name in list(self._waiting):
+            self._compare(name)
+
+    def overdue(self) -> None:
+        """Those that have waited long enough are answered without Slurm's word; they are in the order in which they
+        came."""
+        while self._waiting:
+            name, first = next(iter(self._waiting.items()))
+            if self._view.now - first.since < confirmation.CONFIRM_SECONDS:
+                return
+            self._compare(name)
+
+    def _compare(self, name: tuple[str, int, str]) -> None:
+        waiting = self._waiting[name]
+        found = confirmation.compare(self._view, waiting.message, waiting.asker, waiting.since)
+        route, message, key, asker = waiting.route, waiting.message, waiting.key, waiting.asker
+        if found is None and self._view.now - waiting.since < confirmation.CONFIRM_SECONDS:
+            return
+        self._forget(name)
+        if isinstance(found, wire.Refused):
+            self._take(self._refusal(waiting, found))
+        else:
+            self._admit(route, message, key, asker, found, found is not None)
+
+    def _refusal(self, waiting: Waiting, refused: wire.Refused) -> Outcome:
+        """A final refusal is on record, the same one once."""
+        out = Outcome(sends=[Send(waiting.route, refused)])
+        peer = f"{waiting.message.job} {waiting.message.element}"
+        news = refused.final and (peer, refused.reason) not in self._refused
+        if news and self._refusals.allows("", self._view.now):
+            if len(self._refused) >= WAITING_KEPT:
+                self._refused.clear()
+            self._refused.add((peer, refused.reason))
+            reason = f"{waiting.message.node}: {refused.reason}"
+            out.record(None, records.RegistrationRefused(peer=peer, reason=reason[:400]))
+        return out
+
+    def _admit(
+        self,
+        route: Route,
+        message: wire.Register,
+        key: str,
+        asker: Asker,
+        info: ElementInfo | None,
+        confirmed: bool,
+    ) -> None:
+        """info: the element as Slurm shows it, where it was asked and has answered."""
+        refused = self._admin_says(message) or registration.answer(self._view, message, key, asker, info)
+        if refused is not None:
+            self._take(registration.turned_away(self._view, route, message, refused))
+            return
+        seen = self._view.slurm.seen
+        if registration.begins(self._view, message, info):
+            most = confirmation.size(seen, message.job) if seen is not None else 0
+            before = self._view.state.jobs.get(message.job)
+            if before is not None and registration.takes_over(before, message):
+                for element in before.agents:  # nothing of that step is this one's
+                    self._view.live.remove(message.job, element)
+            self._take(registration.begin(self._view, message, asker, info, most))
+        job = self._view.state.jobs[message.job]
+        known = job.agents.get(message.element)
+        if known is None or known.agent != message.agent:
+            self._view.live.remove(message.job, message.element)
+        self._take(registration.join(job, message, key, confirmed))
+        if known is not None and known.agent != message.agent:
+            found = adoption.replaced(self._view, self._view.job(job), message.element, known)
+            self._take(Outcome(findings=list(found)))
+        live, now = self._view.live, self._view.now
+        agent = live.agent(message.job, message.element)
+        record = job.agents[message.element]  # what it said when it was compared with Slurm counts
+        if agent is None:
+            slots = list(record.slots)
+            agent = AgentView(message.job, message.element, message.agent, record.node, route, slots, now, key)
+            agent.last_registered, agent.door = now, record.door
+            live.add(agent)
+            live.jobs[message.job].last_arrival = now
+        agent.route, agent.expired = route, False
+        agent.images_at, agent.token = message.images, message.token
+        agent.number = 0  # whatever it sends from now on is newer
+        agent.repeated.clear()
+        live.heard(agent, now)
+        mine = live.jobs[message.job]
+        mine.touched.add(message.element)
+        mine.changed.update(record.slots)
+        self._take(Outcome(sends=[Send(route, self._welcome(job))]))
+
+    def _admin_says(self, message: wire.Register) -> wire.Refused | None:
+        """A job of a partition whose mode is "off" is to run unprotected; which partition it is in Slurm has to say."""
+        view, config = self._view, self._view.config
+        if message.job in view.state.jobs:
+            return None
+        modes = {config.rules(name).mode for name in ("", *config.partitions)}
+        if OFF not in modes:
+            return None
+        if view.slurm.used and not (view.slurm.seen and view.slurm.seen.of(message.job)):
+            self._take(Outcome(hurry=True))
+            if len(modes) > 1:
+                return wire.Refused(reason=f"Slurm does not show job {message.job} yet: its partition is not known")
+        rules = permission.of_job(view, message.job)
+        if rules.mode != OFF:
+            return None
+        reason = f'partition {rules.partition} is "off" in the configuration of unicrond'
+        return wire.Refused(reason=reason, final=True)
+
+    def _welcome(self, job: JobState) -> wire.Welcome:
+        config = self._view.config
+        return wire.Welcome(
+            heartbeat_period=config.heartbeat_period,
+            controller="unicrond",
+            metrics_seconds=config.metrics_seconds,
+            metrics_directory=config.metrics_directory,
+            progress_seconds=self._progress_seconds(job),
+            layout=job.layout,
+            run=f"{round(job.registered_at * 1e6):x}",
+        )
+
+    def _progress_seconds(self, job: JobState) -> float:
+        """For which an agent of the job may keep news of mere progress to itself."""
+        large = job.settings.max_nodes > LARGE_JOB
+        return max(PROGRESS_SECONDS, self._view.config.heartbeat_period) if large else PROGRESS_SECONDS
+
+    def _status(self, route: Route, message: wire.Status, key: str) -> None:
+        job, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
+        if job is not None and job.ended and self._had(job, message, key):
+            self._take(Outcome(sends=[Send(route, ending(job.ended))]))
+            return
+        if (message.job, message.element, message.agent) in self._waiting:
+            return
+        if job is not None and registration.released(job) and self._had(job, message, key):
+            self._take(Outcome(sends=[Send(route, wire.Refused(reason=job.set_aside, final=True))]))
+            return
+        if job is None or agent is None or agent.agent != message.agent or agent.key != key:
+            self._take(Outcome(sends=[Send(route, self._unknown(job, message))]))
+            return
+        if message.steps and not job.over:
+            self._take_steps(job, agent, message.steps)
+        was_expired, agent.route, agent.expired = agent.expired, route, False
+        changed = agent.take(message, self._view.now)
+        self._view.live.heard(agent, self._view.now)
+        if message.answer:
+            self._take(Outcome(sends=[Send(route, wire.Pong(number=message.number))]))
+        view = self._view.job(job)
+        if was_expired:
+            back = Outcome()
+            back.record(job, records.AgentBack(element=agent.element, agent=agent.agent, node=agent.node))
+            self._take(back)
+            self._take(adoption.reinstate(view, agent))
+            agent.progress.update(dict.fromkeys(agent.slots, self._view.now))  # it could not be told before
+            changed = list(agent.slots)
+        if agent.cold:
+            self._take(registration.started_cold(job, agent, self._desk(job).cold))
+        if message.leaving:
+            self._view.live.silenced(agent)
+            changed = list(agent.slots)
+            if (left := members.leaving(self._view, view, agent)) is not None:
+                self._take(Outcome(findings=[left]))
+        if adoption.unknown(job, agent):
+            view.live.ahead.add(agent.element)
+        if agent.agreed is not None:
+            view.live.touched.add(agent.element)
+        if changed or was_expired:
+            view.live.changed.update(changed)
+            view.notice_agent(agent)
+            if agent.fresh and not job.over:
+                view.live.shape(agent, changed)
+                self._take(registration.ready_ranks(job, agent, changed))
+        elif job.phase is Phase.BREAKING:
+            for slot in agent.slots:  # rest is also shown by having nothing new to say
+                if slot in view.live.awaited:
+                    view.notice(slot, self._view.now)
+
+    def _had(self, job: JobState, message: wire.Status, key: str) -> bool:
+        """The agent was the last one of its element."""
+        record = job.agents.get(message.element)
+        return record is not None and record.agent == message.agent and record.key == key
+
+    def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refused:
+        replaced = job is not None and message.agent in job.superseded
+        if replaced:
+            reason = f"another agent has taken element {message.element} of job {message.job}"
+            return wire.Refused(reason=reason, final=True, replaced=True)
+        return wire.Refused(reason="register first")
+
+    # ------------------------------------------------------------ ranks
+    def _steps(self, route: Route, message: wire.Steps, key: str) -> None:
+        agent = self._of_agent(route, key, message)
+        job = self._view.state.jobs.get(message.job)
+        if agent is not None and job is not None and not job.over:
+            self._take_steps(job, agent, message.reports)
+
+    def _take_steps(self, job: JobState, agent: AgentView, reports: Iterable[wire.StepReport]) -> None:
+        view, desk, now = self._view.job(job), self._desk(job), self._view.now
+        held = wire.hold_seconds(self._view.config.heartbeat_period, self._progress_seconds(job))
+        for report in reports:
+            whole, agent.steps = report.number == agent.steps + 1, report.number
+            report.ranks = [rank for rank in report.ranks if rank.slot in agent.slots]
+            if report.generation > job.generation:  # who else is in it is not known yet, so this says too little
+                desk.unheard_until = max(desk.unheard_until, report.iteration)
+                continue
+            if job.plan is not None and report.generation == job.plan.generation:
+                view.live.stepped.take(report.iteration, now, held)
+            if report.ranks:
+                self._take(desk.take_steps(view, report, now, whole))
+
+    def _of_rank(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
+        """What was asked for goes into the log, once; what was not does not."""
+        if job.over:
+            return
+        out, desk = Outcome(), self._desk(job)
+        if isinstance(message, wire.Timing):
+            self._take(desk.take_timing(job, message))
+            return
+        asked = desk.watch.due if isinstance(message, wire.StackTrace) else desk.injected
+        if message.slot not in asked:
+            return
+        asked.discard(message.slot)
+        if isinstance(message, wire.StackTrace):
+            how = f"{message.how}, state {message.state}"
+            said = how if message.text else f"no stack trace; process state {message.state or 'unknown'}"
+            record = records.Stacks(
+                slot=message.slot,
+                incarnation=message.incarnation,
+                node=job.node(message.slot),
+                how=message.how,
+                state=message.state[:200],
+                text=message.text[:16000],
+                reason=f"slot {message.slot}: {said[:300]}",
+            )
+            out.record(job, record)
+            desk.watch.asked.discard(message.slot)
+        else:
+            told = f"{message.fault} was not injected into slot {message.slot}: {message.reason[:400]}"
+            refused = records.InjectRefused(slot=message.slot, fault=message.fault, reason=told)
+            out.record(job, refused, 0)
+        self._take(out)
+
+    # ------------------------------------------------------------ hints
+    def hint(self, hint: datagrams.Hint) -> Outcome:
+        """A datagram of the plugin, which anybody may have sent: agent and Slurm are asked, no lease is shortened."""
+        out, now = Outcome(), self._view.now
+        agent = self._view.live.agent(hint.job, hint.element)
+        if hint.kind != "task_exit" or agent is None or not agent.alive:
+            return out
+        agent.task_status = hint.status
+        if now - agent.repeated.get("hint", -HINT_SECONDS) >= HINT_SECONDS and self._hints.allows("", now):
+            agent.repeated["hint"] = now
+            out.hurry = True
+            out.merge([self.suspect(agent)])
+        return out
+
+    def suspect(self, agent: AgentView) -> Outcome:
+        """Somebody says that the agent has ended: it is asked, and so are others (`sense.silence`)."""
+        out = Outcome()
+        if agent.alive and agent.suspect_since is None:
+            self._view.live.suspect(agent, self._view.now)
+            out.send(agent, wire.Ping())
+        return out

@@ -1,0 +1,1 @@
+"""Does that node live? Leases, indirect probes, quorum and network partitions."""

@@ -1,0 +1,200 @@
+"""Nodes that reach this controller and not each other: their collectives can never end, whoever tries again.
+
+When a job hangs, or does not get into a generation, all of its agents are asked whether they reach the others. What
+two rounds find cut decides who is left out: the fewest nodes without which all others reach each other, so of two
+halves the larger one goes on. No node is blamed, and those that were left out come back when they are reached again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from operator import neg
+
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.model.finding import Finding, Source, What
+from unicron.ctl.controller.model.job_state import Phase
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.reach import Reach
+
+SURVEY_SECONDS = 1.5  # for the answers; who has not answered by then says nothing
+ENTER_SECONDS = 2.5  # of entering, after which it is asked whether the members reach each other
+PARTED_SECONDS = 5.0  # between two looks whether nodes that were left out are reached again
+MOST_ASKED = 60  # others that one agent is asked about at once; it tries 64 addresses, two of a silent node among them
+NEXT_TO_IT = 16  # others on each side that a collective's ring or tree is likely to need
+MOST_NAMED = 8  # elements about which all others are asked
+
+
+def begin(view: View, job: JobView, slots: Iterable[int] = ()) -> Outcome:
+    """Asks all agents of the job whether they reach the others, unless that is being asked, or was tried for another
+    finding of this moment. slots: those that others wait for; in a large job all are asked about them first."""
+    out, survey = Outcome(), job.live.survey
+    if survey.tried != view.now and (not survey.open or survey.returning is not None):
+        survey.tried, survey.before, survey.returning = view.now, None, None
+        _ask(view, job, _round(job, job.state.elements(slots)), out)
+        survey.turn += 1
+    return out
+
+
+def look(view: View, job: JobView) -> Outcome:
+    """What the answers say; asks again where that has to be confirmed. Called at every tick."""
+    out, survey, state = Outcome(), job.live.survey, job.state
+    if survey.open:
+        if not survey.asked or view.now - survey.begun > SURVEY_SECONDS:
+            survey.number = 0
+            _conclude(view, job, out)
+    elif state.phase is Phase.ENTERING and job.live.awaited and job.waited(view.now) > ENTER_SECONDS:
+        if survey.generation != state.generation:
+            survey.generation, survey.left = state.generation, _rounds(job)
+        if survey.left and view.now - survey.begun > SURVEY_SECONDS:
+            survey.left -= 1
+            out.merge([begin(view, job, job.live.awaited)])
+    elif state.parted and view.now >= survey.again:
+        survey.again, survey.before, survey.returning = view.now + PARTED_SECONDS, None, set()
+        inside = state.elements(state.members) or sorted(job.agents)
+        there = [e for e in inside if e not in state.parted and _alive(job, e)]
+        if len(there) > MOST_ASKED:  # more than one agent can be asked about, so the others are asked about it
+            _ask(view, job, dict.fromkeys(there, sorted(state.parted)[:MOST_ASKED]), out)
+        elif there:
+            _ask(view, job, dict.fromkeys(state.parted, there), out)
+        else:
+            _rejoin(job, state.parted, "there is nobody else", out)
+    return out
+
+
+def _conclude(view: View, job: JobView, out: Outcome) -> None:
+    survey = job.live.survey
+    if survey.returning is not None:
+        if survey.returning & job.state.parted.keys():  # they were asked themselves
+            reached = survey.returning - {witness for witness, _ in survey.cut}
+        else:
+            about = {other for other in sorted(job.state.parted)[:MOST_ASKED] if _alive(job, other)}
+            reached = about - {other for _, other in survey.cut} if survey.returning and not survey.asked else set()
+        _rejoin(job, reached, "the others are reached again", out)
+        survey.returning = None
+    elif survey.before is not None:
+        _judge(view, job, survey.cut & survey.before, out)
+    elif survey.cut:
+        survey.before = survey.cut
+        _ask(view, job, _pairs(survey.cut), out)
+
+
+def _round(job: JobView, named: list[int]) -> dict[int, list[int]]:
+    """Who is asked about whom: all about all others; in a large job about those that are named, if these are few, and
+    about others so far away, which are further ones in each round, until all pairs have been asked about."""
+    elements = job.state.elements({**job.state.members, **job.state.joining})
+    count = len(elements)
+    if count <= MOST_ASKED + 1:
+        return {element: elements[place + 1 :] + elements[:place] for place, element in enumerate(elements)}
+    named = named if len(named) <= MOST_NAMED else []
+    ways, most = _ways(count), MOST_ASKED - MOST_NAMED
+    first = job.live.survey.turn % _rounds(job) * most
+    steps = ways[first : first + most]
+    found = {}
+    for place, element in enumerate(elements):
+        others = [*named, *(elements[(place + step) % count] for step in steps)]
+        found[element] = [other for other in dict.fromkeys(others) if other != element]
+    return found
+
+
+def _ways(count: int) -> list[int]:
+    """How far away others are asked about, each pair once: first the next ones and those that are a power of two away,
+    which rings and trees connect."""
+    half = count // 2
+    first = [*range(1, NEXT_TO_IT + 1), *(1 << bit for bit in range(half.bit_length()))]
+    return [step for step in dict.fromkeys([*first, *range(1, half + 1)]) if step <= half]
+
+
+def _rounds(job: JobView) -> int:
+    """How many rounds ask about all pairs."""
+    count = len(job.state.elements({**job.state.members, **job.state.joining}))
+    return 1 if count <= MOST_ASKED + 1 else -(-(count // 2) // (MOST_ASKED - MOST_NAMED))
+
+
+def _pairs(cut: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for witness, other in sorted(cut):
+        found.setdefault(witness, []).append(other)
+    return found
+
+
+def _ask(view: View, job: JobView, wanted: Mapping[int, list[int]], out: Outcome) -> None:
+    asked = {}
+    for element, others in wanted.items():
+        agent = job.agents.get(element)
+        known = [other for other in others if other in job.agents and job.agents[other].door]
+        if agent is not None and agent.alive and known:
+            asked[element] = known
+    if not asked:
+        return
+    view.inquiries.last += 1
+    job.live.survey.begin(view.inquiries.last, view.now, asked)
+    for element, others in asked.items():
+        targets = [job.agents[other].door for other in others]
+        out.send(job.agents[element], wire.Reach(number=view.inquiries.last, targets=targets))
+
+
+def answered(job: JobView, agent: AgentView, message: wire.Reached) -> None:
+    """One agent's answer. Only silence is a cut: who refuses is reached, and what is unknown says nothing."""
+    survey = job.live.survey
+    others = survey.asked.get(agent.element) if message.number == survey.number and survey.open else None
+    if others is None or len(message.words) != len(others):
+        return
+    del survey.asked[agent.element]
+    silent = [other for other, word in zip(others, message.words, strict=True) if word == Reach.SILENT]
+    survey.cut.update((agent.element, other) for other in silent)
+    if survey.returning is not None:
+        survey.returning.add(agent.element)
+
+
+def _judge(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome) -> None:
+    state = job.state
+    inside = set(state.inside)
+    pairs = {(a, b) for a, b in cut if a in inside and b in inside}
+    # A node that is silent to this controller too is judged by `silence`: it may be gone.
+    silent = {element for name, element in view.inquiries.open if name == state.job}
+    for element in sorted(leave_out(pairs) - silent):
+        others = sorted({b for a, b in pairs if a == element} | {a for a, b in pairs if b == element})
+        names = ", ".join(state.agents[other].node for other in others[:8] if other in state.agents)
+        node = state.agents[element].node
+        said = f"{node} and {names} do not reach each other, though both reach this controller; {node} is left out"
+        slots = tuple(slot for slot in sorted(state.members) if state.element(slot) == element)
+        out.findings.append(
+            Finding(
+                What.PARTED, state.job, slots, view.now, Source.PEER, said, element=element, node=node, by="witnesses"
+            )
+        )
+
+
+def leave_out(pairs: set[tuple[int, int]]) -> set[int]:
+    """The fewest elements, near enough, without which no pair is left: those in most pairs first, of equals the
+    highest. A cut between two halves takes the smaller one."""
+    neighbours: dict[int, set[int]] = {}
+    for a, b in pairs:
+        neighbours.setdefault(a, set()).add(b)
+        neighbours.setdefault(b, set()).add(a)
+    found: set[int] = set()
+    heap = [(-len(others), -element) for element, others in neighbours.items()]
+    heapq.heapify(heap)
+    while heap:
+        count, worst = map(neg, heapq.heappop(heap))
+        if not count or worst in found or len(neighbours[worst]) != count:
+            continue  # with fewer pairs it is in the heap once more
+        found.add(worst)
+        for other in neighbours[worst]:
+            neighbours[other].discard(worst)
+            heapq.heappush(heap, (-len(neighbours[other]), -other))
+    return found
+
+
+def _alive(job: JobView, element: int) -> bool:
+    return element in job.agents and job.agents[element].alive
+
+
+def _rejoin(job: JobView, elements: Iterable[int], why: str, out: Outcome) -> None:
+    for element in sorted(elements):
+        node = job.state.agents[element].node if element in job.state.agents else "its node"
+        out.record(job.state, records.Rejoined(element=element, reason=f"{node} is a candidate again: {why}"))

@@ -1,0 +1,114 @@
+"""What all judgements share: the escalation, the record of a failure, and its remedies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unicron.ctl.controller.judge import micro_batches
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.finding import Finding
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.nodes import isolation
+from unicron.detector.failures import escalation
+from unicron.detector.failures.escalation import END_JOB, ISOLATE, MOVE, RESTART, WHOLE_JOB, Decision, as_fault
+from unicron.detector.failures.severity import Verdict
+
+
+def escalate(
+    view: View,
+    job: JobView,
+    slot: int,
+    verdict: Verdict,
+    uptime: float | None,
+    apart: bool = False,
+    own_words: bool = False,
+) -> tuple[Decision, records.Escalated]:
+    """What is to be done about a verdict on a slot, by the escalation table; and its memory for the log. apart: the job
+    trains without the slot. own_words: the verdict is on what the process said itself."""
+    state = job.state
+    identity = job.identity(slot)
+    worked = identity is not None and state.worked.get(slot) == identity
+    where: dict[str, Any] = {"job": state.job, "slot": slot, "node": "" if slot == WHOLE_JOB else state.node(slot)}
+    known: dict[str, Any] = {"uptime": uptime, "worked": worked or slot == WHOLE_JOB}
+    size = max(1, len(state.agents))
+    known |= {"job_nodes": size, "apart": apart, "fresh": own_words and state.iteration < 0 and not state.steady}
+    decision = escalation.decide(view.state.history, verdict, view.now, **where, **known)
+    fault = as_fault(verdict, view.now, **where, uptime=uptime, worked=known["worked"])
+    memory = records.Escalated(
+        slot=slot,
+        node=fault.node,
+        scope=fault.scope,
+        severity=int(fault.severity),
+        uptime=uptime,
+        worked=known["worked"],
+        event=decision.event.value,
+        state=decision.state.value,
+    )
+    return decision, memory
+
+
+def failure_of(
+    job: JobView, kind: str, slots: list[int], finding: Finding, verdict: Verdict, decision: Decision, **more: Any
+) -> records.FailureDetected:
+    state = job.state
+    element = finding.element if finding.element >= 0 or not slots else state.element(slots[0])
+    record = state.agents.get(element)
+    return records.FailureDetected(
+        kind_of_failure=kind,
+        slots=slots,
+        severity=int(decision.severity),
+        cause=verdict.cause,
+        action=decision.action,
+        detected_by=finding.by,
+        source=finding.source.value,
+        element=element,
+        node=finding.node or (record.node if record else ""),
+        member=more.pop("member", any(slot in state.members or slot in state.joining for slot in slots)),
+        wait_seconds=decision.wait_seconds,
+        reason=micro_batches.named(more.pop("reason", decision.reason), finding.fault),
+        micro_batch=micro_batches.of_fault(finding.fault),
+        detected_in=state.generation,
+        iteration=more.pop("iteration", finding.iteration),
+        **more,
+    )
+
+
+def inside_of(job: JobState, slots: list[int] | tuple[int, ...]) -> list[int]:
+    """Those of the slots that the job trains with."""
+    return [s for s in slots if (s in job.members or s in job.joining) and s not in job.lost]
+
+
+def with_remedy(
+    view: View, job: JobView, record: records.FailureDetected, decision: Decision, why: str, incarnation: int
+) -> Outcome:
+    """The failure, and for its first slot: nothing more, its element to another node, or a new process in place."""
+    out, number = Outcome(), view.state.last_event + 1
+    out.record(job.state, record)
+    if decision.action != END_JOB and not leave_node(view, job, decision, number, record, out):
+        start(view, job.state, record.slots[0], incarnation, view.now + decision.wait_seconds, why, out, number)
+    return out
+
+
+def leave_node(
+    view: View, job: JobView, decision: Decision, number: int, record: records.FailureDetected, out: Outcome
+) -> bool:
+    """The job leaves the failure's node where that is decided, or where the node is out of service and a process could
+    not join again. False when it stays."""
+    agent = job.agents.get(record.element)
+    if agent is None or not (
+        decision.action in (MOVE, ISOLATE) or (decision.action == RESTART and view.unfit(agent.node))
+    ):
+        return False
+    suspect = decision.action == ISOLATE
+    return isolation.move(view, job.state, agent, number, record.slots, decision.reason, suspect, out)
+
+
+def start(
+    view: View, job: JobState, slot: int, incarnation: int, at: float, why: str, out: Outcome, failure: int = 0
+) -> None:
+    """Orders a new process in the slot, unless a newer one is ordered already. failure: whose remedy it is, or 0."""
+    if job.slot(slot).wanted >= incarnation:
+        return
+    out.record(job, records.RankStart(slot=slot, incarnation=incarnation, not_before=at, failure=failure, reason=why))

@@ -1,0 +1,377 @@
+"""What the controller knows for good of one job; changed by the rules of `model.fold` and by nothing else."""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from unicron.ctl.controller.log.thinning import RECENT_STEPS
+from unicron.ctl.protocol.wire import RESTART, Plan, Settings
+from unicron.transition.generations.layout import replicas
+
+FAILURES_KEPT = 100
+DECISIONS_KEPT = 50
+# How an agent is gone of which nothing more can be said; of one that left by itself `gone` is what it said.
+SETTLED = ("", "finished", "taken away", "put aside", "dead", "silent", "node ended")
+AGENT_DIED, NODE_ENDED = "agent died", "node ended"  # how an agent is gone: it died, and then its node ended, too
+
+
+class Phase(enum.StrEnum):
+    """Where a job stands."""
+
+    FORMING = "forming"  # no generation yet: its ranks prepare themselves
+    ENTERING = "entering"  # a plan is out; not all of its members are in yet
+    RUNNING = "running"
+    OFFERING = "offering"  # runs on; a boundary plan with other members is out
+    BREAKING = "breaking"  # its generations are over; survivors stop and report
+    ENDED = "ended"
+
+
+class Identity(NamedTuple):
+    """Which process a slot is: its agent and the incarnation under that agent."""
+
+    agent: str
+    incarnation: int
+
+
+@dataclass
+class SlotState:
+    """One slot's processes."""
+
+    wanted: int = 0
+    """The incarnation that is to be alive, not started before `not_before`, and why."""
+    not_before: float = 0.0
+    why: str = ""
+    ready: Identity | None = None
+    """The last process that could enter a generation."""
+    exit_seen: Identity | None = None
+    """The last process whose end has been dealt with."""
+    noted: float = 0.0
+    """The time of the last note that is on record."""
+
+
+NO_SLOT = SlotState()  # what is known of a slot of which nothing is on record; never changed
+
+
+@dataclass
+class AgentRecord:
+    """The agent that an element had last."""
+
+    agent: str
+    node: str
+    address: str
+    slots: list[int]
+    gone: str = ""
+    door: str = ""
+    """host:port at which others see that it lives."""
+    key: str = ""
+    """Its CURVE public key: by it, all that it says is known to be its own."""
+    peer: str = ""
+    """host:port where other agents of the job reach it, empty when they cannot."""
+    peer_key: str = ""
+    """By it the others know it: its key, also where nothing is encrypted."""
+    confirmed: bool = True
+    """Slurm has shown the element at work on this node."""
+    tries: int = 0
+    """How often Slurm was asked to start its element again."""
+
+    @property
+    def ended_early(self) -> bool:
+        """It died, or left before its ranks had finished, and nothing is known of its node."""
+        return self.gone not in SETTLED
+
+    @property
+    def lost(self) -> bool:
+        """With its node: it fell silent, whether its end was shown or not, or it died and its node ended after it. One
+        that died on a living node is not."""
+        return self.gone in ("dead", "silent", NODE_ENDED)
+
+
+@dataclass(frozen=True)
+class Avoided:
+    """A node that the job has left. agent: the one that was to go; empty when it need not any more. suspect: the node
+    may be at fault."""
+
+    at: float
+    reason: str
+    agent: str
+    suspect: bool
+
+
+@dataclass
+class Failure:
+    """One failure with its story. Times in seconds since the epoch, None for what has not happened."""
+
+    id: int
+    kind: str
+    job: str
+    slots: list[int]
+    node: str
+    element: int
+    severity: int
+    cause: str
+    action: str
+    reason: str
+    detected_at: float
+    detected_by: str
+    source: str
+    member: bool
+    exit_code: int | None = None
+    pid: int | None = None
+    iteration: int | None = None
+    micro_batch: tuple[int, int] | None = None
+    """The iteration and the index of the one that the rank computed when it failed."""
+    detected_in: int = 0
+    """The highest generation at that time."""
+    generation: int | None = None
+    broken_at: float | None = None
+    planned_at: float | None = None
+    resumed_at: float | None = None
+    stepped_at: float | None = None
+    restored_at: float | None = None
+    whole_at: float | None = None
+    """When as many elements trained again as are wanted, whoever they were."""
+    reused_micro_batches: int = 0
+    recomputed_micro_batches: int = 0
+    redistributed_micro_batches: int = 0
+    actions: list[str] = field(default_factory=list)
+    slurm: str = ""
+
+    @property
+    def slot(self) -> int | None:
+        """The first of its slots."""
+        return self.slots[0] if self.slots else None
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A decision, for `unicronctl explain`."""
+
+    time: float
+    kind: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ending:
+    """disowned: Slurm knows no such job, or another's; what is running goes on without the controller."""
+
+    code: int
+    reason: str
+    time: float
+    disowned: bool = False
+
+
+def owner(uid: int | None, user: str) -> str:
+    """A user's key, by the name only where nobody has proven the id."""
+    return f"uid {uid}" if uid is not None else user
+
+
+@dataclass
+class JobState:
+    """One job."""
+
+    job: str
+    settings: Settings
+    registered_at: float
+    phase: Phase = Phase.FORMING
+    since: float = 0.0
+    generation: int = 0
+    """The highest number ever used."""
+    plan: Plan | None = None
+    """The generation that its members are in or enter."""
+    offer: Plan | None = None
+    """The boundary plan that is outstanding."""
+    members: dict[int, Identity] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+    """The members, replica-major (`generations.layout`); newcomers of an offer that broke come after the others."""
+    joining: dict[int, Identity] = field(default_factory=dict)
+    former: list[dict[int, str]] = field(default_factory=list)
+    """Agents by element, of generations that some may be in still: a plan after them has not been entered by all."""
+    broken: int = 0
+    why: str = ""
+    lost: dict[int, Identity] = field(default_factory=dict)
+    """Members that the present Break goes on without."""
+    condemned: dict[int, str] = field(default_factory=dict)
+    """Members that a failure says must be left out, with the reason; the next Break names them."""
+    regroup: str = ""
+    """Why a new generation is needed although nobody is lost."""
+    parted: dict[int, str] = field(default_factory=dict)
+    """Elements that take no part because they and others do not reach each other, with the agent that is there."""
+    fatal: tuple[int, str] | None = None
+    """A failure ends the job: exit code and reason."""
+    banished: dict[int, Identity] = field(default_factory=dict)
+    """slot -> the last process of it that was declared lost."""
+    superseded: dict[str, str] = field(default_factory=dict)
+    """Agents whose element another agent has taken -> their node."""
+    agents: dict[int, AgentRecord] = field(default_factory=dict)
+    avoid: dict[str, Avoided] = field(default_factory=dict)
+    """node -> why the job's elements are not to start there."""
+    requeued: dict[int, float] = field(default_factory=dict)
+    """element -> when Slurm was asked to start it again; until its next agent comes."""
+    slots: dict[int, SlotState] = field(default_factory=dict)
+    allotted: list[int] | None = None
+    leaving: list[int] = field(default_factory=list)
+    failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=FAILURES_KEPT))
+    decisions: deque[Decided] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
+    iteration: int = -1
+    iterations_wanted: int = 0
+    loss: float | None = None
+    nan_since: int = -1
+    """The first of the last iterations whose loss is not finite; -1 while it is."""
+    recent: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """(nodes, seconds, FLOP) of the last iterations."""
+    measured: dict[int, float] = field(default_factory=dict)
+    """FLOP/s by number of nodes."""
+    worked: dict[int, Identity] = field(default_factory=dict)
+    """The processes that have finished an iteration."""
+    tries: int = 0
+    """Time-outs of entering in a row."""
+    ended: Ending | None = None
+    ledger_violations: int = 0
+    restarts: int = 0
+    """Restart mode: losses in a row."""
+    steady: int = 0
+    """Restart mode: the last generation that has proved itself."""
+    reached: int = -1
+    """Restart mode: the newest iteration whose state the worlds that are over have saved."""
+    step: int = 0
+    """The Slurm step that trains."""
+    trains: bool = True
+    """That step's command may train; else a later one takes its place."""
+    waits: str = ""
+    """Why no time limit ends the present phase."""
+    uid: int | None = None
+    """Its owner's user id, where it is proven."""
+    submitted: float = 0.0
+    """When, as Slurm shows it; 0 while Slurm has not confirmed the job."""
+    set_aside: str = ""
+    """Why the controller leaves this job alone; its ranks train on."""
+    layout: str = ""
+    """In which its ranks are started, where it has stated several."""
+    relayout: str = ""
+    """The one in which all of them are to start again, and why."""
+    relayout_why: str = ""
+    saving_until: float = 0.0
+    """Until when those that have to end for that may save their state."""
+    measured_before: dict[str, dict[int, float]] = field(default_factory=dict)
+    """As `measured`, of the layouts that it ran in before."""
+    counted: tuple[dict[int, Identity], frozenset[int]] = field(
+        default_factory=lambda: ({}, frozenset()), repr=False, compare=False
+    )
+    """The members of which `inside` was worked out, and what came of it: members are replaced, never changed."""
+
+    @property
+    def by_layout(self) -> dict[str, dict[int, float]]:
+        """FLOP/s by layout and number of nodes."""
+        return {**self.measured_before, self.layout: self.measured}
+
+    @property
+    def restart_mode(self) -> bool:
+        """Its processes know nothing of generations: all are ended and started again together."""
+        return self.settings.mode == RESTART
+
+    @property
+    def replica(self) -> int:
+        """Ranks of a replica, as planned."""
+        return self.plan.replica if self.plan is not None else 1
+
+    def unit(self, replica: int) -> int:
+        """The fewest elements that hold whole replicas of so many ranks."""
+        per_node = max(1, self.settings.ranks_per_node)
+        return math.lcm(replica, per_node) // per_node
+
+    def wanted(self, replica: int) -> int:
+        """Elements that are to train when all are there: all but the spares, in whole replicas of so many ranks. All
+        of them where that would leave fewer than the job needs: a wrong number of spares ends no job."""
+        settings, unit = self.settings, self.unit(replica)
+        if not settings.spares:
+            return settings.max_nodes
+        least = max(settings.min_nodes, unit)
+        count = max(settings.max_nodes - settings.spares, min(least, settings.max_nodes))
+        whole = count - count % unit
+        return whole if whole >= least else settings.max_nodes
+
+    @property
+    def owner(self) -> str:
+        """Whose it is, as far as that is proven: what counts for a user counts for this."""
+        return owner(self.uid, self.settings.user)
+
+    @property
+    def disowned(self) -> bool:
+        """It was never Slurm's job of this id."""
+        return self.ended is not None and self.ended.disowned
+
+    @property
+    def over(self) -> bool:
+        """Nothing is decided about it any more."""
+        return self.ended is not None or bool(self.set_aside)
+
+    def slot(self, slot: int) -> SlotState:
+        """What is known of a slot; reading adds nothing."""
+        return self.slots.get(slot, NO_SLOT)
+
+    def element(self, slot: int) -> int:
+        return slot // max(1, self.settings.ranks_per_node)
+
+    def agents_of(self, members: Mapping[int, Identity]) -> dict[int, str]:
+        """By element."""
+        per_node = max(1, self.settings.ranks_per_node)
+        return {slot // per_node: who.agent for slot, who in members.items()}
+
+    def elements(self, slots: Iterable[int]) -> list[int]:
+        per_node = max(1, self.settings.ranks_per_node)
+        return sorted({slot // per_node for slot in slots})
+
+    @property
+    def inside(self) -> frozenset[int]:
+        """Elements with a member; worked out once per membership."""
+        if self.counted[0] is not self.members:
+            per_node = max(1, self.settings.ranks_per_node)
+            self.counted = self.members, frozenset({slot // per_node for slot in self.members})
+        return self.counted[1]
+
+    def node(self, slot: int) -> str:
+        record = self.agents.get(self.element(slot))
+        return record.node if record else ""
+
+    def moves(self, element: int) -> bool:
+        """The element's agent was told to leave its node."""
+        record = self.agents.get(element)
+        mark = self.avoid.get(record.node) if record else None
+        return mark is not None and record is not None and mark.agent == record.agent
+
+    def survivors(self) -> list[int]:
+        """Members that the present Break does not go on without."""
+        return [slot for slot in self.members if slot not in self.lost]
+
+    def groups(self) -> list[list[int]]:
+        """The members by replicas; all together where these are not known."""
+        whole = len(self.order) % self.replica == 0
+        return replicas(self.order, self.replica) if whole else [self.order]
+
+    def hit(self, blocked: Collection[int] = ()) -> frozenset[int]:
+        """Members whose replica has lost a rank: they stop at once, all others finish what they have begun. blocked:
+        ranks that have stopped where their replica cannot finish without them."""
+        gone = self.lost.keys() | set(blocked)
+        if self.replica == 1 or not gone:
+            return frozenset(gone)
+        return frozenset(slot for one in self.groups() if not gone.isdisjoint(one) for slot in one)
+
+    def failure(self, number: int) -> Failure | None:
+        return next((failure for failure in reversed(self.failures) if failure.id == number), None)
+
+    @property
+    def seconds(self) -> float | None:
+        """The median iteration time of the last steps at the present node count."""
+        if not self.recent:
+            return None
+        nodes = len(self.inside)
+        times = [seconds for count, seconds, _ in self.recent if count == nodes]
+        return statistics.median(times) if times else None

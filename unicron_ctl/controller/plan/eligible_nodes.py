@@ -1,0 +1,189 @@
+"""Which nodes a job's elements may be given: those on which Slurm itself would start them. Pure.
+
+Slurm decides in the end, but an element that is pinned to a node that it cannot have waits for ever, and one that takes
+a node from under a pending job of higher priority jumps the queue. Sources: sbatch(1): --partition, --constraint,
+--gres, --exclude, --reservation, --time; squeue(1): the scheduler's estimates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from unicron.ctl.controller.model.view import Listing
+from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo
+from unicron.planner.problem.gpus import node_peak
+
+
+@dataclass(frozen=True)
+class Reach:
+    """nodes: where the job's elements may go, and those that they are on. asks: what Slurm looks at, in words. barred:
+    how many other nodes are out of reach, by the reason. peak: FLOP/s that one of the nodes can do at most."""
+
+    nodes: frozenset[str]
+    asks: str = ""
+    barred: Mapping[str, int] = field(default_factory=dict)
+    peak: float = float("inf")
+
+
+RIVALS = 200  # kinds of pending elements that are looked at closely
+ALWAYS = float("-inf")  # a rival may get the node at any time
+
+
+class Ground:
+    """What Slurm showed, for jobs that are planned for: `managed`, by id. now: seconds since the epoch.
+
+    What anybody has pending costs a bounded time: of so many kinds
+    (RIVALS) it is looked at where they fit, the most urgent first; of the others all nodes of their partitions count.
+    """
+
+    def __init__(self, listing: Listing, managed: Collection[str], now: float) -> None:
+        self._now, self._sorts, self._names = now, listing.sorts, listing.by_name.keys()
+        self._wanted: dict[str, list[tuple[float, ElementInfo]]] = {}
+        """node -> (when, pending element of others that may get it then). Each is less urgent than those before it,
+        and comes sooner; after one that may come at any time no other counts."""
+        self._open = [{node.name for node in sort} for sort in self._sorts]
+        asked: set[tuple[object, ...]] = set()
+        for e in listing.waiting:  # the first of its kind comes first
+            asks: tuple[object, ...] = (e.partition,)
+            if roughly := len(asked) >= RIVALS:
+                asks = (e.partition, "roughly")
+            else:
+                asks += (e.features, e.gres, e.reservation, e.excluded_nodes, e.time_limit, e.planned_nodes)
+            if e.job not in managed and asks not in asked:
+                asked.add(asks)
+                self._want(e, roughly)
+                if not any(self._open):
+                    break  # none is left for those that come later
+
+    def _want(self, rival: ElementInfo, roughly: bool) -> None:
+        """Notes what a rival may get. roughly: any node of its partitions."""
+        planned = frozenset() if roughly else rival.planned_nodes
+        if planned and rival.starts is not None:
+            for name in planned & self._names:
+                first = self._wanted.setdefault(name, [])
+                if not first or rival.starts < first[-1][0]:
+                    first.append((rival.starts, rival))
+            return
+        for sort, names in zip(self._sorts, self._open, strict=True):
+            if names and (planned or self._fits(rival, sort[0], roughly)):
+                taken = names & planned if planned else names if roughly else names - rival.excluded_nodes
+                for name in taken:
+                    self._wanted.setdefault(name, []).append((ALWAYS, rival))
+                names -= taken
+
+    def _fits(self, rival: ElementInfo, node: NodeInfo, roughly: bool) -> bool:
+        return in_partition(rival, node) if roughly else not misfit(rival, node, self._now)
+
+    def reach(self, elements: Iterable[ElementInfo], good: Collection[str], occupied: Collection[str]) -> Reach:
+        """elements: the job's. good: nodes in service that no job of others uses. occupied: those it has now."""
+        listed = list(elements)
+        if not listed:
+            return Reach(frozenset())
+        ask = next((e for e in listed if e.state == "PENDING"), listed[-1])
+        barred = self._barred(ask)
+        priority = min((e.priority for e in listed if e.priority), default=0)  # it has none while it is held
+        ends = self._now + ask.time_limit if ask.time_limit is not None else float("inf")
+        for name, wanted in self._wanted.items():
+            if name not in barred:
+                rival = next((e for starts, e in wanted if starts < ends and e.priority > priority), None)
+                if rival is not None:
+                    barred[name] = f"about to go to pending job {rival.job}"
+        here = {name for name in occupied if name in good}
+        nodes = frozenset(name for name in good if name not in barred) | here
+        why = Counter(reason for name, reason in barred.items() if name in good and name not in here)
+        peaks = [node_peak(sort[0].gres) for sort in self._sorts if any(node.name in nodes for node in sort)]
+        return Reach(nodes, _words(ask), dict(why), max(peaks, default=float("inf")))
+
+    def _barred(self, ask: ElementInfo) -> dict[str, str]:
+        """node -> why Slurm would not start the element there."""
+        barred: dict[str, str] = {}
+        for sort in self._sorts:
+            if why := misfit(ask, sort[0], self._now):
+                barred |= {node.name: why for node in sort}
+        return barred | {name: "excluded by the job" for name in ask.excluded_nodes if name in self._names}
+
+
+def misfit(ask: ElementInfo, node: NodeInfo, now: float) -> str:
+    """Why Slurm would not start the element on a node of this sort; empty when it would."""
+    if not in_partition(ask, node):
+        return f"not in partition {ask.partition}"
+    if not has_gres(ask.gres, node.gres):
+        return f"without {ask.gres}"
+    if ask.features and not has_features(ask.features, node.features):
+        return f"without the features {ask.features}"
+    names = {reserved.name for reserved in node.reservations}
+    if ask.reservation:
+        return "" if names & set(ask.reservation.split(",")) else f"not in reservation {ask.reservation}"
+    ends = now + ask.time_limit if ask.time_limit is not None else float("inf")
+    reserved = next((r for r in node.reservations if r.starts < ends and r.ends > now), None)
+    return f"reserved ({reserved.name})" if reserved else ""
+
+
+def in_partition(ask: ElementInfo, node: NodeInfo) -> bool:
+    """One of the partitions that are asked for has the node."""
+    partitions = {name for name in ask.partition.split(",") if name}
+    return not partitions or not node.partitions or not partitions.isdisjoint(node.partitions)
+
+
+def has_gres(asked: str, there: str) -> bool:
+    """ "gpu:4" is in "gpu:a100:8", "gpu:h100:4" is not."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, kind, count in _gres(there):
+        counts[name, kind] += count
+        if kind:
+            counts[name, ""] += count
+    wanted: Counter[tuple[str, str]] = Counter()
+    for name, kind, count in _gres(asked):
+        wanted[name, kind] += count
+    return all(counts[key] >= count for key, count in wanted.items())
+
+
+def _gres(text: str) -> list[tuple[str, str, int]]:
+    found = []
+    for item in filter(None, (part.strip().lower() for part in text.split(","))):
+        words = re.split(r"[:=]", item)
+        last = re.fullmatch(r"(\d+)([kmgt]?)", words[-1])
+        count = int(last[1]) * 1024 ** " kmgt".index(last[2] or " ") if last else 1
+        kinds = words[1:-1] if last else words[1:]
+        found.append((words[0], kinds[0] if kinds else "", count))
+    return found
+
+
+def has_features(constraint: str, features: Collection[str]) -> bool:
+    """Whether one node meets a constraint of sbatch(1): names with & and |, taken from the left, brackets of any kind,
+    counts ("a*2"). False for what cannot be understood: such an element stays where Slurm puts it."""
+    tokens = re.findall(r"[\[\]()&|,]|[^\[\]()&|,]+", constraint.replace(" ", ""))
+    try:
+        value, rest = _expression(tokens, set(features))
+    except IndexError:
+        return False
+    return value and not rest
+
+
+def _expression(tokens: Sequence[str], features: Collection[str]) -> tuple[bool, Sequence[str]]:
+    value, rest = _term(tokens, features)
+    while rest and rest[0] in "&|,":
+        more, after = _term(rest[1:], features)
+        value = (value or more) if rest[0] == "|" else (value and more)
+        rest = after
+    return value, rest
+
+
+def _term(tokens: Sequence[str], features: Collection[str]) -> tuple[bool, Sequence[str]]:
+    first, rest = tokens[0], tokens[1:]
+    if first in "([":
+        value, rest = _expression(rest, features)
+        if rest[0] not in ")]":
+            return False, rest
+        rest = rest[1:]
+        return value, rest[1:] if rest and re.fullmatch(r"\*\d+", rest[0]) else rest
+    return first not in ")]&|," and re.sub(r"\*\d+$", "", first) in features, rest
+
+
+def _words(ask: ElementInfo) -> str:
+    parts = [f"partition {ask.partition}" if ask.partition else "", ask.gres, ask.features]
+    parts += [f"reservation {ask.reservation}" if ask.reservation else ""]
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,371 @@
+"""What is wanted against what Slurm shows: the actions that bring one to the other.
+
+Nothing here waits: polls, actions and probes are requests that a thread carries out, and their results come back as
+inputs. Without a fresh listing nothing is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model import permission
+from unicron.ctl.controller.model.cluster_state import REQUEUES
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.model.node_state import OUT
+from unicron.ctl.controller.model.requests import HELD, Action, Poll, Run
+from unicron.ctl.controller.model.submission import another
+from unicron.ctl.controller.model.throttle import Throttle
+from unicron.ctl.controller.model.view import Listing, Outcome, View
+from unicron.ctl.controller.nodes import bounds, isolation, readmission, unfinished
+from unicron.ctl.controller.plan import job_layouts
+from unicron.ctl.controller.plan.ahead import Aheads
+from unicron.ctl.controller.plan.inputs import (
+    came_to_nothing,
+    dead_elements,
+    ending,
+    inputs,
+    key_of,
+    plan_for,
+    reaches,
+    unit_of,
+)
+from unicron.ctl.controller.plan.placement import Need, Placement, held_by_others, place
+from unicron.ctl.controller.plan.pools import pools
+from unicron.ctl.slurm.slurm_client import OCCUPIES, WORKS
+
+HURRY_SECONDS = 0.1
+EARLY = 1.0, 3.0  # early listings a second, and at once: whatever happens, Slurm has other work
+SHARE = 0.1  # of the time that the usual listings may take, where each takes long; early ones as much again
+LONGEST_PAUSE = 60.0  # between two listings
+MOST_FAILURES = 2  # failed listings in a row that make the pause longer: one more period each
+RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again before; after two such, twice as long each
+NO_EFFECT_SECONDS = 2.0  # the same where Slurm took it, and nothing has come of it
+LONGEST_RETRY = 300.0
+STARTS = ("pin", "release", "start_now")  # steps of one thing that is wanted: the element's start
+STOPS = (*REQUEUES, *OUT)  # actions that end what runs, or keep a node from what would
+ASKED_SECONDS = 60.0  # for which Slurm is still asked about a job that has ended
+LATELY_SECONDS = 3600.0  # the same at the controller's start
+GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
+
+
+@dataclass
+class Asked:
+    """What was asked of Slurm for one element or node, while what Slurm shows of it stays as it was (`shape`). times:
+    how often, at: last when. refused: that was refused, or put off."""
+
+    shape: tuple[object, ...] = ()
+    times: int = 0
+    at: float = 0.0
+    refused: bool = False
+
+    @property
+    def until(self) -> float:
+        """When it may be asked for again."""
+        first = RETRY_SECONDS if self.refused else NO_EFFECT_SECONDS
+        return self.at + min(LONGEST_RETRY, first * 2.0 ** min(30, max(0, self.times - 2)))
+
+
+@dataclass
+class Desk:
+    """What is under way with Slurm; lost with the process. Times in seconds on the controller's clock."""
+
+    asked_at: float = 0.0
+    busy: bool = False
+    next_poll: float = 0.0
+    took: float = 0.0
+    """Seconds that the last listing took."""
+    failures: int = 0
+    """Listings in a row that failed."""
+    under_way: set[tuple[str, str, int, str]] = field(default_factory=set)
+    """Actions of which this process waits to hear the outcome."""
+    asked: dict[tuple[tuple[str, int], str], Asked] = field(default_factory=dict)
+    """(element or node, what is wanted of it) -> how that went."""
+    missing_since: dict[str, float] = field(default_factory=dict)
+    """job -> since when Slurm shows none of its elements; only of jobs that have not ended."""
+    gate: readmission.Gate = field(default_factory=readmission.Gate)
+    aheads: Aheads = field(default_factory=Aheads)
+    watched: str = ""
+    """What the last plan depended on for jobs that are only watched."""
+    early: Throttle = field(default_factory=lambda: Throttle(*EARLY))
+
+    def hurry(self, now: float, delay: float = HURRY_SECONDS) -> None:
+        """Something changed: asks Slurm soon, or as soon as there may be another early listing."""
+        price = max(1.0, self.took / SHARE * EARLY[0])
+        soon = max(now + delay, self.early.allowed_at("", now, min(price, EARLY[1])))
+        if not self.busy and self.next_poll > soon:
+            self.early.charge("", now, price)
+            self.next_poll = soon
+
+    def listed(self, now: float, usual: float, took: float, failed: bool = False) -> None:
+        """Slurm has answered, or has not: says when it is asked again. usual: the seconds between two listings. took:
+        those that this one took."""
+        self.busy, self.took = False, took
+        self.failures = self.failures + 1 if failed else 0
+        pause = max(self.took, usual * min(MOST_FAILURES, self.failures)) if failed else self.took / SHARE
+        self.next_poll = now + max(usual, min(LONGEST_PAUSE, pause))
+
+    def acted(self, now: float, urgent: bool) -> None:
+        """All actions of a request are through: what became of them is looked at soon."""
+        self.busy = self.busy and urgent
+        self.hurry(now, 0.0)
+
+    def prune(self, view: View) -> None:
+        """Forgets what says nothing any more."""
+        self.asked = {
+            key: one
+            for key, one in self.asked.items()
+            if (one.shape and one.shape == _shape(view, key[0]) and view.now - one.at < 2 * LONGEST_RETRY)
+            or (one.refused and view.now < one.until)
+        }
+        jobs = {job.job for job in managed(view)}
+        self.missing_since = {name: at for name, at in self.missing_since.items() if name in jobs}
+
+    def tick(self, view: View, asked_for: Iterable[str]) -> Outcome:
+        """Asks Slurm when it is time. asked_for: jobs that are not known yet."""
+        out = Outcome()
+        if view.slurm.used and not self.busy and view.now >= self.next_poll:
+            self.busy, self.asked_at = True, view.now
+            jobs = {job.job for job in view.state.jobs.values() if _in_slurm(view, job)}
+            jobs |= {job for _, job, _, _ in view.state.intents if job}
+            out.requests.append(Poll(frozenset(jobs.union(asked_for)), bool(view.inquiries.nodes())))
+        return out
+
+
+def _in_slurm(view: View, job: JobState) -> bool:
+    """Slurm may have elements of it that matter: of an ended one, those that are pending still have to go."""
+    if not job.ended:
+        return True
+    seen = view.slurm.seen
+    if view.now - job.ended.time < (ASKED_SECONDS if seen is not None else LATELY_SECONDS):
+        return bool(job.submitted)
+    if seen is None:
+        return False
+    return any(e.state == "PENDING" for e in seen.of(job.job).values())
+
+
+def managed(view: View) -> list[JobState]:
+    """The jobs that are planned for, by id."""
+    return [job for _, job in sorted(view.state.jobs.items()) if not job.over]
+
+
+# ---------------------------------------------------------------- a fresh listing
+def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
+    """Nodes that come back or have to go down, jobs that Slurm no longer runs, elements of jobs that are over."""
+    out = Outcome()
+    desk.prune(view)
+    isolation.gone_down(view, out)
+    actions = unfinished.settle(view, listing, desk.under_way, out)
+    _held_again(view, listing, out)
+    actions += readmission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way, out)
+    for job in list(view.state.jobs.values()):
+        actions += _over(view, desk, listing, job, out)
+    _ask(view, desk, actions, out)
+    return out.merge([isolation.proven_bad(view)])
+
+
+def _held_again(view: View, listing: Listing, out: Outcome) -> None:
+    """Holds of ours that the log does not know: slurmctld was killed before it had saved the release, or the element
+    had started before its hold came, which Slurm then remembers for its next requeue. Both would be held for ever, as
+    if somebody else did it. AdminComment tells them from an admin's hold: users cannot write it, and a release changes
+    it."""
+    busy = {(job, element) for _, job, element, _ in view.state.intents}
+    for key, at in view.state.once_held.items():
+        job, e = view.state.jobs.get(key[0]), listing.of(key[0]).get(key[1])
+        if job is None or e is None or not e.held or key in view.state.held or key in busy or listing.asked_at <= at:
+            continue
+        if e.admin_comment.startswith(HELD) and e.reason != "JobHeldUser":
+            reason = f"Slurm shows it held by what was written here ({e.admin_comment}), and it is not to be by the log"
+            out.record(job, records.HeldAgain(element=e.element, reason=reason))
+
+
+def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome) -> list[Action]:
+    elements = listing.of(job.job).values()
+    if job.ended and not job.submitted:
+        return []
+    if job.ended:
+        why = f"job {job.job} has ended: {job.ended.reason}"[:200]
+        ours = view.state.held
+        waiting = [e for e in elements if e.state == "PENDING" and not held_by_others(e, ours) and not another(job, e)]
+        return [Action("cancel", e.job, e.element, "", why) for e in waiting]
+    here = any(agent.alive for agent in view.job(job).agents.values())
+    coming = any(
+        e.state in OCCUPIES or e.state == "PENDING" or came_to_nothing(job, e) or ending(job, e) for e in elements
+    )
+    if coming or (here and job.submitted):
+        desk.missing_since.pop(job.job, None)
+    elif view.now - desk.missing_since.setdefault(job.job, view.now) > GONE_SECONDS:
+        reason = "Slurm no longer runs any of its elements" if job.submitted else "Slurm does not show this job"
+        out.record(job, records.JobEnded(code=0, reason=reason, disowned=not job.submitted))
+    return []
+
+
+def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
+    """Every job gets the nodes that the plan gives it."""
+    out, state = Outcome(), view.state
+    reasons = state.plan_report.reasons if state.plan_report else {}
+    found = _place(view, listing, jobs, state.assignment, reasons)
+    _allot(view, jobs, found, out)
+    out.merge([job_layouts.wishes(view, jobs)])
+    for name, element in found.unpinned:
+        out.record(state.jobs[name], records.Unpinned(element=element))
+    _ask(view, desk, found.actions, out)
+    return out
+
+
+def _place(
+    view: View,
+    listing: Listing,
+    jobs: Sequence[JobState],
+    assignment: Mapping[str, int],
+    reasons: Mapping[str, str],
+) -> Placement:
+    state, within = view.state, reaches(view, jobs)
+    needs = [
+        Need(
+            job=job.job,
+            desired=assignment.get(job.job, 0),
+            members=frozenset(job.elements({**job.members, **job.joining})),
+            dead=dead_elements(job),
+            ended=frozenset(e.element for e in listing.of(job.job).values() if came_to_nothing(job, e)),
+            ending=frozenset(e.element for e in listing.of(job.job).values() if ending(job, e)),
+            leaving=tuple(job.leaving),
+            home={element: agent.node for element, agent in job.agents.items()},
+            lives={element: agent.node for element, agent in view.job(job).agents.items() if agent.alive},
+            requeued=job.requeued,
+            avoid=view.avoided(job),
+            why=reasons.get(job.job, ""),
+            reach=within[job.job].nodes,
+            unit=unit_of(view, job),
+            least=job.settings.min_nodes,
+        )
+        for job in jobs
+    ]
+    waiting = state.out_of_service | view.inquiries.nodes().keys()
+    return place(needs, listing.elements, listing.nodes, state.pins, waiting, view.now, state.held)
+
+
+def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
+    """Jobs whose partition the plan may not touch: they use what Slurm gives them, and what the plan would do with
+    them is said when it changes."""
+    out = Outcome()
+    for job in jobs:
+        elements = listing.of(job.job)
+        view.slurm.expected[job.job] = sorted(n for n, e in elements.items() if e.state in WORKS)
+        if job.allotted is not None and set(job.allotted) != set(elements):  # it was planned for before
+            reason = "the plan is not carried out in its partition: all elements may work"
+            out.record(job, records.Allotted(elements=sorted(elements), leaving=[], reason=reason))
+    found = pools(inputs(view, jobs))
+    if (key := key_of(found) if jobs else "") == desk.watched:
+        return out
+    desk.watched = key
+    plan, _ = plan_for(view, found, Aheads())
+    for job in jobs:
+        nodes, name = plan.assignment[job.job], job.job
+        would = f"give {name} {nodes} nodes"
+        reason = f"would {would}: {plan.reasons[name]}; not done, for {permission.of_job(view, name).refusal('move')}"
+        out.record(job, records.Observed(would=would, action="plan", nodes=nodes, reason=reason))
+    _ask(view, desk, _place(view, listing, jobs, plan.assignment, plan.reasons).actions, out)
+    return out
+
+
+def _allot(view: View, jobs: Sequence[JobState], found: Placement, out: Outcome) -> None:
+    for job in jobs:
+        allotted, leaving = found.allotted[job.job], found.leaving[job.job]
+        view.slurm.expected[job.job] = allotted
+        if job.allotted != allotted or job.leaving != leaving:
+            words = f"elements {allotted}" + (f", {leaving} leave at the next boundary" if leaving else "")
+            out.record(job, records.Allotted(elements=allotted, leaving=leaving, reason=words))
+
+
+# ---------------------------------------------------------------- actions
+def _ask(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> None:
+    """Asks for the actions; those that Slurm has just refused wait, with what else was to be done to the same element
+    or node, and so do those that a limit forbids. While silence is not to be believed, so does all that takes
+    something, with what was to start there."""
+    if view.inquiries.doubt:
+        kept = {action.node for action in actions if action.action in STOPS}
+        actions = [a for a in actions if a.action not in STOPS and (not a.node or a.node not in kept)]
+    asked = ((a.target, desk.asked.get(_wish(a))) for a in actions)
+    wait = {target for target, before in asked if before is not None and view.now < before.until}
+    todo = [a for a in actions if a.target not in wait]
+    if todo := bounds.within(view, todo, out):
+        for key in dict.fromkeys(map(_wish, todo)):
+            before = desk.asked.get(key)
+            desk.asked[key] = Asked(_shape(view, key[0]), before.times + 1 if before is not None else 1, view.now)
+        out.requests.append(Run(tuple(todo)))
+
+
+def _wish(action: Action) -> tuple[tuple[str, int], str]:
+    """What is wanted of which element or node."""
+    return action.target, "start" if action.action in STARTS else action.action
+
+
+def _shape(view: View, target: tuple[str, int]) -> tuple[object, ...]:
+    """What Slurm shows of the element or the node: while that stays, what is wanted has not come about."""
+    name, element = target
+    if element < 0:
+        info = view.slurm.node(name)
+        return (info.states, info.reason) if info is not None else ()
+    e = view.slurm.seen.of(name).get(element) if view.slurm.seen is not None else None
+    return (e.state, e.node, e.held, e.restarts) if e is not None else ()
+
+
+def intent(view: View, run: Run) -> Outcome:
+    """What goes into the log before the actions are carried out."""
+    out = Outcome()
+    listing = view.slurm.seen
+    for action in run.actions:
+        job = view.state.jobs.get(action.job)
+        known = listing.of(action.job).get(action.element) if listing is not None else None
+        record = records.SlurmAction(
+            action=action.action,
+            element=action.element,
+            node=action.node,
+            slurm_reason=action.text,
+            restarts=known.restarts if known is not None else -1,
+            reason=f"{action.label}: {action.reason}",
+        )
+        out.records.append((action.job, job.generation if job else 0, record))
+        if job is not None and action.action in ("requeue", "pin"):
+            _for_failures(job, action, out)
+    return out
+
+
+def _for_failures(job: JobState, action: Action, out: Outcome) -> None:
+    """What is done for an element whose failure is not mended yet belongs to that failure's story."""
+    element = f"{action.job}_{action.element}"
+    text = f"start element {element} on {action.node}" if action.action == "pin" else f"requeue {element}"
+    for failure in job.failures:
+        open_ = failure.restored_at is None and failure.kind in ("node", "agent")
+        if failure.element == action.element and open_:
+            out.record(job, records.FailureAction(failure=failure.id, text=text))
+
+
+def done(view: View, desk: Desk, action: Action, error: str) -> Outcome:
+    """One action was carried out, or was refused."""
+    out, job = Outcome(), view.state.jobs.get(action.job)
+    generation = job.generation if job else 0
+    before = desk.asked.get(_wish(action))
+    if before is not None:
+        before.refused = before.refused or bool(error)
+    if error:
+        failed = records.SlurmFailed(
+            action=action.action, element=action.element, node=action.node, reason=f"{action.label}: {error}"
+        )
+        out.records.append((action.job, generation, failed))
+        if action.action in OUT:
+            out.merge([isolation.refused(view, action, error)])
+        elif action.action == "pin":
+            out.records.append((action.job, generation, records.Unpinned(element=action.element)))
+        return out
+    if action.action == "resume":
+        verified = desk.gate.verified.pop(action.node, True)
+        out.record(None, records.NodeResumed(node=action.node, verified=verified, reason=action.reason))
+        return out
+    done = records.SlurmDone(
+        action=action.action, node=action.node, element=action.element, reason=action.text or action.label
+    )
+    out.records.append((action.job, generation, done))
+    return out

@@ -1,0 +1,158 @@
+"""Munge on the controller's side: who registers or asks, and the controller's own word for its key. All of it in
+threads, and no more of it at once than is worth waiting for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pwd
+import socket
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unicron.ctl.controller.model.asker import Asker
+from unicron.ctl.controller.server.worker import Worker
+from unicron.ctl.protocol import claims, datagrams, wire
+from unicron.ctl.protocol.munge import MungeError, make_credential, unmunge
+from unicron.ctl.system.addresses import is_loopback, origin
+from unicron.ctl.system.time_limit import TimeLimit
+
+SPENT = 8192  # credentials that are remembered as used or invalid
+FRESH_SECONDS = 60.0  # for which the controller's own credential is used: munge lets it live for 300
+AGAIN_SECONDS = 1.0  # after munge could not make one
+WAITING = 1000  # peers that wait for it
+NAME_SECONDS, NAMES_HANGING = 1.0, 4  # for the name service to say a user's name; calls that hang at once
+_names = TimeLimit(NAME_SECONDS, NAMES_HANGING, "unicron-names")
+Where = tuple[socket.socket, Any]  # by which socket, and where to
+
+
+@dataclass(frozen=True)
+class Unproven:
+    """No credential that counts; the text says why, and what to do. verdict: on the credential itself, which may be
+    good yet after an outage."""
+
+    reason: str
+    verdict: Literal["used", "invalid", "outage"] = "used"
+
+
+USED = Unproven("this munge credential was used before")
+
+
+class Verifier:
+    """admins: names of users who may do what a job's owner may.
+
+    Threads take turns among machines, their addresses and their connections: who sends many credentials waits for
+    himself. One that was used, or that is none, is not shown to munge again.
+    """
+
+    def __init__(self, worker: Worker, admins: Callable[[], Sequence[str]]) -> None:
+        self._worker, self._admins = worker, admins
+        self._spent = Spent()
+
+    def verify(
+        self, credential: str, claim: str, key: str, address: str, then: Callable[[Asker | Unproven], None]
+    ) -> bool:
+        """Calls `then` in the main thread with who made the credential, if it holds this claim: before this returns
+        where no munge is needed to say that it is not good. False, and nothing is called, when too many are being
+        verified, of this connection's key, of its address, of its machine or of all."""
+        if (spent := self._spent.get(credential)) is not None:
+            then(spent)
+            return True
+        admins = self._admins()
+
+        def work() -> Asker | Unproven:
+            return self._spent.get(credential) or asker_of(credential, claim, admins)  # a copy may have come first
+
+        def done(found: Asker | Unproven | None) -> None:
+            found = found or Unproven("the controller could not look at the munge credential: see its log", "outage")
+            self._spent.note(credential, found)
+            then(found)
+
+        return self._worker.verify(work, done, path(key, address))
+
+
+def path(key: str, address: str) -> tuple[str, str, str]:
+    """Whose turn a credential takes: the machine's, the address's, the connection's. All loopback addresses are one
+    machine, and in IPv6 so is a network of 64 bits (see `origin`)."""
+    where = origin(address)
+    return "loopback" if is_loopback(address) else where, where, key
+
+
+class Spent:
+    """Credentials that are good for nothing any more, those that came last: by their digests, for they are long. One
+    thread notes them, any may read."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, Unproven] = OrderedDict()
+
+    def get(self, credential: str) -> Unproven | None:
+        return self._known.get(_digest(credential))
+
+    def note(self, credential: str, found: Asker | Unproven) -> None:
+        """munge has looked at it. Where it could not, the credential may be good yet; one that was good is munge's to
+        refuse the next time."""
+        if isinstance(found, Asker) or found.verdict == "outage":
+            return
+        self._known[_digest(credential)] = found if found.verdict == "invalid" else USED
+        if len(self._known) > SPENT:
+            self._known.popitem(last=False)
+
+
+def _digest(credential: str) -> bytes:
+    return hashlib.blake2b(credential.encode(), digest_size=16).digest()
+
+
+def asker_of(credential: str, claim: str, admins: Sequence[str]) -> Asker | Unproven:
+    """Who made the credential, if it holds this claim and nobody has used it before."""
+    try:
+        found = unmunge(credential)
+    except MungeError as error:
+        reason = f"{error}: is munged running with the same key on both nodes?"
+        return Unproven(reason, "outage" if error.outage else "invalid")
+    if found.replayed:
+        return USED
+    if found.payload != claim.encode():
+        return Unproven("this munge credential is about something else, or of another connection")
+    try:
+        user = _names.run(lambda: pwd.getpwuid(found.uid).pw_name)
+    except (KeyError, TimeoutError):  # the name service may be away: who it is, the number says
+        user = ""
+    return Asker(found.uid, user, found.uid in (0, os.geteuid()) or user in admins)
+
+
+class Introducer:
+    """Answers whoever asks for the controller's public key: by one credential a minute, however many ask. key: empty
+    for a controller that encrypts nothing."""
+
+    def __init__(self, worker: Worker, key: str, send: Callable[[bytes, Where], None]) -> None:
+        self._worker, self._key, self._send = worker, key, send
+        self._answer = wire.encode(datagrams.Introduction(plain=True)) if not key else b""
+        self._until = 0.0 if key else float("inf")
+        self._waiting: list[Where] = []
+
+    def hello(self, where: Where, now: float) -> None:
+        """Somebody asks."""
+        if now < self._until:
+            self._send(self._answer, where)
+            return
+        if len(self._waiting) < WAITING:
+            self._waiting.append(where)
+        if len(self._waiting) > 1:
+            return  # a credential is being made
+
+        def done(made: datagrams.Introduction | None) -> None:
+            made = made or datagrams.Introduction(error="the controller has no munge credential")
+            self._answer, self._until = wire.encode(made), now + (FRESH_SECONDS if made.credential else AGAIN_SECONDS)
+            waiting, self._waiting = self._waiting, []
+            for one in waiting:
+                self._send(self._answer, one)
+
+        self._worker.verify(self._make, done)
+
+    def _make(self) -> datagrams.Introduction:
+        try:
+            return datagrams.Introduction(credential=make_credential(claims.of_controller(self._key)))
+        except MungeError as error:
+            return datagrams.Introduction(error=f"the controller has no munge credential: {error}")

@@ -1,0 +1,74 @@
+"""Messages of unicrond on standard error, by the standard `logging`.
+
+Under systemd each line begins with its priority as sd-daemon(3) has it, so that `journalctl -p warning` works;
+elsewhere it reads "unicrond: warning: text". One message is one line; a traceback follows in lines of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+from unicron.ctl.system.errors import one_line
+
+ROOT = "unicron"  # the loggers are called unicron.controller and so on
+LEVELS = ("debug", "info", "warning", "error")
+_PRIORITIES = (  # syslog(3)
+    (logging.CRITICAL, 2),
+    (logging.ERROR, 3),
+    (logging.WARNING, 4),
+    (logging.INFO, 6),
+)
+_DEBUG = 7
+
+
+class Formatter(logging.Formatter):
+    """See the head of this file."""
+
+    def __init__(self, program: str, journal: bool) -> None:
+        super().__init__()
+        self._program, self._journal = program, journal
+
+    def format(self, record: logging.LogRecord) -> str:
+        start = mark(record.levelno) if self._journal else f"{self._program}: {record.levelname.lower()}: "
+        lines = [one_line(record.getMessage())]
+        if record.exc_info:
+            lines += self.formatException(record.exc_info).splitlines()
+        return "\n".join(start + line for line in lines)
+
+
+class Handler(logging.StreamHandler[TextIO]):
+    """A standard error that cannot be written must not end the controller, nor be complained about there."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+def start(program: str, level: str = "info", stream: TextIO | None = None) -> None:
+    """From now on the loggers below "unicron" write to `stream`, by default standard error, from `level` on."""
+    target = sys.stderr if stream is None else stream
+    handler = Handler(target)
+    handler.setFormatter(Formatter(program, is_journal(target)))
+    logger = logging.getLogger(ROOT)
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
+
+
+def is_journal(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the stream goes to the journal: JOURNAL_STREAM names the device and inode of what systemd connected, and
+    is inherited by programs whose standard error was redirected since."""
+    device, _, inode = environment.get("JOURNAL_STREAM", "").partition(":")
+    try:
+        status = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return (device, inode) == (str(status.st_dev), str(status.st_ino))
+
+
+def mark(level: int) -> str:
+    """What begins a line of this level in the journal."""
+    return f"<{next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)}>"

@@ -1,0 +1,303 @@
+"""The controller's slow work in threads: Slurm's programs in two, probes and credentials in a few others. Results are
+calls of the core, made in the main thread.
+
+Of the two, one lane is for what is urgent, which so never waits behind a slow listing or a long list of actions. What
+changes the same element or node keeps its order over both (`Order`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from unicron.ctl.controller.core.core import Core
+from unicron.ctl.controller.model.requests import Action, Greeting, Knock, Poll, Probe, Run
+from unicron.ctl.controller.server.fair_queue import FairQueue
+from unicron.ctl.protocol.reach import reach
+from unicron.ctl.slurm.slurm_client import (
+    SAID,
+    SOMEBODY,
+    UNSAID,
+    ElementInfo,
+    NodeInfo,
+    Queue,
+    Site,
+    SlurmClient,
+    SlurmError,
+    SlurmTimeout,
+)
+from unicron.ctl.slurm.squeue import hosts
+from unicron.ctl.system.errors import shortened
+from unicron.ctl.system.mailbox import Mailbox
+
+Result = Callable[[], None]
+Target = tuple[str, int]
+log = logging.getLogger("unicron.controller")
+WORKERS, VERIFIERS = 64, 4  # a probe waits most of its time, and a whole rack may fall silent at once
+AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS = 4096, 1024, 512  # credentials in verification
+OURSELVES = "controller", "", ""  # whose turn the controller's own credential takes
+SETTINGS_SECONDS = 60.0  # between two looks at Slurm's PrivateData and topology
+IN_USE = frozenset({"ALLOCATED", "MIXED", "COMPLETING"})
+LEFT_OUT = "left out: an action before it failed"
+PUT_OFF = "put off: Slurm is slow, and what it shows by now comes first"
+QUEUE_SHARE = 1 / 30  # of the time that the whole queue may be read, where that takes long; six times that for a reason
+LONGEST_QUEUE = 120.0  # seconds between two looks at it
+RUN_SECONDS = 10.0  # for the actions of one request; then Slurm is listed again, and what is left is decided anew
+
+
+class Order:
+    """Whose turn it is to change an element or a node: whoever was submitted first. A lane carries out what it gets in
+    the order of submission, so no two of them ever wait for each other."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Target, deque[int]] = {}
+        self._next = 0
+        self._changed = threading.Condition()
+
+    def book(self, run: Run) -> list[int]:
+        """A ticket for each action."""
+        with self._changed:
+            tickets = []
+            for action in run.actions:
+                self._next += 1
+                self._waiting.setdefault(action.target, deque()).append(self._next)
+                tickets.append(self._next)
+            return tickets
+
+    def wait(self, target: Target, ticket: int) -> None:
+        """Until those before it are through: each is one call of Slurm's, which has its own time limit."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting[target][0] == ticket)
+
+    def through(self, target: Target) -> None:
+        """The action whose turn it was is done."""
+        with self._changed:
+            waiting = self._waiting[target]
+            waiting.popleft()
+            if not waiting:
+                del self._waiting[target]
+            self._changed.notify_all()
+
+
+class Others:
+    """The elements of jobs that are not planned for: of the whole queue, which is read as seldom as it takes long, and
+    meanwhile what the nodes themselves show."""
+
+    def __init__(self, client: SlurmClient) -> None:
+        self._client = client
+        self._seen = Queue()
+        self._read_at, self._took = -LONGEST_QUEUE, 0.0
+        self._before: set[str] = set()  # nodes that had one of ours in the last listing
+
+    def read(self, nodes: Sequence[NodeInfo], own: Sequence[ElementInfo], poll: Poll) -> list[ElementInfo]:
+        """Those that occupy nodes or wait for some. own: the elements of `poll.jobs`."""
+        age, least = time.monotonic() - self._read_at, self._took / QUEUE_SHARE
+        fresh = age >= min(LONGEST_QUEUE, least / 6 if poll.all else least)
+        if fresh:
+            began = time.monotonic()
+            self._seen = self._client.others(poll.jobs)
+            self._read_at = time.monotonic()
+            self._took = self._read_at - began
+        here = {e.node for e in own if e.node}
+        known = [e for e in self._seen.elements if e.job not in poll.jobs]
+        if not fresh or self._seen.cut:
+            known = self._by_nodes(nodes, known, here | self._before, fresh)
+        self._before = here
+        return known
+
+    def _by_nodes(
+        self, nodes: Sequence[NodeInfo], known: Sequence[ElementInfo], ours: Collection[str], fresh: bool
+    ) -> list[ElementInfo]:
+        """What is idle by now is free, and what is in use by nobody who is known is somebody's."""
+        idle = {node.name for node in nodes if not node.states & IN_USE} if not fresh else set()
+        kept = [e for e in known if e.state == "PENDING" or e.node not in idle]
+        there = {name for e in kept if e.node and e.state != "PENDING" for name in hosts(e.node)}
+        busy = (node.name for node in nodes if node.states & {"ALLOCATED", "MIXED"})
+        return kept + [somebody(name) for name in busy if name not in there and name not in ours]
+
+
+def somebody(node: str) -> ElementInfo:
+    """Who is on a node that is in use, as long as the queue has not been read again."""
+    return ElementInfo(SOMEBODY, 0, "", "RUNNING", node, "", "", "", "", 0, brief=True)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work for a lane."""
+
+    request: Poll | Run
+    core: Core
+    tickets: list[int]
+
+
+class Worker:
+    """Carries requests out; `results` is what to call in the main thread then, and `verified` for credentials, of which
+    strangers can send many."""
+
+    def __init__(self, client: SlurmClient | None, probe_timeout: float) -> None:
+        self._client, self._probe_timeout = client, probe_timeout
+        self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
+        self._order = Order()
+        self._others = Others(client) if client is not None else None
+        self._site = UNSAID
+        self._looked = -SETTINGS_SECONDS
+        self.results: Mailbox[Result] = Mailbox()
+        self.verified: Mailbox[Result] = Mailbox()
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
+        self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
+        self._credentials: FairQueue[Callable[[], None]] = FairQueue(AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS)
+        self._turns = threading.Lock()
+        for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
+            threading.Thread(target=self._serve_slurm, args=(lane,), name=name, daemon=True).start()
+
+    def submit(self, request: Poll | Run | Probe | Knock | Greeting, core: Core) -> None:
+        """Starts a request; its result goes to `core`."""
+        if isinstance(request, Probe):
+            for place, target in enumerate(request.targets):
+                if target:
+                    self.call(partial(reach, target, self._probe_timeout), partial(core.on_probe, request, place))
+        elif isinstance(request, Knock):
+            self.call(partial(reach, request.address, self._probe_timeout), partial(core.on_knock, request))
+        elif isinstance(request, Greeting):
+            self.call(partial(reach, request.address, self._probe_timeout), partial(core.on_greeting, request))
+        else:
+            urgent = isinstance(request, Run) and request.urgent
+            tickets = self._order.book(request) if isinstance(request, Run) else []
+            self._lanes[urgent].put(Task(request, core, tickets))
+
+    def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Runs `work` in a thread, then `then(result)` in the main thread. The result of work that fails is None."""
+        self._pool.submit(_run, work, then, self.results)
+
+    def verify(
+        self, work: Callable[[], Any], then: Callable[[Any], None], whose: tuple[str, str, str] = OURSELVES
+    ) -> bool:
+        """The same, in threads of their own: a munge that hangs must not keep probes waiting. They take turns among
+        machines, the addresses of each, and the connections of each address. False when there is no room for more."""
+        with self._turns:
+            if not self._credentials.add(whose, partial(_run, work, then, self.verified)):
+                return False
+        self._verifiers.submit(self._verify_next)
+        return True
+
+    def _verify_next(self) -> None:
+        with self._turns:
+            run = self._credentials.next()
+        run()
+
+    def close(self) -> None:
+        """Lets the running calls end, starts no other."""
+        for lane in self._lanes:
+            lane.put(None)
+        for pool in (self._pool, self._verifiers):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.results.close()
+        self.verified.close()
+
+    def _serve_slurm(self, lane: queue.SimpleQueue[Task | None]) -> None:
+        while (task := lane.get()) is not None:
+            if isinstance(task.request, Poll):
+                self._poll(task.request, task.core)
+            else:
+                self._run(task.request, task.tickets, task.core)
+
+    def _poll(self, poll: Poll, core: Core) -> None:
+        assert self._client is not None and self._others is not None
+        try:
+            began = time.monotonic()
+            nodes, own = self._client.nodes(), self._client.elements(poll.jobs)
+            took = time.monotonic() - began
+            elements = own + self._others.read(nodes, own, poll)
+            if time.monotonic() - self._looked >= SETTINGS_SECONDS:
+                private, domains, self._looked = self._client.private_data(), self._site.domains, time.monotonic()
+                with contextlib.suppress(SlurmError):  # little hangs on it: what was known holds
+                    domains = self._client.domains()
+                self._site = Site(private, domains)
+            site = self._site
+        except SlurmError as error:
+            message = str(error)
+            self.results.put(lambda: core.on_slurm_error(message))
+        except (
+            Exception
+        ) as error:  # an answer that nobody foresaw must not end the thread: Slurm would never be asked again
+            text = shortened(f"could not read Slurm's answer: {type(error).__name__}: {error}", SAID)
+            self.results.put(lambda: core.on_slurm_error(text))
+        else:
+            self.results.put(lambda: core.on_listing(nodes, elements, site, took))
+
+    def _run(self, request: Run, tickets: list[int], core: Core) -> None:
+        """Goes on for RUN_SECONDS, and no further than the first call that Slurm does not answer."""
+        failed: set[Target] = set()
+        until, over = time.monotonic() + RUN_SECONDS, False
+        for action, ticket in zip(request.actions, tickets, strict=True):
+            self._order.wait(action.target, ticket)
+            try:
+                if over:
+                    error = PUT_OFF
+                elif action.target in failed:
+                    error = LEFT_OUT
+                else:
+                    error, hangs = self._act(action)
+                    over = hangs or time.monotonic() >= until
+            finally:
+                self._order.through(action.target)
+            if error:
+                failed.add(action.target)
+            self.results.put(partial(core.on_action, action, error))
+        self.results.put(partial(core.on_actions_done, request.urgent))
+
+    def _act(self, action: Action) -> tuple[str, bool]:
+        """Why it failed, and whether Slurm gave no answer."""
+        assert self._client is not None
+        try:
+            perform(self._client, action)
+        except SlurmError as error:
+            return str(error), isinstance(error, SlurmTimeout)
+        except Exception as error:
+            return shortened(f"{type(error).__name__}: {error}", SAID), False
+        return "", False
+
+
+def _run(work: Callable[[], Any], then: Callable[[Any], None], results: Mailbox[Result]) -> None:
+    try:
+        result = work()
+    except Exception as error:  # no result must not mean that nobody hears of it
+        log.warning("work in the background failed: %r", error)
+        result = None
+    results.put(lambda: then(result))
+
+
+def perform(client: SlurmClient, action: Action) -> None:
+    """One action as a call of the client. Raises SlurmError."""
+    match action.action:
+        case "down":
+            client.down(action.node, action.text)
+        case "drain":
+            client.drain(action.node, action.text)
+        case "resume":
+            client.resume(action.node)
+        case "requeue":
+            client.requeue(action.job, action.element)
+        case "requeue_hold":
+            client.requeue_hold(action.job, action.element, action.text)
+        case "hold":
+            client.hold(action.job, action.element, action.text)
+        case "release":
+            client.release(action.job, action.element, action.text)
+        case "pin":
+            client.pin(action.job, action.element, action.node)
+        case "start_now":
+            client.start_now(action.job, action.element)
+        case "cancel":
+            client.cancel(action.job, action.element)
+        case other:
+            raise ValueError(f"no such action: {other}")

@@ -1,1 +1,0 @@
-"""`unicronctl demo`: two GPT jobs on a private Slurm, broken in four ways and healed; see `unicron_ctl.demo.story`."""

@@ -1,0 +1,146 @@
+"""Unicron on a local cluster: a unicrond beside slurmctld, and the plugin's line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import unicron
+from unicron.ctl.lab.cluster.cluster_layout import Layout
+from unicron.ctl.system.errors import UserError
+
+PLUGIN = Path(unicron.__file__).resolve().parent.parent / "slurm_plugin" / "spank" / "unicron.so"
+MODULE = "unicron.ctl.controller.unicrond"
+START_SECONDS = 60.0
+STOP_SECONDS = 10.0
+# The virtual nodes share this machine's cores: measured throughput would say that a node more is worth nothing, and an
+# iteration takes many times as long while another rank starts.
+CONFIGURATION = """[controller]
+listen = "{listen}"
+auth = "none"
+slurm = "command"
+slurm_poll_seconds = 0.5
+throughput = "linear"
+hang_floor_seconds = 60.0
+allow_inject = true
+
+[partition.default]
+mode = "act"
+max_weight = 10
+"""
+
+
+def plugin_line(address: str) -> str:
+    """The line of plugstack.conf for jobs that report to `address`. Raises UserError where the plugin is not built."""
+    if not PLUGIN.is_file():
+        raise UserError(f"no {PLUGIN.name} in {PLUGIN.parent}: build it with `make plugin`")
+    return f"optional {PLUGIN} agent={scripts() / 'unicron-agent'} controller={address}"
+
+
+def scripts() -> Path:
+    """Where this environment's programs are."""
+    return Path(sysconfig.get_path("scripts"))
+
+
+def search_path() -> str:
+    """This environment's programs first, so that a script's `python` is this one; Slurm's may be in sbin."""
+    return os.pathsep.join(
+        [str(scripts()), os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"]
+    )
+
+
+def spawn(folder: Path, layout: Layout, listen: str = "tcp://127.0.0.1:0") -> tuple[subprocess.Popen[bytes], str]:
+    """A unicrond with its files in `folder`, and its address. It asks Slurm only when a job registers, so it may be up
+    before the cluster, whose plugin must know its port. Raises UserError when it does not start.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config, state = folder / "unicron.toml", folder / "controller"
+    config.write_text(CONFIGURATION.format(listen=listen))
+    environment = os.environ | {
+        "SLURM_CONF": str(layout.slurm_conf),
+        "PATH": search_path(),
+        "UNICRON_CONFIG": str(config),
+    }
+    address = state / "address"
+    address.unlink(missing_ok=True)
+    with (folder / "unicrond.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, "--config", str(config), "--state-dir", str(state)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+    complaint = f"unicrond did not start: see {folder / 'unicrond.log'}"
+    try:
+        _wait(lambda: address.is_file() or process.poll() is not None, START_SECONDS, complaint)
+        if process.poll() is not None:
+            raise UserError(complaint)
+    except UserError:
+        process.kill()
+        raise
+    return process, address.read_text().strip()
+
+
+def start(layout: Layout) -> str:
+    """The cluster's own unicrond, where it does not run; returns its address, which stays the same."""
+    folder = layout.state_dir / "unicron"
+    if _running(folder):
+        return (folder / "controller" / "address").read_text().strip()
+    known = folder / "listen"
+    if not known.is_file():
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        folder.mkdir(parents=True, exist_ok=True)
+        known.write_text(f"tcp://127.0.0.1:{port}")
+    return spawn(folder, layout, known.read_text())[1]
+
+
+def stop(layout: Layout) -> None:
+    """Ends the cluster's own unicrond, if there is one. Raises UserError when it does not end."""
+    folder = layout.state_dir / "unicron"
+    for pid in _running(folder):
+        descriptor = os.pidfd_open(pid)
+        try:
+            if pid in _running(folder):
+                signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        finally:
+            os.close(descriptor)
+    _wait(lambda: not _running(folder), STOP_SECONDS, f"the unicrond of {folder} does not end: kill -9 it")
+
+
+def address(layout: Layout) -> str:
+    """Where the cluster's own unicrond listens, "" without one."""
+    try:
+        return (layout.state_dir / "unicron" / "controller" / "address").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _running(folder: Path) -> list[int]:
+    """Known by its command line, like the cluster's other daemons."""
+    found = []
+    for entry in Path("/proc").glob("[1-9]*/cmdline"):
+        try:
+            words = os.fsdecode(entry.read_bytes()).split("\0")
+        except OSError:
+            continue
+        if MODULE in words and str(folder / "controller") in words:
+            found.append(int(entry.parent.name))
+    return found
+
+
+def _wait(done: Callable[[], bool], seconds: float, complaint: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            raise UserError(complaint)
+        time.sleep(0.05)

@@ -1,0 +1,67 @@
+"""What a virtual node that was switched off leaves behind where all nodes share one address: its ports are silent.
+
+A machine without power refuses no connection, it does not answer. `python tombstone.py SLURM_CONF NODE PORT...` holds
+the ports until it is ended, when the node is switched on again or the cluster goes down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[4]))  # run as a file, from wherever the package is
+from unicron.detector.chaos import blackhole
+
+ENDING_SECONDS = 10.0  # for killed processes to close their ports
+AGAIN_SECONDS = 0.01
+_LISTENS = "0A"  # a state of proc_net_tcp(5)
+
+
+def ports_of(pids: Iterable[int]) -> list[int]:
+    """The TCP ports at which these processes listen."""
+    inodes: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    inodes.add(os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").rstrip("]"))
+    found = set()
+    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(file) as lines:
+            for line in list(lines)[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENS and fields[9] in inodes:
+                    found.add(int(fields[1].rpartition(":")[2], 16))
+    return sorted(found)
+
+
+def hold(port: int) -> socket.socket | None:
+    """A socket that answers nobody; None while the port is somebody's."""
+    with contextlib.suppress(OSError):
+        one = socket.create_server(("", port))
+        blackhole.deafen(one)
+        return one
+    return None
+
+
+def main() -> None:
+    """Holds the ports. Those who had them may still be ending: a large process takes a while to close what it has. One
+    that somebody else has taken meanwhile is left alone."""
+    held: dict[int, socket.socket] = {}
+    wanted, deadline = [int(word) for word in sys.argv[3:]], time.monotonic() + ENDING_SECONDS
+    while len(held) < len(wanted) and time.monotonic() < deadline:
+        for port in [port for port in wanted if port not in held]:
+            if (one := hold(port)) is not None:
+                held[port] = one
+        time.sleep(AGAIN_SECONDS)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

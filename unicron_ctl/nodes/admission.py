@@ -1,0 +1,253 @@
+"""``python -m unicron.ctl.nodes.admission``: the admission test of this node, for Slurm's prolog and
+HealthCheckProgram.
+
+Runs the checks of :mod:`detector.health`, drains the node when its hardware is proven bad, and tells the controller.
+
+Exit status: 100 the node is proven bad, 0 it is not (nor is it when a check gave no answer), 2 wrong use. No other
+status says anything of the node: 1 is what Python itself ends with when this program cannot even be imported, and that
+must not drain a cluster. What is to be known goes to the log, one line each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from unicron.ctl.protocol.client import ask
+from unicron.ctl.settings.config import load
+from unicron.ctl.slurm.slurm_client import NodeInfo, SlurmClient, slurms_own
+from unicron.ctl.system.errors import UserError, one_line
+from unicron.detector.health import CHECKS, Report, load_settings, run
+
+OURS = "unicron"  # as in controller.placement, which is too much to import at every check
+PROVEN_BAD = 100
+LEADER = f"{OURS}[health]"
+BUDGET_SECONDS = 8.0
+USUAL_CONFIG = "/etc/unicron/unicron.toml"
+MOST_DRAINED = 10  # nodes that may be drained by their checks at a time, or a tenth of the cluster
+REPORT_SECONDS = 2.0  # for the controller's answer; a node must not wait for a controller that is away
+REASON_LENGTH = 200
+# Out of service already. DOWN may be Slurm's own doing; its words give way to ours.
+_DRAINED = frozenset("DRAIN DRAINED DRAINING FAIL FAILING".split())
+
+
+def drain_text(node: NodeInfo | None, why: str) -> tuple[str, str]:
+    """(reason to drain the node with, "") or ("", why it is left as it is). Another tool's reason is never lost."""
+    if node is None:
+        return "", "Slurm does not know this node"
+    said = f"{LEADER}: {one_line(why)}"[:REASON_LENGTH]
+    slurms = slurms_own(node.reason)
+    if node.states & _DRAINED:
+        return "", f"it is drained already ({node.reason or 'no reason given'})"
+    if "DOWN" in node.states and not slurms:
+        return "", f"it is down already ({node.reason})"
+    if not slurms and not node.reason.startswith(f"{OURS}["):
+        return f"{node.reason}; {said}", ""
+    return said, ""
+
+
+class TooMany(UserError):
+    """So many nodes are drained already that one more is an admin's matter."""
+
+
+def drain(client: SlurmClient, name: str, why: str, most: int | None = None) -> str:
+    """Drains the node in Slurm; returns what was done, or why nothing was. Raises SlurmError, and TooMany where `most`
+    others, or a tenth of the cluster, are drained by their checks: a wrong line of unicron.toml is wrong everywhere.
+
+    The nodes of a large job check themselves at the same moment and see none drained yet. So each looks again after its
+    own drain, and goes back where there are too many; all of them may. Their reports tell the controller, which drains
+    one after the other."""
+    nodes = client.nodes()
+    reason, not_done = drain_text(_named(nodes, name), why)
+    if not reason:
+        return f"{name} is left as it is: {not_done}"
+    if most is not None:
+        _leave_room(nodes, name, most)
+    client.drain(name, reason)
+    if most is not None:
+        _look_again(client, name, reason, most)
+    return f"{name} is drained: {reason}"
+
+
+def _look_again(client: SlurmClient, name: str, reason: str, most: int) -> None:
+    """Gives the node back and raises TooMany where others were drained at the same moment."""
+    nodes = client.nodes()
+    try:
+        _leave_room(nodes, name, most)
+    except TooMany:
+        mine = _named(nodes, name)
+        if mine is not None and "DOWN" not in mine.states and mine.reason == reason:  # not an admin's by now
+            client.resume(name)
+        raise
+
+
+def _named(nodes: Sequence[NodeInfo], name: str) -> NodeInfo | None:
+    return next((node for node in nodes if node.name == name), None)
+
+
+def _leave_room(nodes: Sequence[NodeInfo], name: str, most: int) -> None:
+    """Raises TooMany where no other node may be drained by its check."""
+    others = sum(node.name != name and drained_by_check(node) for node in nodes)
+    most = max(most, len(nodes) // 10)
+    if others >= most:
+        raise TooMany(f"{others} nodes are drained by their checks, and no more than {most} may be")
+
+
+def drained_by_check(node: NodeInfo) -> bool:
+    """It is out of service for what its own check said."""
+    return bool(node.states & _DRAINED) and LEADER in node.reason
+
+
+def report(where: str, node: str, source: str, found: Report, at: float, drain: bool = False) -> None:
+    """Tells the controller. `at`: this node's clock when the checks began. drain: a bad node is to be drained, and the
+    controller sees to it where the node could not. Raises UserError."""
+    question = {"kind": "health", "node": node, "source": source, "verdict": found.verdict, "at": at, "drain": drain}
+    ask({**question, "reason": one_line(found.reason)[:REASON_LENGTH]}, where, timeout=REPORT_SECONDS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks, drains, reports; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    log = _Log(options.log, f"unicron health: node {options.node}: ")
+    status = [0]
+    box = threading.Timer(options.seconds, _out_of_time, (log, options.seconds, status))
+    box.daemon = True
+    box.start()
+    try:
+        return _examine(options, log, status)
+    finally:
+        box.cancel()  # whoever calls this within a process of its own lives on
+
+
+def _examine(options: argparse.Namespace, log: _Log, status: list[int]) -> int:
+    """Checks, drains, reports. `status` is what the process ends with if its time runs out meanwhile."""
+    began, mono = time.time(), time.monotonic()
+    found = _check(options, log)
+    if found.verdict == "bad":
+        status[0] = PROVEN_BAD
+        log(f"proven bad: {found.reason}")
+        if options.drain == "on" and not _drain(options, found, log):
+            status[0] = 0
+    try:
+        if where := options.controller or _address(options.config):
+            report(where, options.node, options.at, found, began, options.drain == "on")
+    except UserError as error:
+        log(f"the controller was not told: {error}")
+    if options.print:
+        print(f"{found.verdict}: {found.reason} ({time.monotonic() - mono:.2f} s)")
+    return status[0]
+
+
+def _address(config: str | None) -> str:
+    """Where the configuration says that the controller is. Raises UserError."""
+    return load(config).controller.address if config else ""
+
+
+def _usual_config() -> str | None:
+    """The configuration that is meant when none is named; None where there is none."""
+    path = os.environ.get("UNICRON_CONFIG") or str(USUAL_CONFIG)
+    return path if os.path.isfile(path) else None
+
+
+def _check(options: argparse.Namespace, log: _Log) -> Report:
+    share = options.seconds * 0.6  # the rest is for Slurm and the controller
+    try:
+        settings = load_settings(options.config)
+    except (OSError, ValueError) as error:
+        log(f"{error}; the defaults are used")
+        settings = load_settings(None)
+    skip = (*settings.skip, *(name.strip() for name in options.skip.split(",") if name.strip()))
+    for name in skip:
+        if name not in (*CHECKS, "all"):
+            log(f"no check {name!r} to skip: there are {', '.join(CHECKS)}, and all")
+    state = options.state or settings.kernel_state
+    return run(dataclasses.replace(settings, skip=skip, timeout=min(settings.timeout, share), kernel_state=state))
+
+
+def _drain(options: argparse.Namespace, found: Report, log: _Log) -> bool:
+    """Drains the node. False when that, or a failing prolog, would be one node too many."""
+    from unicron.ctl.slurm.command_line import CommandLineClient
+
+    client = CommandLineClient(timeout=options.seconds * 0.25)
+    try:
+        log(drain(client, options.node, found.reason, options.most_drained))
+    except TooMany as error:
+        log(f"not drained: {error}")
+        return False
+    except UserError as error:
+        log(f"could not drain: {error}")
+    return True
+
+
+def _out_of_time(log: _Log, seconds: float, status: list[int]) -> None:
+    """A thread that hangs in the kernel cannot be ended, so the process ends without it."""
+    log(f"gave up after {seconds:g} s; nothing more is concluded")
+    os._exit(status[0])
+
+
+class _Log:
+    """Lines to a file, to syslog or to stderr. A log that cannot be written is no reason to fail."""
+
+    def __init__(self, where: str, prefix: str) -> None:
+        self._where, self._prefix = where, prefix
+
+    def __call__(self, text: str) -> None:
+        line = self._prefix + one_line(text)
+        try:
+            if self._where == "syslog":
+                import syslog
+
+                syslog.openlog("unicron", 0, syslog.LOG_DAEMON)
+                syslog.syslog(syslog.LOG_WARNING, line)
+            elif self._where:
+                with open(self._where, "a") as file:
+                    file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n")
+            else:
+                print(line, file=sys.stderr, flush=True)
+        except OSError:
+            pass
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m unicron.ctl.nodes.admission", description="Admission test of this node."
+    )
+    here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
+    parser.add_argument("--at", choices=("prolog", "interval"), default="interval", help="who calls")
+    parser.add_argument("--node", default=here, metavar="NAME", help="Slurm's name of this node")
+    parser.add_argument(
+        "--config", metavar="FILE", default=_usual_config(), help=f"unicron.toml with a [health] table [{USUAL_CONFIG}]"
+    )
+    parser.add_argument("--skip", default="", metavar="NAMES", help="checks to leave out; all: every one")
+    parser.add_argument("--seconds", type=_seconds, default=BUDGET_SECONDS, help="for everything together")
+    parser.add_argument("--drain", choices=("on", "off"), default="on", help="drain a node that is proven bad")
+    parser.add_argument("--state", default="", metavar="DIR", help="what the check of the kernel log keeps is there")
+    parser.add_argument("--most-drained", type=int, default=MOST_DRAINED, metavar="N", help="then it drains no more")
+    parser.add_argument(
+        "--controller",
+        metavar="ADDRESS",
+        default=os.environ.get("UNICRON_CONTROLLER", ""),
+        help="[address of the configuration]",
+    )
+    parser.add_argument("--log", default="", metavar="FILE", help="a file or syslog; default stderr")
+    parser.add_argument("--print", action="store_true", help="print the verdict")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 50.0:  # slurmd ends a HealthCheckProgram after 60 s
+        raise argparse.ArgumentTypeError(f"{text}: 0.1 to 50")
+    return value
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""Settings: `unicron.toml`, partitions, and the limits of the system."""

@@ -1,0 +1,458 @@
+"""`unicron.toml`: where it is found, what it may say, and the defaults.
+
+Each field has its range beside it; how the fields must relate to each other, and to the fixed limits of agents, ranks
+and plugin, is in `settings.limits`. Everybody checks the file in itself; against those limits only unicrond does:
+an agent that cannot read its configuration leaves its job unprotected.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+
+from unicron.ctl.settings import limits, partitions
+from unicron.ctl.settings.limits import DAY, HEARTBEATS, Range
+from unicron.ctl.settings.partitions import PartitionConfig, Rules
+from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric
+from unicron.ctl.system.errors import WRONG_USE, UserError
+
+DEFAULT_PORT = 7451
+ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that are none to connect to
+# Parts of the file that belong to others; the controller neither reads nor rejects them.
+OWN_SECTIONS = ("controller", "agent", "planner", "partition")
+OTHER_SECTIONS = ("severity", "health")
+ELSEWHERE = ("partitions", "planner")  # fields of ControllerConfig that are no keys of [controller]
+_DEATHS = "what cannot start ends no job that trains"
+GONE = {  # keys of [controller] of release 0.1
+    "hint_grace": "hints shorten no lease any more",
+    "quick_death_seconds": _DEATHS,
+    "quick_deaths": _DEATHS,
+}
+
+Seconds = Annotated[float, Range(0.001, DAY)]
+SecondsOrZero = Annotated[float, Range(0.0, DAY)]
+LongSeconds = Annotated[float, Range(0.001, 30 * DAY)]
+Share = Annotated[float, Range(0.0, 1.0)]
+
+
+class PlannerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The section [planner]: how the plan divides the nodes."""
+
+    compare: Literal["user", "account", "flops"] = "user"
+    """Whose FLOP/s are compared with each other: those of one user's jobs, of one Slurm account's, or of all jobs. What
+    is not compared shares the nodes by weight. FLOP/s are what jobs say of themselves."""
+
+
+class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The section [controller]; times are in seconds."""
+
+    # ---- connections
+    listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"
+    """Where the controller listens."""
+    address: str = ""
+    """Where others reach it: tcp://HOST:PORT. Login nodes need it, for "all addresses" names no host."""
+    state_dir: str = ""
+    """Folder of the event log; by default /var/lib/unicron for root, else below the user's home."""
+    public_key: str = ""
+    """The only controller to believe, by its key (`unicrond --make-key`); by default munge says whose key it is."""
+    auth: Literal["munge", "none"] = "munge"
+    """How agents and users prove who they are; "none" is for one user at a loopback address, and encrypts nothing."""
+    admins: list[str] = []
+    """Users who may do what a job's owner may, besides root."""
+    observe: bool | None = None
+    """Of release 0.1: false acts in every partition that has no mode of its own, true observes; leave it out."""
+    heartbeat_period: Annotated[float, HEARTBEATS] = 1.0
+    """Between two messages of an agent that has no news."""
+    lease_periods: Annotated[float, Range(1.1, 100.0, why="one late heartbeat must not look like a lost node")] = 1.8
+    """Heartbeat periods without a message after which a node counts as lost."""
+    state_wait_seconds: Annotated[float, Range(10.0, 30 * DAY)] = 600.0
+    """For a silent node, of which nobody can say that it is dead, to come back: its ranks may hold the only state.
+    Where copies are in memory, no longer than the work that these lack."""
+    restart_grace: Seconds = 5.0
+    """For agents to come back after the controller was restarted."""
+    repeat_seconds: Seconds = 0.5
+    """Between two copies of an order that was not obeyed yet."""
+
+    # ---- Slurm
+    slurm: Literal["auto", "command", "none"] = "auto"
+    """How Slurm is asked: by pyslurm where it fits the cluster, by its commands, or not at all."""
+    slurm_poll_seconds: Seconds = 2.0
+    """Between two looks at Slurm's jobs and nodes."""
+    slurm_timeout: Seconds = 10.0
+    """For one command to Slurm."""
+    probe_timeout: Seconds = 0.5
+    """For a silent agent, or its node's slurmd, to accept a connection of the controller. Beyond 1.5 it sets down no
+    node that only witnesses find silent."""
+
+    # ---- generations
+    forming_settle_seconds: Seconds = 5.0
+    """That a job waits for further nodes before it starts."""
+    offer_delay: SecondsOrZero = 0.2
+    """Newcomers that come within it are taken in together, where more of the job are starting."""
+    join_after_seconds: SecondsOrZero = 5.0
+    """The same in restart mode, counted from the last newcomer."""
+    fault_grace: SecondsOrZero = 0.15
+    """That a rank which stopped by itself waits for the cause to show: its peers fail because it did."""
+    report_timeout: Seconds = 10.0
+    """For a survivor to stop and report."""
+    enter_timeout: Seconds = 30.0
+    """For a member to enter its generation."""
+
+    # ---- monitoring
+    monitor_iterations: bool = True
+    """Judge iteration times; without it only the collectives' own time-out finds a hang."""
+    hang_floor_seconds: Seconds = 1.0
+    """No iteration counts as hung before this."""
+    hang_outside_seconds: Seconds = 600.0
+    """For the script's own code between two iterations: a checkpoint, an evaluation."""
+    hang_idle_seconds: Seconds = 60.0
+    """The same for a process that does nothing meanwhile, where that code has been quick so far."""
+    first_iteration_seconds: Seconds = 600.0
+    """For a job's first iteration: it compiles and opens its data."""
+    stacks_seconds: SecondsOrZero = 1.0
+    """For the stacks of a hanging rank to arrive before it is stopped."""
+    metrics_seconds: Annotated[float, Range(1.0, DAY, zero=True)] = 10.0
+    """Between two rounds of the metrics by which nodes and ranks are compared."""
+    metrics_directory: str = ""
+    """The folder whose latency is measured on each node; by default a local one."""
+
+    # ---- actions
+    regroup_seconds: Seconds = 300.0
+    """For all ranks to train again after a reattempt; then the process is restarted."""
+    restart_seconds: Seconds = 600.0
+    """For a restarted process to take part; then the job leaves its node."""
+    isolate_seconds: Seconds = 300.0
+    """For an element to have left its node and to run elsewhere; then it is asked for again."""
+    max_isolated_nodes: Annotated[int, Range(0, 1_000_000)] = 4
+    """Nodes that are taken out of service within the window, dead ones and those that are back included."""
+    max_isolated_share: Share = 0.1
+    """The same as a share of the cluster; the larger of the two counts."""
+    max_isolated_job_share: Share = 0.5
+    """The share of its nodes that a job may leave within the window; one is always allowed."""
+    isolation_window_seconds: LongSeconds = 3600.0
+    """The window for those three, and for the next."""
+    max_requeues_per_job: Annotated[int, Range(0, 1_000_000)] = 20
+    """Elements of a job that are requeued within the window; or as many as it has, if that is more."""
+    max_requeues_per_minute: Annotated[int, Range(0, 1_000_000)] = 60
+    """Elements of all jobs that are requeued within a minute."""
+    max_holds_per_minute: Annotated[int, Range(0, 1_000_000)] = 1000
+    """Elements of all jobs that are held within a minute because the plan has no node for them."""
+    act_on_node_events: bool = True
+    """A job leaves a node on the word of its kernel log alone; without it the word is recorded only."""
+    allow_inject: bool = False
+    """Let `unicronctl inject` and `punish` break jobs on purpose."""
+
+    # ---- coming back
+    admission: Literal["require", "prefer", "off"] = "prefer"
+    """Whether a node that was set down has to pass its health checks to come back; a drained one always has to."""
+    admission_seconds: Seconds = 30.0
+    """For a report of those checks under "prefer"; then the node comes back unverified."""
+
+    # ---- planning
+    mtbf_node_hours: Annotated[float, Range(0.001, 1e9)] = 1000.0
+    """Hours between two failures of one node, as the planner assumes them."""
+    transition_seconds: SecondsOrZero = 5.0
+    """For a job to go over to another number of nodes, as the planner assumes it."""
+    replacement_seconds: Seconds = 60.0
+    """For a free node to take a lost one's place and its processes to start: what a hot spare saves, as the planner
+    assumes it."""
+    repair_seconds: LongSeconds = 21600.0
+    """The same where no node is free: until one is repaired."""
+    throughput: Literal["measured", "linear"] = "measured"
+    """"measured" fits T(t,x) to all sizes at which the job, or an earlier one of its name, has run; "linear" scales one
+    size."""
+    checkpoint_seconds: Annotated[float, Range(0.0, 30 * DAY)] = 1800.0
+    """Between two checkpoints of a script in restart mode: half of it is what a restart costs."""
+
+    # ---- not of this section
+    partitions: dict[str, PartitionConfig] = {}
+    """The tables [partition.NAME]: see `unicron.ctl.settings.partitions`."""
+    planner: PlannerConfig = msgspec.field(default_factory=PlannerConfig)
+    """The section [planner]."""
+
+    def rules(self, partition: str) -> Rules:
+        """What an admin allows in this Slurm partition."""
+        return partitions.rules(self.partitions, self.observe, partition)
+
+    @property
+    def lease(self) -> float:
+        """Seconds without a message after which a node counts as lost."""
+        return self.heartbeat_period * self.lease_periods
+
+
+class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The section [agent], read by the agents on their nodes; times are in seconds."""
+
+    node_events: bool = True
+    """Watch the kernel log, the memory cgroup and the links."""
+    kmsg: str = "/dev/kmsg"
+    """Where the kernel log is read; the variable UNICRON_KMSG takes precedence."""
+    link_seconds: Annotated[float, Range(0.1, 3600.0)] = 5.0
+    """Between two looks at the links' counters."""
+    controller_users: list[str] = []
+    """Users whose unicrond agents and commands believe, beside root, SlurmUser and their own."""
+
+
+Section = ControllerConfig | AgentConfig | PlannerConfig
+
+
+class Config(msgspec.Struct, kw_only=True):
+    """The whole file. `severity` is handed to the classifier as it is. ignored: what is in it and means nothing any
+    more, in one line each."""
+
+    controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
+    agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
+    severity: dict[str, Any] = {}
+    path: str = ""
+    ignored: list[str] = []
+
+    def check(self) -> Config:
+        """The configuration itself, or UserError with the first problem."""
+        refuse(self.path, _problems(self, None))
+        return self
+
+
+def problems(section: Section, environment: Mapping[str, str] | None = None) -> list[str]:
+    """What is out of range or contradicts something else, in one line each; empty when all is well.
+
+    environment: unicrond's, to check against the limits of agents, ranks and plugin as well.
+    """
+    wrong = {field.name: problem for field in _fields(type(section)) if (problem := _field(section, field))}
+    found = list(wrong.values())
+    if isinstance(section, ControllerConfig):
+        values, variables = rungs(section, environment)
+        # A value out of range would break rules that say nothing new.
+        sound = {name: value for name, value in values.items() if name not in wrong}
+        if {"heartbeat_period", "lease_periods"} & wrong.keys():
+            sound.pop("lease")
+        found += [*variables, *limits.contradictions(sound, section.slurm != "none")]
+    return found
+
+
+def rungs(section: ControllerConfig, environment: Mapping[str, str] | None) -> tuple[dict[str, float], list[str]]:
+    """The values that the rules of `limits` are about, by name, and what is wrong with variables of the environment."""
+    values, found = ({}, []) if environment is None else limits.fixed(environment)
+    values["lease"] = section.lease
+    for field in _fields(type(section)):
+        if isinstance(value := getattr(section, field.name), int | float):
+            values[field.name] = value
+    return values, found
+
+
+def _alone(section: ControllerConfig) -> list[str]:
+    """Without munge everybody who reaches the port may do everything."""
+    host = section.listen.removeprefix("tcp://").rpartition(":")[0]
+    if section.auth != "none" and section.public_key == "none":
+        return ['[controller] public_key = "none" with auth = "munge": nothing is unencrypted with munge, leave it out']
+    if section.auth != "none" or is_loopback(host):
+        return []
+    here = f"tcp://127.0.0.1:{section.listen.rpartition(':')[2]}"
+    return [f'[controller] auth = "none" with listen = "{section.listen}": write listen = "{here}", or auth = "munge"']
+
+
+def _problems(config: Config, environment: Mapping[str, str] | None) -> list[str]:
+    found = [f"[controller] {problem}" for problem in problems(config.controller, environment)]
+    found += [f"[planner] {problem}" for problem in problems(config.controller.planner)]
+    return found + [f"[agent] {problem}" for problem in problems(config.agent)]
+
+
+@functools.cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Kept: to read the types from their text took a quarter of the CPU of a question to the controller."""
+    return msgspec.structs.fields(kind)
+
+
+def _field(section: msgspec.Struct, field: msgspec.structs.FieldInfo) -> str:
+    """What is wrong with one field, or nothing."""
+    value, allowed = getattr(section, field.name), field.type
+    if get_origin(allowed) is Literal:
+        choices = get_args(allowed)
+        return "" if value in choices else f'{field.name} = "{value}": use one of {", ".join(choices)}'
+    for note in getattr(allowed, "__metadata__", ()):
+        if isinstance(note, Range):
+            return note.problem(field.name, value)
+    check = {"listen": listen_problem, "address": address_problem}.get(field.name)
+    return check(value) if check else ""
+
+
+def listen_problem(value: str) -> str:
+    """What is wrong with an address to listen on, or nothing."""
+    host, _, port = value.removeprefix("tcp://").rpartition(":")
+    if not (value.startswith("tcp://") and port.isascii() and port.isdecimal() and int(port) <= 65535):
+        return f'listen = "{value}": write tcp://ADDRESS:PORT'
+    bare = host.removeprefix("[").removesuffix("]")
+    if ":" not in host and bare == host:
+        return ""
+    if f"[{bare}]" == host and is_numeric(bare.partition("%")[0]) and ":" in bare:
+        return ""
+    good = f"tcp://[{canonical(bare)}]:{port}" if is_numeric(bare) and ":" in bare else "tcp://[::]:7451"
+    return f'listen = "{value}": write an address of IPv6 in brackets, as in {good}'
+
+
+def address_problem(value: str) -> str:
+    """What is wrong with an address at which others are to reach the controller, or nothing."""
+    host, _, port = value.removeprefix("tcp://").rpartition(":")
+    if not value or (not listen_problem(value) and int(port) and host and host not in ALL_ADDRESSES):
+        return ""
+    return f'address = "{value}": write tcp://HOST:PORT, the name of unicrond\'s host as all nodes know it'
+
+
+def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where the file is looked for when nobody names it, first hit wins."""
+    named = environment.get("UNICRON_CONFIG")
+    home = Path(environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config")
+    return ([Path(named)] if named else []) + [home / "unicron" / "unicron.toml", Path("/etc/unicron/unicron.toml")]
+
+
+def load(path: str | Path | None = None, environment: Mapping[str, str] = os.environ) -> Config:
+    """The checked configuration from `path`, or from the search path, or all defaults. Raises UserError, one line."""
+    config, found = _read(path, environment)
+    refuse(config.path, found or _problems(config, None))
+    return config
+
+
+def examine(
+    path: str | Path | None = None, environment: Mapping[str, str] = os.environ, listen: str | None = None
+) -> tuple[Config, list[str]]:
+    """For unicrond: the configuration as far as it has a meaning, and all that is wrong with it, in one line each.
+
+    listen: replaces the file's. Raises UserError for a file that cannot be read at all.
+    """
+    config, found = _read(path, environment)
+    config.controller.listen = listen or config.controller.listen
+    return config, found + _problems(config, environment) + _alone(config.controller)
+
+
+def refuse(path: str, found: list[str]) -> None:
+    """UserError with the first of the problems, if there is one."""
+    if found:
+        more = f" (and {len(found) - 1} more: `unicrond --check` prints all)" if len(found) > 1 else ""
+        raise UserError(f"{path or 'configuration'}: {found[0]}{more}", WRONG_USE)
+
+
+def parse(raw: Mapping[str, Any], path: str = "") -> Config:
+    """The checked configuration in a mapping that was read from TOML. Raises UserError."""
+    config, found = understand(raw, path)
+    refuse(path, found)
+    return config.check()
+
+
+def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Config, list[str]]:
+    if path is None:
+        named = environment.get("UNICRON_CONFIG")
+        if named and not Path(named).is_file():
+            raise UserError(f"UNICRON_CONFIG={named}: no such file; unset it or write the file", WRONG_USE)
+        path = next((candidate for candidate in search_path(environment) if candidate.is_file()), None)
+        if path is None:
+            return Config(), []
+    try:
+        with open(path, "rb") as file:
+            raw = tomllib.load(file)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; name an existing file with --config", WRONG_USE) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not TOML: {error}", WRONG_USE) from None
+    return understand(raw, str(path))
+
+
+def understand(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str]]:
+    """The configuration in a mapping that was read from TOML, and what in it has no meaning: that keeps its default."""
+    own = ", ".join(f"[{section}]" for section in (*OWN_SECTIONS, *OTHER_SECTIONS))
+    found = [
+        f"unknown section [{section}]: use one of {own}"
+        for section in raw
+        if section not in (*OWN_SECTIONS, *OTHER_SECTIONS)
+    ]
+    controller, wrong = _section(ControllerConfig, "controller", raw)
+    controller.partitions, odd = partitions.understand(raw.get("partition", {}))
+    controller.planner, wrong_planner = _section(PlannerConfig, "planner", raw)
+    agent, wrong_too = _section(AgentConfig, "agent", raw)
+    severity = raw.get("severity", {})
+    if not isinstance(severity, Mapping):
+        found.append("[severity] must be a section")
+        severity = {}
+    section = raw.get("controller")
+    given = section if isinstance(section, Mapping) else {}
+    ignored = [f"[controller] {key} is ignored, take it out: {why}" for key, why in GONE.items() if key in given]
+    return Config(controller=controller, agent=agent, severity=dict(severity), path=path, ignored=ignored), [
+        *found,
+        *wrong,
+        *odd,
+        *wrong_planner,
+        *wrong_too,
+    ]
+
+
+SectionType = TypeVar("SectionType", ControllerConfig, AgentConfig, PlannerConfig)
+
+
+def _section(kind: type[SectionType], name: str, raw: Mapping[str, Any]) -> tuple[SectionType, list[str]]:
+    """One field after the other, so that every error is found and not only the first."""
+    given = raw.get(name, {})
+    if not isinstance(given, Mapping):
+        return kind(), [f"[{name}] must be a section"]
+    types = {field.name: field.type for field in _fields(kind) if field.name not in ELSEWHERE}
+    values: dict[str, Any] = {}
+    found = []
+    for key, value in given.items():
+        if kind is ControllerConfig and key in GONE:
+            continue
+        if key not in types:
+            near = difflib.get_close_matches(key, types, 1)
+            found.append(f"[{name}] {key}: unknown key" + (f"; did you mean {near[0]}?" if near else ""))
+            continue
+        try:
+            values[key] = msgspec.convert(value, str if get_origin(types[key]) is Literal else types[key])
+        except msgspec.ValidationError as error:
+            found.append(f"[{name}] {key}: {str(error).replace(' | null', '')}")
+    return kind(**values), found
+
+
+def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Path:
+    """The controller's state folder: the configured one, else /var/lib/unicron for root, else below the user's home."""
+    if config.controller.state_dir:
+        return Path(config.controller.state_dir).expanduser()
+    if os.geteuid() == 0:
+        return Path("/var/lib/unicron")
+    home = environment.get("XDG_STATE_HOME") or str(Path(environment.get("HOME", "/tmp")) / ".local" / "state")
+    return Path(home) / "unicron"
+
+
+def controller_address(
+    explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
+) -> str:
+    """Where clients reach the controller: the option, UNICRON_CONTROLLER, the configuration's `address`, what a
+    controller that runs here wrote, its `listen`; where that means all addresses, this host.
+    """
+    if explicit:
+        return explicit
+    if environment.get("UNICRON_CONTROLLER"):
+        return environment["UNICRON_CONTROLLER"]
+    config = config or load(environment=environment)
+    if config.controller.address:
+        return config.controller.address
+    try:
+        written = (state_dir(config, environment) / "address").read_text().strip()
+    except OSError:
+        written = ""
+    host, _, port = config.controller.listen.removeprefix("tcp://").rpartition(":")
+    return written or f"tcp://{'127.0.0.1' if host in ALL_ADDRESSES else host}:{port}"
+
+
+def is_guess(
+    explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Whether `controller_address` had nothing to go by but this host: right on the controller's own, else not."""
+    config = config or load(environment=environment)
+    return (
+        not (explicit or environment.get("UNICRON_CONTROLLER") or config.controller.address)
+        and not os.path.isfile(state_dir(config, environment) / "address")
+        and config.controller.listen.removeprefix("tcp://").rpartition(":")[0] in ALL_ADDRESSES
+    )

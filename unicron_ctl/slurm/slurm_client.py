@@ -1,0 +1,268 @@
+"""The interface through which everything else sees Slurm.
+
+A job is an array job of one-node elements. A plain job counts as an array of one element, number 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from unicron.ctl.system.errors import UserError, one_line, shortened
+
+# In any of these states a node is given no work (man sinfo, NODE STATE CODES).
+_UNUSABLE = frozenset(
+    "DOWN DRAIN DRAINED DRAINING FAIL FAILING ERROR NOT_RESPONDING UNKNOWN INVAL "
+    "INVALID_REG FUTURE MAINTENANCE REBOOT_ISSUED POWER_DRAIN BLOCKED".split()
+)
+# While Slurm hears a node and gives it work, its reason is an old one: releases from 24.11 on keep it after a resume.
+_REASON_COUNTS = _UNUSABLE - {"NOT_RESPONDING"} | {"POWER_DOWN", "POWERED_DOWN", "POWERING_DOWN", "REBOOT_REQUESTED"}
+# Power saving: Slurm has switched the node off, or is switching it off or on, and wakes it for whom it is given to.
+# Until it has booted it answers nobody. (POWER_DOWN and POWER_UP alone are what is to be done once it is free.)
+_ASLEEP = frozenset({"POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"})
+# How the reasons begin that Slurm's own daemons give a node, in lower case. One too many only keeps a person's word
+# from counting until it is said otherwise; one too few proves the living dead.
+_SLURMS_OWN = (
+    "not responding",
+    "node unexpectedly rebooted",
+    "low ",  # RealMemory, TmpDisk, CPUs, socket*core*thread count
+    "gres/",
+    "bad core count",
+    "restrictedcorespergpu",
+    "reported active features",
+    "could not unpack gres",
+    "duplicate jobid",
+    "kill task failed",
+    "prolog ",
+    "epilog ",
+    "batch job complete failure",
+    "reboot ",  # ASAP, requested, issued, complete, timed out
+    "resumetimeout reached",
+)
+
+
+def slurms_own(reason: str) -> bool:
+    """Nobody but Slurm itself has given a node this reason: no person, no script, no tool."""
+    return not reason or reason.lower().startswith(_SLURMS_OWN)
+
+
+def current_reason(states: frozenset[str], reason: str) -> str:
+    """Why a node in these states is out of service; "" for one that is in service, whatever reason it still has."""
+    return reason if states & _REASON_COUNTS else ""
+
+
+SAID = 500  # characters of what went wrong: programs may say anything
+
+
+# states of an element
+OCCUPIES = frozenset(
+    {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+)
+WORKS = frozenset({"RUNNING", "CONFIGURING"})
+ENDED_BADLY = frozenset({"FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"})
+
+
+class SlurmError(UserError):
+    """Slurm refused a call or did not answer in time. The text is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(one_line(message), SAID))
+
+
+class SlurmTimeout(SlurmError):
+    """Slurm did not answer in time: the next call would wait as long."""
+
+
+@dataclass(frozen=True)
+class PartitionInfo:
+    """A partition: how many nodes it has, and its state (UP, DOWN, DRAIN, INACTIVE)."""
+
+    name: str
+    nodes: int
+    state: str
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """A reservation's name and time, in seconds since the epoch."""
+
+    name: str
+    starts: float
+    ends: float
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """One node.
+
+    `states` is the base state and all flags in upper case, e.g. {"DOWN", "NOT_RESPONDING"}; `slurmd_start` is in
+    seconds since the epoch, None while slurmd has not registered; `reason` is why it is out of service, without its
+    author. `gres` is as in slurm.conf ("gpu:a100:8"), `reservations` are those that hold the node now or will.
+    """
+
+    name: str
+    states: frozenset[str]
+    reason: str
+    address: str
+    port: int
+    slurmd_start: float | None
+    gpus: int
+    partitions: tuple[str, ...] = ()
+    features: frozenset[str] = frozenset()
+    gres: str = ""
+    reservations: tuple[Reserved, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        """True when Slurm could run something there: now, once it is free, or once it has been switched on."""
+        wrong = self.states & _UNUSABLE
+        return not (wrong - {"NOT_RESPONDING"} if self.asleep else wrong)
+
+    @property
+    def asleep(self) -> bool:
+        """True while power saving has it off, or on its way there or back: that it is silent says nothing."""
+        return bool(self.states & _ASLEEP)
+
+    @property
+    def heard(self) -> bool:
+        """True when Slurm hears its slurmd, and could run something there."""
+        return self.healthy and not self.asleep
+
+
+@dataclass(frozen=True)
+class ElementInfo:
+    """One element of an array job, or a plain job.
+
+    `job` is the array's id, `slurm_id` the element's own (equal to `job` until Slurm splits the element off), `node`
+    None unless it has one, `reason` what Slurm says about a pending element, `restarts` how often it was requeued,
+    `exit_code` "code:signal" of one that has ended ("" otherwise).
+
+    `submitted` is in seconds since the epoch, and Slurm sets it anew when it requeues an element. `partition` may be a
+    list with commas while it is pending. `features` (a constraint, as in sbatch(1)) and `gres` ("gpu:a100:8") are
+    what it asks of a node. `time_limit` is in seconds, None for none. `starts` and `planned_nodes` are the scheduler's
+    own estimate for a pending one. Users write `name`, `comment` and, without accounting, `account`; any of their
+    bytes may be in them. Only administrators write `admin_comment`. A text with an ellipsis at its end was longer.
+    `brief`: only the whole queue showed it, so that its owner, its number and its texts are not known.
+    """
+
+    job: str
+    element: int
+    slurm_id: str
+    state: str
+    node: str | None
+    reason: str
+    name: str
+    user: str
+    comment: str
+    restarts: int
+    exit_code: str = ""
+    uid: int = 0
+    submitted: float = 0.0
+    account: str = ""
+    qos: str = ""
+    partition: str = ""
+    features: str = ""
+    gres: str = ""
+    reservation: str = ""
+    excluded_nodes: frozenset[str] = frozenset()
+    time_limit: float | None = None
+    priority: int = 0
+    admin_comment: str = ""
+    starts: float | None = None
+    planned_nodes: frozenset[str] = frozenset()
+    brief: bool = False
+
+    @property
+    def label(self) -> str:
+        """What it is called: 7_2."""
+        return f"{self.job}_{self.element}" if self.job != SOMEBODY else "another job"
+
+    @property
+    def held(self) -> bool:
+        """True when Slurm will not start it until it is released."""
+        return self.state == "PENDING" and (self.reason in ("JobHeldAdmin", "JobHeldUser") or "held" in self.reason)
+
+
+@dataclass
+class Queue:
+    """elements: of others, those that occupy nodes and the most urgent pending one of each kind. rows: how many the
+    whole queue has. cut: some lists of nodes did not fit, so that it is not known who is on some nodes."""
+
+    elements: list[ElementInfo] = field(default_factory=list)
+    rows: int = 0
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class Site:
+    """What seldom changes. private: Slurm's PrivateData, kinds of things of which users see their own only. domains:
+    node -> the leaf switch or block with which it fails."""
+
+    private: frozenset[str] = frozenset()
+    domains: Mapping[str, str] = field(default_factory=dict)
+
+
+UNSAID = Site()
+SOMEBODY = "?"  # the job of an element that is known only by the node that it uses
+
+
+class SlurmClient(Protocol):
+    """What the controller needs of Slurm. Every call has a time limit and raises SlurmError, one line, when it fails.
+
+    Every mutating call may be repeated: to requeue what is pending, or to release what is not held, is no error.
+    """
+
+    def nodes(self) -> list[NodeInfo]:
+        """All nodes, by name as Slurm orders them."""
+
+    def elements(self, jobs: Collection[str] | None = None) -> list[ElementInfo]:
+        """All elements of these jobs that Slurm still knows, those finished in the last minutes (MinJobAge) included;
+        of all jobs where none are named. Of pending elements that Slurm has not told apart yet only the first ones."""
+
+    def others(self, but: Collection[str] = ()) -> Queue:
+        """The whole queue but these jobs: who occupies nodes, and the most urgent of each kind that is pending."""
+
+    def private_data(self) -> frozenset[str]:
+        """What Slurm's PrivateData names: of these kinds users see their own only (slurm.conf(5))."""
+
+    def domains(self) -> dict[str, str]:
+        """node -> what it fails with: its leaf switch, or its block. Empty where Slurm knows no topology."""
+
+    def down(self, node: str, reason: str) -> None:
+        """Sets a node down: what runs on it is requeued or ended at once.
+
+        Do this before an element of a failed node is requeued or held, not while it is completing: Slurm 22.05 would
+        lose its GPU records (docs/local-cluster.md).
+        """
+
+    def drain(self, node: str, reason: str) -> None:
+        """Gives a node no further work; what runs on it goes on."""
+
+    def resume(self, node: str) -> None:
+        """Gives a drained or downed node back to the scheduler. No error for one that is in service.
+
+        From 24.11 on Slurm shows a node as not responding until its slurmd has answered again. The call waits for that,
+        but not for long: a listing shows what is still so afterwards.
+        """
+
+    def requeue(self, job: str, element: int) -> None:
+        """Ends a running element and puts it back in the queue, under the same ids."""
+
+    def requeue_hold(self, job: str, element: int, comment: str) -> None:
+        """The same, but it stays held; `comment` says why (AdminComment). Holds an element that is pending."""
+
+    def hold(self, job: str, element: int, comment: str) -> None:
+        """Keeps a pending element from starting; `comment` says why (AdminComment)."""
+
+    def release(self, job: str, element: int, comment: str = "") -> None:
+        """Lets a held element start; `comment` takes the place of what the hold said (AdminComment)."""
+
+    def pin(self, job: str, element: int, node: str | None) -> None:
+        """A pending element will start on this node and no other; None takes that back."""
+
+    def start_now(self, job: str, element: int) -> None:
+        """Ends the wait that Slurm imposes on a requeued element."""
+
+    def cancel(self, job: str, element: int | None = None) -> None:
+        """Ends an element, or the whole job, for good."""

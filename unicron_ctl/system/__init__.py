@@ -1,0 +1,1 @@
+"""Small parts that several programs share and that are nobody's subject."""

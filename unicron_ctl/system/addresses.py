@@ -1,0 +1,138 @@
+"""Addresses of hosts, in either family: how they are written, and all that a name leads to.
+
+A name may have several addresses, and the first need not be the one that answers: a head node with an AAAA record whose
+network carries IPv4 only, a daemon that listens in one family. So all of them are tried, here as everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from unicron.ctl.system.errors import WRONG_USE, UserError
+
+
+@dataclass(frozen=True)
+class Target:
+    """One numeric address with its port, as sockets of its family take it."""
+
+    family: int
+    address: tuple[Any, ...]
+
+    @property
+    def host(self) -> str:
+        return canonical(str(self.address[0]))
+
+    @property
+    def port(self) -> int:
+        return int(self.address[1])
+
+    @property
+    def endpoint(self) -> str:
+        """As ZeroMQ takes it."""
+        return f"tcp://{join(self.host, self.port)}"
+
+
+@functools.lru_cache(maxsize=4096)  # the controller asks at each message
+def canonical(host: str) -> str:
+    """A numeric address as it is compared: without brackets, and IPv4 as such, also where a socket of both families
+    calls it ::ffff:1.2.3.4. A name stays as it is."""
+    bare = host.strip("[]")
+    try:
+        found = ipaddress.ip_address(bare)
+    except ValueError:
+        return bare
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return str(mapped or found)
+
+
+@functools.lru_cache(maxsize=4096)  # the controller asks at each message
+def origin(address: str) -> str:
+    """The quota to which a numeric address counts: in IPv6 a host has a whole network of them, of 64 bits."""
+    address = canonical(address)
+    if ":" not in address:
+        return address
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_network((address, 64), strict=False).network_address)
+    return address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the numeric address is this machine's own, which no other machine reaches."""
+    try:
+        return ipaddress.ip_address(canonical(host)).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_numeric(host: str) -> bool:
+    """It is an IP address, and no name."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def join(host: str, port: int | str) -> str:
+    """host:port, with brackets around an address of IPv6."""
+    return f"{in_brackets(host)}:{port}"
+
+
+def in_brackets(host: str) -> str:
+    """An address of IPv6 in brackets; others as they are."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of host:port, with or without the brackets. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"{address!r} is no host:port")
+    return host.strip("[]"), int(port)
+
+
+def endpoint(address: str) -> tuple[str, int]:
+    """Host and port of tcp://HOST:PORT. Raises UserError."""
+    try:
+        host, port = split(address.removeprefix("tcp://"))
+    except ValueError:
+        host, port = "", 0
+    if not address.startswith("tcp://") or not host:
+        raise UserError(f"{address} is no address of a controller: write tcp://HOST:PORT", WRONG_USE)
+    return host, port
+
+
+def resolve(host: str, port: int) -> list[Target]:
+    """All addresses of the host, in the order in which the system prefers them (getaddrinfo(3)). Raises OSError."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a label that is no host's name
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
+    return list(dict.fromkeys(Target(family, tuple(address)) for family, _, _, _, address in found))
+
+
+def listen_at(host: str, backlog: int) -> socket.socket:
+    """A listening socket at a free port of the host's first address that is this machine's, or, where no host is named,
+    of all addresses of both families. Raises OSError."""
+    problem: OSError | None = None
+    if not host and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # no address of that family
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    for family, address in (
+        [(t.family, t.address[:2]) for t in resolve(host, 0)] if host else [(socket.AF_INET, ("", 0))]
+    ):
+        try:
+            return socket.create_server(address, family=socket.AddressFamily(family), backlog=backlog)
+        except OSError as error:
+            problem = error
+    raise problem or OSError(f"{host}: no address")
+
+
+def reason_of(error: OSError) -> str:
+    """What went wrong, in words; never empty."""
+    return error.strerror or str(error) or type(error).__name__
