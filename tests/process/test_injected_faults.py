@@ -62,7 +62,7 @@ def test_a_black_hole_swallows_packets_and_breaks_no_connection():
 
 
 def test_the_kernel_kills_a_process_in_a_cage_or_the_cage_says_why_it_cannot_be_made():
-    program = "import sys; from detector import cage; sys.stdin.readline(); cage.fill()"
+    program = "import sys; from unicron.detector.chaos import memory_cage; sys.stdin.readline(); memory_cage.fill()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True) as process:
         try:
             made = memory_cage.Cage(process.pid, 32 << 20)

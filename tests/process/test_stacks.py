@@ -15,7 +15,9 @@ from unicron.detector.processes.stacks import Dump
 
 pytestmark = pytest.mark.process
 
-REGISTERED = "import sys; from detector import stacks; stacks.register(sys.argv[1]); print('up', flush=True)\n"
+REGISTERED = (
+    "import sys; from unicron.detector.processes import stacks; stacks.register(sys.argv[1]); print('up', flush=True)\n"
+)
 HANGS = {
     "sleeping": "import time\ndef stuck_in_sleep(): time.sleep(60)\nstuck_in_sleep()",
     "gil held": "import ctypes\ndef stuck_with_gil():\n while True: ctypes.PyDLL(None).sleep(60)\nstuck_with_gil()",

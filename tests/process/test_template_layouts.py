@@ -252,7 +252,7 @@ runpy.run_path({plain!r})
 import os
 import gpt_model, gpt_options, train_gpt
 from megatron.core import parallel_state
-from transition import preparing
+from unicron.transition.generations import preparing
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron.transition.generations.layout import Layout
 from unicron.transition.snapshot.migrate import TrainingState

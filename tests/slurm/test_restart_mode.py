@@ -81,7 +81,7 @@ def test_an_unmodified_script_trains_as_one_world_and_survives_a_kill(site: Site
     assert done.returncode == 0, done.stderr
     number = done.stdout.strip()
     before = site.world(0)
-    assert "restart mode: plain_train.py does not import transition" in site.logs()
+    assert "restart mode: plain_train.py does not import unicron" in site.logs()
     assert site.job(number)["mode"] == "restart" and site.logs().count("\nprepared\n") == 2
     victim = site.steps(1)[-1]
     assert (before["rank"], victim["rank"]) == (0, 1)

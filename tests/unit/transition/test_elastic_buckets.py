@@ -211,7 +211,7 @@ def test_a_script_may_import_megatron_after_the_world_is_made():
     """Nothing imports it before: that takes seconds, and a plain module never needs it."""
     code = """
 import sys
-from transition import elastic_buckets
+from unicron.transition.seams import elastic_buckets
 elastic_buckets.prepare_when_imported()
 elastic_buckets.prepare_when_imported()
 assert not any(name.startswith("megatron") for name in sys.modules)

@@ -66,7 +66,7 @@ def test_the_newest_generation_and_what_still_grows_stay():
 
 
 QUICK = """
-from transition import store_host
+from unicron.transition.generations import store_host
 store_host.KEYS_SECONDS, store_host.KEPT_KEYS_SECONDS = 0.05, 0.2
 store_host.main()
 """

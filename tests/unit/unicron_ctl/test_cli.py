@@ -98,7 +98,7 @@ def cpu_seconds_of_children() -> float:
 
 def test_help_is_instant_and_imports_nothing_heavy() -> None:
     script = (
-        "import sys; from system.program import run, unicronctl; run('unicronctl', unicronctl, ['--help']); "
+        "import sys; from unicron.ctl.cli.unicronctl import run, unicronctl; run('unicronctl', unicronctl, ['--help']); "
         "print([m for m in ('torch', 'numpy', 'zmq', 'msgspec', 'rich', 'sqlite3') if m in sys.modules])"
     )
     took = []
@@ -113,7 +113,7 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     script = (
-        "import sys; from unicron.ctl.system.program import run, unicronctl; sys.exit(run('u', unicronctl, ['--help']))"
+        "import sys; from unicron.ctl.cli.unicronctl import run, unicronctl; sys.exit(run('u', unicronctl, ['--help']))"
     )
     reader, writer = os.pipe()
     os.close(reader)

@@ -129,7 +129,7 @@ def test_without_a_thread_it_is_whole_when_the_call_returns_and_so_is_a_part_of_
 
 def test_a_session_keeps_its_state_by_itself(memory, monkeypatch):
     monkeypatch.setenv("UNICRON_AGENT", "ipc://x")
-    with pytest.raises(RuntimeError, match=r"transition\.Session keeps"):
+    with pytest.raises(RuntimeError, match=r"unicron\.Session keeps"):
         unicron.memory.save({}, 1)
 
 

@@ -20,22 +20,22 @@ from unicron.ctl.system.errors import UserError
 @pytest.mark.parametrize(
     ("text", "mode"),
     [
-        ("import transition\n", "session"),
-        ("import os, transition as t\n", "session"),
+        ("import unicron\n", "session"),
+        ("import os, unicron as t\n", "session"),
         ("import os as o, unicron.transition.session.session\n", "session"),
-        ("def main():\n    from transition import Session\n", "session"),
+        ("def main():\n    from unicron import Session\n", "session"),
         ("from unicron.transition.session.session import Session\n", "session"),
-        ("import torch\n# import transition some day\n", "restart"),
+        ("import torch\n# import unicron some day\n", "restart"),
         ("import transitions\nfrom transition_models import x\n", "restart"),
-        ("from . import transition\n", "restart"),
-        ("print('import transition')\n", "restart"),
+        ("from . import unicron\n", "restart"),
+        ("print('import unicron')\n", "restart"),
         ("import os, unicron.memory\n", "restart"),
-        ("from transition import memory\n", "restart"),
-        ("from transition import memory as kept  # across restarts\r\n", "restart"),
+        ("from unicron import memory\n", "restart"),
+        ("from unicron import memory as kept  # across restarts\r\n", "restart"),
         ("from unicron.memory import load, save\n", "restart"),
-        ("from transition import memory, Session\n", "session"),
-        ("import unicron.memory\nimport transition\n", "session"),
-        ("from transition import memory_of_mine\n", "session"),
+        ("from unicron import memory, Session\n", "session"),
+        ("import unicron.memory\nimport unicron\n", "session"),
+        ("from unicron import memory_of_mine\n", "session"),
         ("", "restart"),
     ],
 )
@@ -47,18 +47,18 @@ def test_the_text_of_the_script_chooses(tmp_path, text, mode):
 def test_modules_code_and_other_programs(tmp_path):
     package = tmp_path / "lib" / "mine"
     package.mkdir(parents=True)
-    (package / "train.py").write_text("import transition\n")
+    (package / "train.py").write_text("import unicron\n")
     (package / "__main__.py").write_text("import torch\n")
-    (tmp_path / "other.py").write_text("import transition\n")
+    (tmp_path / "other.py").write_text("import unicron\n")
 
     def chosen(*command: str) -> Mode:
         folders = import_folders(command, str(tmp_path), str(tmp_path / "lib"))
         return choose_mode("auto", "", command, tmp_path, folders)
 
-    assert chosen("python3.11", "-m", "mine.train") == Mode("session", "-m mine.train imports transition")
-    assert chosen("python", "-m", "mine") == Mode("restart", "-m mine does not import transition")
+    assert chosen("python3.11", "-m", "mine.train") == Mode("session", "-m mine.train imports unicron")
+    assert chosen("python", "-m", "mine") == Mode("restart", "-m mine does not import unicron")
     assert chosen("python", "-m", "torch.distributed.run", "other.py").reason.startswith("module torch.distributed.run")
-    assert chosen("python", "-c", "import transition").name == "session"
+    assert chosen("python", "-c", "import unicron").name == "session"
     assert chosen("python", "-c", "pass", "other.py").name == "restart", "the code runs, not what follows it"
     assert chosen("nice", "-n", "5", "python", "other.py").name == "session"
     assert chosen("bash", "-c", "python gone.py") == Mode("restart", "bash is no Python script")
@@ -76,7 +76,7 @@ def test_what_was_said_goes_before(tmp_path):
 
 def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path):
     (tmp_path / "pretrain_gpt.py").write_text("import torch\nfrom megatron.training import get_args, pretrain\n")
-    (tmp_path / "mine.py").write_text("from megatron.training import pretrain\nimport transition\n")
+    (tmp_path / "mine.py").write_text("from megatron.training import pretrain\nimport unicron\n")
     (tmp_path / "core.py").write_text("from megatron.core import mpu\n# from megatron.training import pretrain\n")
 
     def chosen(asked: str, *command: str) -> Mode:
@@ -89,7 +89,7 @@ def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path):
     assert not chosen("restart", "python", "pretrain_gpt.py").launched
     assert chosen("auto", "python", "pretrain_gpt.py") == Mode(
         "restart",
-        "pretrain_gpt.py does not import transition; it is Megatron-LM's, which session mode heals within the "
+        "pretrain_gpt.py does not import unicron; it is Megatron-LM's, which session mode heals within the "
         "iteration, if asked for",
     )
     assert chosen("auto", "python", "-m", "unicron.transition.megatron_lm", "pretrain_gpt.py").name == "session"
@@ -100,15 +100,16 @@ def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path):
 def test_the_refused_package_may_be_the_users_own_in_restart_mode(tmp_path, monkeypatch):
     from unicron.ctl.agent.start.agent_main import check_command
 
-    (tmp_path / "detector.py").write_text("")
+    for name in ("detector.py", "planner.py", "transition.py", "unicron.py"):
+        (tmp_path / name).write_text("")
     script = Path(tmp_path, "train.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("UNICRON_MODE", raising=False)
-    script.write_text("import detector\n")
+    script.write_text("import detector, planner, transition\n")
     assert check_command(["python3", "train.py"]).name == "restart"
-    script.write_text("import detector, transition\n")
+    script.write_text("import detector, unicron\n")
     with pytest.raises(
-        UserError, match="hides unicron's package 'detector': rename it, or run with --unicron-mode=restart"
+        UserError, match="hides unicron's package 'unicron': rename it, or run with --unicron-mode=restart"
     ):
         check_command(["python3", "train.py"])
 

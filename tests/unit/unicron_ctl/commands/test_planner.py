@@ -8,7 +8,8 @@ import types
 
 import pytest
 
-from unicron.ctl.system.program import run, unicronctl
+from unicron.ctl.cli.unicronctl import unicronctl
+from unicron.ctl.system.program import run
 from unicron.planner.problem.scenario import to_dict
 from unicron.planner.simulate.cases import case
 

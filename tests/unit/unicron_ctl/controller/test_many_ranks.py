@@ -56,7 +56,7 @@ class Counted:
 
 
 def test_a_plan_is_encoded_once_however_often_agents_speak(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded = Counted(monkeypatch, orders.sharing, "common")
+    encoded = Counted(monkeypatch, orders.shared_plans, "common")
     world = World()
     agents = world.start_job(nodes=8, ranks=2)
     world.run(0.5)
