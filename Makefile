@@ -89,7 +89,7 @@ test-debian13: ## as root: `make test` on Debian 13 (Slurm 24.11, Python 3.13), 
 test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05)
 	tools/debian-root.sh sid make test PYTHON=python3.13
 
-lint: venv       ## ruff, the rules of who may import whom, types, the guide's tables of limits
+lint: venv       ## ruff, the rules of who may import whom, types, the reference's tables
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYTHONPATH=. $(BIN)/lint-imports --no-logo

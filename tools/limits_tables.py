@@ -1,4 +1,4 @@
-"""Writes the tables of time-outs and limits into docs/admin-guide.md.
+"""Writes the tables of time-outs and limits into docs/reference.md.
 
 python tools/limits_tables.py             writes them
 python tools/limits_tables.py --check     only says whether they are up to date
@@ -17,7 +17,7 @@ import msgspec
 from unicron.ctl.settings.config import ELSEWHERE, AgentConfig, ControllerConfig, PlannerConfig
 from unicron.ctl.settings.limits import HOMES, LIMITS, RULES, Limit, Range, label, number
 
-GUIDE = Path(__file__).resolve().parent.parent / "docs" / "admin-guide.md"
+GUIDE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 BEGIN, END = "<!-- limits: made by tools/limits_tables.py -->", "<!-- end of limits -->"
 
 

@@ -2,7 +2,7 @@
 
 What an admin can set is in `settings.config`. What is fixed is listed here by value, for ranks import nothing of
 this package, and the controller must not import theirs (torch): a test reads the sources and compares. The rules are
-checked together, so that `unicrond --check` can name every contradiction at once. The tables of docs/admin-guide.md are
+checked together, so that `unicrond --check` can name every contradiction at once. The tables of docs/reference.md are
 made of this file by tools/limits_tables.py.
 """
 
