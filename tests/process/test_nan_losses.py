@@ -10,7 +10,7 @@ from tests.support.jobs import World
 
 pytestmark = pytest.mark.process
 SCRIPT = """
-import torch, transition
+import torch, unicron
 unicron.init_process_group("gloo")
 model = torch.nn.Linear(4, 1)
 

@@ -271,7 +271,7 @@ def test_programs_of_restart_mode_are_forked_too(tmp_path):
 @pytest.mark.wide
 def test_a_socket_folder_that_a_cleaner_has_removed_is_made_again(fake, tmp_path):
     script = tmp_path / "train.py"
-    script.write_text("import os, time, transition\ntransition.init_process_group('gloo')\ntime.sleep(600)\n")
+    script.write_text("import os, time, unicron\nunicron.init_process_group('gloo')\ntime.sleep(600)\n")
     job = Job(tmp_path, fake.address, "76", 1, [sys.executable, str(script)])
     try:
         fake.welcome()
