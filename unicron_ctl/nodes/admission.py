@@ -1,7 +1,7 @@
 """``python -m unicron.ctl.nodes.admission``: the admission test of this node, for Slurm's prolog and
 HealthCheckProgram.
 
-Runs the checks of :mod:`unicron.detector.health`, drains the node when its hardware is proven bad, and tells the controller.
+Runs the checks of :mod:`health`, drains the node when its hardware is proven bad, and tells the controller.
 
 Exit status: 100 the node is proven bad, 0 it is not (nor is it when a check gave no answer), 2 wrong use. No other
 status says anything of the node: 1 is what Python itself ends with when this program cannot even be imported, and that
