@@ -89,9 +89,10 @@ test-debian13: ## as root: `make test` on Debian 13 (Slurm 24.11, Python 3.13), 
 test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05)
 	tools/debian-root.sh sid make test PYTHON=python3.13
 
-lint: venv       ## ruff, the rules of who may import whom, types, the reference's tables
+lint: venv       ## ruff, names and docstrings, the rules of who may import whom, types, the reference's tables
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/language.py
 	PYTHONPATH=. $(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 	$(BIN)/python tools/limits_tables.py --check

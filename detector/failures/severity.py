@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from unicron.detector.failures.prefilter import Alternative, Prefilter, alternatives, bounded
 
@@ -202,7 +203,7 @@ def _text(raw: Mapping[str, object], key: str, where: str) -> str:
     return value
 
 
-def _list_of(raw: Mapping[str, object], key: str, kind: type, where: str) -> tuple:
+def _list_of(raw: Mapping[str, object], key: str, kind: type, where: str) -> tuple[Any, ...]:
     value = raw.get(key, [])
     if not isinstance(value, list) or any(not isinstance(item, kind) or isinstance(item, bool) for item in value):
         raise _fail(where, f"{key} must be a list of {kind.__name__}, not {value!r}")

@@ -97,7 +97,7 @@ _SMI_FIELDS = (
 )
 
 
-def check_gpu(settings: Settings, run: Callable[..., subprocess.CompletedProcess] = run_program) -> Finding:
+def check_gpu(settings: Settings, run: Callable[..., subprocess.CompletedProcess[bytes]] = run_program) -> Finding:
     """All expected GPUs answer, without failed row remapping and without pending uncorrectable errors."""
     present = len(list(_root(settings, "proc/driver/nvidia/gpus").glob("*")))
     if not present and not settings.gpus:
@@ -309,7 +309,7 @@ def _synchronised() -> bool | None:
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None, use_errno=True)
         buffer = (ctypes.c_char * 512)()
-        state = library.adjtimex(ctypes.byref(buffer))
+        state: int = library.adjtimex(ctypes.byref(buffer))
         if state >= 0:
             return state != 5  # TIME_ERROR: not synchronised
     return None

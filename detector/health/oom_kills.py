@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # how a process ends by it; the second is a shell's word
 CLAIM_SECONDS = 60.0  # a process with much memory needs long to end after it was killed
@@ -62,7 +63,7 @@ class OomKills:
     def __init__(self, file: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.file, self._clock, self._lock = file, clock, threading.Lock()
         self._count = read_count(file) if file else None
-        self._open: list[list] = []  # [when it was seen, whether it was reported]
+        self._open: list[list[Any]] = []  # [when it was seen, whether it was reported]
 
     def look(self) -> None:
         """Read the count; kills that are new wait to be claimed."""

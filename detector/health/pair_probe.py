@@ -215,11 +215,11 @@ class Torch:
                 backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds)
             )
 
-    def _tensor(self, data: bytes, kind: str):
+    def _tensor(self, data: bytes, kind: str) -> Any:
         return self._torch.frombuffer(bytearray(data), dtype=getattr(self._torch, kind)).to(self._device)
 
-    def _bytes(self, tensor) -> bytes:
-        return tensor.cpu().numpy().tobytes()
+    def _bytes(self, tensor: Any) -> bytes:
+        return bytes(tensor.cpu().numpy().tobytes())
 
     def all_reduce(self, data: bytes) -> bytes:
         tensor = self._tensor(data, "int32")
@@ -255,7 +255,7 @@ class Faulty:
         self._inner, (self._kind, _, value) = inner, fault.partition(":")
         self._seconds = float(value or 0.1)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def _spoil(self, data: bytes) -> bytes:
@@ -272,8 +272,11 @@ class Faulty:
         self._inner.send(self._spoil(data), to)
 
 
+Transport = Sockets | Torch | Faulty
+
+
 # ---------------------------------------------------------------------------------------------- the test
-def check(transport, nodes: Sequence[str]) -> None:
+def check(transport: Transport, nodes: Sequence[str]) -> None:
     """Correctness. Raises PairError with all that is wrong, after everybody has taken part in everything."""
     wrong = [transport.compute()]
     for turn in range(3):
@@ -295,7 +298,7 @@ def check(transport, nodes: Sequence[str]) -> None:
         raise PairError("; ".join(found))
 
 
-def measure(transport, control: dict[int, Link], seconds: float) -> tuple[float, float]:
+def measure(transport: Transport, control: dict[int, Link], seconds: float) -> tuple[float, float]:
     """(bytes per second, seconds one way), the worst of rank 0's connections; each tries for `seconds`.
 
     The best block counts: on a busy machine most of them tell of its other work.
@@ -324,7 +327,7 @@ def measure(transport, control: dict[int, Link], seconds: float) -> tuple[float,
     return rate, delay
 
 
-def _there_and_back(transport, other: int, data: bytes) -> float:
+def _there_and_back(transport: Transport, other: int, data: bytes) -> float:
     begin = time.perf_counter()
     if transport.rank == 0:
         transport.send(data, other)

@@ -13,10 +13,11 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 # What a metric says when it is high or low; +1: only high is bad, -1: only low is bad, 0: both.
 DIRECTIONS = {
@@ -185,10 +186,10 @@ def read_gpus() -> list[dict[str, float]]:
         pynvml.nvmlShutdown()
 
 
-def _read_gpu(nvml, index: int) -> dict[str, float]:
+def _read_gpu(nvml: Any, index: int) -> dict[str, float]:
     """What this card offers; a query that it does not support is left out."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    queries = {
+    queries: dict[str, Callable[[], float]] = {
         "gpu_busy": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0,
         "gpu_memory": lambda: float(nvml.nvmlDeviceGetMemoryInfo(handle).used),
         "gpu_power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000.0,
@@ -353,7 +354,7 @@ def robust_scores(
     }
 
 
-def _distances(scores):
+def _distances(scores: Any) -> Any:
     """Robust distances of the rows: the covariance comes from clipped scores, so one bad peer cannot hide itself."""
     import numpy as np
 

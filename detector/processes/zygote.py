@@ -106,7 +106,7 @@ def lead_path(words: list[str], before: str = "") -> str:
     return first
 
 
-class Reads(os._Environ):
+class Reads(os._Environ[str]):
     """os.environ while the imports run: `seen` is what they read of it, None for what was not set; `written` what they
     wrote. (Copies and loops show as reads of what there is.)"""
 
@@ -312,7 +312,8 @@ class Template:
             if answer is None:
                 pid = self._fork(request["environment"], files[1:])
                 if pid == 0:
-                    return request["words"]
+                    words: list[str] = request["words"]
+                    return words
                 answer = {"pid": pid} if pid > 0 else {"cold": "the template could not fork it"}
             for descriptor in files[1:]:
                 os.close(descriptor)

@@ -31,7 +31,7 @@ def seed(
     place = (base % 2**63, iteration, micro_batch, pipeline, context, chunk)
     shared = _hashed(SHARED, 0, place)
     torch.default_generator.manual_seed(shared)
-    on_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    on_cuda = bool(torch.cuda.is_initialized())
     if on_cuda:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(shared)
     tracker = getattr(sys.modules.get(_TRACKER), "_CUDA_RNG_STATE_TRACKER", None)

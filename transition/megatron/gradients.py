@@ -232,7 +232,8 @@ class Gradients(Accumulation):
         return total
 
     def _device(self) -> torch.device:
-        return next(self.model[0].module.parameters()).device
+        first: torch.Tensor = next(self.model[0].module.parameters())
+        return first.device
 
     def _dispatch_overlapped(self) -> None:
         """With overlapped reduces the backward hooks start them: not for gradients that were kept, nor in a rank that

@@ -154,7 +154,8 @@ class Loop:
 
     @staticmethod
     def _device(model: Any) -> torch.device:
-        return next(model[0].parameters()).device
+        first: torch.Tensor = next(model[0].parameters())
+        return first.device
 
     def _ask_for_the_end(self, args: Any) -> None:
         """All ranks end after the same iteration, if one of them is to."""

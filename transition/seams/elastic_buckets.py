@@ -194,7 +194,8 @@ def quantum(ddp_config: Any) -> int:
 def own_part(bucket: Any, group: Any) -> torch.Tensor:
     """The part of a bucket's gradients that this rank reduces; a view. `group`: its bucket group."""
     size = bucket.grad_data.numel() // group.intra_distributed_optimizer_instance_size
-    return bucket.grad_data.narrow(0, group.intra_distributed_optimizer_instance_rank * size, size)
+    part: torch.Tensor = bucket.grad_data.narrow(0, group.intra_distributed_optimizer_instance_rank * size, size)
+    return part
 
 
 def optimizer_buckets(optimizer: Any) -> Iterator[tuple[Any, int, Any, Any]]:

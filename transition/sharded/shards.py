@@ -261,7 +261,8 @@ class Shards:
 
     def _head(self, step: float, header: bytes, told: bytes = b"") -> bytes:
         """Of an image."""
-        return msgpack.packb((self._model, step, header, told))
+        packed: bytes = msgpack.packb((self._model, step, header, told))
+        return packed
 
     @property
     def _model(self) -> bytes:
@@ -384,7 +385,8 @@ class Shards:
             )
             for optimizer in elastic_buckets.distributed(self.optimizer)
         ]
-        return msgpack.packb({"optimizers": optimizers, "extra": extra}, default=torch.Tensor.tolist)
+        packed: bytes = msgpack.packb({"optimizers": optimizers, "extra": extra}, default=torch.Tensor.tolist)
+        return packed
 
     # ------------------------------------------------------------ memory
     @property

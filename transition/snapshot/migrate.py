@@ -92,7 +92,7 @@ class TrainingState:
             [] if self.sharded else [self._layout(inner.state.get(parameter, {})) for parameter in group["params"]]
             for inner, group in self._groups()
         ]
-        return msgpack.packb(
+        packed: bytes = msgpack.packb(
             {
                 "iteration": iteration,
                 "groups": self._plain_groups(),
@@ -103,6 +103,7 @@ class TrainingState:
                 "loss": self.loss,
             }
         )
+        return packed
 
     def settings(self) -> torch.Tensor:
         """Checksum of what is no tensor and must be the same everywhere: learning rates, schedule, loss scale. Shape

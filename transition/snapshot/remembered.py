@@ -12,8 +12,9 @@ from unicron.transition.generations.watch import Plan
 from unicron.transition.snapshot import contents
 from unicron.transition.snapshot.beginnings import Beginnings
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
+from unicron.transition.snapshot.double_buffer import BUFFERS
 from unicron.transition.snapshot.files import Destination, note_destination
-from unicron.transition.snapshot.keeper import BUFFERS, Keeper, Settings, wanted_copies
+from unicron.transition.snapshot.keeper import Keeper, Settings, wanted_copies
 from unicron.transition.snapshot.migrate import TrainingState
 
 MOST_TEXT = 200  # characters

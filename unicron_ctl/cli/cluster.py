@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -114,7 +115,7 @@ def status(as_json: bool, state_dir: Path) -> None:
         click.echo(f"{node['name']:8} {node['slurmd'] or '-':>8} {node['tasks']:>6}  {said}{why}")
 
 
-def _wrong(links: dict) -> str:
+def _wrong(links: dict[str, Any]) -> str:
     """What is wrong with the links, in words."""
     parts = [f"{host} without power" for host in links["off"]]
     parts += [f"{host} cut off" for host in links["cut"]]

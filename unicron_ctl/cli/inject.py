@@ -98,7 +98,7 @@ def _only_job(controller: str | None, node: str | None) -> str:
     if len(found) != 1:
         where = f" on {node}" if node else ""
         raise UserError(f"{len(found) or 'no'} jobs run{where}: name one with --job, see `unicronctl jobs`", WRONG_USE)
-    return found[0]
+    return str(found[0])
 
 
 def _lose_node(done: dict[str, Any], controller: str | None, state_dir: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import click
 
@@ -120,7 +121,7 @@ def _run(
         _show(scenario, out, names)
 
 
-def _show(scenario: Scenario, out: dict, names: Mapping[str, str]) -> None:
+def _show(scenario: Scenario, out: dict[str, Any], names: Mapping[str, str]) -> None:
     from unicron.planner.solver.plan import flops_text, nodes_text
 
     labels = {job.name: f"{job.name} {names[job.name]}" if job.name in names else job.name for job in scenario.jobs}

@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.planner.problem.model import PlanError
 
+if TYPE_CHECKING:
+    from unicron.planner.simulate.engine import Result
+    from unicron.planner.simulate.history import Costs, History
+    from unicron.planner.simulate.policies import Policy
+    from unicron.planner.simulate.trace import Trace
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    trace: str | None
+    generate: str | None
+    from_sacct: str | None
+    checkpoint_minutes: float | None
+    setup_minutes: float | None
+    days: float | None
+    seed: int | None
+    scenario: str | None
+    nodes: int | None
+    policy: tuple[str, ...]
+    until: float | None
+    save_trace: str | None
+    figure: str | None
+    html: str | None
+    sources: bool
+    json: bool
+
 
 @click.command(name="simulate")
 @click.option(
     "--trace",
-    "trace_path",
     type=click.Path(),
     metavar="FILE",
     help="CSV `seconds,event,node,cause`, or a public format, which is found out: churn `ms,add|remove,node`, CSV with "
@@ -24,7 +53,6 @@ from unicron.planner.problem.model import PlanError
 @click.option("--generate", metavar="NAME", help="Make a trace instead: trace-a, trace-b, unicron, llama3 or rsc1.")
 @click.option(
     "--from-sacct",
-    "history",
     type=click.Path(),
     metavar="FILE",
     help="What Unicron would have saved here: FILE is made by `sacct -a -D -X -P -S START -o "
@@ -42,7 +70,6 @@ from unicron.planner.problem.model import PlanError
 @click.option("--nodes", type=click.IntRange(1), metavar="N", help="Nodes for those six jobs, instead of 16.")
 @click.option(
     "--policy",
-    "names",
     multiple=True,
     metavar="NAME",
     help="Can be repeated; default: unicron. clairvoyant: a bound that no plan can pass, for it knows the future.",
@@ -50,101 +77,67 @@ from unicron.planner.problem.model import PlanError
 @click.option("--until", type=float, metavar="SECONDS", help="End of the replay; default: a day after the last event.")
 @click.option("--save-trace", type=click.Path(), metavar="FILE", help="Write the trace as CSV.")
 @click.option("--figure", type=click.Path(), metavar="FILE", help="Draw WAF over time and the losses (.png or .svg).")
-@click.option("--html", "html_path", type=click.Path(), metavar="FILE", help="Write a self-contained page.")
+@click.option("--html", type=click.Path(), metavar="FILE", help="Write a self-contained page.")
 @click.option("--sources", is_flag=True, help="Also say where each policy's figures come from.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(
-    trace_path,
-    generate,
-    history,
-    checkpoint_minutes,
-    setup_minutes,
-    days,
-    seed,
-    scenario,
-    nodes,
-    names,
-    until,
-    save_trace,
-    figure,
-    html_path,
-    sources,
-    as_json,
-) -> None:
+@click.option("--json", is_flag=True, help="Print JSON.")
+def command(**given: Any) -> None:
     """Replay a failure trace under several policies, or say what a site's failures have cost."""
-    if [bool(trace_path), bool(generate), bool(history)].count(True) != 1:
+    options = Options(**given)
+    if [bool(options.trace), bool(options.generate), bool(options.from_sacct)].count(True) != 1:
         raise click.UsageError("give one of --trace FILE, --generate NAME and --from-sacct FILE")
-    given = [option is not None for option in (days, seed, nodes, until)]
-    if history and (names or scenario or html_path or save_trace or sources or any(given)):
+    numbers = [value is not None for value in (options.days, options.seed, options.nodes, options.until)]
+    others = options.policy or options.scenario or options.html or options.save_trace or options.sources
+    if options.from_sacct and (others or any(numbers)):
         raise click.UsageError("--from-sacct goes with --figure, --json, --checkpoint-minutes and --setup-minutes only")
-    if not history and (checkpoint_minutes is not None or setup_minutes is not None):
+    if not options.from_sacct and (options.checkpoint_minutes is not None or options.setup_minutes is not None):
         raise click.UsageError("--checkpoint-minutes and --setup-minutes are for --from-sacct")
-    if trace_path and (days is not None or seed is not None):
+    if options.trace and (options.days is not None or options.seed is not None):
         raise click.UsageError("--days and --seed are for --generate: leave them out")
-    if scenario and nodes:
+    if options.scenario and options.nodes:
         raise click.UsageError("--nodes is for the six jobs: leave --scenario or --nodes out")
     try:
-        if history:
-            _judge(history, checkpoint_minutes, setup_minutes, figure, as_json)
-            return
-        _run(
-            trace_path,
-            generate,
-            days,
-            seed,
-            scenario,
-            nodes,
-            names or ("unicron",),
-            until,
-            save_trace,
-            figure,
-            html_path,
-            sources,
-            as_json,
-        )
+        if options.from_sacct:
+            _judge_history(options.from_sacct, options)
+        else:
+            _replay_trace(options)
     except PlanError as error:
         raise UserError(str(error), WRONG_USE) from None
 
 
-def _run(
-    trace_path, generate, days, seed, scenario, nodes, names, until, save_trace, figure, html_path, sources, as_json
-) -> None:
+def _replay_trace(options: Options) -> None:
     from unicron.planner.problem.scenario import load as load_scenario
     from unicron.planner.simulate import simulate
     from unicron.planner.simulate.cases import CASE, NODES, case
     from unicron.planner.simulate.policies import policy
     from unicron.planner.simulate.trace import write
 
-    policies = [policy(name) for name in names]
-    cluster = load_scenario(scenario) if scenario else case(CASE, nodes or NODES)
-    trace = _generated(generate, days, seed, cluster.nodes, until) if generate else _loaded(trace_path, until)
-    if save_trace:
-        _written(save_trace, lambda: write(trace, save_trace))
+    policies = [policy(name) for name in options.policy or ("unicron",)]
+    cluster = load_scenario(options.scenario) if options.scenario else case(CASE, options.nodes or NODES)
+    trace = _trace(options, cluster.nodes)
+    if path := options.save_trace:
+        _write_file(path, lambda: write(trace, path))
     results = [simulate(cluster, trace, each) for each in policies]
     title = f"{trace.name}: {cluster.nodes} nodes, {len(cluster.jobs)} jobs"
-    if figure:
+    if options.figure:
         from unicron.planner.simulate.figure import draw
 
-        draw(results, trace.until, figure, title)
-    if html_path:
+        draw(results, trace.until, options.figure, title)
+    if options.html:
         from unicron.planner.simulate.figure import page
 
-        _written(html_path, lambda: Path(html_path).write_text(page(results, trace.until, title), encoding="utf-8"))
-    if as_json:
-        click.echo(
-            json.dumps(
-                [
-                    result.to_dict() | ({"sources": list(each.sources)} if sources else {})
-                    for result, each in zip(results, policies, strict=True)
-                ],
-                indent=2,
-            )
-        )
+        file = Path(options.html)
+        _write_file(options.html, lambda: file.write_text(page(results, trace.until, title), encoding="utf-8"))
+    if options.json:
+        listed = [
+            result.to_dict() | ({"sources": list(each.sources)} if options.sources else {})
+            for result, each in zip(results, policies, strict=True)
+        ]
+        click.echo(json.dumps(listed, indent=2))
     else:
-        _show(results, policies if sources else ())
+        _show(results, policies if options.sources else ())
 
 
-def _judge(path, checkpoint_minutes, setup_minutes, figure, as_json) -> None:
+def _judge_history(path: str, options: Options) -> None:
     from unicron.planner.problem.model import number
     from unicron.planner.simulate import history
     from unicron.planner.simulate.figure import draw_history
@@ -153,16 +146,16 @@ def _judge(path, checkpoint_minutes, setup_minutes, figure, as_json) -> None:
         return default if minutes is None else 60.0 * number(minutes, option)
 
     costs = history.Costs(
-        checkpoint=seconds(checkpoint_minutes, "--checkpoint-minutes", history.Costs.checkpoint),
-        setup=seconds(setup_minutes, "--setup-minutes", history.Costs.setup),
+        checkpoint=seconds(options.checkpoint_minutes, "--checkpoint-minutes", history.Costs.checkpoint),
+        setup=seconds(options.setup_minutes, "--setup-minutes", history.Costs.setup),
     )
     found = history.judge(history.load(path), costs)
-    if figure:
-        draw_history(found, figure, f"{Path(path).name}: node-hours lost to failures")
-    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else "\n".join(_told(found, costs)))
+    if options.figure:
+        draw_history(found, options.figure, f"{Path(path).name}: node-hours lost to failures")
+    click.echo(json.dumps(found.to_dict(), indent=2) if options.json else "\n".join(_history_text(found, costs)))
 
 
-def _told(found, costs) -> Iterator[str]:
+def _history_text(found: History, costs: Costs) -> Iterator[str]:
     """The history in words."""
     told = found.to_dict()
     hours = told["node_hours"] or 1.0
@@ -194,37 +187,36 @@ def _told(found, costs) -> Iterator[str]:
     )
 
 
-def _loaded(path: str, until: float | None):
-    from unicron.planner.simulate.trace import load
-
-    return load(path, until)
-
-
-def _generated(name: str, days: float | None, seed: int | None, nodes: int, until: float | None):
+def _trace(options: Options, nodes: int) -> Trace:
+    """The trace of the file, or a generated one for so many nodes."""
     from unicron.planner.problem.model import number
     from unicron.planner.simulate.generate import DAYS, FIXED_DAYS, GENERATORS
-    from unicron.planner.simulate.trace import make
+    from unicron.planner.simulate.trace import load, make
 
+    name, until = options.generate, options.until
+    if name is None:
+        assert options.trace is not None  # command() has looked
+        return load(options.trace, until)
     if name not in GENERATORS:
         raise PlanError(f"unknown generator {name!r}: use {', '.join(GENERATORS)}")
     length = FIXED_DAYS.get(name, DAYS)
-    days = length if days is None else number(days, "--days", positive=True)
+    days = length if options.days is None else number(options.days, "--days", positive=True)
     if name in FIXED_DAYS and days != length:
         raise PlanError(f"{name} is {length:g} days long: leave --days out, or end it sooner with --until SECONDS")
     if days > 36500:
         raise PlanError("--days is more than 100 years")
-    trace = GENERATORS[name](nodes, days, seed or 0)
+    trace = GENERATORS[name](nodes, days, options.seed or 0)
     return trace if until is None else make(trace.events, until, trace.name)
 
 
-def _written(path: str, act) -> None:
+def _write_file(path: str, write: Callable[[], object]) -> None:
     try:
-        act()
+        write()
     except OSError as error:
         raise PlanError(f"can't write {path}: {error.strerror or error}") from None
 
 
-def _show(results, policies) -> None:
+def _show(results: Sequence[Result], policies: Sequence[Policy]) -> None:
     from unicron.planner.simulate.policies import BOUND_NAME
     from unicron.planner.solver.plan import flops_text
 

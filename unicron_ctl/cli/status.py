@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import click
 
@@ -38,7 +39,7 @@ def command(as_json: bool, watch: bool, interval: float, controller: str | None)
         _watch(data, interval, controller)
 
 
-def _watch(data: dict, interval: float, controller: str | None) -> None:
+def _watch(data: dict[str, Any], interval: float, controller: str | None) -> None:
     from rich.live import Live
 
     try:

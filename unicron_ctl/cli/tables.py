@@ -269,6 +269,17 @@ def failures(listed: list[dict[str, Any]]) -> Listing:
 
 
 def explanation(data: dict[str, Any]) -> list[Listing | Text]:
+    table = Listing("when", "gen", "what", "why", title="decisions")
+    for decision in data["decisions"]:
+        table.add_row(clock(decision["time"]), str(decision["generation"] or "-"), decision["kind"], decision["reason"])
+    parts: list[Listing | Text] = [Text("\n".join([*_standing(data), *_obstacles(data)])), table]
+    if data["failures"]:
+        parts.append(failures(data["failures"]))
+    return parts
+
+
+def _standing(data: dict[str, Any]) -> list[str]:
+    """The job's state, replicas and spares, one fact a line."""
     lines = [f"job {data['job']} ({data['name']}): {data['state']}, generation {data['generation']}"]
     if data.get("mode") == "restart":
         lines.append(f"restart mode: all processes start again when one fails ({data['mode_reason']})")
@@ -282,6 +293,12 @@ def explanation(data: dict[str, Any]) -> list[Listing | Text]:
         lines.append(f"spares: {said}")
     if data.get("waits"):
         lines.append(f"waits: {data['waits']}")
+    return lines
+
+
+def _obstacles(data: dict[str, Any]) -> list[str]:
+    """What limits the job, and its plan."""
+    lines = []
     if said := not_finite(data):
         lines.append(f"{said}: the training goes on, and what it saves has it, too")
     for reason, slots in (data.get("cold") or {}).items():
@@ -300,13 +317,7 @@ def explanation(data: dict[str, Any]) -> list[Listing | Text]:
         lines.append(f"plan: {data['planned_nodes']} nodes; {data['plan_reason']} ({data['plan_trigger']})")
     if data.get("alternative"):
         lines.append(f"now: {data['alternative']['text']}")
-    table = Listing("when", "gen", "what", "why", title="decisions")
-    for decision in data["decisions"]:
-        table.add_row(clock(decision["time"]), str(decision["generation"] or "-"), decision["kind"], decision["reason"])
-    parts: list[Listing | Text] = [Text("\n".join(lines)), table]
-    if data["failures"]:
-        parts.append(failures(data["failures"]))
-    return parts
+    return lines
 
 
 def event_line(event: dict[str, Any]) -> str:

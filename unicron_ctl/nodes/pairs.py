@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.errors import WRONG_USE, UserError, one_line
@@ -293,7 +294,7 @@ _NOT_GRANTED = (
 )
 
 
-def _lines(out: str) -> Iterable[dict]:
+def _lines(out: str) -> Iterable[dict[str, Any]]:
     for line in out.splitlines():
         _, mark, text = line.partition(MARK)
         if mark:

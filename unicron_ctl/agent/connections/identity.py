@@ -7,7 +7,7 @@ import contextlib
 import getpass
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -75,7 +75,7 @@ def number(
     environment: Mapping[str, str],
     name: str,
     default: str,
-    kind: type = int,
+    kind: Callable[[str], float] = int,
     least: float = 1,
     most: float = ranges.MOST_COUNT,
 ) -> float:

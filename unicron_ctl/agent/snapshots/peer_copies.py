@@ -27,7 +27,7 @@ from unicron.ctl.agent.connections.interfaces import collectives_address
 from unicron.ctl.agent.snapshots import transfer
 from unicron.ctl.protocol import ranges, wire
 from unicron.ctl.system.mailbox import Mailbox
-from unicron.transition.snapshot.cuts import CUT_PREFIX
+from unicron.transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
 from unicron.transition.snapshot.images import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
 
 CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
@@ -249,7 +249,7 @@ class Copies:
         folder = self._folder()
         if folder is None or (trains and (self.cut.iteration < 0 or self.cut.none)):
             return []
-        stays = (CUT_PREFIX, transfer.PREFIX)
+        stays = (CUT_PREFIX, COPY_PREFIX)
         found = (one for one in inventory(folder) if one.key.kind in COPIED)
         all_states = () if trains else (STATE,)
         return [row(one) for one in found if one.path.name.startswith(stays) or one.key.kind in all_states]
@@ -294,7 +294,7 @@ class Copies:
         def needed(iteration: int) -> bool:
             return iteration == order.good if back else _needed(order, iteration)
 
-        for prefix in (transfer.PREFIX, CUT_PREFIX) if order.none or back else (transfer.PREFIX,):
+        for prefix in (COPY_PREFIX, CUT_PREFIX) if order.none or back else (COPY_PREFIX,):
             for found in self._images(prefix):
                 if found.key.kind in COPIED and not needed(found.key.iteration):
                     self._remove(found.path)

@@ -30,7 +30,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ import msgpack
 
 from unicron.ctl.agent.snapshots.sums import Sums, sound
 from unicron.ctl.system.addresses import join, listen_at, split
-from unicron.transition.snapshot.cuts import COPY_PREFIX as PREFIX
+from unicron.transition.snapshot.cuts import COPY_PREFIX
 from unicron.transition.snapshot.images import COPIED, PAGE, STATE, SUFFIX, USER, BadImage, Found, Key, inventory, look
 from unicron.transition.snapshot.shared_memory import allocate
 
@@ -107,7 +107,7 @@ def copy_name(key: Key) -> str:
     """Of the file that holds a copy. What scripts keep in worlds of two sizes may be of one iteration."""
     kind = "" if key.kind == STATE else f"{key.kind}-"
     world = f"{int(key.size)}-{int(key.base)}-" if key.kind == USER else ""
-    return f"{PREFIX}{kind}{world}{int(key.slot)}-{int(key.shard)}-{int(key.iteration)}{SUFFIX}"
+    return f"{COPY_PREFIX}{kind}{world}{int(key.slot)}-{int(key.shard)}-{int(key.iteration)}{SUFFIX}"
 
 
 # ------------------------------------------------------------ the server
@@ -281,7 +281,7 @@ class _Draft:
         if not PAGE <= length:
             raise BadImage(f"{length} bytes are no image")
         self._folder, self._length, self._sums = folder, length, Sums()
-        self._path = folder / f"{PREFIX}{os.getpid()}.{threading.get_native_id()}.new"
+        self._path = folder / f"{COPY_PREFIX}{os.getpid()}.{threading.get_native_id()}.new"
         self._file = self._path.open("wb")
         try:
             allocate(self._path, self._file.fileno(), self._length)
@@ -398,7 +398,7 @@ def find(folder: Path, key: Key) -> Found | None:
 
 
 @contextlib.contextmanager
-def _connected(address: str, token: str, request: dict[str, Any]):
+def _connected(address: str, token: str, request: dict[str, Any]) -> Iterator[socket.socket]:
     with socket.create_connection(split(address), SILENT_SECONDS) as connection:
         connection.settimeout(SILENT_SECONDS)
         _watch(connection)

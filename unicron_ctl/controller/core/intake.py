@@ -294,7 +294,7 @@ class Intake:
         large = job.settings.max_nodes > LARGE_JOB
         return max(PROGRESS_SECONDS, self._view.config.heartbeat_period) if large else PROGRESS_SECONDS
 
-    def _status(self, route: Route, message: wire.Status, key: str) -> None:
+    def _status(self, route: Route, message: wire.Status, key: str) -> None:  # noqa: C901  (one step a field)
         job, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
         if job is not None and job.ended and self._had(job, message, key):
             self._take(Outcome(sends=[Send(route, ending(job.ended))]))

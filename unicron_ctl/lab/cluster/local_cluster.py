@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from unicron.ctl.lab.cluster import accounting, binaries, configuration, network, ports, tombstone
 from unicron.ctl.lab.cluster import cluster_processes as processes
@@ -219,7 +220,7 @@ class LocalCluster:
         """All living processes of the cluster and its jobs."""
         return processes.find(self.layout.marks)
 
-    def status(self) -> dict:
+    def status(self) -> dict[str, Any]:
         """For people and for --json. `state` is up, partial (something is missing or does not answer) or down."""
         running = self.processes()
         slurmds = _slurmds(running)

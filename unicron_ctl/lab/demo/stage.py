@@ -132,7 +132,7 @@ class Stage:
         """Iteration -> difference of its gradient from an undisturbed one, for the first iteration of every generation
         of the job."""
         seed = str(next(job.seed for job in self.jobs if job.name == name))
-        return json.loads(
+        found: dict[str, float] = json.loads(
             self._run_python(
                 [
                     "-m",
@@ -146,6 +146,7 @@ class Stage:
                 ]
             )
         )
+        return found
 
     def _run_python(self, words: list[str]) -> str:
         try:

@@ -1,0 +1,223 @@
+"""Checks the names and docstrings of the product; `make lint` runs it.
+
+Docstrings must not begin with a word that has no subject, functions must not be named by a verb alone, and no two
+modules of one package may have the same name. Tests and scripts for the user are not looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("detector", "transition", "planner", "unicron_ctl")
+STARTS = re.compile(r"(Of|The same|Those|It|Whose)\b")
+VERBS = frozenset(
+    "ask begin due enter give hear hold keep know leave look say settle take tell turn wait".split(),
+)
+# Files that are still to be cleaned, and how many problems each may have. The list only shrinks.
+ALLOWED: dict[str, int] = {
+    "detector/chaos/blackhole.py": 1,
+    "detector/chaos/inject.py": 1,
+    "detector/failures/escalation.py": 2,
+    "detector/health/kernel_check.py": 1,
+    "detector/health/kernel_log.py": 1,
+    "detector/health/links.py": 1,
+    "detector/health/oom_kills.py": 1,
+    "detector/health/pair_probe.py": 1,
+    "detector/processes/forkable.py": 1,
+    "detector/processes/zygote.py": 2,
+    "transition/generations/abort.py": 1,
+    "transition/generations/pulse.py": 1,
+    "transition/generations/waiting.py": 1,
+    "transition/generations/watch.py": 1,
+    "transition/iteration/accumulation.py": 1,
+    "transition/iteration/exchange.py": 3,
+    "transition/iteration/gradient_copies.py": 3,
+    "transition/iteration/ledger.py": 1,
+    "transition/iteration/pending.py": 1,
+    "transition/iteration/rank_log.py": 1,
+    "transition/megatron/auxiliary.py": 2,
+    "transition/megatron/gradients.py": 3,
+    "transition/megatron_lm/arguments.py": 1,
+    "transition/megatron_lm/loop.py": 1,
+    "transition/megatron_lm/save_load.py": 1,
+    "transition/megatron_lm/world.py": 1,
+    "transition/plain/flat_gradients.py": 2,
+    "transition/plain/module.py": 1,
+    "transition/session/handover.py": 2,
+    "transition/session/member.py": 3,
+    "transition/session/model_kinds.py": 1,
+    "transition/session/persistence.py": 2,
+    "transition/session/save_schedule.py": 5,
+    "transition/sharded/safekeeping.py": 6,
+    "transition/sharded/shard_exchange.py": 2,
+    "transition/sharded/shard_files.py": 5,
+    "transition/sharded/shards.py": 5,
+    "transition/snapshot/beginnings.py": 3,
+    "transition/snapshot/checkpoint.py": 6,
+    "transition/snapshot/contents.py": 1,
+    "transition/snapshot/cutting.py": 3,
+    "transition/snapshot/double_buffer.py": 2,
+    "transition/snapshot/files.py": 4,
+    "transition/snapshot/folders.py": 3,
+    "transition/snapshot/frozen.py": 2,
+    "transition/snapshot/images.py": 5,
+    "transition/snapshot/keeper.py": 5,
+    "transition/snapshot/migrate.py": 2,
+    "transition/snapshot/parts.py": 3,
+    "transition/snapshot/remembered.py": 9,
+    "transition/snapshot/user.py": 2,
+    "planner/ahead/lookahead.py": 2,
+    "planner/problem/gpus.py": 1,
+    "planner/problem/layouts.py": 1,
+    "planner/problem/model.py": 1,
+    "planner/problem/throughput.py": 1,
+    "planner/simulate/clairvoyant.py": 3,
+    "planner/simulate/engine.py": 1,
+    "planner/simulate/formats.py": 1,
+    "planner/simulate/trace.py": 1,
+    "planner/solver/shares.py": 1,
+    "unicron_ctl/agent/connections/controller_connection.py": 1,
+    "unicron_ctl/agent/connections/job_log.py": 1,
+    "unicron_ctl/agent/connections/peer_connections.py": 2,
+    "unicron_ctl/agent/connections/rank_socket.py": 1,
+    "unicron_ctl/agent/loop/agent.py": 3,
+    "unicron_ctl/agent/loop/dumps.py": 2,
+    "unicron_ctl/agent/loop/plain_ranks.py": 2,
+    "unicron_ctl/agent/loop/plans.py": 5,
+    "unicron_ctl/agent/loop/reports.py": 2,
+    "unicron_ctl/agent/loop/stand_in.py": 1,
+    "unicron_ctl/agent/loop/step_reports.py": 2,
+    "unicron_ctl/agent/node/node_watch.py": 1,
+    "unicron_ctl/agent/node/rendezvous_store.py": 2,
+    "unicron_ctl/agent/node/sampling.py": 1,
+    "unicron_ctl/agent/node/witness.py": 1,
+    "unicron_ctl/agent/ranks/fence.py": 3,
+    "unicron_ctl/agent/ranks/injected_faults.py": 1,
+    "unicron_ctl/agent/ranks/rank_processes.py": 2,
+    "unicron_ctl/agent/ranks/ranks.py": 1,
+    "unicron_ctl/agent/ranks/vitals.py": 1,
+    "unicron_ctl/agent/ranks/warm_start.py": 4,
+    "unicron_ctl/agent/ranks/zygote_client.py": 9,
+    "unicron_ctl/agent/snapshots/checkpoint_files.py": 1,
+    "unicron_ctl/agent/snapshots/node_memory.py": 5,
+    "unicron_ctl/agent/snapshots/peer_copies.py": 4,
+    "unicron_ctl/agent/snapshots/sums.py": 2,
+    "unicron_ctl/agent/snapshots/transfer.py": 7,
+    "unicron_ctl/cli/tables.py": 1,
+    "unicron_ctl/consensus/agreement.py": 1,
+    "unicron_ctl/consensus/compose.py": 3,
+    "unicron_ctl/consensus/controller_silence.py": 2,
+    "unicron_ctl/consensus/lease.py": 1,
+    "unicron_ctl/consensus/proposer.py": 1,
+    "unicron_ctl/controller/api/answers.py": 1,
+    "unicron_ctl/controller/api/privacy.py": 1,
+    "unicron_ctl/controller/core/core.py": 3,
+    "unicron_ctl/controller/core/intake.py": 2,
+    "unicron_ctl/controller/failure_detector/doors.py": 1,
+    "unicron_ctl/controller/failure_detector/elsewhere.py": 4,
+    "unicron_ctl/controller/failure_detector/ending_nodes.py": 3,
+    "unicron_ctl/controller/failure_detector/network_partitions.py": 2,
+    "unicron_ctl/controller/failure_detector/probes.py": 2,
+    "unicron_ctl/controller/failure_detector/quorum.py": 2,
+    "unicron_ctl/controller/failure_detector/silence.py": 2,
+    "unicron_ctl/controller/job/adoption.py": 2,
+    "unicron_ctl/controller/job/candidates.py": 1,
+    "unicron_ctl/controller/job/confirmation.py": 2,
+    "unicron_ctl/controller/job/desk.py": 1,
+    "unicron_ctl/controller/job/modes.py": 2,
+    "unicron_ctl/controller/job/orders.py": 2,
+    "unicron_ctl/controller/job/registration.py": 2,
+    "unicron_ctl/controller/job/spares.py": 3,
+    "unicron_ctl/controller/job/transitions.py": 1,
+    "unicron_ctl/controller/judge/micro_batches.py": 1,
+    "unicron_ctl/controller/judge/node_failures.py": 2,
+    "unicron_ctl/controller/judge/remedies.py": 1,
+    "unicron_ctl/controller/log/store.py": 2,
+    "unicron_ctl/controller/model/agent_view.py": 1,
+    "unicron_ctl/controller/model/job_state.py": 3,
+    "unicron_ctl/controller/model/live.py": 1,
+    "unicron_ctl/controller/model/survey.py": 1,
+    "unicron_ctl/controller/model/throttle.py": 1,
+    "unicron_ctl/controller/model/view.py": 1,
+    "unicron_ctl/controller/nodes/bounds.py": 1,
+    "unicron_ctl/controller/nodes/isolation.py": 1,
+    "unicron_ctl/controller/nodes/readmission.py": 1,
+    "unicron_ctl/controller/nodes/unfinished.py": 1,
+    "unicron_ctl/controller/plan/ahead.py": 2,
+    "unicron_ctl/controller/plan/inputs.py": 3,
+    "unicron_ctl/controller/plan/job_layouts.py": 2,
+    "unicron_ctl/controller/plan/placement.py": 2,
+    "unicron_ctl/controller/plan/planning.py": 1,
+    "unicron_ctl/controller/replication/copies.py": 2,
+    "unicron_ctl/controller/replication/forming.py": 2,
+    "unicron_ctl/controller/replication/rings.py": 3,
+    "unicron_ctl/controller/replication/shard_copies.py": 1,
+    "unicron_ctl/controller/sense/iterations.py": 3,
+    "unicron_ctl/controller/sense/members.py": 1,
+    "unicron_ctl/controller/sense/outliers.py": 2,
+    "unicron_ctl/controller/sense/overdue.py": 1,
+    "unicron_ctl/controller/sense/progress.py": 1,
+    "unicron_ctl/controller/sense/slurm_states.py": 1,
+    "unicron_ctl/controller/sense/timing.py": 2,
+    "unicron_ctl/controller/server/credentials.py": 1,
+    "unicron_ctl/controller/server/question_queue.py": 4,
+    "unicron_ctl/controller/server/server.py": 1,
+    "unicron_ctl/controller/server/worker.py": 4,
+    "unicron_ctl/lab/cluster/local_cluster.py": 1,
+    "unicron_ctl/lab/cluster/network.py": 1,
+    "unicron_ctl/lab/cluster/tombstone.py": 1,
+    "unicron_ctl/lab/demo/live_view.py": 1,
+    "unicron_ctl/lab/demo/stage.py": 2,
+    "unicron_ctl/nodes/admission.py": 1,
+    "unicron_ctl/protocol/client.py": 1,
+    "unicron_ctl/protocol/connection_limits.py": 1,
+    "unicron_ctl/protocol/hello.py": 2,
+    "unicron_ctl/protocol/listener.py": 1,
+    "unicron_ctl/protocol/wire.py": 1,
+    "unicron_ctl/slurm/command_line.py": 3,
+    "unicron_ctl/slurm/pyslurm_backend.py": 1,
+    "unicron_ctl/slurm/slurm_client.py": 2,
+    "unicron_ctl/system/addresses.py": 1,
+    "unicron_ctl/system/mailbox.py": 2,
+}
+
+
+def problems(path: Path) -> Iterator[str]:
+    """Each problem of one file, as "path:line: what"."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+        if found := STARTS.match(ast.get_docstring(node) or ""):
+            yield f'{where}: the docstring begins with "{found[0]}": begin with a subject or a verb'
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in VERBS:
+            yield f"{where}: {node.name}() does not say what it acts on"
+
+
+def twins(package: str) -> Iterator[str]:
+    """The module names that a package has twice."""
+    names = Counter(path.stem for path in (ROOT / package).rglob("*.py") if path.stem != "__init__")
+    for name, count in names.items():
+        if count > 1:
+            yield f"{package}: {count} modules are called {name}"
+
+
+def main() -> int:
+    found = [line for package in PACKAGES for line in twins(package)]
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            listed = list(problems(path))
+            if len(listed) > ALLOWED.get(str(path.relative_to(ROOT)), 0):
+                found += listed
+    print("\n".join(found), end="\n" if found else "", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
