@@ -126,7 +126,7 @@ def test_what_cannot_be_healed_is_one_line(dataset, tmp_path):
 OTHER = """
 import sys
 sys.path.insert(0, {folder!r})
-from unicron.transition.megatron_lm import seams
+from unicron.transition.seams import megatron_lm as seams
 seams.check()
 import megatron.core, megatron.training.training as training
 def refusal():

@@ -163,7 +163,7 @@ def test_a_store_that_cannot_be_forked_starts_cold(fake, tmp_path):
 def test_why_a_rank_starts_cold_is_on_record_and_explained(tmp_path):
     (tmp_path / "of_the_rank.py").write_text("import os\nSLOT = os.environ.get('UNICRON_SLOT')\n")
     script = tmp_path / "train.py"
-    script.write_text(f"import of_the_rank, transition\n{WAITS}")
+    script.write_text(f"import of_the_rank, unicron\n{WAITS}")
     controller = Controller(tmp_path)
     job = Job(tmp_path, controller.address, "71", 1, [sys.executable, str(script)])
     try:
