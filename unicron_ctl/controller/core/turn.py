@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable
 
 from unicron.ctl.controller.failure_detector import elsewhere
-from unicron.ctl.controller.job import adoption, job_events, machine, spares, transitions
+from unicron.ctl.controller.job import adoption, job_events, spares, transitions
 from unicron.ctl.controller.job.desk import JobDesk
 from unicron.ctl.controller.job.modes import Happening
 from unicron.ctl.controller.job.orders import Letter, Order, due, later
@@ -19,6 +19,7 @@ from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.finding import Finding
 from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.state_machine import ACTIONS
 from unicron.ctl.controller.model.view import Outcome, Send, View
 from unicron.ctl.controller.replication import copies, shard_copies, user_copies
 from unicron.ctl.controller.sense import members, progress
@@ -144,14 +145,8 @@ class Turns:
 
     def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
         """One step of the job's state machine. False when the event changes nothing in this phase."""
-        before = job.phase
-        following, action = machine.step(before, happening.event)
-        if action is machine.Action.IGNORE:
-            return False
-        done = self._take(transitions.PERFORM[action](self._view, view, happening))
-        if job.phase not in (following, before, Phase.ENDED):
-            raise BrokenInvariant(f"{happening.event} in {before} led to {job.phase} instead of {following}")
-        return done
+        action = ACTIONS[job.phase].get(happening.event)
+        return action is not None and self._take(transitions.PERFORM[action](self._view, view, happening))
 
     def _revive(self, job: JobState, view: JobView) -> None:
         """Starts processes again that a plan went on without."""

@@ -18,11 +18,11 @@ from unicron.ctl.controller.job.candidates import (
     newcomers,
     waiting_elements,
 )
-from unicron.ctl.controller.job.machine import Event
 from unicron.ctl.controller.job.modes import Happening, mode_of
 from unicron.ctl.controller.model.job_state import Phase
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
+from unicron.ctl.controller.model.state_machine import Event
 from unicron.ctl.controller.model.view import View
 from unicron.ctl.controller.plan.job_layouts import lost_seconds
 from unicron.ctl.controller.replication.forming import formed

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unicron.ctl.controller.job.deciding import decided
-from unicron.ctl.controller.job.machine import Event
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.agent_view import keeps
 from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
+from unicron.ctl.controller.model.state_machine import Event
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.replication.user_copies import newest_saved
 from unicron.ctl.settings.config import ControllerConfig

@@ -8,13 +8,13 @@ from unicron.ctl.consensus import resume
 from unicron.ctl.controller.job import spares
 from unicron.ctl.controller.job.candidates import remaining
 from unicron.ctl.controller.job.deciding import decided
-from unicron.ctl.controller.job.machine import Action, Event
 from unicron.ctl.controller.job.modes import Happening
 from unicron.ctl.controller.judge.remedies import start
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.finding import Finding, Source, What
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.state_machine import Action, Event
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.replication import copies, shard_copies
 from unicron.ctl.controller.replication.forming import formed, left_behind, taken_over, without_match

@@ -16,6 +16,7 @@ from unicron.ctl.controller.model import node_state as node_rules
 from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.model.job_state import Decided
 from unicron.ctl.controller.model.node_state import NodeState
+from unicron.ctl.controller.model.state_machine import PHASES
 
 
 class Unfoldable(Exception):
@@ -56,6 +57,8 @@ def fold(state: ClusterState, event: Event) -> None:
         return
     if job_rule := _JOB.get(kind):
         job_rule(job, event, event.record)
+    if phase := PHASES.get(kind):
+        job.begin_phase(phase, event.time)
     if kind in _DECISIONS:
         job.decisions.append(Decided(event.time, event.kind, event.generation, event.record.reason))
 

@@ -144,12 +144,7 @@ def failure_action(job: JobState, event: Event, record: records.FailureAction) -
 
 
 # ---------------------------------------------------------------- generations
-def _phase(job: JobState, event: Event, phase: Phase) -> None:
-    job.phase, job.since, job.waits = phase, event.time, ""
-
-
 def break_(job: JobState, event: Event, record: records.Break) -> None:
-    fresh = job.phase is not Phase.BREAKING
     job.why, job.regroup, job.condemned = record.reason, "", {}
     if job.joining:
         _leave(job)
@@ -166,10 +161,9 @@ def break_(job: JobState, event: Event, record: records.Break) -> None:
     for failure in job.failures:
         if failure.member and failure.broken_at is None:
             failure.broken_at, failure.generation = event.time, event.generation
-    if fresh:
+    if job.phase is not Phase.BREAKING:
         job.restarts += bool(record.lost)
         job.tries = record.tries
-        _phase(job, event, Phase.BREAKING)
 
 
 def _leave(job: JobState) -> None:
@@ -198,7 +192,6 @@ def plan(job: JobState, event: Event, record: records.PlanMade) -> None:
             failure.iteration = record.plan.iteration if record.plan.step is None else record.plan.step
             failure.reused_micro_batches, failure.recomputed_micro_batches = record.reused, record.recomputed
             failure.redistributed_micro_batches = record.redistributed
-    _phase(job, event, Phase.ENTERING)
 
 
 def adopted(job: JobState, event: Event, record: records.Adopted) -> None:
@@ -209,7 +202,6 @@ def adopted(job: JobState, event: Event, record: records.Adopted) -> None:
     job.joining, job.lost, job.condemned, job.offer = {}, {}, {}, None
     job.banished = {slot: who for slot, who in job.banished.items() if job.members.get(slot) != who}
     job.regroup = "" if record.whole else record.reason
-    _phase(job, event, Phase.ENTERING)
 
 
 def number_used(job: JobState, event: Event, record: records.NumberUsed) -> None:
@@ -239,12 +231,9 @@ def offer(job: JobState, event: Event, record: records.Offer) -> None:
     job.offer = record.plan
     job.generation = max(job.generation, record.plan.generation)
     job.joining = _identities(record.crews)
-    _phase(job, event, Phase.OFFERING)
 
 
 def offer_withdrawn(job: JobState, event: Event, record: records.OfferWithdrawn) -> None:
-    if job.offer is None or job.offer.generation != record.number:
-        return
     for one in record.lost:
         if job.joining.get(one.slot) == Identity(one.agent, one.incarnation):
             job.banished[one.slot] = job.joining[one.slot]
@@ -253,7 +242,6 @@ def offer_withdrawn(job: JobState, event: Event, record: records.OfferWithdrawn)
             failure.member = False  # nobody stopped for it
     job.condemned = {slot: why for slot, why in job.condemned.items() if slot in job.members}
     job.offer, job.joining = None, {}
-    _phase(job, event, Phase.RUNNING)
 
 
 def last_copy(job: JobState, event: Event, record: records.LastCopy | records.StateAwaited) -> None:
@@ -275,7 +263,6 @@ def entered(job: JobState, event: Event, record: records.Entered) -> None:
     for failure in job.failures:
         if failure.planned_at is not None and failure.resumed_at is None:
             failure.resumed_at = event.time
-    _phase(job, event, Phase.RUNNING)
 
 
 def _whole(job: JobState, event: Event) -> None:
@@ -300,7 +287,6 @@ def reform(job: JobState, event: Event, record: records.Reform) -> None:
     job.plan = job.offer = None
     job.members, job.joining, job.lost, job.condemned, job.worked = {}, {}, {}, {}, {}
     job.regroup, job.order = "", []
-    _phase(job, event, Phase.FORMING)
 
 
 def layout_wanted(job: JobState, event: Event, record: records.LayoutWanted) -> None:
@@ -343,7 +329,6 @@ def job_ended(job: JobState, event: Event, record: records.JobEnded) -> None:
     job.ended = Ending(record.code, record.reason, event.time, record.disowned)
     job.offer, job.joining, job.condemned, job.fatal, job.regroup = None, {}, {}, None, ""
     job.slots, job.banished, job.worked = {}, {}, {}
-    _phase(job, event, Phase.ENDED)
 
 
 def ledger_violation(job: JobState, event: Event, record: records.LedgerViolation) -> None:

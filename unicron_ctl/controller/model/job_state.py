@@ -267,6 +267,11 @@ class JobState:
     )
     """The members of which `inside` was worked out, and what came of it: members are replaced, never changed."""
 
+    def begin_phase(self, phase: Phase, now: float) -> None:
+        """Only the fold calls this. A Break that names more losses does not begin its phase anew."""
+        if not (phase is self.phase is Phase.BREAKING):
+            self.phase, self.since, self.waits = phase, now, ""
+
     @property
     def by_layout(self) -> dict[str, dict[int, float]]:
         """FLOP/s by layout and number of nodes."""

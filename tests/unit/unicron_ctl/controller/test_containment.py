@@ -18,7 +18,6 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.core import core as core_module
 from unicron.ctl.controller.core.state_snapshot import SAVED, STATE_FORMAT, freeze, read_state, thaw
 from unicron.ctl.controller.job import transitions
-from unicron.ctl.controller.job.machine import Action
 from unicron.ctl.controller.judge import judge
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
@@ -27,6 +26,7 @@ from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.model.finding import What
 from unicron.ctl.controller.model.fold import fold, replay
 from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.model.state_machine import Action
 from unicron.ctl.protocol import wire
 
 BROKEN = "this decider is broken"

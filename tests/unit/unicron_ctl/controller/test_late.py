@@ -9,8 +9,8 @@ from tests.support.training import events, sent, train
 from tests.support.world import FakeAgent, World
 from unicron.ctl.controller.api.answers import job
 from unicron.ctl.controller.job.job_events import Happening, next_event
-from unicron.ctl.controller.job.machine import Event
 from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.model.state_machine import Event
 from unicron.ctl.controller.sense.overdue import pending
 from unicron.ctl.protocol import wire
 from unicron.detector.failures.escalation import State
