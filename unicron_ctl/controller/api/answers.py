@@ -459,6 +459,7 @@ def inject(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
     core.take(outcome)
     if not dry_run:
         core.desk(state).injected.add(done["slot"])
+        done["event"] = core.state.last_event
     return done
 
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from unicron.ctl.controller.core.intake import Intake
-from unicron.ctl.controller.core.observe import Observer
 from unicron.ctl.controller.core.turn import Turns
 from unicron.ctl.controller.failure_detector import doors, network_partitions, probes, silence
 from unicron.ctl.controller.job import adoption, candidates, confirmation
@@ -29,6 +30,7 @@ from unicron.ctl.controller.judge import node_failures as judge_nodes
 from unicron.ctl.controller.judge.judge import judge
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event, Record
+from unicron.ctl.controller.log.savings import PLAN
 from unicron.ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.agent_view import Route
@@ -102,7 +104,7 @@ class Core:
         self.slurm = reconcile.Desk()
         self.clocks = overdue.Clocks()
         self.talk = judge_nodes.Talk(waiting=judge_nodes.waiting(self.state.nodes))
-        self.observer = Observer()
+        self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
         self.written = Written()
         self._steps: Counter[str] = Counter()
         self.intake = Intake(self.view, self.desk, self.talk, self.take, self.written)
@@ -161,6 +163,8 @@ class Core:
             live, element = self.view.job(state).live, state.element(record.slot)
             live.touched.add(element)
             live.restarts.add(element)
+        elif isinstance(record, records.NodeEvent):
+            self.talk.note(event)
         return event
 
     def _charge(self, event: Event, size: int) -> None:
@@ -179,13 +183,21 @@ class Core:
 
     def take(self, outcome: Outcome) -> bool:
         """Carries out what a decider wants. False when that is nothing."""
-        outcome = self.observer.filter(outcome, self.view)
         if outcome.hurry:
             self.slurm.hurry(self.now)
         if not outcome:
             return False
+        failure: int | None = None
         for job, generation, record in outcome.records:
-            self.append(job, generation, record)
+            if isinstance(record, records.Observed) and record.action != PLAN:
+                if (job, record.would) in self._observed:
+                    continue
+                self._observed.add((job, record.would))
+            if getattr(record, "failure", 0) == records.THIS_FAILURE:
+                assert failure is not None, f"{record.kind} follows no failure"
+                record = msgspec.structs.replace(record, failure=failure)
+            number = self.append(job, generation, record).id
+            failure = number if isinstance(record, records.FailureDetected) else failure
         self.outbox += outcome.sends
         for request in outcome.requests:
             self._request(request)
@@ -207,17 +219,17 @@ class Core:
             self._judging = False
 
     def _judge(self, finding: Finding) -> None:
-        number = self.state.last_event + 1
+        recorded = self.state.last_event
         job = self.state.jobs.get(finding.job)
         self._read_for(finding.job)
         self.take(self._with_peers(judge(self.view, finding)))
-        if job is None or job.over or self.state.last_event < number:
+        if job is None or job.over or self.state.last_event == recorded:
             return
         self._dirty.add(finding.job)
         if finding.what in (What.HANG, What.COLLECTIVE):
             self.take(network_partitions.begin(self.view, self.view.job(job), finding.slots))
         if finding.what is What.HANG and not finding.seen:
-            iterations.suspected(self.desk(job).watch, finding, number)
+            iterations.suspected(self.desk(job).watch, finding, job.failures[-1].id)
 
     def _with_peers(self, outcome: Outcome) -> Outcome:
         """A failure's reason tells what was odd with its node before."""
@@ -246,7 +258,7 @@ class Core:
         elif isinstance(record, records.JobEnded):
             self.desks.pop(name, None)
             self.clocks.forget(name)
-            self.observer.forget(name)
+            self._observed = {said for said in self._observed if said[0] != name}
             for known in [known for known in self.view.views if known not in self.state.jobs]:
                 self.forget(known)
         if not job.over:

@@ -31,8 +31,8 @@ def perform(
 ) -> tuple[dict[str, Any], Outcome]:
     """Breaks one rank of the job: the named slot, one on the named node, or any. Raises NotInjected.
 
-    Returns {"fault", "job", "slot", "node", "seconds", "at", "dry_run"}, and "event" where it was not a dry run, with
-    what is to be done. A fault that the command itself carries out (a node's power) is only logged here.
+    Returns {"fault", "job", "slot", "node", "seconds", "at", "dry_run"}, and what is to be done. A fault that the
+    command itself carries out (a node's power) is only logged here.
     """
     name = _checked(view, job, fault)
     if name == "corrupt-checkpoint" and slot is None and node is None and job.state.members:
@@ -56,7 +56,6 @@ def perform(
         reason = f"{fault} into slot {slot} on {agent.node}"
         record = records.Injected(fault=fault, slot=slot, node=agent.node, seconds=lasts, reason=reason)
         out.record(job.state, record)
-        done["event"] = view.state.last_event + 1
         incarnation = agent.ranks[slot].incarnation
         if inject.FAULTS[name][0] != "command":
             out.send(agent, wire.Inject(fault=fault, slot=slot, incarnation=incarnation, seconds=seconds))

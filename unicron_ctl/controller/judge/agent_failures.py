@@ -29,7 +29,6 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     verdict = view.classifier.cause("lost_connection", finding.evidence)
     lives = "" if finding.dead else fencing.fell_silent(view, job, element)
     decision = Decision(Severity.SEV1, ISOLATE, f"{verdict.reason} ({finding.by}){lives}", verdict.cause)
-    number = view.state.last_event + 1
     out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
     reason = "dead" if finding.dead else "silent"
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=reason))
@@ -38,7 +37,7 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
     out.record(state, _node_lost(view, agent.node, element, lost))
     text = f"{LOST}: lost heartbeat of {state.job}_{element}"
-    isolation.take_out(view, state, element, agent.node, number, text, out)
+    isolation.take_out(view, state, element, agent.node, records.THIS_FAILURE, text, out)
     return out
 
 
@@ -190,8 +189,7 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
     inside, slots = slots, slots or list(agent.slots)
     decision, memory = escalate(view, job, slots[0], verdict, None)
     put = Outcome()
-    number = view.state.last_event + 1 + len(out.records)
-    may = isolation.move(view, state, agent, number, slots, finding.evidence, True, put)
+    may = isolation.move(view, state, agent, records.THIS_FAILURE, slots, finding.evidence, True, put)
     # Where it must not be done the log says why, and its ranks go on as long as they can.
     lost = {s: f"is on a node that the job leaves: {said.cause}" for s in inside} if may else {}
     out.record(state, failure_of(job, "node", slots, finding, verdict, decision, escalation=memory, leave_out=lost))
@@ -225,7 +223,6 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
     here = agent is not None and agent.alive
     trains = here and slot in state.members and slot not in state.lost and state.phase is not Phase.FORMING
     verdict = view.classifier.cause(cause, decision.reason)
-    number = view.state.last_event + 1
     lost = {slot: decision.reason} if trains else {}
     record = failure_of(job, "action", [slot], finding, verdict, decision, leave_out=lost)
     out.record(state, record)
@@ -238,15 +235,15 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
             action=decision.action,
             severity=int(decision.severity),
             state=decision.state.value,
-            failure=number,
+            failure=records.THIS_FAILURE,
             reason=decision.reason,
         ),
     )
-    moves = leave_node(view, job, decision, number, record, out)
+    moves = leave_node(view, job, decision, record, out)
     if not moves and here and agent is not None:
         status = agent.ranks.get(slot)
         incarnation = status.incarnation + 1 if status else 0
-        start(view, state, slot, incarnation, view.now, decision.reason[:200], out, number)
+        start(view, state, slot, incarnation, view.now, decision.reason[:200], out, records.THIS_FAILURE)
     return out
 
 

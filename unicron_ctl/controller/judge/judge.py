@@ -1,7 +1,7 @@
 """From findings to failures, each with its remedy: the only user of the classifier and of the escalation.
 
-`judge` returns one :class:`records.FailureDetected`, first in the outcome so that its number is known, and what is
-done about it at once: a process to start, a node to put out of service, members to leave out.
+`judge` returns one :class:`records.FailureDetected`, which the core numbers, and what is done
+about it at once: a process to start, a node to put out of service, members to leave out.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from unicron.ctl.controller.judge.evidence import (
     pids_on,
 )
 from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.finding import Finding, Source, What
 from unicron.ctl.controller.model.job_state import Failure, JobState
@@ -48,6 +50,11 @@ class Talk:
     recent: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)
     waiting: set[tuple[str, int]] = field(default_factory=set)
+
+    def note(self, event: Event) -> None:
+        """An event of a node is on record, with its number."""
+        if isinstance(event.record, records.NodeEvent) and event.record.action == WAIT:
+            self.waiting.add((event.record.node, event.id))
 
     def may(self, node: str, job: str, now: float, room: bool, out: Outcome) -> bool:
         """A node that will not stop talking must not fill the log. room: it may hold more of the job's."""
@@ -99,11 +106,8 @@ def take(view: View, agent: AgentView, message: NodeEvent, talk: Talk, room: boo
         of_job=agent.job,
         reason=f"{agent.node}: {reason}"[:TEXT_KEPT],
     )
-    number = view.state.last_event + 1 + len(out.records)
     out.record(None, record)
-    if action == WAIT:
-        talk.waiting.add((agent.node, number))
-    else:
+    if action != WAIT:
         _explain_late(view, record, out)
     return out
 
@@ -138,7 +142,9 @@ def _settle(view: View, seen: SeenEvent) -> Outcome | None:
         action, why = REPORT, "only recorded: the job does not run there any more"
     elif action == ISOLATE and (not view.slurm.used or view.slurm.node(node) is None):
         action, why = REPORT, "only recorded: there is no Slurm here to move the job with"
-    verdict = f'{node}: {action}: "{seen.said.text}": {why}'
+    verdict, rules = f'{node}: {action}: "{seen.said.text}": {why}', permission.of_job(view, seen.said.of_job)
+    if action == ISOLATE and not rules.may("requeue_hold"):  # its ranks train on until they die
+        action, verdict = REPORT, f"would leave {node}, but {rules.refusal('requeue_hold')}: {verdict}"
     out.record(
         None, records.NodeVerdict(node=node, event=seen.id, action=action, of_job=seen.said.of_job, reason=verdict)
     )

@@ -125,15 +125,14 @@ def lost(view: View, job: JobView, finding: Finding) -> Outcome:
     if decision is None:
         decision, memory = escalate(view, job, slot, verdict, None)
     record = failure_of(job, kind, [slot], replace(finding, by=by), verdict, decision, escalation=memory, leave_out=why)
-    number = view.state.last_event + 1
     out.record(state, record)
     if decision.action == END_JOB:
         return out
     agent = job.agents.get(record.element)
     if agent is not None and agent.alive:
-        leave_node(view, job, decision, number, record, out)
+        leave_node(view, job, decision, record, out)
     text = f"slot {slot} is left out: {finding.evidence}"
-    out.record(state, records.FailureAction(failure=number, text=text))
+    out.record(state, records.FailureAction(failure=records.THIS_FAILURE, text=text))
     return out
 
 
@@ -183,13 +182,12 @@ def stopped(view: View, job: JobView, finding: Finding) -> Outcome:
             leave_out={slot: words} if gone else {},
             regroup="" if gone else "; ".join(said),
         )
-        number = view.state.last_event + 1
         out.record(job.state, record)
         agent = job.agent(slot)
         if gone and decision.action != END_JOB and agent is not None and agent.alive:
-            leave_node(view, job, decision, number, record, out)
+            leave_node(view, job, decision, record, out)
             text = f"slot {slot} is left out: {words}"
-            out.record(job.state, records.FailureAction(failure=number, text=text))
+            out.record(job.state, records.FailureAction(failure=records.THIS_FAILURE, text=text))
     rest = finding.slots[1:]
     if rest and not any(isinstance(r, records.FailureDetected) and r.action == END_JOB for _, _, r in out.records):
         out.findings.append(replace(finding, slots=rest))
@@ -255,11 +253,10 @@ def collective(view: View, job: JobView, finding: Finding) -> Outcome:
         leave_out=dict.fromkeys(sorted(lost), "is started again"),
         regroup="" if lost else finding.evidence,
     )
-    number = view.state.last_event + 1
     out.record(state, record)
     for slot in sorted(lost):
         incarnation, at = state.members[slot].incarnation + 1, view.now + decision.wait_seconds
-        start(view, state, slot, incarnation, at, "the same collective hangs again", out, number)
+        start(view, state, slot, incarnation, at, "the same collective hangs again", out, records.THIS_FAILURE)
     return out
 
 
@@ -293,10 +290,9 @@ def note(view: View, job: JobView, finding: Finding) -> Outcome:
     assert note is not None
     verdict = view.classifier.text(f"{note.type}: {note.text}")
     decision = Decision(verdict.severity, REATTEMPT, note.text, verdict.cause)
-    number = view.state.last_event + 1
     slots = list(finding.slots)
     out.record(job.state, failure_of(job, "transfer", slots, finding, verdict, decision, noted=note.at, member=False))
-    out.record(job.state, records.FailureAction(failure=number, text="nothing was trained with it"))
+    out.record(job.state, records.FailureAction(failure=records.THIS_FAILURE, text="nothing was trained with it"))
     return out
 
 

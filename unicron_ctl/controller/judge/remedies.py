@@ -84,25 +84,24 @@ def with_remedy(
     view: View, job: JobView, record: records.FailureDetected, decision: Decision, why: str, incarnation: int
 ) -> Outcome:
     """The failure, and for its first slot: nothing more, its element to another node, or a new process in place."""
-    out, number = Outcome(), view.state.last_event + 1
+    out = Outcome()
     out.record(job.state, record)
-    if decision.action != END_JOB and not leave_node(view, job, decision, number, record, out):
-        start(view, job.state, record.slots[0], incarnation, view.now + decision.wait_seconds, why, out, number)
+    if decision.action != END_JOB and not leave_node(view, job, decision, record, out):
+        at = view.now + decision.wait_seconds
+        start(view, job.state, record.slots[0], incarnation, at, why, out, records.THIS_FAILURE)
     return out
 
 
-def leave_node(
-    view: View, job: JobView, decision: Decision, number: int, record: records.FailureDetected, out: Outcome
-) -> bool:
-    """The job leaves the failure's node where that is decided, or where the node is out of service and a process could
-    not join again. False when it stays."""
+def leave_node(view: View, job: JobView, decision: Decision, record: records.FailureDetected, out: Outcome) -> bool:
+    """The job leaves the node of the failure just recorded where that is decided, or where the node is out of service
+    and a process could not join again. False when it stays."""
     agent = job.agents.get(record.element)
     if agent is None or not (
         decision.action in (MOVE, ISOLATE) or (decision.action == RESTART and view.unfit(agent.node))
     ):
         return False
     suspect = decision.action == ISOLATE
-    return isolation.move(view, job.state, agent, number, record.slots, decision.reason, suspect, out)
+    return isolation.move(view, job.state, agent, records.THIS_FAILURE, record.slots, decision.reason, suspect, out)
 
 
 def start(

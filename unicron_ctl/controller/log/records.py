@@ -17,6 +17,9 @@ from unicron.ctl.protocol.wire import Plan, Settings
 from unicron.ctl.system.errors import shortened
 
 REASON = 4000  # characters of a reason; other texts have TEXT, as in messages
+THIS_FAILURE = (
+    -1
+)  # as a record's `failure`: the failure recorded before it in the same outcome; the core puts its id in
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=True):

@@ -1,12 +1,16 @@
 """What the admin allows for a job, a node and a call of Slurm: the configuration's partitions applied to what Slurm
 shows. Pure.
+
+Only what touches Slurm needs permission. A job is healed within the nodes that it has in every mode: its owner asks for
+that, and no other job and no node is touched by it. Whoever asks Slurm for something asks :func:`withheld` before.
 """
 
 from __future__ import annotations
 
+from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.requests import Action
-from unicron.ctl.controller.model.view import View
+from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.settings.partitions import ACT, OFF, Rules, strictest
 
 
@@ -27,9 +31,16 @@ def of_action(view: View, action: Action) -> Rules:
     return next((one for one in found if one.may(action.action)), found[0])
 
 
-def refusal(view: View, action: Action) -> str:
-    """Why Slurm must not be asked for it; empty when it may be."""
-    return of_action(view, action).refusal(action.action)
+def withheld(view: View, action: Action, out: Outcome) -> str:
+    """Why Slurm must not be asked for it, and the outcome records what would be done; empty when it may be asked."""
+    why = of_action(view, action).refusal(action.action)
+    if why:
+        reason = f"would {action.label}: {action.reason}; not done, for {why}"
+        record = records.Observed(
+            would=action.label, action=action.action, node=action.node, element=action.element, reason=reason
+        )
+        out.records.append((action.job, 0, record))
+    return why
 
 
 def acts(view: View, job: JobState) -> bool:

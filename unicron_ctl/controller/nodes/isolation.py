@@ -67,10 +67,11 @@ def move(
         f"its job leaves {agent.node}: {reason}"[:400],
         f"{HELD} until there is another node than {agent.node}",
     )
-    barred = permission.refusal(view, action)
-    if barred:
-        out.requests.append(Run((action,), urgent=True))  # which is where it is said what would be done
-    why = barred or _must_stay(view, job, agent.node, suspect) or bounds.Bounds(view).refuse(action)
+    why = (
+        permission.withheld(view, action, out)
+        or _must_stay(view, job, agent.node, suspect)
+        or bounds.Bounds(view).refuse(action)
+    )
     if why:
         out.record(job, records.FailureAction(failure=failure, text=f"{here} stays on {agent.node}: {why}"))
         said = f"job {job.job} stays on {agent.node} although {reason}: {why}"
@@ -142,9 +143,8 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         text = f"{text}; other jobs run there: drained, Slurm itself sets it down"[:REASON_LENGTH]
     action = Action("drain" if others else "down", job.job, element, node, why, text)
     state, not_done = ("DRAIN", "drained") if others else ("DOWN", "set down")
-    if barred := permission.refusal(view, action):
+    if barred := permission.withheld(view, action, out):
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {barred}"))
-        out.requests.append(Run((action,), urgent=True))  # which is where it is said what would be done
         return
     why = _too_many(view, node, state, out)
     if why:
@@ -207,8 +207,7 @@ def drain(view: View, node: str, text: str, out: Outcome) -> bool:
     Only on the word of root, of Slurm or of an admin: never on what a user's process says.
     """
     action = Action("drain", "", -1, node, "a node that is proven bad must get no more work", text[:REASON_LENGTH])
-    if permission.refusal(view, action):
-        out.requests.append(Run((action,), urgent=True))  # which is where it is said what would be done
+    if permission.withheld(view, action, out):
         return False
     why = _too_many(view, node, "DRAIN", out)
     if why:
@@ -288,7 +287,7 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
             why = "Slurm refused it before" if known.refused else "it was not done before"
             drain = known.drained or bool(_others(view, name))  # since it was asked for they may have begun there
             action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or LOST)
-            if barred := permission.refusal(view, action):
+            if barred := permission.withheld(view, action, out):
                 said = f"{action.label}: not allowed: {barred}"
                 out.record(None, records.SlurmFailed(action=action.action, element=-1, node=name, reason=said))
                 out.record(None, records.NodeResumed(node=name, verified=False, reason=f"{name} was not taken"))

@@ -64,7 +64,7 @@ def settle(view: View, listing: Listing, under_way: Collection[Key], out: Outcom
         if then is Then.AGAIN:
             why = "it was not done when the controller was started again"
             again = Action(action, job, element, node, why, intent.reason)
-            if barred := permission.refusal(view, again):
+            if barred := permission.withheld(view, again, out):
                 _record(view, key, Then.UNDONE, f"{again.label}: not allowed: {barred}", out)
             else:
                 found.append(again)

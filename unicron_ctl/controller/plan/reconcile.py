@@ -294,7 +294,8 @@ def _ask(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> Non
         for key in dict.fromkeys(map(_wish, todo)):
             before = desk.asked.get(key)
             desk.asked[key] = Asked(_shape(view, key[0]), before.times + 1 if before is not None else 1, view.now)
-        out.requests.append(Run(tuple(todo)))
+        if allowed := tuple(action for action in todo if not permission.withheld(view, action, out)):
+            out.requests.append(Run(allowed))
 
 
 def _wish(action: Action) -> tuple[tuple[str, int], str]:
