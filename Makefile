@@ -95,7 +95,7 @@ lint: venv       ## ruff, names and docstrings, the rules of who may import whom
 	$(BIN)/python tools/language.py
 	PYTHONPATH=. $(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
-	$(BIN)/python tools/limits_tables.py --check
+	$(BIN)/python tools/reference_tables.py --check
 
 bench: system venv plugin   ## the figures that the project promises
 	$(BIN)/python -m benchmarks.run

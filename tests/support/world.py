@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Collection
 from typing import Any
 
+from msgspec.structs import replace
+
 from unicron.ctl.consensus.resume import deal
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.log.records import Event
@@ -500,11 +502,15 @@ class FakeSlurm:
 class World:
     """Core, agents, Slurm and a clock."""
 
-    def __init__(self, slurm: FakeSlurm | None = None, **settings: Any) -> None:
+    def __init__(self, slurm: FakeSlurm | None = None, observe: bool | None = False, **settings: Any) -> None:
+        """observe: the mode of partitions that have none of their own; None leaves it to the defaults."""
         self.now = 1000.0
         usual = {"auth": "none", "forming_settle_seconds": 2.0, "slurm_poll_seconds": 1.0}
-        usual |= {"observe": False, "partitions": {"default": PartitionConfig(max_weight=100.0)}}
-        self.config = ControllerConfig(**{**usual, **settings})
+        partitions = settings.pop("partitions", {"default": PartitionConfig(max_weight=100.0)})
+        default = partitions.get("default", PartitionConfig())
+        if default.mode is None and observe is not None:
+            default = replace(default, mode="observe" if observe else "act")
+        self.config = ControllerConfig(**{**usual, **settings}, partitions={**partitions, "default": default})
         self.slurm = slurm
         self.core = Core(self.config, ClusterState(), self.now, has_slurm=slurm is not None)
         self.agents: list[FakeAgent] = []

@@ -26,9 +26,9 @@ from torch.distributed import distributed_c10d
 from unicron.transition.generations.abort import Aborter
 from unicron.transition.generations.connecting import interruptible
 from unicron.transition.generations.layout import Layout, replica_of
+from unicron.transition.generations.time_limits import COLLECTIVE_TIMEOUT
 from unicron.transition.generations.unblock import Unblocker
 
-COLLECTIVE_TIMEOUT = 1800.0  # seconds, torch's default; a hang is found by the detector long before
 ENTER_TIMEOUT = 20.0  # seconds for one group to connect
 BOUNDARY_TIMEOUT = 24 * 3600.0  # seconds that a newcomer waits for the others to reach an iteration boundary
 CONNECT_SECONDS = 0.5

@@ -11,13 +11,12 @@ from typing import Any
 from unicron.detector.processes.rank_channel import micro_batch_of
 from unicron.transition.generations import groups
 from unicron.transition.generations.layout import replica_of
+from unicron.transition.generations.time_limits import PLAN_TIMEOUT
 from unicron.transition.generations.watch import Dismissed, Plan, PlanTimeout
 from unicron.transition.iteration.accumulation import PeerLost
 from unicron.transition.iteration.rank_process import Process
 from unicron.transition.snapshot import migrate
 
-# Seconds a stopped rank waits for a plan (UNICRON_PLAN_TIMEOUT); the controller may be down for a while.
-PLAN_TIMEOUT = 900.0
 RELAID = "the job goes on in another layout"
 NEVER_KEPT = -1  # of the groups inside the replica: they are broken, or were never built
 

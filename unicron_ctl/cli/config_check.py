@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from unicron.ctl.settings.config import Config, examine
+from unicron.ctl.settings.config import Config
+from unicron.ctl.settings.config_file import examine
 from unicron.ctl.settings.partitions import ACT, DEFAULT, PERMISSIONS
 from unicron.ctl.slurm import CommandLineClient, PartitionInfo, SlurmError
 from unicron.ctl.system.errors import WRONG_USE
@@ -36,7 +37,7 @@ def command() -> None:
 def check(path: str | None, as_json: bool) -> int:
     """Print every problem, and what is allowed in each partition that Slurm has."""
     config, problems = examine(path, os.environ)
-    error, listed, warnings = "", [], list(config.ignored)
+    error, listed, warnings = "", [], []
     try:
         if config.controller.slurm != "none":
             client = CommandLineClient(timeout=config.controller.slurm_timeout)

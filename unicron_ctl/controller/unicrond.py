@@ -17,7 +17,9 @@ from unicron.ctl.controller.server import journal
 from unicron.ctl.controller.server.systemd import SystemdNotifier
 from unicron.ctl.protocol import encryption
 from unicron.ctl.settings import limits
-from unicron.ctl.settings.config import Config, examine, listen_problem, refuse, rungs, state_dir
+from unicron.ctl.settings.config import Config, listen_problem, rule_values
+from unicron.ctl.settings.config_file import examine, refuse
+from unicron.ctl.settings.places import state_dir
 from unicron.ctl.slurm.slurm_client import SlurmClient
 from unicron.ctl.system import descriptors
 from unicron.ctl.system.errors import WRONG_USE, UserError
@@ -86,11 +88,11 @@ def report(config: Config, found: list[str]) -> int:
             check()
         except UserError as error:
             found = [*found, str(error).removeprefix(f"{config.path}: ")]
-    for line in (*config.ignored, *found):
+    for line in found:
         click.echo(f"{PROGRAM}: {where}: {line}", err=True)
     if found:
         return WRONG_USE
-    for line in limits.ladder(rungs(config.controller, os.environ)[0], config.controller.slurm != "none"):
+    for line in limits.rule_lines(rule_values(config.controller, os.environ)[0], config.controller.slurm != "none"):
         click.echo(line)
     click.echo(f"{where}: no problem found")
     return 0
@@ -99,7 +101,6 @@ def report(config: Config, found: list[str]) -> int:
 def serve(config: Config, config_path: str | None, folder: Path, classifier: Classifier) -> None:
     """Runs the controller until a signal ends it."""
     notifier = SystemdNotifier()
-    warn(config)
     granted = descriptors.raise_limit()
     if shortage := descriptors.shortage(granted):
         log.warning("%s", shortage)
@@ -113,7 +114,6 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
         try:
             fresh, found = examine(config_path, listen=listen)
             refuse(fresh.path, found)
-            warn(fresh)
             server.take_config(fresh, classifier_of(fresh))
         except UserError as error:
             log.error("configuration not reloaded, the old one stays: %s", error)
@@ -133,12 +133,6 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
         notifier.stopping()
         written.unlink(missing_ok=True)
         server.close()
-
-
-def warn(config: Config) -> None:
-    """What the file says in vain."""
-    for line in config.ignored:
-        log.warning("%s: %s", config.path, line)
 
 
 def claim(folder: Path) -> int:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from unicron.ctl.protocol.client import ask
-from unicron.ctl.settings.config import load
+from unicron.ctl.settings.config_file import load
 from unicron.ctl.slurm.slurm_client import NodeInfo, SlurmClient, slurms_own
 from unicron.ctl.system.errors import UserError, one_line
 from unicron.detector.health import CHECKS, Report, load_settings, run

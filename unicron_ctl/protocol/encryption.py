@@ -15,7 +15,8 @@ from pathlib import Path
 
 import zmq
 
-from unicron.ctl.settings.config import Config, load
+from unicron.ctl.settings.config import Config
+from unicron.ctl.settings.config_file import load
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
 SECRET_FILE = "curve.secret"

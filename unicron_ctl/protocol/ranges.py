@@ -10,6 +10,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from unicron.ctl.settings.limits import HEARTBEATS
+
 MOST_ELEMENTS = 1 << 22  # of a job: Slurm's largest MaxArraySize is 4,000,001
 MOST_RANKS = 1024  # of one node
 MOST_SLOTS = 1 << 20  # of a plan
@@ -27,7 +29,7 @@ LEAST_STEP = 1e-6  # seconds: a rate is FLOP divided by it
 MOST_FLOP = 1e27  # of one rank in one iteration
 MOST_VALUE = 1e20  # of a metric
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
-LEAST_BEAT, MOST_BEAT = 0.01, 60.0  # seconds between two heartbeats
+LEAST_BEAT, MOST_BEAT = HEARTBEATS.low, HEARTBEATS.high  # seconds between two heartbeats
 LEAST_PROGRESS = 0.05  # seconds between two statuses that tell of progress
 NAME, TEXT = 255, 20_000  # characters
 REASON = 100_000  # characters: of what the controller says

@@ -1,19 +1,14 @@
-"""`unicron.toml`: where it is found, what it may say, and the defaults.
+"""The settings of `unicron.toml` and their defaults: each field has its range beside it.
 
-Each field has its range beside it; how the fields must relate to each other, and to the fixed limits of agents, ranks
-and plugin, is in `settings.limits`. Everybody checks the file in itself; against those limits only unicrond does:
-an agent that cannot read its configuration leaves its job unprotected.
+How fields must relate to each other is in `settings.limits`. Only unicrond checks those rules: an agent that refuses
+its configuration would leave its job unprotected. `settings.config_file` reads the file.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
-import os
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -21,20 +16,10 @@ from unicron.ctl.settings import limits, partitions
 from unicron.ctl.settings.limits import DAY, HEARTBEATS, Range
 from unicron.ctl.settings.partitions import PartitionConfig, Rules
 from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric
-from unicron.ctl.system.errors import WRONG_USE, UserError
 
 DEFAULT_PORT = 7451
-ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that are none to connect to
-# Parts of the file that belong to others; the controller neither reads nor rejects them.
-OWN_SECTIONS = ("controller", "agent", "planner", "partition")
-OTHER_SECTIONS = ("severity", "health")
-ELSEWHERE = ("partitions", "planner")  # fields of ControllerConfig that are no keys of [controller]
-_DEATHS = "what cannot start ends no job that trains"
-GONE = {  # keys of [controller] of release 0.1
-    "hint_grace": "hints shorten no lease any more",
-    "quick_death_seconds": _DEATHS,
-    "quick_deaths": _DEATHS,
-}
+ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that nobody can connect to
+OTHER_TABLES = ("partitions", "planner")  # fields of ControllerConfig that are no keys of [controller]
 
 Seconds = Annotated[float, Range(0.001, DAY)]
 SecondsOrZero = Annotated[float, Range(0.0, DAY)]
@@ -66,8 +51,6 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """How agents and users prove who they are; "none" is for one user at a loopback address, and encrypts nothing."""
     admins: list[str] = []
     """Users who may do what a job's owner may, besides root."""
-    observe: bool | None = None
-    """Of release 0.1: false acts in every partition that has no mode of its own, true observes; leave it out."""
     heartbeat_period: Annotated[float, HEARTBEATS] = 1.0
     """Between two messages of an agent that has no news."""
     lease_periods: Annotated[float, Range(1.1, 100.0, why="one late heartbeat must not look like a lost node")] = 1.8
@@ -95,9 +78,9 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     forming_settle_seconds: Seconds = 5.0
     """That a job waits for further nodes before it starts."""
     offer_delay: SecondsOrZero = 0.2
-    """Newcomers that come within it are taken in together, where more of the job are starting."""
+    """Newcomers within this time join together, where more of the job are starting."""
     join_after_seconds: SecondsOrZero = 5.0
-    """The same in restart mode, counted from the last newcomer."""
+    """What offer_delay is in restart mode, counted from the last newcomer."""
     fault_grace: SecondsOrZero = 0.15
     """That a rank which stopped by itself waits for the cause to show: its peers fail because it did."""
     report_timeout: Seconds = 10.0
@@ -113,7 +96,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     hang_outside_seconds: Seconds = 600.0
     """For the script's own code between two iterations: a checkpoint, an evaluation."""
     hang_idle_seconds: Seconds = 60.0
-    """The same for a process that does nothing meanwhile, where that code has been quick so far."""
+    """For a process that does nothing in that code, where it has been quick so far."""
     first_iteration_seconds: Seconds = 600.0
     """For a job's first iteration: it compiles and opens its data."""
     stacks_seconds: SecondsOrZero = 1.0
@@ -133,7 +116,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     max_isolated_nodes: Annotated[int, Range(0, 1_000_000)] = 4
     """Nodes that are taken out of service within the window, dead ones and those that are back included."""
     max_isolated_share: Share = 0.1
-    """The same as a share of the cluster; the larger of the two counts."""
+    """That number as a share of the cluster; the larger of the two counts."""
     max_isolated_job_share: Share = 0.5
     """The share of its nodes that a job may leave within the window; one is always allowed."""
     isolation_window_seconds: LongSeconds = 3600.0
@@ -164,7 +147,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """For a free node to take a lost one's place and its processes to start: what a hot spare saves, as the planner
     assumes it."""
     repair_seconds: LongSeconds = 21600.0
-    """The same where no node is free: until one is repaired."""
+    """Until a node is repaired, where none is free."""
     throughput: Literal["measured", "linear"] = "measured"
     """"measured" fits T(t,x) to all sizes at which the job, or an earlier one of its name, has run; "linear" scales one
     size."""
@@ -179,7 +162,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     def rules(self, partition: str) -> Rules:
         """What an admin allows in this Slurm partition."""
-        return partitions.rules(self.partitions, self.observe, partition)
+        return partitions.rules(self.partitions, partition)
 
     @property
     def lease(self) -> float:
@@ -204,19 +187,22 @@ Section = ControllerConfig | AgentConfig | PlannerConfig
 
 
 class Config(msgspec.Struct, kw_only=True):
-    """The whole file. `severity` is handed to the classifier as it is. ignored: what is in it and means nothing any
-    more, in one line each."""
+    """The whole file. `severity` is handed to the classifier as it is."""
 
     controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
     agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
     severity: dict[str, Any] = {}
     path: str = ""
-    ignored: list[str] = []
 
-    def check(self) -> Config:
-        """The configuration itself, or UserError with the first problem."""
-        refuse(self.path, _problems(self, None))
-        return self
+
+def all_problems(config: Config, environment: Mapping[str, str] | None = None) -> list[str]:
+    """What is wrong with the sections, in one line each. environment: see :func:`problems`."""
+    sections: dict[str, Section] = {
+        "controller": config.controller,
+        "planner": config.controller.planner,
+        "agent": config.agent,
+    }
+    return [f"[{name}] {line}" for name, section in sections.items() for line in problems(section, environment)]
 
 
 def problems(section: Section, environment: Mapping[str, str] | None = None) -> list[str]:
@@ -224,10 +210,10 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
 
     environment: unicrond's, to check against the limits of agents, ranks and plugin as well.
     """
-    wrong = {field.name: problem for field in _fields(type(section)) if (problem := _field(section, field))}
+    wrong = {field.name: problem for field in fields_of(type(section)) if (problem := _field_problem(section, field))}
     found = list(wrong.values())
     if isinstance(section, ControllerConfig):
-        values, variables = rungs(section, environment)
+        values, variables = rule_values(section, environment)
         # A value out of range would break rules that say nothing new.
         sound = {name: value for name, value in values.items() if name not in wrong}
         if {"heartbeat_period", "lease_periods"} & wrong.keys():
@@ -236,18 +222,18 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
     return found
 
 
-def rungs(section: ControllerConfig, environment: Mapping[str, str] | None) -> tuple[dict[str, float], list[str]]:
+def rule_values(section: ControllerConfig, environment: Mapping[str, str] | None) -> tuple[dict[str, float], list[str]]:
     """The values that the rules of `limits` are about, by name, and what is wrong with variables of the environment."""
-    values, found = ({}, []) if environment is None else limits.fixed(environment)
+    values, found = ({}, []) if environment is None else limits.fixed_values(environment)
     values["lease"] = section.lease
-    for field in _fields(type(section)):
+    for field in fields_of(type(section)):
         if isinstance(value := getattr(section, field.name), int | float):
             values[field.name] = value
     return values, found
 
 
-def _alone(section: ControllerConfig) -> list[str]:
-    """Without munge everybody who reaches the port may do everything."""
+def loopback_problems(section: ControllerConfig) -> list[str]:
+    """What is wrong with `auth`: without munge, everybody who reaches the port may do everything."""
     host = section.listen.removeprefix("tcp://").rpartition(":")[0]
     if section.auth != "none" and section.public_key == "none":
         return ['[controller] public_key = "none" with auth = "munge": nothing is unencrypted with munge, leave it out']
@@ -257,19 +243,13 @@ def _alone(section: ControllerConfig) -> list[str]:
     return [f'[controller] auth = "none" with listen = "{section.listen}": write listen = "{here}", or auth = "munge"']
 
 
-def _problems(config: Config, environment: Mapping[str, str] | None) -> list[str]:
-    found = [f"[controller] {problem}" for problem in problems(config.controller, environment)]
-    found += [f"[planner] {problem}" for problem in problems(config.controller.planner)]
-    return found + [f"[agent] {problem}" for problem in problems(config.agent)]
-
-
 @functools.cache
-def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    """Kept: to read the types from their text took a quarter of the CPU of a question to the controller."""
+def fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """The fields of a section, read once: msgspec evaluates their annotations each time."""
     return msgspec.structs.fields(kind)
 
 
-def _field(section: msgspec.Struct, field: msgspec.structs.FieldInfo) -> str:
+def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) -> str:
     """What is wrong with one field, or nothing."""
     value, allowed = getattr(section, field.name), field.type
     if get_origin(allowed) is Literal:
@@ -302,157 +282,3 @@ def address_problem(value: str) -> str:
     if not value or (not listen_problem(value) and int(port) and host and host not in ALL_ADDRESSES):
         return ""
     return f'address = "{value}": write tcp://HOST:PORT, the name of unicrond\'s host as all nodes know it'
-
-
-def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Where the file is looked for when nobody names it, first hit wins."""
-    named = environment.get("UNICRON_CONFIG")
-    home = Path(environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config")
-    return ([Path(named)] if named else []) + [home / "unicron" / "unicron.toml", Path("/etc/unicron/unicron.toml")]
-
-
-def load(path: str | Path | None = None, environment: Mapping[str, str] = os.environ) -> Config:
-    """The checked configuration from `path`, or from the search path, or all defaults. Raises UserError, one line."""
-    config, found = _read(path, environment)
-    refuse(config.path, found or _problems(config, None))
-    return config
-
-
-def examine(
-    path: str | Path | None = None, environment: Mapping[str, str] = os.environ, listen: str | None = None
-) -> tuple[Config, list[str]]:
-    """For unicrond: the configuration as far as it has a meaning, and all that is wrong with it, in one line each.
-
-    listen: replaces the file's. Raises UserError for a file that cannot be read at all.
-    """
-    config, found = _read(path, environment)
-    config.controller.listen = listen or config.controller.listen
-    return config, found + _problems(config, environment) + _alone(config.controller)
-
-
-def refuse(path: str, found: list[str]) -> None:
-    """UserError with the first of the problems, if there is one."""
-    if found:
-        more = f" (and {len(found) - 1} more: `unicrond --check` prints all)" if len(found) > 1 else ""
-        raise UserError(f"{path or 'configuration'}: {found[0]}{more}", WRONG_USE)
-
-
-def parse(raw: Mapping[str, Any], path: str = "") -> Config:
-    """The checked configuration in a mapping that was read from TOML. Raises UserError."""
-    config, found = understand(raw, path)
-    refuse(path, found)
-    return config.check()
-
-
-def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Config, list[str]]:
-    if path is None:
-        named = environment.get("UNICRON_CONFIG")
-        if named and not Path(named).is_file():
-            raise UserError(f"UNICRON_CONFIG={named}: no such file; unset it or write the file", WRONG_USE)
-        path = next((candidate for candidate in search_path(environment) if candidate.is_file()), None)
-        if path is None:
-            return Config(), []
-    try:
-        with open(path, "rb") as file:
-            raw = tomllib.load(file)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; name an existing file with --config", WRONG_USE) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not TOML: {error}", WRONG_USE) from None
-    return understand(raw, str(path))
-
-
-def understand(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str]]:
-    """The configuration in a mapping that was read from TOML, and what in it has no meaning: that keeps its default."""
-    own = ", ".join(f"[{section}]" for section in (*OWN_SECTIONS, *OTHER_SECTIONS))
-    found = [
-        f"unknown section [{section}]: use one of {own}"
-        for section in raw
-        if section not in (*OWN_SECTIONS, *OTHER_SECTIONS)
-    ]
-    controller, wrong = _section(ControllerConfig, "controller", raw)
-    controller.partitions, odd = partitions.understand(raw.get("partition", {}))
-    controller.planner, wrong_planner = _section(PlannerConfig, "planner", raw)
-    agent, wrong_too = _section(AgentConfig, "agent", raw)
-    severity = raw.get("severity", {})
-    if not isinstance(severity, Mapping):
-        found.append("[severity] must be a section")
-        severity = {}
-    section = raw.get("controller")
-    given = section if isinstance(section, Mapping) else {}
-    ignored = [f"[controller] {key} is ignored, take it out: {why}" for key, why in GONE.items() if key in given]
-    return Config(controller=controller, agent=agent, severity=dict(severity), path=path, ignored=ignored), [
-        *found,
-        *wrong,
-        *odd,
-        *wrong_planner,
-        *wrong_too,
-    ]
-
-
-SectionType = TypeVar("SectionType", ControllerConfig, AgentConfig, PlannerConfig)
-
-
-def _section(kind: type[SectionType], name: str, raw: Mapping[str, Any]) -> tuple[SectionType, list[str]]:
-    """One field after the other, so that every error is found and not only the first."""
-    given = raw.get(name, {})
-    if not isinstance(given, Mapping):
-        return kind(), [f"[{name}] must be a section"]
-    types = {field.name: field.type for field in _fields(kind) if field.name not in ELSEWHERE}
-    values: dict[str, Any] = {}
-    found = []
-    for key, value in given.items():
-        if kind is ControllerConfig and key in GONE:
-            continue
-        if key not in types:
-            near = difflib.get_close_matches(key, types, 1)
-            found.append(f"[{name}] {key}: unknown key" + (f"; did you mean {near[0]}?" if near else ""))
-            continue
-        try:
-            values[key] = msgspec.convert(value, str if get_origin(types[key]) is Literal else types[key])
-        except msgspec.ValidationError as error:
-            found.append(f"[{name}] {key}: {str(error).replace(' | null', '')}")
-    return kind(**values), found
-
-
-def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Path:
-    """The controller's state folder: the configured one, else /var/lib/unicron for root, else below the user's home."""
-    if config.controller.state_dir:
-        return Path(config.controller.state_dir).expanduser()
-    if os.geteuid() == 0:
-        return Path("/var/lib/unicron")
-    home = environment.get("XDG_STATE_HOME") or str(Path(environment.get("HOME", "/tmp")) / ".local" / "state")
-    return Path(home) / "unicron"
-
-
-def controller_address(
-    explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
-) -> str:
-    """Where clients reach the controller: the option, UNICRON_CONTROLLER, the configuration's `address`, what a
-    controller that runs here wrote, its `listen`; where that means all addresses, this host.
-    """
-    if explicit:
-        return explicit
-    if environment.get("UNICRON_CONTROLLER"):
-        return environment["UNICRON_CONTROLLER"]
-    config = config or load(environment=environment)
-    if config.controller.address:
-        return config.controller.address
-    try:
-        written = (state_dir(config, environment) / "address").read_text().strip()
-    except OSError:
-        written = ""
-    host, _, port = config.controller.listen.removeprefix("tcp://").rpartition(":")
-    return written or f"tcp://{'127.0.0.1' if host in ALL_ADDRESSES else host}:{port}"
-
-
-def is_guess(
-    explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
-) -> bool:
-    """Whether `controller_address` had nothing to go by but this host: right on the controller's own, else not."""
-    config = config or load(environment=environment)
-    return (
-        not (explicit or environment.get("UNICRON_CONTROLLER") or config.controller.address)
-        and not os.path.isfile(state_dir(config, environment) / "address")
-        and config.controller.listen.removeprefix("tcp://").rpartition(":")[0] in ALL_ADDRESSES
-    )

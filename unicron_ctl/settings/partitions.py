@@ -6,10 +6,9 @@ but "off". Whatever touches Slurm is the admin's: in "observe" it is only decide
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -56,7 +55,7 @@ class PartitionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     account: dict[str, Claim] = {}
     """Accounts whose jobs may claim another weight."""
     qos: dict[str, Claim] = {}
-    """The same by QOS; the larger one counts."""
+    """QOS whose jobs may claim another weight; the larger of the two counts."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,10 @@ class Rules:
         return max(claims, default=self.max_weight)
 
 
-def rules(partitions: Mapping[str, PartitionConfig], observe: bool | None, name: str) -> Rules:
-    """What counts for the partition `name` ("" for one that is not known). observe: the old setting of release 0.1,
-    which says what the default is."""
+def rules(partitions: Mapping[str, PartitionConfig], name: str) -> Rules:
+    """What counts for the partition `name` ("" for one that is not known)."""
     usual, own = partitions.get(DEFAULT, PartitionConfig()), partitions.get(name, PartitionConfig())
-    mode = own.mode or usual.mode or (ACT if observe is False else OBSERVE)
+    mode = own.mode or usual.mode or OBSERVE
     actions = next((found for found in (own.actions, usual.actions) if found is not None), PERMISSIONS)
     weight = next((found for found in (own.max_weight, usual.max_weight) if found is not None), 1.0)
     spare = next((found for found in (own.spare_nodes, usual.spare_nodes) if found is not None), 0)
@@ -127,39 +125,3 @@ def strictest(found: Iterable[Rules]) -> Rules:
         accounts,
         qos,
     )
-
-
-def understand(raw: Any) -> tuple[dict[str, PartitionConfig], list[str]]:
-    """The tables below [partition], and what in them has no meaning: that keeps its default."""
-    if not isinstance(raw, Mapping):
-        return {}, ["[partition] must hold tables: write [partition.NAME]"]
-    found: dict[str, PartitionConfig] = {}
-    wrong: list[str] = []
-    types = {known.name: known.type for known in msgspec.structs.fields(PartitionConfig)}
-    for name, given in raw.items():
-        if not isinstance(given, Mapping):
-            near = f"[partition.{DEFAULT}]" if name in types else f"[partition.{name}]"
-            wrong.append(f"[partition] {name} is no table: write {near}")
-            continue
-        values = {}
-        for key, value in given.items():
-            if key not in types:
-                close = difflib.get_close_matches(key, types, 1)
-                said = f"; did you mean {close[0]}?" if close else f": use one of {', '.join(types)}"
-                wrong.append(f"[partition.{name}] {key}: unknown key{said}")
-                continue
-            try:
-                values[key] = msgspec.convert(value, types[key])
-            except msgspec.ValidationError as error:
-                wrong.append(f"[partition.{name}] {key}: {_plain(key, value, error)}")
-        found[name] = PartitionConfig(**values)
-    return found, wrong
-
-
-def _plain(key: str, value: object, error: msgspec.ValidationError) -> str:
-    choices = {"mode": get_args(Mode), "actions": PERMISSIONS}.get(key)
-    if choices is None:
-        return str(error).replace(" | null", "")
-    given = value if isinstance(value, list) else [value]
-    odd = next((one for one in given if one not in choices), value)
-    return f"{odd!r}: use {'one' if key == 'mode' else 'some'} of {', '.join(choices)}"

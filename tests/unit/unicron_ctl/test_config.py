@@ -13,21 +13,9 @@ import msgspec
 import pytest
 
 from unicron.ctl.protocol.client import ask
-from unicron.ctl.settings.config import (
-    AgentConfig,
-    Config,
-    ControllerConfig,
-    controller_address,
-    examine,
-    is_guess,
-    listen_problem,
-    load,
-    parse,
-    problems,
-    search_path,
-    state_dir,
-    understand,
-)
+from unicron.ctl.settings.config import AgentConfig, Config, ControllerConfig, listen_problem, problems
+from unicron.ctl.settings.config_file import examine, load, parse, parse_sections, search_path
+from unicron.ctl.settings.places import controller_address, is_guess, state_dir
 from unicron.ctl.system.errors import UserError
 
 ANY_ENVIRONMENT: dict[str, str] = {}
@@ -62,7 +50,7 @@ def test_the_defaults_contradict_nothing() -> None:
         ("[controller]\nadmission = 'no'", 'admission = "no": use one of require, prefer, off'),
         ("[controller]\nlisten = 'here'", 'listen = "here": write tcp://ADDRESS:PORT'),
         ("[controller]\nhearbeat_period = 1", "hearbeat_period: unknown key; did you mean heartbeat_period?"),
-        ("[controller]\nobserve = 'yes'", "observe: Expected `bool`"),
+        ("[controller]\nallow_inject = 'yes'", "allow_inject: Expected `bool`"),
         ("[controller]\nadmins = 'root'", "admins: Expected `array`"),
         ("[agent]\nlink_seconds = 0.0", "[agent] link_seconds = 0 must be 0.1 to 3600"),
         ("[agent]\nkernel = '/dev/kmsg'", "[agent] kernel: unknown key"),
@@ -114,14 +102,14 @@ def test_without_munge_only_this_machine_is_served(
 def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
     path = tmp_path / "unicron.toml"
     path.write_text(
-        "[controller]\nheartbeat_period = 20\nhearbeat = 1\nobserve = 'yes'\nauth = 'x'\nmax_holds_per_minute = -1\n"
-        "restart_seconds = 1200\n[agent]\nlink_seconds = 0\n[extra]\n"
+        "[controller]\nheartbeat_period = 20\nhearbeat = 1\nallow_inject = 'yes'\nauth = 'x'\n"
+        "max_holds_per_minute = -1\nrestart_seconds = 1200\n[agent]\nlink_seconds = 0\n[extra]\n"
     )
     _, found = examine(path, ANY_ENVIRONMENT)
     starts = [
         "unknown section [extra]",
         "[controller] hearbeat: unknown key",
-        "[controller] observe: Expected",
+        "[controller] allow_inject: Expected",
         '[controller] auth = "x"',
         "[controller] max_holds_per_minute = -1",
         "[controller] enter_timeout = 30 must be at least",
@@ -151,7 +139,7 @@ def test_only_unicrond_checks_against_the_limits_of_agents_and_ranks(tmp_path: P
     path.write_text("[controller]\nreport_timeout = 5\n")
     assert load(path).controller.report_timeout == 5.0
     assert examine(path, ANY_ENVIRONMENT)[1] == [
-        "[controller] report_timeout = 5 must be above agent.PLANNED_SECONDS = 8: "
+        "[controller] report_timeout = 5 must be above PLANNED_SECONDS = 8: "
         "a restart-mode script may take so long to save its state"
     ]
 
@@ -210,7 +198,7 @@ def test_the_option_takes_the_place_of_the_files_address(tmp_path: Path) -> None
 def test_sections_of_others_are_left_alone_and_whole_numbers_are_numbers() -> None:
     config = parse({"controller": {"heartbeat_period": 2}, "health": {}, "severity": {"rules": []}})
     assert config.controller.heartbeat_period == 2.0 and config.severity == {"rules": []}
-    assert understand({}) == (Config(), [])
+    assert parse_sections({}) == (Config(), [])
 
 
 def test_whose_flops_are_compared_is_one_of_three() -> None:

@@ -1,4 +1,4 @@
-"""All time-outs and limits: that the list is true and complete, and that the defaults keep the rules."""
+"""The rules among time-outs and limits: those of settings, and those of constants that nobody can set."""
 
 from __future__ import annotations
 
@@ -13,24 +13,65 @@ import msgspec
 import pytest
 
 from unicron.ctl.settings import limits
-from unicron.ctl.settings.config import ELSEWHERE, AgentConfig, ControllerConfig, rungs
+from unicron.ctl.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, rule_values
 from unicron.ctl.settings.limits import (
-    HEARTBEATS,
-    HOMES,
-    LIMITS,
+    FIXED,
     RULES,
+    VARIABLES,
     Range,
     contradictions,
-    fixed,
-    ladder,
+    fixed_values,
     names,
     number,
+    rule_lines,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-# Names of constants that are times; a new one has to be listed.
-TIMES = re.compile(r"(^|_)(SECONDS|TIMEOUT|PERIODS|TIME_LIMIT)(\[\d\])?$")
-SWEPT = ("controller", "agent", "agreement", "rank", "detector", "node", "protocol")
+# Whose constants they are, and the folder or file that has them.
+HOMES = {
+    "controller": "unicron_ctl/controller",
+    "agent": "unicron_ctl/agent",
+    "register": "unicron_ctl/agent/start/agent_main.py",
+    "rank": "transition",
+    "node": "unicron_ctl/nodes",
+    "consensus": "unicron_ctl/consensus",
+    "settings": "unicron_ctl/settings/limits.py",
+    "protocol": "unicron_ctl/protocol",
+    "process": "unicron_ctl/system/descriptors.py",
+    "prolog": "slurm_plugin/prolog.d/50-unicron",
+    "health": "slurm_plugin/health/unicron-health",
+    "service": "slurm_plugin/systemd/unicrond.service",
+}
+SLURM = {"KillWait": 30.0, "BatchStartTimeout": 10.0, "HealthCheckProgram": 60.0}  # slurm.conf(5): the defaults
+# The first, a sum of constants, must be below the second.
+FIXED_RULES = (
+    ("agent.SILENT_SECONDS + agent.AGAIN_SECONDS", "controller.FETCH_SECONDS", "what failed is tried again"),
+    ("controller.FETCH_SECONDS", "agent.FAILING_SECONDS", "while a job waits, the agent that failed is asked last"),
+    ("controller.CUT_SECONDS", "controller.CUT_LIMIT_SECONDS", "copies take their time"),
+    ("agent.TOUCH_SECONDS", "agent.FORGOTTEN_SECONDS", "what is in use must not look forgotten"),
+    ("agent.REACH_SECONDS", "controller.ANSWER_SECONDS", "a witness has tried by then"),
+    ("agent.REACH_SECONDS", "controller.SURVEY_SECONDS", "all have tried by then"),
+    ("controller.ANSWER_SECONDS", "controller.ROUND_SECONDS", "answers come within their round"),
+    ("agent.REGISTER_SECONDS", "register.REGISTER_TIMEOUT", "a lost registration is repeated"),
+    ("controller.CONFIRM_SECONDS", "register.REGISTER_TIMEOUT", "a Slurm that hangs must not cost protection"),
+    ("protocol.TIME_LIMIT + protocol.TIME_LIMIT", "register.REGISTER_TIMEOUT", "munge may be slow on both sides"),
+    ("protocol.LEAST_PROGRESS", "controller.PROGRESS_SECONDS", "agents refuse anything else"),
+    ("agent.ENDING_SECONDS", "slurm.KillWait", "the agent has to report the end before Slurm kills it"),
+    ("agent.OWN_END_SECONDS + agent.STOP_SECONDS", "settings.PLANNED_SECONDS", "a loss is answered faster than a plan"),
+    ("agent.ANSWER_SECONDS", "agent.HUNG_SECONDS", "a slow fork is not a dead template"),
+    ("consensus.TELL_SECONDS", "consensus.AWAY_SECONDS", "all ask the controller before they agree"),
+    ("controller.STALL_SECONDS", "consensus.AWAY_SECONDS", "a controller knows that it was away"),
+    ("consensus.RESEND_SECONDS", "consensus.BALLOT_SECONDS", "a lost message is repeated first"),
+    ("consensus.REST_SECONDS", "rank.PLAN_TIMEOUT", "stopped ranks wait for those that stop late"),
+    ("rank.CONNECT_SECONDS", "rank.ENTER_TIMEOUT", "several tries"),
+    ("rank.ENTER_TIMEOUT", "rank.COLLECTIVE_TIMEOUT", "quick to give up while connecting, patient in training"),
+    ("rank.COLLECTIVE_TIMEOUT", "rank.BOUNDARY_TIMEOUT", "a newcomer waits for a whole iteration"),
+    ("node.REPORT_SECONDS", "node.BUDGET_SECONDS", "the report is part of the checks' time"),
+    ("prolog.UNICRON_HEALTH_SECONDS", "slurm.BatchStartTimeout", "a batch job starts after its prolog"),
+    ("health.UNICRON_HEALTH_SECONDS", "slurm.HealthCheckProgram", "slurmd kills it then"),
+    ("controller.BUSY_SECONDS", "service.WatchdogSec", "a locked event log is not a stalled loop"),
+    ("process.CONNECTIONS", "service.LimitNOFILE", "each connection is an open file"),
+)
 
 
 def constants(home: str) -> Iterator[tuple[str, float]]:
@@ -65,36 +106,39 @@ def in_a_file(home: str, name: str) -> float | None:
     return float(found[1]) if found else None
 
 
-@pytest.mark.parametrize("owner", [owner for owner in HOMES if owner != "slurm"])
-def test_the_listed_values_are_those_of_the_sources(owner: str) -> None:
+def value_of(name: str) -> float:
+    """The one value of "owner.CONSTANT" in the sources."""
+    owner, _, constant = name.partition(".")
+    if owner == "slurm":
+        return SLURM[constant]
     home = HOMES[owner]
-    values: dict[str, set[float | None]] = {}
-    for name, value in constants(home) if not home.startswith("slurm_plugin") else ():
-        values.setdefault(name, set()).add(value)
-    for limit in LIMITS:
-        if limit.owner == owner:
-            known = values.get(limit.name) or {in_a_file(home, limit.name) if not values else None}
-            assert known == {limit.value}, f"{limit.key} is {known} in {home}: mend unicron_ctl/settings/limits.py"
+    if home.startswith("slurm_plugin"):
+        found = in_a_file(home, constant)
+        assert found is not None, f"{home} has no {constant}"
+        return found
+    values = {value for known, value in constants(home) if known == constant}
+    assert len(values) == 1, f"{name}: {home} has {values or 'no such constant'}"
+    return values.pop()
 
 
-@pytest.mark.parametrize("owner", SWEPT)
-def test_every_time_of_the_sources_is_listed(owner: str) -> None:
-    listed = {limit.name for limit in LIMITS if limit.owner == owner}
-    missing = {name for name, _ in constants(HOMES[owner]) if TIMES.search(name)} - listed
-    assert not missing, f"list {sorted(missing)} of {HOMES[owner]} in unicron_ctl/settings/limits.py"
+@pytest.mark.parametrize(("low", "high", "why"), FIXED_RULES, ids=lambda text: text if "." in text else "")
+def test_the_constants_keep_their_rules(low: str, high: str, why: str) -> None:
+    assert sum(map(value_of, names(low))) < value_of(high), why
 
 
-def test_keys_are_unique_and_every_name_in_a_rule_is_known() -> None:
-    keys = [limit.key for limit in LIMITS]
-    assert len(keys) == len(set(keys)) and {limit.owner for limit in LIMITS} == set(HOMES)
-    known = {*keys, "lease", *ControllerConfig.__struct_fields__}
+def test_a_quiet_controller_is_not_an_absent_one() -> None:
+    assert limits.HEARTBEATS.high < limits.ORPHAN_SECONDS
+
+
+def test_every_name_in_a_rule_is_known() -> None:
+    known = {*FIXED, *VARIABLES, "lease", *ControllerConfig.__struct_fields__}
     assert {name for rule in RULES for side in rule[:2] for name in names(side)} <= known
 
 
 def test_the_defaults_keep_every_rule() -> None:
-    values, found = rungs(ControllerConfig(), {})
+    values, found = rule_values(ControllerConfig(), {})
     assert found == [] and contradictions(values) == []
-    assert len(ladder(values)) == len(RULES) and len(ladder(values, slurm=False)) < len(RULES)
+    assert len(rule_lines(values)) == len(RULES) and len(rule_lines(values, slurm=False)) < len(RULES)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.low} and {rule.high}")
@@ -108,28 +152,23 @@ def test_each_rule_is_noticed_when_it_alone_is_broken(rule: limits.Rule) -> None
 
 
 def test_an_equal_value_is_enough_only_where_the_rule_says_so() -> None:
-    assert contradictions({"restart_seconds": 600.0, "rank.PLAN_TIMEOUT": 600.0}) == []
+    assert contradictions({"restart_seconds": 600.0, "UNICRON_PLAN_TIMEOUT": 600.0}) == []
     (said,) = contradictions({"repeat_seconds": 10.0, "report_timeout": 10.0})
     assert said.startswith("report_timeout = 10 must be above repeat_seconds = 10: ")
 
 
 def test_a_message_begins_with_what_can_be_changed() -> None:
-    (said,) = contradictions({"hang_outside_seconds": 3600.0, "rank.COLLECTIVE_TIMEOUT": 1800.0})
+    (said,) = contradictions({"hang_outside_seconds": 3600.0, "UNICRON_COLLECTIVE_TIMEOUT": 1800.0})
     assert said.startswith("hang_outside_seconds = 3600 must be below UNICRON_COLLECTIVE_TIMEOUT = 1800: ")
-    (said,) = contradictions({"agent.PLANNED_SECONDS": 8.0, "report_timeout": 5.0})
-    assert said.startswith("report_timeout = 5 must be above agent.PLANNED_SECONDS = 8: ")
+    (said,) = contradictions({"PLANNED_SECONDS": 8.0, "report_timeout": 5.0})
+    assert said.startswith("report_timeout = 5 must be above PLANNED_SECONDS = 8: ")
 
 
 def test_variables_of_the_environment() -> None:
-    assert fixed({"UNICRON_PLAN_TIMEOUT": "1.5"})[0]["rank.PLAN_TIMEOUT"] == 1.5
+    assert fixed_values({"UNICRON_PLAN_TIMEOUT": "1.5"})[0]["UNICRON_PLAN_TIMEOUT"] == 1.5
     for text in ("soon", "inf", "nan", "-1"):
-        values, (said,) = fixed({"UNICRON_PLAN_TIMEOUT": text})
-        assert "rank.PLAN_TIMEOUT" not in values and said.startswith(f"UNICRON_PLAN_TIMEOUT = '{text}'")
-
-
-def test_heartbeats_are_those_that_agents_accept() -> None:
-    values, _ = fixed({})
-    assert HEARTBEATS[:2] == (values["protocol.LEAST_BEAT"], values["protocol.MOST_BEAT"])
+        values, (said,) = fixed_values({"UNICRON_PLAN_TIMEOUT": text})
+        assert "UNICRON_PLAN_TIMEOUT" not in values and said.startswith(f"UNICRON_PLAN_TIMEOUT = '{text}'")
 
 
 def test_ranges() -> None:
@@ -143,7 +182,7 @@ def test_numbers_are_written_as_people_write_them() -> None:
 
 def test_the_reference_has_every_field_limit_and_rule() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "limits_tables.py"), "--check"],
+        [sys.executable, str(ROOT / "tools" / "reference_tables.py"), "--check"],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -154,6 +193,6 @@ def test_the_reference_has_every_field_limit_and_rule() -> None:
     assert done.returncode == 0, done.stderr
     reference = (ROOT / "docs" / "reference.md").read_text()
     for field in (*msgspec.structs.fields(ControllerConfig), *msgspec.structs.fields(AgentConfig)):
-        if field.name in ELSEWHERE:
+        if field.name in OTHER_TABLES:
             continue
         assert f"{field.name}` |" in reference, field.name

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from unicron.ctl.settings.config import parse, understand
+from unicron.ctl.settings.config_file import parse, parse_sections
 from unicron.ctl.settings.partitions import ACT, NEEDED, OBSERVE, OFF, PERMISSIONS, Rules, strictest
 from unicron.ctl.slurm import SlurmClient
 from unicron.ctl.system.errors import UserError
@@ -40,11 +40,10 @@ def test_a_partition_says_what_it_does_and_leaves_the_rest_to_the_default() -> N
     assert gpu.may("drain") and gpu.may("requeue") and not gpu.may("down") and not other.may("drain")
 
 
-def test_observe_is_the_default_and_the_setting_of_release_0_1_is_still_read() -> None:
+def test_observe_is_the_default() -> None:
     assert _rules("", "gpu").mode == OBSERVE
-    assert _rules("[controller]\nobserve = false", "gpu").mode == ACT
-    assert _rules("[controller]\nobserve = true", "gpu").mode == OBSERVE
-    assert _rules("[controller]\nobserve = false\n[partition.gpu]\nmode = 'observe'", "gpu").mode == OBSERVE
+    assert _rules("[partition.default]\nmode = 'act'", "gpu").mode == ACT
+    assert _rules("[partition.default]\nmode = 'act'\n[partition.gpu]\nmode = 'observe'", "gpu").mode == OBSERVE
 
 
 def test_every_call_of_slurm_needs_a_permission_that_can_be_given() -> None:
@@ -81,6 +80,6 @@ def test_what_is_wrong_is_one_line_that_names_the_key(text: str, said: str) -> N
 
 
 def test_what_has_no_meaning_keeps_its_default() -> None:
-    config, found = understand(tomllib.loads("[partition.gpu]\nmode = 'act'\nmax_weight = 'much'"))
+    config, found = parse_sections(tomllib.loads("[partition.gpu]\nmode = 'act'\nmax_weight = 'much'"))
     assert len(found) == 1 and config.controller.rules("gpu").mode == ACT
     assert config.controller.rules("gpu").max_weight == 1.0

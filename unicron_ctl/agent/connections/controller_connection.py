@@ -22,7 +22,7 @@ from unicron.ctl.protocol.encryption import PLAIN, new_pair, public_key, secure_
 from unicron.ctl.protocol.hello import HELLO_SECONDS, Found, Hello
 from unicron.ctl.protocol.munge import MungeError, make_credential
 from unicron.ctl.protocol.reach import first_open
-from unicron.ctl.settings.config import load
+from unicron.ctl.settings.config_file import load
 from unicron.ctl.system.addresses import Target, endpoint, is_numeric
 from unicron.ctl.system.mailbox import Mailbox
 

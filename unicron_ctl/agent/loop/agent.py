@@ -42,11 +42,11 @@ from unicron.ctl.agent.snapshots.checkpoint_files import Files
 from unicron.ctl.agent.snapshots.node_memory import Memory, within
 from unicron.ctl.agent.snapshots.peer_copies import Copies
 from unicron.ctl.protocol import wire
+from unicron.ctl.settings.limits import ORPHAN_SECONDS
 from unicron.ctl.system.addresses import join
 from unicron.detector.processes.supervise import adopt_orphans, shell_status
 
 REGISTER_SECONDS = 0.5
-ORPHAN_SECONDS = 600.0  # how long a node without work waits for a controller that was there before
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
 SAVE_SECONDS = 600.0  # at the end by an error, for what memory has
 

@@ -28,11 +28,11 @@ from unicron.ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path
 from unicron.ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
 from unicron.ctl.agent.ranks.zygote_client import Starter
 from unicron.ctl.protocol import wire
+from unicron.ctl.settings.limits import PLANNED_SECONDS
 from unicron.transition.snapshot import cuts
 
 YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
 OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error
-PLANNED_SECONDS = 8.0  # between SIGTERM and SIGKILL when nobody is lost: time to save something
 LOOK_SECONDS = 0.05
 DOORS_SECONDS = 1.0
 WITHOUT_CONTROLLER_SECONDS = 60.0  # a node that is through waits so long for the others when nobody tells their end

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from unicron.ctl.protocol import wire
-from unicron.ctl.settings import config
+from unicron.ctl.settings.config import AgentConfig
+from unicron.ctl.settings.config_file import load
 from unicron.ctl.system.errors import UserError
 from unicron.detector.failures.classify import Classifier, default_classifier
 from unicron.detector.failures.severity import SeverityTableError
@@ -35,7 +36,7 @@ class NodeWatch:
     """Watches the node. Its descriptor becomes readable when `take` has something new; `oom` knows the kills of its
     cgroup."""
 
-    def __init__(self, say: Say, options: config.AgentConfig, classifier: Classifier, links: Path | None = None):
+    def __init__(self, say: Say, options: AgentConfig, classifier: Classifier, links: Path | None = None):
         self._say, self._seconds = say, options.link_seconds
         self._new: deque[wire.NodeEvent] = deque(maxlen=KEPT)
         self._kept: deque[wire.NodeEvent] = deque(maxlen=KEPT)
@@ -170,9 +171,9 @@ class NodeWatch:
 def start(say: Say, environment: Mapping[str, str]) -> NodeWatch:
     """The watch as the node's unicron.toml and the environment want it: UNICRON_KMSG names the kernel log,
     UNICRON_NODE_EVENTS=0 turns the watch off, UNICRON_LINKS stands for /sys/class. Never raises."""
-    options, classifier = config.AgentConfig(), default_classifier()
+    options, classifier = AgentConfig(), default_classifier()
     try:
-        loaded = config.load(environment=environment)
+        loaded = load(environment=environment)
         options = loaded.agent
         if loaded.severity:
             classifier = classifier.load({"severity": loaded.severity})

@@ -476,7 +476,7 @@ def test_a_hang_while_a_newcomer_waits_to_be_taken_in_is_found_as_soon(trained):
 
 
 def test_a_hang_is_healed_also_where_the_admin_only_observes(trained):
-    trained.core.config.observe = True
+    trained.core.config.partitions["default"].mode = "observe"
     hang(trained, [1])
     trained.run(10)
     assert sent(trained, wire.Break)[0].lost == [1] and not trained.job("1").ended

@@ -69,19 +69,6 @@ def test_everything_wrong_is_printed(unicrond: Any, tmp_path: Path) -> None:
     assert len(err) == 5, "the severity table is checked as well"
 
 
-def test_a_setting_of_release_0_1_that_is_gone_is_ignored_with_a_warning(
-    unicrond: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Defect: the controller did not start."""
-    path = written(tmp_path, "[controller]\nslurm = 'none'\nhint_grace = 1.0\n")
-    said = f"{path}: [controller] hint_grace is ignored, take it out: hints shorten no lease any more"
-    status, out, err = unicrond("--config", path, "--check")
-    assert (status, err) == (0, [f"unicrond: {said}"]) and out[-1] == f"{path}: no problem found"
-    monkeypatch.setattr(main, "Server", lambda *arguments: FakeServer(lambda server: None, *arguments))
-    status, _, err = unicrond("--config", path, "--state-dir", str(tmp_path / "state"))
-    assert status == 0 and f"unicrond: warning: {said}" in err
-
-
 def test_a_start_with_a_bad_configuration_is_one_line(unicrond: Any, tmp_path: Path) -> None:
     status, out, err = unicrond("--config", written(tmp_path, "[controller]\nheartbeat_period = 60\n"))
     assert (status, out) == (2, []) and len(err) == 1 and "enter_timeout" in err[0]

@@ -13,7 +13,7 @@ from unicron.ctl.controller.model.fold import replay
 from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.nodes.isolation import attention
 from unicron.ctl.protocol import datagrams, wire
-from unicron.ctl.settings.config import parse
+from unicron.ctl.settings.config_file import parse
 from unicron.ctl.system.errors import UserError
 
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."

@@ -532,7 +532,7 @@ def test_what_is_not_allowed_any_more_is_given_up(action):
     world.core.append(job, 0, intent)
     world.log += world.core.events
     world.core.events = []
-    world.config.observe, world.config.partitions = None, {}
+    world.config.partitions = {}
     slurm.calls.clear()
     world.restart()
     for agent in world.agents:

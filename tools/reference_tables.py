@@ -1,0 +1,121 @@
+"""Writes the tables of variables, rules and settings into docs/reference.md, from the code.
+
+python tools/reference_tables.py             writes them
+python tools/reference_tables.py --check     only says whether they are up to date
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import get_args, get_origin
+
+import msgspec
+
+from unicron.ctl.settings import limits
+from unicron.ctl.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, PlannerConfig
+from unicron.ctl.settings.limits import FIXED, RULES, Range, label, number
+from unicron.ctl.settings.partitions import PartitionConfig
+from unicron.ctl.settings.variables import OF_JOBS, OF_PROGRAMS, Variable
+
+REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
+BEGIN, END = "<!-- {}: made by tools/reference_tables.py -->", "<!-- end of {} -->"
+
+
+def tables() -> dict[str, str]:
+    """The tables as Markdown, by the name of their place."""
+    rules = [
+        (f"`{label(low)}`", "at most" if equal else "below", f"`{label(high)}`", why)
+        for low, high, why, equal, _ in RULES
+    ]
+    texts = docstrings(ast.parse(inspect.getsource(limits)).body)
+    fixed = [(f"`{name}`", number(value), texts[name]) for name, value in FIXED.items()]
+    sections = {
+        "": ControllerConfig,
+        "[planner] ": PlannerConfig,
+        "[agent] ": AgentConfig,
+        "[partition.NAME] ": PartitionConfig,
+    }
+    fields = [row for prefix, struct in sections.items() for row in _fields(prefix, struct)]
+    return {
+        "variables of a job": _table(("name", "meaning", "default"), _variables(OF_JOBS)),
+        "variables of programs": _table(("name", "meaning", "default"), _variables(OF_PROGRAMS)),
+        "settings": _table(("field", "default", "range", "meaning"), fields),
+        "rules": _table(("this", "must be", "this", "because"), rules),
+        "fixed limits": _table(("name", "value", "meaning"), fixed),
+    }
+
+
+def docstrings(body: Sequence[ast.stmt]) -> dict[str, str]:
+    """The docstring below each assignment. Python drops them, so they are read from the source."""
+    found = {}
+    for line, below in pairwise(body):
+        target = (
+            line.target
+            if isinstance(line, ast.AnnAssign)
+            else line.targets[0]
+            if isinstance(line, ast.Assign)
+            else None
+        )
+        text = below.value if isinstance(below, ast.Expr) else None
+        if isinstance(target, ast.Name) and isinstance(text, ast.Constant) and isinstance(text.value, str):
+            found[target.id] = " ".join(text.value.split())
+    return found
+
+
+def _variables(listed: Iterable[Variable]) -> list[tuple[str, ...]]:
+    return [(f"`{one.name}`", one.meaning, one.default) for one in listed]
+
+
+def _fields(prefix: str, struct: type[msgspec.Struct]) -> list[tuple[str, ...]]:
+    (definition,) = ast.parse(inspect.getsource(struct)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = docstrings(definition.body)
+    return [
+        (f"`{prefix}{field.name}`", _default(field), _range(field.type), texts[field.name])
+        for field in msgspec.structs.fields(struct)
+        if field.name not in OTHER_TABLES
+    ]
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "none"
+    return number(value) if isinstance(value, int | float) else f'`"{value}"`' if isinstance(value, str) else "none"
+
+
+def _range(allowed: object) -> str:
+    if get_origin(allowed) is not None and all(isinstance(choice, str) for choice in get_args(allowed)):
+        return ", ".join(f'`"{choice}"`' for choice in get_args(allowed))
+    return next((str(note) for note in getattr(allowed, "__metadata__", ()) if isinstance(note, Range)), "")
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows))
+
+
+def main(arguments: list[str]) -> int:
+    text = fresh = REFERENCE.read_text()
+    for name, table in tables().items():
+        before, begin, rest = fresh.partition(BEGIN.format(name))
+        _, end, after = rest.partition(END.format(name))
+        assert begin and end, f"{REFERENCE} has no place for the {name}"
+        fresh = f"{before}{begin}\n\n{table}\n\n{end}{after}"
+    if fresh == text:
+        return 0
+    if "--check" in arguments:
+        print(f"{REFERENCE}: the tables are out of date: run `python tools/reference_tables.py`", file=sys.stderr)
+        return 1
+    REFERENCE.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""Where `unicron.toml` is found, and how it is read: everything wrong with it is found at once."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+
+from unicron.ctl.settings.config import (
+    OTHER_TABLES,
+    AgentConfig,
+    Config,
+    ControllerConfig,
+    PlannerConfig,
+    all_problems,
+    fields_of,
+    loopback_problems,
+)
+from unicron.ctl.settings.partitions import DEFAULT, PERMISSIONS, Mode, PartitionConfig
+from unicron.ctl.system.errors import WRONG_USE, UserError
+
+OWN_SECTIONS = ("controller", "agent", "planner", "partition")
+OTHER_SECTIONS = ("severity", "health")  # others read them
+
+
+def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where the file is looked for when nobody names it; the first that exists counts."""
+    named = environment.get("UNICRON_CONFIG")
+    home = Path(environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config")
+    return ([Path(named)] if named else []) + [home / "unicron" / "unicron.toml", Path("/etc/unicron/unicron.toml")]
+
+
+def load(path: str | Path | None = None, environment: Mapping[str, str] = os.environ) -> Config:
+    """The checked configuration from `path`, or from the search path, or all defaults. Raises UserError, one line."""
+    config, found = _read(path, environment)
+    refuse(config.path, found or all_problems(config))
+    return config
+
+
+def examine(
+    path: str | Path | None = None, environment: Mapping[str, str] = os.environ, listen: str | None = None
+) -> tuple[Config, list[str]]:
+    """For unicrond: the configuration as far as it has a meaning, and all that is wrong with it, in one line each.
+
+    listen: replaces the file's. Raises UserError for a file that cannot be read at all.
+    """
+    config, found = _read(path, environment)
+    config.controller.listen = listen or config.controller.listen
+    return config, found + all_problems(config, environment) + loopback_problems(config.controller)
+
+
+def refuse(path: str, found: list[str]) -> None:
+    """Raises UserError with the first of the problems, if there is one."""
+    if found:
+        more = f" (and {len(found) - 1} more: `unicrond --check` prints all)" if len(found) > 1 else ""
+        raise UserError(f"{path or 'configuration'}: {found[0]}{more}", WRONG_USE)
+
+
+def parse(raw: Mapping[str, Any], path: str = "") -> Config:
+    """The checked configuration in a mapping that was read from TOML. Raises UserError."""
+    config, found = parse_sections(raw, path)
+    refuse(path, found or all_problems(config))
+    return config
+
+
+def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Config, list[str]]:
+    if path is None:
+        named = environment.get("UNICRON_CONFIG")
+        if named and not Path(named).is_file():
+            raise UserError(f"UNICRON_CONFIG={named}: no such file; unset it or write the file", WRONG_USE)
+        path = next((candidate for candidate in search_path(environment) if candidate.is_file()), None)
+        if path is None:
+            return Config(), []
+    try:
+        with open(path, "rb") as file:
+            raw = tomllib.load(file)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; name an existing file with --config", WRONG_USE) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not TOML: {error}", WRONG_USE) from None
+    return parse_sections(raw, str(path))
+
+
+def parse_sections(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str]]:
+    """The configuration in a mapping that was read from TOML, and what in it has no meaning: that keeps its default."""
+    known = (*OWN_SECTIONS, *OTHER_SECTIONS)
+    own = ", ".join(f"[{section}]" for section in known)
+    found = [f"unknown section [{section}]: use one of {own}" for section in raw if section not in known]
+    controller = _section(ControllerConfig, "controller", raw, found)
+    controller.partitions = _partitions(raw.get("partition", {}), found)
+    controller.planner = _section(PlannerConfig, "planner", raw, found)
+    agent = _section(AgentConfig, "agent", raw, found)
+    severity = raw.get("severity", {})
+    if not isinstance(severity, Mapping):
+        found.append("[severity] must be a section")
+        severity = {}
+    return Config(controller=controller, agent=agent, severity=dict(severity), path=path), found
+
+
+Section = TypeVar("Section", ControllerConfig, AgentConfig, PlannerConfig, PartitionConfig)
+
+
+def _section(kind: type[Section], name: str, raw: Mapping[str, Any], found: list[str]) -> Section:
+    given = raw.get(name, {})
+    if not isinstance(given, Mapping):
+        found.append(f"[{name}] must be a section")
+        return kind()
+    return _table(kind, name, given, found)
+
+
+def _partitions(raw: object, found: list[str]) -> dict[str, PartitionConfig]:
+    """The tables below [partition]."""
+    if not isinstance(raw, Mapping):
+        found.append("[partition] must hold tables: write [partition.NAME]")
+        return {}
+    tables = {}
+    for name, given in raw.items():
+        if isinstance(given, Mapping):
+            tables[name] = _table(PartitionConfig, f"partition.{name}", given, found)
+        else:
+            meant = DEFAULT if name in PartitionConfig.__struct_fields__ else name
+            found.append(f"[partition] {name} is no table: write [partition.{meant}]")
+    return tables
+
+
+def _table(kind: type[Section], title: str, given: Mapping[str, Any], found: list[str]) -> Section:
+    """The struct of one table. Each field is converted by itself, so that every error is found, not only the first."""
+    types = {field.name: field.type for field in fields_of(kind) if field.name not in OTHER_TABLES}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in types:
+            near = difflib.get_close_matches(key, types, 1)
+            hint = (
+                f"; did you mean {near[0]}?" if near else f": use one of {', '.join(types)}" if len(types) < 9 else ""
+            )
+            found.append(f"[{title}] {key}: unknown key{hint}")
+            continue
+        try:
+            # A wrong word for a Literal is reported by `problems`, with the others of its section.
+            values[key] = msgspec.convert(value, str if get_origin(types[key]) is Literal else types[key])
+        except msgspec.ValidationError as error:
+            found.append(f"[{title}] {key}: {_reason(key, value, error)}")
+    return kind(**values)
+
+
+CHOICES: dict[str, Collection[str]] = {"mode": get_args(Mode), "actions": PERMISSIONS}
+
+
+def _reason(key: str, value: object, error: msgspec.ValidationError) -> str:
+    """What is wrong with a value, in words that name the choices where there are any."""
+    if key not in CHOICES:
+        return str(error).replace(" | null", "")
+    given = value if isinstance(value, list) else [value]
+    odd = next((one for one in given if one not in CHOICES[key]), value)
+    return f"{odd!r}: use {'one' if key == 'mode' else 'some'} of {', '.join(CHOICES[key])}"

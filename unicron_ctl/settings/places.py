@@ -1,0 +1,53 @@
+"""Where the controller keeps its state, and where others reach it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from unicron.ctl.settings.config import ALL_ADDRESSES, Config
+from unicron.ctl.settings.config_file import load
+
+
+def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Path:
+    """The controller's state folder: the configured one, else /var/lib/unicron for root, else below the user's home."""
+    if config.controller.state_dir:
+        return Path(config.controller.state_dir).expanduser()
+    if os.geteuid() == 0:
+        return Path("/var/lib/unicron")
+    home = environment.get("XDG_STATE_HOME") or str(Path(environment.get("HOME", "/tmp")) / ".local" / "state")
+    return Path(home) / "unicron"
+
+
+def controller_address(
+    explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
+) -> str:
+    """Where clients reach the controller: the option, UNICRON_CONTROLLER, the configuration's `address`, what a
+    controller that runs here wrote, its `listen`; where that means all addresses, this host.
+    """
+    if explicit:
+        return explicit
+    if environment.get("UNICRON_CONTROLLER"):
+        return environment["UNICRON_CONTROLLER"]
+    config = config or load(environment=environment)
+    if config.controller.address:
+        return config.controller.address
+    try:
+        written = (state_dir(config, environment) / "address").read_text().strip()
+    except OSError:
+        written = ""
+    host, _, port = config.controller.listen.removeprefix("tcp://").rpartition(":")
+    return written or f"tcp://{'127.0.0.1' if host in ALL_ADDRESSES else host}:{port}"
+
+
+def is_guess(
+    explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Whether `controller_address` had nothing to go by but this host: right on the controller's own, else not."""
+    config = config or load(environment=environment)
+    return (
+        not (explicit or environment.get("UNICRON_CONTROLLER") or config.controller.address)
+        and not os.path.isfile(state_dir(config, environment) / "address")
+        and config.controller.listen.removeprefix("tcp://").rpartition(":")[0] in ALL_ADDRESSES
+    )
