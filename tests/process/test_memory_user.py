@@ -16,7 +16,7 @@ from tests.support.controller import Controller
 from tests.support.jobs import HERE, Job
 from tests.support.processes import of_a_world, wait_for
 from tests.support.warm import Script
-from unicron.transition.snapshot.images import inventory, look
+from unicron.transition.snapshot.images import inventory, read_page
 
 pytestmark = pytest.mark.process
 LIMIT = 120.0
@@ -101,7 +101,7 @@ def newest_of(node: Path, place: int) -> Path:
 
 def flip(path: Path, really: bool = True) -> None:
     """One bit, in the middle of what it has."""
-    found = look(path)
+    found = read_page(path)
     data = bytearray(path.read_bytes())
     data[found.offset + found.data_bytes // 2] ^= 0x10 * really
     path.write_bytes(data)

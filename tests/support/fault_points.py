@@ -198,10 +198,12 @@ def note_reduces(session_type: type) -> None:
 
 def around_copies() -> None:
     """Points in the thread that copies the state to memory; the iteration is that of the copy."""
+    import torch
+
     from unicron.transition.snapshot import contents, images, keeper
 
     of = {"iteration": -1}
-    fill, copy = contents.Repeated.fill, keeper.Keeper._copy
+    fill, copy = contents.Copier.copy, keeper.Keeper._copy
 
     def reached(name: str) -> None:
         for fault in [each for each in FAULTS if (each["at"], each["iteration"]) == (name, of["iteration"])]:
@@ -214,9 +216,10 @@ def around_copies() -> None:
 
     def filled(self, tensors) -> None:
         reached("copy")
-        offsets = self.contents.offsets
+        offsets = self._offsets
         half = len(offsets) // 2
-        contents.fill(tensors[:half], offsets[:half], self.into[: offsets[half]])
+        for tensor, begin in zip(tensors[:half], offsets[:half], strict=True):
+            self.into[begin : begin + tensor.nbytes].copy_(tensor.contiguous().view(torch.uint8))
         reached("half")
         fill(self, tensors)
 
@@ -229,9 +232,9 @@ def around_copies() -> None:
 
         setattr(owner, what, wrapped)
 
-    keeper.Keeper._copy, contents.Repeated.fill = copied, filled
-    before(contents, "sums", "sum")
-    before(images.Image, "finish", "finish")
+    keeper.Keeper._copy, contents.Copier.copy = copied, filled
+    before(images.Image, "mark_whole", "sum")
+    before(images, "_page", "finish")
 
 
 def silent(original, result):

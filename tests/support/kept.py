@@ -10,7 +10,7 @@ import torch
 from unicron.transition.snapshot.beginnings import Beginnings
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron.transition.snapshot.contents import Gatherer
-from unicron.transition.snapshot.images import inventory, look
+from unicron.transition.snapshot.images import inventory, read_page
 from unicron.transition.snapshot.keeper import Keeper
 from unicron.transition.snapshot.migrate import TrainingState
 
@@ -63,6 +63,6 @@ def beginnings(folder: Path | None, checkpoints: Checkpoints | None = None) -> B
 
 def spoil(path: Path, at: int = -40) -> None:
     data = bytearray(path.read_bytes())
-    found = look(path)
+    found = read_page(path)
     data[found.offset + found.data_bytes // 2 if at < 0 else at] ^= 0x10
     path.write_bytes(data)

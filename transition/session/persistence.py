@@ -10,7 +10,7 @@ from unicron.transition.session.member import RELAID, Member
 from unicron.transition.session.save_schedule import Saving
 from unicron.transition.sharded.safekeeping import Safekeeping
 from unicron.transition.snapshot.checkpoint import TURN_SECONDS, Checkpoints, Writer
-from unicron.transition.snapshot.images import folder
+from unicron.transition.snapshot.images import memory_folder
 from unicron.transition.snapshot.migrate import TrainingState
 from unicron.transition.snapshot.remembered import Remembered
 
@@ -63,7 +63,7 @@ class Persistence:
             unread = newest is not None and kept is not None and kept.remembered >= newest.iteration
             saved = newest.iteration if newest is not None and unread else checkpoints.load(self._state)
         if kept is not None:
-            self.remembered.note(checkpoints, folder())
+            self.remembered.note(checkpoints, memory_folder())
         if kept is not None and (saved is None or unread):
             kept.check_untouched()
         return start if saved is None else saved, unread

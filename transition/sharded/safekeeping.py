@@ -27,7 +27,7 @@ from unicron.transition.snapshot import contents
 from unicron.transition.snapshot.cuts import Wanted
 from unicron.transition.snapshot.cutting import Cutting
 from unicron.transition.snapshot.frozen import Untrained
-from unicron.transition.snapshot.images import folder
+from unicron.transition.snapshot.images import memory_folder
 from unicron.transition.snapshot.keeper import wanted_copies
 from unicron.transition.snapshot.migrate import TrainingState
 
@@ -42,7 +42,7 @@ class Safekeeping:
         slot, size = process.slot, process.layout.size
         here: torch.device = next(state.model[0].parameters()).device
         memory = torch.device("cpu") if where is Where.HOST else here
-        images = folder() if memory.type == "cpu" else None
+        images = memory_folder() if memory.type == "cpu" else None
         self._cuts = Cutting(images, slot, say)
         rooms = Rooms(images, slot, memory, pinned=memory.type == "cpu" and here.type == "cuda", cuts=self._cuts)
         self.shards = Shards(state.model, state.optimizer, process.watch.lost, rooms, process.device, slot % size, size)

@@ -21,7 +21,7 @@ from unicron.transition.iteration.rank_log import say
 from unicron.transition.snapshot import contents, files
 from unicron.transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
 from unicron.transition.snapshot.cutting import Cutting
-from unicron.transition.snapshot.images import PAGE, SHARD, SUFFIX, BadImage, Found, Image, Key, look
+from unicron.transition.snapshot.images import PAGE, SHARD, SUFFIX, BadImage, Found, Image, Key, digest, read_page
 
 STAY = (CUT_PREFIX, COPY_PREFIX)  # names of images that nobody writes over while they are of use
 
@@ -107,7 +107,7 @@ class Rooms:
                 self._spare.remove(room)
                 _summed(room)
                 if room.image is not None:
-                    room.image.begin()
+                    room.image.mark_torn()
                 return room
         if self._spare:
             room = self._spare.pop()
@@ -217,7 +217,7 @@ class Rooms:
 
     def sound(self, room: Room) -> bool:
         """Its content is what it was when it was summed; one that has no image is believed."""
-        return room.sums is None or room.sums.result() == contents.sums(room.flat)
+        return room.sums is None or room.sums.result() == digest(_bytes(room))
 
     def spoiled(self, room: Room) -> None:
         """It is not :meth:`sound`: said, and not used again."""
@@ -242,7 +242,7 @@ class Rooms:
         found: list[Found] = []
         if self._folder is not None and lacks is None:
             with contextlib.suppress(OSError):
-                files.tidy(self._folder, self.slot)
+                files.remove_half_aside(self._folder, self.slot)
         for path in sorted(self._folder.iterdir()) if self._folder is not None and self._folder.is_dir() else []:
             if lacks is not None and not path.name.startswith(STAY):
                 continue
@@ -253,7 +253,7 @@ class Rooms:
             try:
                 if not path.name.endswith(SUFFIX):
                     raise BadImage(f"{path}: its writer ended before it was made")
-                about = look(path)
+                about = read_page(path)
                 if about.key.kind == SHARD and (about.key.place, about.key.size) == (place, size):
                     if claimant(about.key, here) == self.slot:
                         if why := usable(about):
@@ -305,11 +305,14 @@ def _is_free(room: Room) -> bool:
 
 
 def _finish(room: Room, image: Image, key: Key, head: bytes, cuts: Cutting | None) -> bytes:
-    sums = contents.sums(room.flat)
-    image.finish(key, head, room.flat.nbytes, sums)
+    found = image.mark_whole(key, head, room.flat.nbytes)
     if cuts is not None:
-        cuts.keep(key, head, room.flat, sums)
-    return sums
+        cuts.keep(key, head, room.flat)
+    return found
+
+
+def _bytes(room: Room) -> memoryview:
+    return room.flat.view(torch.uint8).numpy().data
 
 
 def _read(found: Found) -> Claimed:

@@ -10,7 +10,7 @@ from typing import Any
 
 from unicron.transition.iteration.rank_log import say
 from unicron.transition.snapshot import contents, images
-from unicron.transition.snapshot.checkpoint import Checkpoints, Damaged, load_image
+from unicron.transition.snapshot.checkpoint import Checkpoints, load_image
 from unicron.transition.snapshot.folders import Found
 from unicron.transition.snapshot.migrate import TrainingState
 
@@ -110,10 +110,10 @@ class Beginnings:
     def _take_image(self, state: TrainingState, found: images.Found) -> bool:
         try:
             load_image(state, found.path)
-        except (Damaged, OSError) as error:
+        except (images.BadImage, OSError) as error:
             say(f"passed over in memory: {error}")
             with contextlib.suppress(OSError, images.BadImage):
-                if images.look(found.path) == found:  # nobody has overwritten it meanwhile
+                if images.read_page(found.path) == found:  # nobody has overwritten it meanwhile
                     found.path.unlink()
             return False
         return True

@@ -7,7 +7,6 @@ each is written beside the training, from a copy in the host's memory, under ano
 image (`transition/memory`): raw bytes, with checksums that are checked before it is used, and a checkpoint with a
 damaged file is passed over for the one before. Ranks of any layout read from it what they need
 (`transition/snapshot/parts.py`).
-The files of earlier releases are read too; nothing in them is unpickled but tensors and plain values.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ import math
 import os
 import threading
 import time
-import zipfile
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +25,12 @@ from typing import Any
 import torch
 
 from unicron.transition.iteration.rank_log import say
-from unicron.transition.snapshot import contents, folders, images, parts
+from unicron.transition.snapshot import contents, folders, parts
 from unicron.transition.snapshot.files import DAMAGED, finished, folder_name, stem, unfinished
-from unicron.transition.snapshot.folders import OLD_NAME, Found
-from unicron.transition.snapshot.images import SUFFIX, BadImage, Key
+from unicron.transition.snapshot.folders import Found
+from unicron.transition.snapshot.images import SUFFIX, BadImage, Key, digest, file_front, read_page
 from unicron.transition.snapshot.migrate import StateMismatch, TrainingState, as_before
 
-TORCH_VERSION = 2  # a file of torch.save
-OLD_VERSION = 1  # one file with the state of any rank of a data-parallel job
 # Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up
 # to the RESCUERSth, unless one before it has done so.
 RESCUE_SECONDS = 60.0
@@ -128,7 +123,7 @@ class Checkpoints:
         another model."""
         try:
             _load(state, found)
-        except (OSError, Damaged) as error:
+        except (OSError, BadImage) as error:
             say(f"checkpoint of iteration {found.iteration} passed over: {error}")
             return False
         self.newest = found.iteration
@@ -225,11 +220,15 @@ class Checkpoints:
         """
         self.wait()
         writer = writer or Writer()
-        began, patience = time.monotonic(), (RESCUE_SECONDS if apart is None else apart) * min(turn, RESCUERS)
-        grew: dict[Path, tuple[tuple[int, int], float]] = {}
-        while not self._saved(iteration, writer):
-            written = self._being_written(iteration, writer, grew)
-            if time.monotonic() - began >= patience and not written:
+        part, patience = folders.part_of(writer.key(iteration)), RESCUE_SECONDS if apart is None else apart
+        patience = max(2 * LOOK_SECONDS, patience * min(turn, RESCUERS)) if turn else 0.0
+        waiting = folders.Turn({part: iteration}, patience, time.monotonic(), exactly=True, stall=RESCUE_SECONDS)
+        while not any(each.iteration > iteration for each in self.found()):
+            begun = [each for each in folders.begun(self.folder, iteration) if each.path.name.startswith(writer.mark)]
+            waiting.note_files(begun, time.monotonic())
+            if not waiting.missing:
+                return
+            if time.monotonic() >= waiting.until:
                 self._save_now(state, iteration, writer)
                 say(f"{why}: the state was saved in {self.folder} by this rank, to go on with iteration {iteration}")
                 return
@@ -238,27 +237,6 @@ class Checkpoints:
     def _path(self, iteration: int, writer: Writer) -> Path:
         return self.folder / folder_name(iteration) / writer.name
 
-    def _saved(self, iteration: int, writer: Writer) -> bool:
-        return self._path(iteration, writer).exists() or any(each.iteration > iteration for each in self.found())
-
-    def _being_written(self, iteration: int, writer: Writer, grew: dict[Path, tuple[tuple[int, int], float]]) -> bool:
-        """Another process is at it: its file has changed within the time that one has. grew: what was seen so far of
-        such files, and since when on this process's clock; the file server's may differ by minutes."""
-        now, written = time.monotonic(), False
-        long_ago = time.time() - RESCUERS * RESCUE_SECONDS
-        path = self._path(iteration, writer)
-        for new in path.parent.glob(f"{path.name}.*.new"):
-            with contextlib.suppress(OSError):
-                status = new.stat()
-                found = status.st_mtime_ns, status.st_size
-                seen = grew.get(new)
-                if seen is None and status.st_mtime < long_ago:
-                    continue
-                if seen is None or seen[0] != found:
-                    seen = grew[new] = found, now
-                written = written or now - seen[1] < RESCUE_SECONDS
-        return written
-
     def _write(self, head: bytes, data: torch.Tensor, iteration: int, writer: Writer) -> None:
         path = self._path(iteration, writer)
         new = unfinished(path)
@@ -266,8 +244,9 @@ class Checkpoints:
             self._pruned(iteration, writer)  # the one before is whole by now
             path.parent.mkdir(parents=True, exist_ok=True)
             with new.open("wb") as file:
-                file.write(images.front(writer.key(iteration), head, data.numel(), contents.sums(data)))
-                file.write(data.numpy().data)
+                content = data.numpy().data
+                file.write(file_front(writer.key(iteration), head, data.numel(), digest(content)))
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             finished(path, writer.mark)
@@ -309,88 +288,21 @@ def _copied(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes
     return contents.head_of(state, found.about, iteration, writer.layout), data
 
 
-class Damaged(CheckpointError):
-    """A file is not as it was written, or not all that it takes is there."""
-
-
 def _load(state: TrainingState, found: Found) -> None:
-    """Raises Damaged, or CheckpointError for what is sound and yet of no use here."""
+    """Raises BadImage, OSError, or CheckpointError for what is sound and yet of no use here."""
     first = found.paths[0]
-    if OLD_NAME.fullmatch(first.name):
-        return _load_old(state, first)
     try:
-        _assemble(state, [_open(path) for path in found.paths], first.parent)
-    except Damaged as error:  # so that ranks that read other files of it pass it over as well
+        _assemble(state, [contents.opened(read_page(path)) for path in found.paths], first.parent)
+    except BadImage as error:  # so that ranks that read other files of it pass it over as well
         with contextlib.suppress(OSError):
-            first.with_name(f"{first.name.split('.')[0]}.{DAMAGED}").write_text(f"{error}\n")
+            first.with_name(f"{found.mark}.{DAMAGED}").write_text(f"{error}\n")
         raise
-
-
-@dataclass
-class _File:
-    """A checkpoint's file: `data` is read from the disk where it is used. check(): raises Damaged."""
-
-    path: Path
-    data: dict[str, Any]
-    check: Callable[[], None]
-    checked: bool = False
-
-    def tensor(self, number: int) -> torch.Tensor:
-        if not self.checked:
-            self.check()
-            self.checked = True
-        value = self.data["tensors"][number]
-        assert isinstance(value, torch.Tensor)
-        return value
-
-
-def _open(path: Path) -> _File:
-    return _open_image(path) if path.suffix == SUFFIX else _open_torch(path)
 
 
 def load_image(state: TrainingState, path: Path) -> None:
-    """Puts an image of this rank's own place into `state`. Raises OSError, and :class:`CheckpointError` with one line:
-    it is damaged, or of another model."""
-    _assemble(state, [_open_image(path)], path)
-
-
-def _open_image(path: Path) -> _File:
-    try:
-        opened = contents.opened(images.look(path))
-    except BadImage as error:
-        raise Damaged(str(error)) from None
-
-    def check() -> None:
-        try:
-            opened.check()
-        except BadImage as error:
-            raise Damaged(str(error)) from None
-
-    return _File(path, {**opened.head, "index": list(opened.index()), "tensors": opened.tensors}, check)
-
-
-def _open_torch(path: Path) -> _File:
-    try:
-        data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
-        raise
-    except Exception as error:  # torch names damage in many ways
-        raise Damaged(f"{path}: damaged ({type(error).__name__})") from None
-    if not isinstance(data, dict) or data.get("version") not in (OLD_VERSION, TORCH_VERSION):
-        raise Damaged(f"{path}: not a checkpoint of this release")
-    return _File(path, data, lambda: _check(path))
-
-
-def _check(path: Path) -> None:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except OSError:
-        raise
-    except Exception as error:  # so does zipfile
-        raise Damaged(f"{path}: damaged ({type(error).__name__})") from None
-    if damaged:
-        raise Damaged(f"{path}: damaged ({damaged} does not match its checksum)")
+    """Puts an image of this rank's own place into `state`. Raises OSError, BadImage for a damaged one, and
+    :class:`CheckpointError` for one of another model."""
+    _assemble(state, [contents.opened(read_page(path))], path)
 
 
 def _other_model(path: Path, why: object) -> CheckpointError:
@@ -399,13 +311,13 @@ def _other_model(path: Path, why: object) -> CheckpointError:
     )
 
 
-def _assemble(state: TrainingState, files: list[_File], folder: Path) -> None:
+def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) -> None:
     sources: dict[str, list[parts.Source]] = defaultdict(list)
     saved: dict[str, list[parts.Saved]] = defaultdict(list)
     for file in files:
-        for name, whole, offset, extent, begin, end, keys, others in file.data["index"]:
+        for name, whole, offset, extent, begin, end, keys, others in file.index():
 
-            def read(key: str, file: _File = file, keys: dict[str, int] = keys) -> torch.Tensor:
+            def read(key: str, file: contents.Opened = file, keys: dict[str, int] = keys) -> torch.Tensor:
                 return file.tensor(keys[key])
 
             box = parts.Box(name, tuple(whole), tuple(offset), tuple(extent))
@@ -417,12 +329,12 @@ def _assemble(state: TrainingState, files: list[_File], folder: Path) -> None:
         if isinstance(error, CheckpointError):
             raise
         raise _other_model(folder, error) from None
-    data = files[0].data
-    state.seed, state.loss = int(data["seed"]), data.get("loss", state.loss)
-    _restore_groups(state, data["groups"])
-    _restore_schedule(state.scheduler, data["scheduler"])
+    head = files[0].head
+    state.seed, state.loss = int(head["seed"]), head["loss"]
+    _restore_groups(state, head["groups"])
+    _restore_schedule(state.scheduler, head["scheduler"])
     with contextlib.suppress(StateMismatch):  # written in another precision: this one's scale begins anew
-        state.adopt_scales(data.get("scales", []))
+        state.adopt_scales(head["scales"])
 
 
 def _restore_groups(state: TrainingState, saved: list[dict[str, Any]]) -> None:
@@ -443,19 +355,3 @@ def _restore_schedule(scheduler: Any, saved: dict[str, Any] | None) -> None:
         scheduler.step(increment=saved["num_steps"])
     else:
         scheduler.load_state_dict(saved)
-
-
-def _load_old(state: TrainingState, path: Path) -> None:
-    file = _open(path)
-    file.check()
-    if file.data["version"] != OLD_VERSION:
-        raise Damaged(f"{path}: not a checkpoint of this release")
-    try:
-        state.adopt(file.data["header"])
-    except (StateMismatch, ValueError, KeyError) as error:
-        raise _other_model(path, error) from None
-    mine, saved = list(state.tensors()), file.data["tensors"]
-    if [(tensor.shape, tensor.dtype) for tensor in mine] != [(tensor.shape, tensor.dtype) for tensor in saved]:
-        raise _other_model(path, "its tensors have other shapes")
-    for tensor, value in zip(mine, saved, strict=True):
-        tensor.copy_(value)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -19,15 +18,17 @@ from typing import Any, NamedTuple
 import msgpack
 import torch
 import torch.distributed as dist
+import xxhash
 
 from unicron.transition.iteration.rank_log import say
 from unicron.transition.snapshot import contents
-from unicron.transition.snapshot.images import FOLDER, SAME, USER, BadImage, folder, inventory, look
+from unicron.transition.snapshot.images import FOLDER, SAME, USER, BadImage, inventory, memory_folder, read_page
 from unicron.transition.snapshot.migrate import PIECE
 
 _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-_SUMS = struct.Struct("<qq")
-_NOTHING = -1  # the length of what could not be read
+_WORDS = struct.Struct("<qq")
+_NOTHING = [0, 0, 0, 0]  # in front of what could not be read
+_ANY = -1  # in place of a rank: all ranks have saved the same
 
 Content = tuple[bytes, torch.Tensor]  # head and data of a sound image
 
@@ -51,7 +52,7 @@ class There(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a rank gets its part: `sender` reads it in its node."""
+    """How a rank gets its part: rank `sender` reads it in its node."""
 
     image: There
     sender: int
@@ -75,7 +76,7 @@ class World(NamedTuple):
         """
         if FOLDER not in os.environ:
             return None
-        memory = folder()
+        memory = memory_folder()
         if memory is not None and "UNICRON_AGENT" in os.environ:
             raise RuntimeError("unicron.Session keeps the training state by itself: take unicron.memory out")
         numbers = [int(os.environ.get(name, default)) for name, default in _VARIABLES]
@@ -99,26 +100,26 @@ class World(NamedTuple):
         for key, name in ((each.key, each.path.name) for each in self._lists()):
             same = key.mark == SAME
             mine.append([self.node, name, [key.iteration, same, key.base], key.place, key.size])
-        told = [msgpack.unpackb(each) for each in self._all_tell(msgpack.packb(mine))]
+        told = [msgpack.unpackb(each) for each in self._gather_bytes(msgpack.packb(mine))]
         return [There(node, name, Choice(*choice), *rest) for its in told for node, name, choice, *rest in its]
 
     def _lists(self) -> Iterator[Any]:
         if self.local == 0 and self.folder is not None:
             yield from (each for each in inventory(self.folder) if each.key.kind == USER)
 
-    def _all_tell(self, mine: bytes) -> list[bytes]:
-        """What each rank has to say, in all ranks."""
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        """The bytes of each rank, in all ranks."""
         if self.size == 1:
             return [mine]
-        lengths = [each[0] for each in self._all_say([len(mine)])]
+        lengths = [each[0] for each in self._gather_numbers([len(mine)])]
         data = torch.zeros(max(lengths), dtype=torch.uint8)
         data[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         every = [torch.empty_like(data, device=self.device) for _ in lengths]
         dist.all_gather(every, data.to(self.device))
         return [bytes(each.cpu().numpy()[:length]) for each, length in zip(every, lengths, strict=True)]
 
-    def _all_say(self, mine: Sequence[int]) -> list[list[int]]:
-        """The numbers that each rank says, in all ranks."""
+    def _gather_numbers(self, mine: Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank, in all ranks."""
         if self.size == 1:
             return [list(mine)]
         said = torch.tensor(mine, dtype=torch.int64, device=self.device)
@@ -127,55 +128,26 @@ class World(NamedTuple):
         return [each.tolist() for each in every]
 
     def _read(self, name: str) -> Content | None:
-        """An image of this node that is as it was written; it is said of another."""
+        """The content of an image of this node; None, with a line, where it is not as it was written."""
         if self.folder is None:
             return None
         try:
-            return contents.read(look(self.folder / name))
+            return contents.read(read_page(self.folder / name))
         except (BadImage, OSError) as error:
             say(f"passed over in memory: {error}")
             return None
 
-    # ------------------------------------------------------------ the same for all
-    def shared(self, images: Collection[There]) -> Content | None:
-        """Collective: a replicated state, from the first rank that has it sound; None where no rank has."""
-        mine = next((one for each in images if each.node == self.node and (one := self._read(each.name))), None)
-        if self.size == 1:
-            return mine
-        has = [bool(good) for (good,) in self._all_say([int(mine is not None)])]
-        if all(has):
-            return mine
-        for first in (rank for rank, good in enumerate(has) if good):
-            front = self._all_say(_front(mine if self.rank == first else None).tolist())[first]
-            head, data = (self._from(first, mine, part, front[2 * part]) for part in range(2))
-            got = mine if mine is not None else _sound(bytes(head.numpy()), data, front, first)
-            if all(good for (good,) in self._all_say([int(got is not None)])):
-                return got
-        return None
-
-    def _from(self, first: int, mine: Content | None, part: int, count: int) -> torch.Tensor:
-        """Head or data of rank `first`, in the ranks that have nothing of their own."""
-        data = torch.empty(count if mine is None else 0, dtype=torch.uint8)
-        given = _flat(mine[part]) if mine is not None and self.rank == first else None
-        for at in range(0, count, PIECE):
-            length = min(PIECE, count - at)
-            sent = torch.empty(length, dtype=torch.uint8) if given is None else given[at : at + length]
-            sent = sent.to(self.device)
-            dist.broadcast(sent, first)
-            if mine is None:
-                data[at : at + length].copy_(sent)
-        return data
-
     # ------------------------------------------------------------ to each its own
-    def own(self, images: Collection[There]) -> Content | None:
-        """Collective: the part of each rank; None in all of them where one cannot be had sound."""
+    def fetch(self, images: Collection[There]) -> Content | None:
+        """Collective: each rank's part of a state, or the state itself where all have saved the same; None in all ranks
+        where one cannot have it sound."""
         left = set(images)
         while (ways := self.ways(left)) is not None:
-            got = self._brought(ways)
-            arrived = self._all_say([int(got is not None)])
+            content = self._transfer(ways)
+            arrived = self._gather_numbers([int(content is not None)])
             failed = [rank for rank, (good,) in enumerate(arrived) if not good]
             if not failed:
-                return got
+                return content
             left -= {ways[rank].image for rank in failed}
         return None
 
@@ -185,11 +157,13 @@ class World(NamedTuple):
         given: Counter[int] = Counter()
         by_place: dict[int, list[There]] = defaultdict(list)
         for each in images:
-            if each.size == self.size:
+            if each.choice.replicated:
+                by_place[_ANY].append(each)
+            elif each.size == self.size:
                 by_place[each.place].append(each)
         found = []
         for rank in range(self.size):
-            able = by_place[rank]
+            able = by_place[_ANY] or by_place[rank]
             here = rank // self.per_node * self.per_node
             if not able:
                 return None
@@ -201,29 +175,28 @@ class World(NamedTuple):
             found.append(Way(best, sender))
         return found
 
-    def _brought(self, ways: Sequence[Way]) -> Content | None:
-        """This rank's part, sound, after giving others what they have from this one."""
+    def _transfer(self, ways: Sequence[Way]) -> Content | None:
+        """This rank's part, sound, after it has given others what they have from this one."""
         mine = ways[self.rank]
-        to = {rank: self._read(way.image.name) for rank, way in enumerate(ways) if way.sender == self.rank != rank}
+        to = {rank: way.image.name for rank, way in enumerate(ways) if way.sender == self.rank != rank}
+        given = {name: self._read(name) for name in set(to.values())}
+        outgoing = {rank: given[name] for rank, name in to.items()}
         if mine.sender == self.rank:
-            self._exchange(to, None)
+            self._exchange(outgoing, None)
             return self._read(mine.image.name)
-        return self._exchange(to, mine.sender)
+        return self._exchange(outgoing, mine.sender)
 
     def _exchange(self, outgoing: dict[int, Content | None], source: int | None) -> Content | None:
         """Gives, and gets from `source`, if there is one, what arrives as it was written."""
         fronts = {rank: _front(content) for rank, content in outgoing.items()}
-        front = torch.zeros(5, dtype=torch.int64)
+        front = torch.tensor(_NOTHING)
         self._swap(fronts, {} if source is None else {source: front})
+        head, data = (torch.empty(length, dtype=torch.uint8) for length in front[:2].tolist())
+        sources = [] if source is None or not head.numel() else [source]
         parts = {rank: content for rank, content in outgoing.items() if content is not None}
-        heads = {rank: _flat(head) for rank, (head, _) in parts.items()}
-        length, _, size, *_ = told = front.tolist()
-        if source is None or length == _NOTHING:
-            source = None
-        head, data = (torch.empty(0 if source is None else count, dtype=torch.uint8) for count in (length, size))
-        self._swap(heads, {} if source is None else {source: head})
-        self._swap({rank: data for rank, (_, data) in parts.items()}, {} if source is None else {source: data})
-        return None if source is None else _sound(bytes(head.numpy()), data, told, source)
+        self._swap({rank: _flat(part[0]) for rank, part in parts.items()}, dict.fromkeys(sources, head))
+        self._swap({rank: part[1] for rank, part in parts.items()}, dict.fromkeys(sources, data))
+        return _sound(bytes(head.numpy()), data, front, sources[0]) if sources else None
 
     def _swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
         """Flat tensors to and from other ranks, a piece of each at a time: so both sides of a pair are in step."""
@@ -244,22 +217,24 @@ class World(NamedTuple):
                     piece.copy_(came)
 
 
-def _flat(data: bytes | torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if isinstance(data, bytes) else data
+def _flat(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _front(content: Content | None) -> torch.Tensor:
-    """Lengths and checksums of what follows: head and its CRC, data and their two sums."""
+    """What is sent first: lengths of head and data, and the digest of both in two words; zeros for what could not be
+    read. Shape (4,), int64."""
     if content is None:
-        return torch.tensor([_NOTHING, 0, 0, 0, 0])
+        return torch.tensor(_NOTHING)
     head, data = content
-    return torch.tensor([len(head), zlib.crc32(head), data.numel(), *_SUMS.unpack(contents.sums(data))])
+    found = xxhash.xxh3_128(head)
+    found.update(data.numpy().data)
+    return torch.tensor([len(head), data.numel(), *_WORDS.unpack(found.digest())])
 
 
-def _sound(head: bytes, data: torch.Tensor, front: Sequence[int], source: int) -> Content | None:
+def _sound(head: bytes, data: torch.Tensor, front: torch.Tensor, source: int) -> Content | None:
     """What has come from another rank, if it is what was sent."""
-    _, crc, _, *sums = front
-    if zlib.crc32(head) == crc and contents.sums(data) == _SUMS.pack(*sums):
+    if torch.equal(_front((head, data)), front):
         return head, data
     say(f"what rank {source} has sent of the state in its node's memory was spoiled on its way")
     return None

@@ -1,10 +1,9 @@
-"""A rank's part of the training state as raw bytes: what is in it (the head, MessagePack) and its tensors, one behind
-the other. One form serves images in memory and checkpoint files; nothing in it is a pickle."""
+"""The content of an image: what is in a rank's part of the training state (the head, MessagePack) and its tensors, one
+behind the other. Nothing in it is a pickle."""
 
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,17 +12,12 @@ import msgpack
 import torch
 
 from unicron.transition.snapshot import files, parts
-from unicron.transition.snapshot.images import SUMS, BadImage, Found
-from unicron.transition.snapshot.migrate import TrainingState, as_plain, checksum, plain
+from unicron.transition.snapshot.images import BadImage, Found
+from unicron.transition.snapshot.migrate import TrainingState, as_plain, plain
 
 VERSION = 3  # of the head
 ALIGN = 64  # bytes: where a tensor may begin
 SMALL = 1 << 15  # bytes of a tensor that torch copies with one thread, however many it has
-_SUMS = struct.Struct("<QQ")
-_WORD = (1 << 64) - 1
-assert _SUMS.size == SUMS
-
-
 STEP = "step"  # in place of an offset: the tensor is nothing but the optimizer's step, which the head has
 
 
@@ -60,8 +54,8 @@ def laid(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 # ------------------------------------------------------------ gathering
 class Gatherer:
-    """Of one state. Where its tensors are the same ones as before, nothing is looked up again: Megatron takes its time
-    to say where each parameter belongs."""
+    """Gathers one state again and again. While its tensors are the same ones, nothing is looked up anew: Megatron takes
+    its time to say where each parameter belongs."""
 
     def __init__(self, state: TrainingState):
         self.state = state
@@ -69,7 +63,7 @@ class Gatherer:
         self._contents: Contents | None = None
 
     def contents(self) -> Contents:
-        """Its tensors as they are now."""
+        """The state's tensors as they are now."""
         live = list(self.state.tensors())
         now = [tensor.data_ptr() for tensor in live]
         if self._contents is None or now != self._before or self.state.sharded:
@@ -129,67 +123,48 @@ def gathered(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]
 
 
 # ------------------------------------------------------------ copying
-def fill(
-    tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Tensor, non_blocking: bool = False
-) -> None:
-    """Copy tensors to their offsets in `into` (uint8 in the host's memory, exactly as long as all of them). For those
-    of the host one thread copies, and holds no lock of Python's meanwhile; small ones go together, since each of them
-    alone would have the training's thread wait for that lock. non_blocking: of those on a card."""
-    places: list[torch.Tensor] = []
-    small: list[torch.Tensor] = []
-    for number, tensor in enumerate(tensors):
-        source, begin = tensor.contiguous(), offsets[number]
-        length = source.numel() * source.element_size()
-        if source.is_cpu and length > SMALL:
-            ctypes.memmove(into.data_ptr() + begin, source.data_ptr(), length)
-        elif source.is_cpu and length:
-            places.append(into[begin : begin + length])
-            small.append(source.view(torch.uint8))
-        elif length:
-            into[begin : begin + length].copy_(source.view(torch.uint8), non_blocking=non_blocking)
-        end = offsets[number + 1] if number + 1 < len(offsets) else into.numel()
-        if begin + length < end:
-            into[begin + length : end].zero_()
-    if small:
-        torch._foreach_copy_(places, small)
+class Copier:
+    """Copies the same tensors to the same place, again and again: what each copy needs is worked out once.
 
+    into: uint8 in the host's memory, exactly as long as all of them. moving: which of the tensors are other ones each
+    time. One thread copies what is in the host's memory, and holds no lock of Python's meanwhile; small tensors go
+    together, since each of them alone would have the training's thread wait for that lock.
+    """
 
-class Repeated:
-    """:func:`fill` of the same tensors of the host into the same place, again and again: what each copy needs is worked
-    out once. `contents`: whose tensors they are; `into`: as for :func:`fill`, and nobody else writes to it."""
-
-    def __init__(self, contents: Contents, into: torch.Tensor):
-        self.contents, self.into = contents, into
-        self._large: list[tuple[int, int, int]] = []  # from, to, bytes
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Tensor, moving: Sequence[int] = ()
+    ):
+        self.tensors, self.into, self._offsets = tensors, into, offsets
+        self._large: list[tuple[int, int, int]] = []  # to, from, bytes
         self._small: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
-        self._moving: list[int] = []
-        moving, ends = set(contents.moving), [*contents.offsets[1:], into.numel()]
-        for number, tensor in enumerate(contents.tensors):
-            begin, length = contents.offsets[number], tensor.numel() * tensor.element_size()
+        self._others: list[int] = []
+        others, ends = set(moving), [*offsets[1:], into.numel()]
+        for number, tensor in enumerate(tensors):
+            begin, length = offsets[number], tensor.numel() * tensor.element_size()
             into[begin + length : ends[number]].zero_()
-            if number in moving or not tensor.is_contiguous():
-                self._moving.append(number)
+            if number in others or not tensor.is_cpu or not tensor.is_contiguous():
+                self._others.append(number)
             elif length > SMALL:
                 self._large.append((into.data_ptr() + begin, tensor.data_ptr(), length))
             elif length:
                 self._small.append(tensor.view(torch.uint8))
                 self._places.append(into[begin : begin + length])
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Once more. tensors: :meth:`Contents.still` of the contents."""
+    def copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy them as they are now. From a card the copies are in the current stream and may not be over yet."""
         for target, source, length in self._large:
             ctypes.memmove(target, source, length)
-        for number in self._moving:
-            tensor, begin = tensors[number].contiguous().view(torch.uint8), self.contents.offsets[number]
-            self.into[begin : begin + tensor.numel()].copy_(tensor)
+        for number in self._others:
+            tensor, begin = tensors[number].contiguous().view(torch.uint8), self._offsets[number]
+            self.into[begin : begin + tensor.numel()].copy_(tensor, non_blocking=tensor.is_cuda)
         if self._small:
             torch._foreach_copy_(self._places, self._small)
 
 
-def sums(data: torch.Tensor) -> bytes:
-    """The checksum of data that are there."""
-    return _SUMS.pack(*(each & _WORD for each in checksum(data).tolist()))
+def fill(tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Tensor) -> None:
+    """Copy tensors of the host to their offsets in `into`, once (:class:`Copier`)."""
+    Copier(tensors, offsets, into).copy(tensors)
 
 
 def raw(data: memoryview) -> torch.Tensor:
@@ -201,28 +176,26 @@ def raw(data: memoryview) -> torch.Tensor:
 def read(found: Found) -> tuple[bytes, torch.Tensor]:
     """(head, data as uint8, a private mapping) of an image that is as it was written. Raises BadImage, OSError."""
     head, mapped = found.read()
-    data = raw(mapped)
-    _compare(found, data)
-    return head, data
-
-
-def _compare(found: Found, data: torch.Tensor) -> None:
-    if sums(data) != found.sums:
-        raise BadImage(f"{found.path}: its data do not match their checksum")
+    found.check(mapped)
+    return head, raw(mapped)
 
 
 @dataclass
 class Opened:
-    """An image, as it was written. The tensors are views of its data, which :meth:`check` reads."""
+    """An image whose head is as it was written. tensors: views of its data, which are not checked yet."""
 
     found: Found
     head: dict[str, Any]
     tensors: list[torch.Tensor]
-    _data: torch.Tensor
+    _data: memoryview
+    _checked: bool = False
 
-    def check(self) -> None:
-        """Raises BadImage where the data are not what was written."""
-        _compare(self.found, self._data)
+    def tensor(self, number: int) -> torch.Tensor:
+        """One of them, from data that are checked before. Raises BadImage where they are not what was written."""
+        if not self._checked:
+            self.found.check(self._data)
+            self._checked = True
+        return self.tensors[number]
 
     def index(self) -> Iterator[tuple[Any, ...]]:
         """(name, whole, offset, extent, begin, end, keys, others) of each part, as `snapshot.checkpoint` has it."""
@@ -249,7 +222,7 @@ def opened(found: Found) -> Opened:
             length, begin = count * dtype.itemsize, where[0] if where else at
             tensors.append(data[begin : begin + length].view(dtype))
             at += -(-length // ALIGN) * ALIGN
-        return Opened(found, {**told, "index": about["index"]}, tensors, data)
+        return Opened(found, {**told, "index": about["index"]}, tensors, mapped)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, BadImage):
             raise

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgpack
 
-from unicron.transition.snapshot.images import leave
+from unicron.transition.snapshot.images import write_note
 
 NOTE = "cut.msgpack"  # beside the images
 CUT_PREFIX = "cut-"  # names of images that the next ones do not overwrite
@@ -25,7 +25,7 @@ class Wanted(NamedTuple):
 
 def note(folder: Path, wanted: Wanted) -> None:
     """Leave the note. Raises OSError."""
-    leave(folder / NOTE, msgpack.packb(list(wanted)))
+    write_note(folder / NOTE, msgpack.packb(list(wanted)))
 
 
 def noted(folder: Path) -> Wanted:

@@ -35,8 +35,8 @@ class Cutting:
             for turns in self._turns.values():
                 turns.clear()
 
-    def keep(self, key: Key, head: bytes, flat: torch.Tensor, sums: bytes) -> bool:
-        """Copy what an image of this key holds; whether it is there. flat: of the host; sums: its checksum."""
+    def keep(self, key: Key, head: bytes, flat: torch.Tensor) -> bool:
+        """Copy what an image of this key holds; whether it is there. flat: of the host."""
         assert self._folder is not None
         data = flat.view(torch.uint8)
         names = (f"{CUT_PREFIX}{key.kind}-{self._slot}-{number}{SUFFIX}" for number in range(BUFFERS))
@@ -48,9 +48,9 @@ class Cutting:
                 self._say(f"no copies of the training state are kept for other nodes, the training goes on: {error}")
             self._quiet = True
             return False
-        image.begin()
+        image.mark_torn()
         contents.fill([data], [0], contents.raw(image.data[: data.numel()]))
-        image.finish(key, head, data.numel(), sums)
+        image.mark_whole(key, head, data.numel())
         turns.written(image.path)
         self._quiet = False
         return True

@@ -14,57 +14,54 @@ import contextlib
 import hashlib
 import os
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgpack
+import xxhash
 
 from unicron.transition.snapshot.images import (
+    DIGEST,
     SHARD,
     SUFFIX,
-    SUMS,
     UNTRAINED,
     BadImage,
     Found,
     Key,
-    front,
+    file_front,
     inventory,
-    leave,
-    look,
+    read_page,
+    write_note,
 )
 
 NOTE = "files.msgpack"  # beside the images: where their checkpoints go
 ASIDE = "due-"  # how the second name of an image begins that is to become a file
 PIECE = 1 << 22  # bytes
-WORD = 8  # bytes: the checksums' words; what stands behind a shard's data begins at a multiple
+WORD = 8  # bytes: what stands behind a shard's data begins at a multiple
 DAMAGED = "damaged"  # how the name of a file ends that says what is wrong with the others of its mark
-_SUMS = struct.Struct("<QQ")
-_MODULUS = 1 << 64
-assert _SUMS.size == SUMS
 
 
 def folder_name(iteration: int) -> str:
-    """Of the checkpoint with which `iteration` comes next."""
+    """The folder of the checkpoint with which `iteration` comes next."""
     return f"iteration-{iteration:08d}"
 
 
 def stem(key: Key) -> str:
-    """Of the file's name: what it is to the whole checkpoint."""
+    """The file's name without its suffix: which part of the checkpoint it is."""
     mark = set_mark(key.base, key.mark) if key.kind == SHARD else key.mark
     return f"{mark}.place-{key.place}-of-{key.size}.shard-{key.shard}-of-{key.count}"
 
 
 def set_mark(base: int, mark: str) -> str:
-    """The same in all files of one set of shards: that of an image, which is one of a generation's number, with it."""
+    """The mark that all files of one set of shards share. base, mark: as in the keys of their images."""
     return hashlib.blake2b(f"{base}.{mark}".encode(), digest_size=4).hexdigest()
 
 
 def file_head(key: Key, head: bytes) -> bytes:
-    """What the head of an image says to whoever reads it as a file of a checkpoint. Of a shard that is its last part,
-    and it is empty where no file can be made of it. Raises ValueError."""
+    """The part of an image's head that describes it as a checkpoint file; of a shard's head that is the last part, and
+    empty where no file can be made of the image. Raises ValueError."""
     if key.kind != SHARD:
         return head
     *_, told = msgpack.unpackb(head)
@@ -77,7 +74,7 @@ def unfinished(path: Path) -> Path:
 
 
 def finished(path: Path, mark: str) -> None:
-    """The file that this thread has written under its unfinished name, and is on disk, gets its own."""
+    """Give the file that this thread has written under its unfinished name, and is on disk, its own name."""
     unfinished(path).replace(path)
     with contextlib.suppress(FileNotFoundError):
         (path.parent / f"{mark}.{DAMAGED}").unlink()
@@ -91,12 +88,12 @@ class Destination(NamedTuple):
 
 
 def note_destination(memory: Path, where: Destination) -> None:
-    """Beside the images, for the agent. Raises OSError."""
-    leave(memory / NOTE, msgpack.packb({"folder": str(where.folder.resolve()), "keep": where.keep}))
+    """Leave a note beside the images, for the agent. Raises OSError."""
+    write_note(memory / NOTE, msgpack.packb({"folder": str(where.folder.resolve()), "keep": where.keep}))
 
 
 def destination(memory: Path) -> Destination | None:
-    """That of the job whose images are in `memory`; None where the script makes no checkpoints."""
+    """Where the job whose images are in `memory` has its checkpoints; None where the script makes none."""
     try:
         noted = msgpack.unpackb((memory / NOTE).read_bytes())
         return Destination(Path(noted["folder"]), max(1, int(noted["keep"])))
@@ -110,9 +107,9 @@ def aside_path(memory: Path, slot: int, iteration: int) -> Path:
 
 
 def set_aside(image: Path, aside: Path, untrained: Path | None = None) -> None:
-    """The image is whole, and stays as it is under the name `aside` until that is removed; what has that name is
-    another one, of a process before this one that came by the same iteration. untrained: the image that its file needs,
-    too; it stays as long. Raises OSError."""
+    """Keep a whole image as it is, under the name `aside`, until the agent removes that name. An image that has it
+    already is replaced: an earlier process came by the same iteration. untrained: the image that its file needs, too;
+    it stays as long. Raises OSError."""
     try:
         if untrained is not None:
             _name_also(untrained, _beside(aside))
@@ -123,8 +120,8 @@ def set_aside(image: Path, aside: Path, untrained: Path | None = None) -> None:
 
 
 def _beside(aside: Path) -> Path:
-    """The second name of what is in no shard, where `aside` is that of the shard. It is no image's name: who looks for
-    images has them by their own."""
+    """The second name of the untrained tensors' image, where `aside` is that of the shard. It has a suffix of its own,
+    so that a look for images finds the image once."""
     return aside.with_suffix(f".{UNTRAINED}")
 
 
@@ -136,72 +133,72 @@ def _name_also(image: Path, name: Path) -> None:
     new.unlink(missing_ok=True)  # where both were this image already, which replaces nothing
 
 
-def let_go(aside: Path) -> None:
+def release_aside(aside: Path) -> None:
     """What is set aside under this name has its file, or will have none. The image's name goes last: as long as it is
     there its rank sets no other one aside. Raises OSError."""
     _beside(aside).unlink(missing_ok=True)
     aside.unlink(missing_ok=True)
 
 
-def tidy(memory: Path, slot: int) -> None:
-    """For a slot's new process: its last one may have ended between the two names that it gave. Raises OSError."""
+def remove_half_aside(memory: Path, slot: int) -> None:
+    """Remove what an earlier process of the slot had begun to set aside when it ended. Raises OSError."""
     for path in memory.glob(f"{ASIDE}{slot}-*.{UNTRAINED}"):
         if not path.with_suffix(SUFFIX).exists():
             path.unlink(missing_ok=True)
 
 
 def is_aside(image: Path) -> bool:
-    """It has a second name, so nobody may write over it. Raises OSError."""
+    """Whether the image has a second name, so that nobody may write over it. Raises OSError."""
     return image.stat().st_nlink > 1
 
 
-def asides(memory: Path, tell: Callable[[BadImage], None] = lambda error: None) -> list[Found]:
-    """The images that are to become files, the oldest first. What is none any more is removed, with a word to `tell`:
-    as long as it is there its rank sets no other one aside."""
+def asides(memory: Path, on_bad: Callable[[BadImage], None] = lambda error: None) -> list[Found]:
+    """The images that are to become files, the oldest first. A bad one is removed, since its rank sets no other one
+    aside before that; on_bad is called."""
     found = []
     for path in memory.glob(f"{ASIDE}*{SUFFIX}"):
         try:
-            found.append(look(path))
+            found.append(read_page(path))
         except BadImage as error:
             with contextlib.suppress(OSError):
-                let_go(path)
-            tell(error)
+                release_aside(path)
+            on_bad(error)
         except OSError:
             pass  # it is gone
     return sorted(found, key=lambda each: (each.key.iteration, each.path))
 
 
 def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda size: None) -> Path:
-    """Write an image as a file of the checkpoint in `folder`; returns its path, on disk. One that is there stays,
+    """Write an image as a file of the checkpoint in `folder`; returns its path, on disk. A file that is there stays,
     unless somebody has found its checkpoint damaged.
 
-    pace: told the bytes of each piece that was written, it may wait, or raise what ends this. The data are not looked
-    at: their checksums go with them, and whoever reads the file compares them. Raises BadImage where the writer has
-    begun to overwrite the image meanwhile, or where what belongs into its file, too, is not there, and OSError.
+    pace: called with the bytes of each piece that was written, it may wait, or raise what ends this. Raises BadImage
+    where the image is damaged or its writer overwrites it meanwhile, or where the untrained tensors that belong into
+    the file are not there, and OSError.
     """
     path = folder / folder_name(found.key.iteration) / f"{stem(found.key)}{SUFFIX}"
     mark = path.name.split(".")[0]
     if path.exists() and not (path.parent / f"{mark}.{DAMAGED}").exists():
         return path
-    head, data = found.read()
+    head, _ = found.read()
     untrained = _untrained_of(found, head)
-    size, sums = found.data_bytes, found.sums
-    if untrained is not None:
-        sums = joined(sums, size, bytes(data[size // WORD * WORD :]), untrained.sums)
-        size = behind(size) + untrained.data_bytes
+    size = found.data_bytes if untrained is None else behind(found.data_bytes) + untrained.data_bytes
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = unfinished(path)
+    new, total = unfinished(path), xxhash.xxh3_128()
     try:
         with new.open("wb") as file:
-            file.write(front(found.key, head, size, sums))
-            begin = file.tell()
-            _copy(found, file, pace)
+            file.write(file_front(found.key, head, size, bytes(DIGEST)))
+            _copy(found, file, total, pace)
             if untrained is not None:
-                file.seek(begin + behind(found.data_bytes))
-                _copy(untrained, file, pace)
+                padding = bytes(behind(found.data_bytes) - found.data_bytes)
+                file.write(padding)
+                total.update(padding)
+                _copy(untrained, file, total, pace)
+            file.seek(0)
+            file.write(file_front(found.key, head, size, total.digest()))
             file.flush()
             os.fsync(file.fileno())
-        if any(each is not None and look(each.path) != each for each in (found, untrained)):
+        if any(each is not None and read_page(each.path) != each for each in (found, untrained)):
             raise BadImage(f"{found.path}: overwritten while it was copied")
         finished(path, mark)
     finally:
@@ -210,8 +207,9 @@ def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda siz
     return path
 
 
-def _copy(found: Found, into: BinaryIO, pace: Callable[[int], None]) -> None:
-    """The data of an image."""
+def _copy(found: Found, into: BinaryIO, total: xxhash.xxh3_128, pace: Callable[[int], None]) -> None:
+    """Write the data of an image, which are checked on the way, and add them to the digest of the whole file."""
+    own = xxhash.xxh3_128()
     with found.path.open("rb") as image:
         image.seek(found.offset)
         left = found.data_bytes
@@ -220,8 +218,12 @@ def _copy(found: Found, into: BinaryIO, pace: Callable[[int], None]) -> None:
             if not piece:
                 raise BadImage(f"{found.path}: cut off")
             into.write(piece)
+            own.update(piece)
+            total.update(piece)
             left -= len(piece)
             pace(len(piece))
+    if own.digest() != found.digest and read_page(found.path) == found:
+        raise BadImage(f"{found.path}: its data do not match their checksum")
 
 
 # ------------------------------------------------------------ what of a model is in no shard
@@ -230,23 +232,9 @@ def behind(size: int) -> int:
     return -(-size // WORD) * WORD
 
 
-def joined(sums: bytes, size: int, tail: bytes, others: bytes) -> bytes:
-    """The checksum (migrate.checksum) of two images' data, the second :func:`behind` the first, from theirs.
-    size: of the first, bytes; tail: the last ones of it that are no whole word. The second is of whole words."""
-    (plain, weighted), (other_plain, other_weighted), words = _SUMS.unpack(sums), _SUMS.unpack(others), size // WORD
-    if tail:  # summed byte by byte, and from now on a word
-        word = int.from_bytes(tail, "little")
-        word ^= word >> 32
-        plain += word - sum(tail)
-        weighted += word * (2 * words + 1) - sum((2 * number + 1) * byte for number, byte in enumerate(tail))
-        words += 1
-    total = plain + other_plain, weighted + other_weighted + 2 * words * other_plain
-    return _SUMS.pack(*(each % _MODULUS for each in total))
-
-
 def _untrained_of(found: Found, head: bytes) -> Found | None:
-    """The image of what of the model is in no shard, where it belongs into the file of this one. Raises BadImage where
-    it is not there, OSError."""
+    """The image of the untrained tensors that belong into the file of this shard. Raises BadImage where there is none,
+    OSError."""
     try:
         told = file_head(found.key, head) if found.key.kind == SHARD else b""
         mark = msgpack.unpackb(told, strict_map_key=False).get("untrained") if told else ""
@@ -263,5 +251,5 @@ def _untrained_of(found: Found, head: bytes) -> Found | None:
 
 def _images_near(found: Found) -> Iterator[Found]:
     with contextlib.suppress(BadImage, FileNotFoundError):
-        yield look(_beside(found.path))
+        yield read_page(_beside(found.path))
     yield from inventory(found.path.parent)

@@ -1,4 +1,5 @@
-"""The folder of a job's checkpoints: which of them are whole, and which are removed. Ranks and agents look at it."""
+"""The folder of a job's checkpoints: which of them are whole, which are removed, and whose turn it is to write a part.
+Ranks and agents look at it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import re
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +16,14 @@ from unicron.transition.snapshot.files import DAMAGED
 from unicron.transition.snapshot.images import Key
 
 STALE_SECONDS = 86400.0  # a file that was being written when its writer died
-OLD_NAME = re.compile(r"iteration-(\d+)\.pt")  # of the first release, one file
 _FOLDER = re.compile(r"iteration-(\d+)")
-_FILE = re.compile(r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)\.(?:pt|image)")
+_FILE = re.compile(r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)\.image")
+Part = tuple[int, ...]  # of a checkpoint: place, of how many, shard, of how many
+
+
+def part_of(key: Key) -> Part:
+    """Which part of a checkpoint an image is."""
+    return key.place, key.size, key.shard, key.count
 
 
 class Found(NamedTuple):
@@ -28,25 +34,25 @@ class Found(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """Of all its files; empty in those of the first release."""
-        match = _FILE.fullmatch(self.paths[0].name)
-        return match[1] if match else ""
+        """The mark of all its files."""
+        return self.paths[0].name.split(".")[0]
 
 
 def whole(folder: Path) -> list[Found]:
     """All whole checkpoints in `folder`, the newest first. Raises OSError."""
-    found: list[Found] = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if match := OLD_NAME.fullmatch(path.name):
-            found.append(Found(int(match[1]), (path,)))
-        elif match := _FOLDER.fullmatch(path.name):
-            found += [Found(int(match[1]), paths) for paths in _sets(path)]
+    found = [Found(iteration, paths) for iteration, path in _folders(folder) for paths in _sets(path)]
     return sorted(found, key=lambda each: (each.iteration, each.paths), reverse=True)
 
 
+def _folders(folder: Path) -> list[tuple[int, Path]]:
+    """(iteration, folder) of each checkpoint."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return [(int(match[1]), path) for path in paths if (match := _FOLDER.fullmatch(path.name))]
+
+
 def prunes(key: Key) -> bool:
-    """Of all who write a checkpoint's files the writer of this one removes older checkpoints: each look for them is one
-    at the names of all files. Without this file no checkpoint is whole, so there is none that makes others old."""
+    """Whether the writer of this part removes older checkpoints. One does, since each look for them is one at the names
+    of all files; and without this part no checkpoint is whole, so none makes others old."""
     return key.place == 0 and key.shard == 0
 
 
@@ -55,55 +61,82 @@ def prune(folder: Path, keep: int) -> int:
     do so at the same time. Raises OSError."""
     iterations = sorted({each.iteration for each in whole(folder)}, reverse=True)
     oldest = iterations[keep - 1] if len(iterations) >= keep else 0
-    for path in folder.iterdir():
-        match = OLD_NAME.fullmatch(path.name) or _FOLDER.fullmatch(path.name)
-        if match and int(match[1]) < oldest:
-            _remove(path)
-    for new in _unfinished(folder):
-        with contextlib.suppress(OSError):
-            if time.time() - new.stat().st_mtime > STALE_SECONDS:
-                new.unlink()
+    for iteration, path in _folders(folder):
+        if iteration < oldest:
+            shutil.rmtree(path, ignore_errors=True)
+    for _, path in _folders(folder):
+        for name in _names(path):
+            with contextlib.suppress(OSError):
+                if name.endswith(".new") and time.time() - (path / name).stat().st_mtime > STALE_SECONDS:
+                    (path / name).unlink()
     return iterations[0] if iterations else -1
 
 
-def _unfinished(folder: Path) -> Iterator[Path]:
-    """Files that somebody writes, or wrote when it died."""
-    for path in folder.iterdir():
-        if _FOLDER.fullmatch(path.name):
-            with contextlib.suppress(FileNotFoundError):  # another one has removed it meanwhile
-                yield from [each for each in path.iterdir() if each.name.endswith(".new")]
-        elif path.name.startswith("iteration-") and path.name.endswith(".new"):
-            yield path
-
-
+# ------------------------------------------------------------ whose turn it is
 class Begun(NamedTuple):
-    """A file of a checkpoint. part: place, of how many, shard, of how many. whole: it has its own name, and nobody has
-    found its checkpoint damaged."""
+    """A file of a checkpoint. whole: it has its own name, and nobody has found its checkpoint damaged."""
 
     path: Path
     iteration: int
-    part: tuple[int, ...]
+    part: Part
     whole: bool
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """What changes while somebody writes it."""
+        if self.whole:
+            return 0, 0
+        try:
+            status = self.path.stat()
+        except OSError:
+            return -1, -1  # it is gone, or has its own name by now
+        return status.st_size, status.st_mtime_ns
 
 
 def begun(folder: Path, iteration: int) -> Iterator[Begun]:
     """The files of all checkpoints from that of `iteration` on, also those that somebody writes."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _FOLDER.fullmatch(path.name)
-        if match and int(match[1]) >= iteration:
-            for name in (names := _names(path)):
-                if file := _FILE.match(name):
-                    sound = file.end() == len(name) and f"{file[1]}.{DAMAGED}" not in names
-                    yield Begun(path / name, int(match[1]), tuple(map(int, file.groups()[1:])), sound)
+    for at, path in _folders(folder):
+        for name in (names := _names(path)) if at >= iteration else ():
+            if file := _FILE.match(name):
+                sound = file.end() == len(name) and f"{file[1]}.{DAMAGED}" not in names
+                yield Begun(path / name, at, tuple(map(int, file.groups()[1:])), sound)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+class Turn:
+    """Parts of a checkpoint that others write first. This process's turn comes at :attr:`until`, when the others have
+    done nothing for `patience` seconds.
+
+    due: part -> the oldest iteration of which a file will do. exactly: a later one will not. stall: seconds for which
+    a file that has grown may stand still. A process writes its parts one after the other, so one file that comes or
+    grows shows that all of them are in hand, also those that nobody has begun. Only what changes between two looks
+    counts: what a process has left that died does not change, and the file server's clock may be another one.
+    """
+
+    def __init__(
+        self, due: Mapping[Part, int], patience: float, now: float, exactly: bool = False, stall: float | None = None
+    ):
+        self._due, self._exactly, self._stall = dict(due), exactly, patience if stall is None else stall
+        self._seen: dict[Path, tuple[int, int]] | None = None
+        self._there: set[Part] = set()
+        self.until = now + patience
+
+    def note_files(self, begun: Iterable[Begun], now: float) -> None:
+        """begun: the files that there are."""
+        ours = [each for each in begun if each.iteration >= self._due.get(each.part, each.iteration + 1)]
+        seen = {each.path: each.progress for each in ours}
+        if self._seen is not None and any(self._seen.get(path) != what for path, what in seen.items()):
+            self.until = max(self.until, now + self._stall)
+        self._seen = (self._seen or {}) | seen
+        counts = (each for each in ours if not self._exactly or each.iteration == self._due[each.part])
+        self._there |= {each.part for each in counts if each.whole}
+
+    @property
+    def missing(self) -> dict[Part, int]:
+        """The parts that nobody has written yet, as in `due`."""
+        return {part: iteration for part, iteration in self._due.items() if part not in self._there}
 
 
+# ------------------------------------------------------------ which are whole
 def _sets(folder: Path) -> list[tuple[Path, ...]]:
     """The sets of files in one checkpoint's folder that are complete."""
     sets: dict[tuple[str, int], dict[tuple[int, int], dict[int, Path]]] = defaultdict(lambda: defaultdict(dict))
@@ -117,7 +150,7 @@ def _sets(folder: Path) -> list[tuple[Path, ...]]:
 
 
 def _names(folder: Path) -> set[str]:
-    """Of the files in a checkpoint's folder, which another one may have removed meanwhile."""
+    """The names in a checkpoint's folder, which another process may have removed meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         return {path.name for path in folder.iterdir()}
     return set()

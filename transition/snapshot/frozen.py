@@ -79,7 +79,7 @@ class Untrained:
         for place, tensor in self._places(flat):
             place.copy_(_raw(tensor))
         key = Key(UNTRAINED, self._slot, 0, self._place, self._size, mark=mark)
-        image.finish(key, b"", self.bytes, contents.sums(flat))
+        image.mark_whole(key, b"", self.bytes)
         for number in sorted(before)[: 1 - KEPT]:
             before[number].unlink(missing_ok=True)
         return image.path
@@ -90,7 +90,7 @@ class Untrained:
         for place, tensor in self._places(flat):
             place.copy_(_raw(tensor))
         key = Key(UNTRAINED, self._slot, iteration, self._place, self._size, mark=self._kept)
-        return cuts.keep(key, b"", flat, contents.sums(flat))
+        return cuts.keep(key, b"", flat)
 
     def _own(self, folder: Path) -> dict[int, Path]:
         """The files that processes of this slot have made, by number."""

@@ -27,7 +27,7 @@ import torch
 from unicron.transition.iteration.rank_log import say
 from unicron.transition.snapshot import contents, files
 from unicron.transition.snapshot.double_buffer import BUFFERS, Turns
-from unicron.transition.snapshot.images import STATE, SUFFIX, Image, Key, folder, inventory
+from unicron.transition.snapshot.images import STATE, SUFFIX, Image, Key, inventory, memory_folder
 
 EVERY = "UNICRON_MEMORY_EVERY"
 COPIES = "UNICRON_STATE_COPIES"
@@ -47,7 +47,7 @@ class Settings:
         text = environment.get(EVERY) or "1"
         if not text.isdecimal():
             raise ValueError(f"{EVERY}={text!r}: write a number of iterations, 1 or more; 0 keeps nothing in memory")
-        return cls(folder(environment) if int(text) else None, int(text))
+        return cls(memory_folder(environment) if int(text) else None, int(text))
 
 
 def wanted_copies(environment: Mapping[str, str] = os.environ) -> int:
@@ -243,14 +243,14 @@ class Keeper:
         if room is None:
             return
         turns, image = room
-        image.begin()
+        image.mark_torn()
         data = contents.raw(image.data[: task.contents.size])
         if task.ready is None:
             self._fill(task, image, data)
         else:
             self._fetch(task, image.path, data)
         self._free.set()
-        image.finish(task.key, task.head, task.contents.size, contents.sums(data))
+        image.mark_whole(task.key, task.head, task.contents.size)
         if task.aside is not None:
             files.set_aside(image.path, task.aside)
         self.newest = task.key.iteration
@@ -262,10 +262,10 @@ class Keeper:
 
     def _fill(self, task: _Task, image: Image, data: torch.Tensor) -> None:
         """What a copy of these contents to this image needs stays with the image."""
-        repeated = image.repeated
-        if not isinstance(repeated, contents.Repeated) or repeated.contents is not task.contents:
-            repeated = image.repeated = contents.Repeated(task.contents, data)
-        repeated.fill(task.tensors)
+        copier, found = image.copier, task.contents
+        if not isinstance(copier, contents.Copier) or copier.tensors is not found.tensors:
+            copier = image.copier = contents.Copier(found.tensors, found.offsets, data, found.moving)
+        copier.copy(task.tensors)
 
     # ------------------------------------------------------------ from a card
     def _fetch(self, task: _Task, path: Path, data: torch.Tensor) -> None:
@@ -275,7 +275,7 @@ class Keeper:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             self._pin(path, data)
             stream.wait_event(task.ready)
-            contents.fill(task.tensors, task.contents.offsets, data, non_blocking=True)
+            contents.fill(task.tensors, task.contents.offsets, data)
             stream.synchronize()
 
     def _pin(self, path: Path, data: torch.Tensor) -> None:

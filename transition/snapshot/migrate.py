@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from unicron.detector.chaos.inject import injector
 from unicron.transition.iteration.pending import scalers
+from unicron.transition.snapshot.images import digest
 
 TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up
 CHUNK = 1 << 18  # 64-bit words that are summed at a time: their weights stay in the cache
@@ -376,29 +377,35 @@ def _spoil(tensor: torch.Tensor) -> None:
         raw[raw.numel() // 2] ^= 0x41
 
 
-@functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
-    """The odd numbers."""
-    return 2 * torch.arange(CHUNK, device=device, dtype=torch.int64) + 1
-
-
+# ------------------------------------------------------------ the checksum
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Two sums over the raw bytes as 64-bit words, modulo 2^64, the second with odd weights by position, so that
-    a permutation shows. Each word's upper half is mixed into its lower one before, else two flips of the top bit would
-    cancel. No single wrong word goes unseen. Shape (2,), int64, on the CPU."""
+    """The digest of a tensor's raw bytes (:func:`images.digest`), to compare with other ranks'. Shape (2,), int64, on
+    the CPU. What is on a card is summed there: to bring it to the host would take longer than to send it."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if not raw.is_cpu:
+        return sum_on_card(raw)
+    return torch.frombuffer(bytearray(digest(raw.numpy().data)), dtype=torch.int64)
+
+
+def sum_on_card(raw: torch.Tensor) -> torch.Tensor:
+    """Two sums over bytes as 64-bit words, modulo 2^64, the second with odd weights by position, so that a permutation
+    shows. The upper half of each word is mixed into its lower one before, else two flips of the top bit would cancel.
+    No single wrong word goes unseen. Shape (2,), int64, on the CPU."""
     if raw.storage_offset() % 8:
         raw = raw.clone()
     whole = raw.numel() // 8 * 8
     words, rest = raw[:whole].view(torch.int64), raw[whole:].to(torch.int64)
-    weights, mixed = _weights(raw.device), torch.empty_like(words[:CHUNK])
-    plain = rest.sum()
-    weighted = (rest * weights[: rest.numel()]).sum()
+    weights = _odd_numbers(raw.device)
+    plain, weighted = rest.sum(), (rest * weights[: rest.numel()]).sum()
     for begin in range(0, words.numel(), CHUNK):
         part = words[begin : begin + CHUNK]
-        part = torch.bitwise_right_shift(part, 32, out=mixed[: part.numel()]).bitwise_xor_(part)
-        total, scale = part.sum(), weights[: part.numel()]
+        part = torch.bitwise_right_shift(part, 32).bitwise_xor_(part)
+        total = part.sum()
         plain = plain + total
-        inner = torch.dot(part, scale) if part.device.type == "cpu" else (part * scale).sum()
-        weighted = weighted + inner + 2 * begin * total
+        weighted = weighted + (part * weights[: part.numel()]).sum() + 2 * begin * total
     return torch.stack([plain, weighted]).cpu()
+
+
+@functools.cache
+def _odd_numbers(device: torch.device) -> torch.Tensor:
+    return 2 * torch.arange(CHUNK, device=device, dtype=torch.int64) + 1

@@ -67,8 +67,7 @@ def load() -> Saved | None:
     there = world.everything()
     for choice in choices(there, world.size):
         images = [each for each in there if each.choice == choice]
-        content = world.shared(images) if choice.replicated else world.own(images)
-        if content is not None:
+        if (content := world.fetch(images)) is not None:
             if (keeper := _keeper(world)) is not None:
                 keeper.keep = choice.iteration
             return Saved(_unpacked(*content), choice.iteration)
@@ -104,10 +103,10 @@ class _Keeper:
             self._thread = None
         try:
             turns, image = self._room(iteration, base, len(head), size)
-            image.begin()
+            image.mark_torn()
             data = contents.raw(image.data[:size])
             contents.fill([tensor.reshape(-1) for tensor in tensors], offsets, data)
-            task = (turns, image, key, head, size, data)
+            task = (turns, image, key, head, size)
             # Of parts all ranks are to have the same one: this one is whole before others write over their older one.
             if not (replicated and self._beside(task)):
                 self._finish(*task)
@@ -139,8 +138,8 @@ class _Keeper:
         mine = (found.key for found in inventory(self._folder) if found.path in self._cuts.paths)
         return max((key.iteration for key in mine if key.base == base), default=-1)
 
-    def _finish(self, turns: Turns, image: Image, key: Key, head: bytes, size: int, data: torch.Tensor) -> None:
-        image.finish(key, head, size, contents.sums(data))
+    def _finish(self, turns: Turns, image: Image, key: Key, head: bytes, size: int) -> None:
+        image.mark_whole(key, head, size)
         turns.written(image.path)
         self.keep, self._quiet = -1, False
         if self._world.local == 0:

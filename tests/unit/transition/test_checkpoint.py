@@ -13,13 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgpack
 import pytest
 import torch
 
-from unicron.transition.snapshot import checkpoint, contents, folders
+from unicron.transition.snapshot import checkpoint, folders
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
-from unicron.transition.snapshot.migrate import TrainingState, plain
+from unicron.transition.snapshot.migrate import TrainingState
 
 
 def training(seed: int = 0, width: int = 3) -> TrainingState:
@@ -164,38 +163,6 @@ def test_another_model_is_said_to_be_one(tmp_path, state):
         Checkpoints(tmp_path).load(training(width=5))
 
 
-def test_a_file_of_the_release_before_is_still_read(tmp_path, state):
-    """One file for all, of a data-parallel job."""
-    tensors = [torch.full((2, 3), 5.0), torch.arange(4.0)]
-    torch.save({"version": 1, "header": b"all else", "tensors": tensors}, tmp_path / "iteration-00000005.pt")
-    mine, headers = [torch.zeros(2, 3), torch.zeros(4)], []
-    old = SimpleNamespace(adopt=headers.append, tensors=lambda: iter(mine))
-    assert Checkpoints(tmp_path).load(old) == 5
-    assert headers == [b"all else"] and all(map(torch.equal, mine, tensors))
-    written(tmp_path, state, 6, Writer())
-    written(tmp_path, state, 7, Writer())
-    assert names(tmp_path) == ["iteration-00000006", "iteration-00000007"], "and it makes room like any other"
-
-
-def test_files_of_torch_are_still_read_beside_images(tmp_path, state):
-    """As a checkpoint of this layout was before it was an image, and with one file of each kind."""
-    found, _ = contents.gathered(state)
-    opened = msgpack.unpackb(found.about)
-    tensors = [tensor.clone() for tensor in found.tensors]
-    index = [
-        (*place, keys, others | {key: tensors[number].view(shape) for key, (number, shape) in values.items()})
-        for *place, keys, others, values in opened["index"]
-    ]
-    data = {"version": 2, "iteration": 5, "layout": "", "groups": plain(state.optimizer.param_groups)}
-    data |= {"scheduler": state.scheduler.state_dict(), "scales": [], "seed": 4, "index": index, "tensors": tensors}
-    (tmp_path / "iteration-00000005").mkdir()
-    torch.save(data, tmp_path / "iteration-00000005" / Writer(place=1, size=2).name.replace(".image", ".pt"))
-    assert Checkpoints(tmp_path).found() == []
-    written(tmp_path, state, 5, Writer(place=0, size=2))
-    other = training(seed=3)
-    assert Checkpoints(tmp_path).load(other) == 5 and same(other, state)
-
-
 def test_one_that_is_all_damaged_is_never_taken_for_none(tmp_path, state):
     """Not even by a rank that starts after another one has found it so."""
     written(tmp_path, state, 5, Writer())
@@ -245,8 +212,8 @@ def test_what_one_left_because_others_wrote_after_it_goes_before_the_next_one_is
     for iteration in (1, 2, 3):
         written(tmp_path, state, iteration, one, two)
     assert iterations(tmp_path) == [1, 2, 3]
-    seen, sums = [], contents.sums
-    monkeypatch.setattr(contents, "sums", lambda data: seen.append(iterations(tmp_path)) or sums(data))
+    seen, digest = [], checkpoint.digest
+    monkeypatch.setattr(checkpoint, "digest", lambda data: seen.append(iterations(tmp_path)) or digest(data))
     written(tmp_path, state, 4, one)
     assert seen == [[2, 3]]
 
@@ -282,7 +249,7 @@ def test_what_goes_wrong_costs_that_checkpoint_alone(tmp_path, state, monkeypatc
         raise ValueError("no such thing")
 
     with monkeypatch.context() as broken:
-        broken.setattr(checkpoint.contents, "sums", fail)
+        broken.setattr(checkpoint, "digest", fail)
         checkpoints = Checkpoints(tmp_path, interval=1)
         checkpoints.save(state, 1)
         checkpoints.wait()

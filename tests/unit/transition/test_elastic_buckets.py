@@ -312,7 +312,7 @@ def test_what_is_not_trained_is_checked_with_the_shard_in_front_of_it(build, tmp
     for found in shards_in(memory):
         files.persist(found, saves)
     data = bytearray(first.read_bytes())
-    data[images.look(first).used - 60] ^= 1  # of the biases
+    data[images.read_page(first).used - 60] ^= 1  # of the biases
     first.write_bytes(data)
     model, optimizer = build(MOST, 0, torch.float32, frozen=True)
     with pytest.raises(CheckpointError, match="no checkpoint can be read"):

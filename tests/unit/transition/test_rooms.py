@@ -17,7 +17,7 @@ from unicron.transition.sharded.shard_files import Rooms, claimant
 from unicron.transition.snapshot import contents, files, images
 from unicron.transition.snapshot.cuts import Wanted
 from unicron.transition.snapshot.cutting import Cutting
-from unicron.transition.snapshot.images import PAGE, SHARD, BadImage, Found, Key, look
+from unicron.transition.snapshot.images import PAGE, SHARD, BadImage, Found, Key, read_page
 
 ELEMENTS = 3000
 CPU = torch.device("cpu")
@@ -62,11 +62,11 @@ def test_the_next_process_has_what_was_kept(tmp_path, store):
 def test_an_image_is_torn_from_when_its_room_is_taken_again_and_whole_until_then(store):
     room = keep(store, 1.0, key(3))
     store.give_back(room)
-    assert look(room.image.path).key.iteration == 1
+    assert read_page(room.image.path).key.iteration == 1
     with store.take(1, ELEMENTS, 100) as (again,):
         assert again is room
         with pytest.raises(BadImage, match="torn"):
-            look(room.image.path)
+            read_page(room.image.path)
 
 
 def test_a_room_is_not_written_before_the_thread_has_summed_it(store, monkeypatch):
@@ -104,7 +104,7 @@ def test_rooms_of_another_size_are_let_go_of_when_the_next_is_taken(tmp_path, st
     store.give_back(keep(store, 1.0, key(3)))
     assert len(list(tmp_path.iterdir())) == 1
     keep(store, 2.0, key(3, 2), 2 * ELEMENTS)
-    assert [look(path).data_bytes for path in tmp_path.iterdir()] == [8 * ELEMENTS]
+    assert [read_page(path).data_bytes for path in tmp_path.iterdir()] == [8 * ELEMENTS]
 
 
 def test_a_head_that_has_grown_gets_a_larger_image(store):
@@ -114,7 +114,7 @@ def test_a_head_that_has_grown_gets_a_larger_image(store):
         pass
     store.seal(larger, key(3, 2), bytes(10 * PAGE))
     store.settle()
-    assert larger is not room and look(larger.image.path).head_bytes == 10 * PAGE
+    assert larger is not room and read_page(larger.image.path).head_bytes == 10 * PAGE
     assert not room.image.path.exists()
 
 
@@ -176,7 +176,7 @@ def test_what_belongs_to_others_is_read_at_most_and_stays(tmp_path, store, said)
 def test_what_is_torn_or_flipped_or_of_another_model_is_passed_over_with_one_line_each(tmp_path, store, said):
     for version in range(1, 5):
         keep(store, float(version), key(3, version))
-    paths = {look(path).key.iteration: path for path in tmp_path.iterdir()}
+    paths = {read_page(path).key.iteration: path for path in tmp_path.iterdir()}
     flipped, torn = bytearray(paths[1].read_bytes()), bytearray(paths[2].read_bytes())
     flipped[-1] ^= 1
     torn[12:16] = bytes(4)
@@ -224,7 +224,7 @@ def test_a_bit_that_flips_in_a_living_ranks_memory_is_seen(store, said):
     room = keep(store, 1.0, key(3))
     assert store.sound(room)
     data = bytearray(room.image.path.read_bytes())
-    data[look(room.image.path).offset + 5] ^= 4
+    data[read_page(room.image.path).offset + 5] ^= 4
     with room.image.path.open("r+b") as file:
         file.write(data)
     assert not store.sound(room)
@@ -234,9 +234,9 @@ def test_a_bit_that_flips_in_a_living_ranks_memory_is_seen(store, said):
 
 def test_without_a_folder_nothing_is_written(monkeypatch, tmp_path):
     monkeypatch.delenv(images.FOLDER, raising=False)
-    assert images.folder() is None
+    assert images.memory_folder() is None
     monkeypatch.setenv(images.FOLDER, str(tmp_path))
-    assert images.folder() == tmp_path
+    assert images.memory_folder() == tmp_path
     store = Rooms(None, 3, CPU)
     assert keep(store, 1.0, key(3)).image is None and store.claim([3], 0, 1, usable) == []
 
@@ -259,7 +259,7 @@ def test_of_a_cut_there_is_an_image_that_the_next_states_do_not_overwrite(tmp_pa
         store.give_back(room)
 
     def kept() -> list[int]:
-        return sorted(look(path).key.iteration for path in tmp_path.glob("cut-shard-3-*"))
+        return sorted(read_page(path).key.iteration for path in tmp_path.glob("cut-shard-3-*"))
 
     for version, good in ((4, -1), (6, 4), (8, 4), (9, 8)):
         cuts.wanted = Wanted(version, good)
@@ -327,7 +327,7 @@ def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path,
     cuts, flat = Cutting(tmp_path, 3, said.append), torch.ones(ELEMENTS)
     store = Rooms(tmp_path, 3, CPU, tell=said.append, cuts=cuts)
     cuts.wanted = Wanted(4)
-    assert cuts.keep(key(3, 4), b"head", flat, bytes(16))
+    assert cuts.keep(key(3, 4), b"head", flat)
     store.drop_cuts()
     store.settle()
     (path,) = tmp_path.glob("cut-*")
@@ -339,7 +339,7 @@ def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path,
     store.settle()
     assert str(path) not in mapped.read_text() and not said
     cuts.wanted = Wanted(6)
-    assert cuts.keep(key(3, 6), b"head", flat, bytes(16)) and look(path).key.iteration == 6, "and begun anew"
+    assert cuts.keep(key(3, 6), b"head", flat) and read_page(path).key.iteration == 6, "and begun anew"
 
 
 def test_the_training_does_not_wait_while_cuts_are_removed(tmp_path, said, monkeypatch):
@@ -347,7 +347,7 @@ def test_the_training_does_not_wait_while_cuts_are_removed(tmp_path, said, monke
     cuts = Cutting(tmp_path, 3, said.append)
     store, go, unlink = Rooms(tmp_path, 3, CPU, tell=said.append, cuts=cuts), threading.Event(), os.unlink
     cuts.wanted = Wanted(4)
-    assert cuts.keep(key(3, 4), b"head", torch.ones(ELEMENTS), bytes(16))
+    assert cuts.keep(key(3, 4), b"head", torch.ones(ELEMENTS))
 
     def slowly(path, **how):
         assert threading.current_thread() is not threading.main_thread() and go.wait(20.0)
@@ -361,13 +361,13 @@ def test_the_training_does_not_wait_while_cuts_are_removed(tmp_path, said, monke
         room.flat.fill_(5.0)
     store.seal(room, key(3, 5), b"head")
     with pytest.raises(BadImage):
-        look(room.image.path)
+        read_page(room.image.path)
     assert list(tmp_path.glob("cut-*"))
     go.set()
     store.settle()
-    assert not list(tmp_path.glob("cut-*")) and look(room.image.path).key.iteration == 5 and not said
+    assert not list(tmp_path.glob("cut-*")) and read_page(room.image.path).key.iteration == 5 and not said
     monkeypatch.setattr(os, "unlink", unlink)
-    assert cuts.keep(key(3, 6), b"head", torch.ones(ELEMENTS), bytes(16))
+    assert cuts.keep(key(3, 6), b"head", torch.ones(ELEMENTS))
     monkeypatch.setattr(os, "unlink", slowly)
     go.clear()
     cuts.none = True

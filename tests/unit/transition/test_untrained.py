@@ -8,7 +8,7 @@ import torch
 from unicron.transition.snapshot.cuts import Wanted
 from unicron.transition.snapshot.cutting import Cutting
 from unicron.transition.snapshot.frozen import Untrained
-from unicron.transition.snapshot.images import UNTRAINED, inventory, look
+from unicron.transition.snapshot.images import UNTRAINED, inventory, read_page
 from unicron.transition.snapshot.migrate import TrainingState
 
 
@@ -123,7 +123,7 @@ def test_each_lies_where_it_says(tmp_path, said):
     fill(mine, 5.0)
     store = untrained(mine, tmp_path, said)
     store.keep()
-    found = look(store.image)
+    found = read_page(store.image)
     data, offsets = found.read()[1], store.offsets()
     module = mine.model[0].module
     for tensor in (module[1].weight, module.seen):

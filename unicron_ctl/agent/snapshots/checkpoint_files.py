@@ -17,7 +17,7 @@ from pathlib import Path
 from unicron.ctl.agent.snapshots.node_memory import Before, Memory
 from unicron.ctl.system.mailbox import Mailbox
 from unicron.transition.snapshot import files, folders
-from unicron.transition.snapshot.images import BadImage, Found, Key, look
+from unicron.transition.snapshot.images import BadImage, Found, Key, read_page
 
 FILE_LOOK_SECONDS = 0.5
 MOST_LOOK_SECONDS = 60.0  # between two looks whether a checkpoint is whole, each twice as long after the last one
@@ -104,8 +104,8 @@ class Files:
             what = f"couldn't save the training state of iteration {found.key.iteration}"
             self._said(f"{what}: {_words(error)}: {again}", True)
         with contextlib.suppress(OSError, BadImage):
-            if look(found.path) == found:  # else a rank has set aside another one meanwhile
-                files.let_go(found.path)
+            if read_page(found.path) == found:  # else a rank has set aside another one meanwhile
+                files.release_aside(found.path)
         if folders.prunes(found.key):
             self._first, self._prune_at, self._pause = found.key.iteration, 0.0, FILE_LOOK_SECONDS
 

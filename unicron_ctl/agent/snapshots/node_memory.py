@@ -16,7 +16,6 @@ import contextlib
 import fcntl
 import glob
 import itertools
-import math
 import os
 import re
 import secrets
@@ -30,6 +29,7 @@ from pathlib import Path
 
 from unicron.ctl.agent.connections.identity import Place, memory_every
 from unicron.transition.snapshot import files, folders
+from unicron.transition.snapshot.folders import Part
 from unicron.transition.snapshot.images import FOLDER, SHARD, STATE, BadImage, Found, Key, inventory
 from unicron.transition.snapshot.shared_memory import AWAY
 
@@ -42,8 +42,6 @@ BOTH = 2  # buffers in which a rank's state takes turns
 TURNS = 3  # nodes that have the same place: the first writes it at the job's end, the others what those before did not
 TURN_SECONDS = 5.0  # without a sign of the node before; Slurm's KillWait is 30 s
 Before = tuple[int, ...]  # the nodes that have the same place and come first
-Part = tuple[int, ...]  # of a checkpoint: place, of how many, shard, of how many
-_WHOLE = 0, 0  # of a file that does not change any more
 TRIES = 5  # to open a folder that others remove at the same time
 # Job, run, node, uid; an epilog knows the form. Where somebody else has taken the name, something is added to the run.
 _NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+(?:-[0-9a-f]+)?\.(.+)\.(\d+)")
@@ -155,18 +153,20 @@ class Memory:
         for each in parts:
             before = turn(each[0].key)
             if before is not None and len(before) < TURNS:
-                turns[before][_part(each[0].key)] = each
+                turns[before][folders.part_of(each[0].key)] = each
         first = turns.pop((), {})
         now = time.monotonic()
-        waiting = _look([_Turn(due, len(before), now, alone) for before, due in turns.items()], where.folder)
+        waiting = [_turn(due, len(before) * TURN_SECONDS, now, alone) for before, due in turns.items()]
+        waiting = _still_missing(waiting, where.folder)
         self._write(list(itertools.chain(*first.values())), where, prunes)
+        images = {part: due for each in turns.values() for part, due in each.items()}
         pause = TURN_SECONDS / 16
         while waiting:
             if ends.wait(max(0.0, min(pause, min(each.until for each in waiting) - time.monotonic()))):
                 return
-            waiting = _look(waiting, where.folder)
+            waiting = _still_missing(waiting, where.folder)
             now = time.monotonic()
-            due = [found for each in waiting if now >= each.until for found in each.missing()]
+            due = [found for each in waiting if now >= each.until for part in each.missing for found in images[part]]
             waiting = [each for each in waiting if now < each.until]
             self._write(due, where, prunes, last_first=True)
             pause *= 2
@@ -174,7 +174,7 @@ class Memory:
     def _write(self, images: list[Found], where: files.Destination, prunes: bool, last_first: bool = False) -> None:
         """Their files, the newest first. last_first: of each iteration the last part first. So a node that writes what
         another one writes after all, which it could not see, meets it in the middle: what is there stays as it is."""
-        images = sorted(images, reverse=last_first, key=lambda each: _part(each.key))
+        images = sorted(images, reverse=last_first, key=lambda each: folders.part_of(each.key))
         for found in sorted(images, reverse=True, key=lambda each: _age(each.key)):
             try:
                 path = files.persist(found, where.folder)
@@ -211,62 +211,21 @@ def _age(key: Key) -> tuple[int, int]:
     return key.iteration, key.base
 
 
-def _part(key: Key) -> Part:
-    return key.place, key.size, key.shard, key.count
+def _turn(due: Mapping[Part, list[Found]], patience: float, now: float, alone: bool) -> folders.Turn:
+    """due: of each part the images, the newest first."""
+    return folders.Turn({part: images[-1].key.iteration for part, images in due.items()}, patience, now, alone)
 
 
-class _Turn:
-    """What the same nodes have, too, and come first for. nodes: how many; due: of each part the images, newest first.
-    alone: all of one iteration, which others make no difference to.
-
-    A node writes its parts one after the other, so a file that comes or grows shows that all of these parts are in
-    hand, also those that nobody has begun. It says nothing of parts that other nodes come first for, which may have no
-    memory. Only what changes between two looks counts: what a process has left that died does not change.
-    """
-
-    def __init__(self, due: Mapping[Part, list[Found]], nodes: int, now: float, alone: bool):
-        self._due, self._patience, self._alone = due, nodes * TURN_SECONDS, alone
-        self._seen: dict[Path, tuple[int, int]] = {}
-        self._there: set[Part] = set()
-        self.until = now + self._patience  # this node's turn, where nothing happens any more
-
-    def look(self, begun: Iterable[folders.Begun], now: float) -> None:
-        """begun: the files that there are."""
-        ours = [each for each in begun if each.iteration >= self._oldest(each.part)]
-        seen = {each.path: _WHOLE if each.whole else _changes(each.path) for each in ours}
-        if any(self._seen.get(path) != what for path, what in seen.items()):
-            self.until = now + self._patience
-        self._seen |= seen
-        counts = (each for each in ours if not self._alone or each.iteration == self._oldest(each.part))
-        self._there |= {each.part for each in counts if each.whole}
-
-    def missing(self) -> list[Found]:
-        """The images of the parts of which there is no file of their iterations or, where that will do, a later one."""
-        return [found for part, images in self._due.items() if part not in self._there for found in images]
-
-    def _oldest(self, part: Part) -> float:
-        return self._due[part][-1].key.iteration if part in self._due else math.inf
-
-
-def _look(turns: list[_Turn], folder: Path) -> list[_Turn]:
-    """One look at the checkpoints in `folder`; returns those of which something is missing."""
+def _still_missing(turns: list[folders.Turn], folder: Path) -> list[folders.Turn]:
+    """Look at the checkpoints in `folder`; returns the turns of which something is missing."""
     begun: list[folders.Begun] = []
-    if turns:
+    if oldest := [iteration for each in turns for iteration in each.missing.values()]:
         with contextlib.suppress(OSError):
-            begun.extend(folders.begun(folder, min(found.key.iteration for each in turns for found in each.missing())))
+            begun.extend(folders.begun(folder, min(oldest)))
     now = time.monotonic()
     for each in turns:
-        each.look(begun, now)
-    return [each for each in turns if each.missing()]
-
-
-def _changes(path: Path) -> tuple[int, int]:
-    """What changes while somebody writes it."""
-    try:
-        status = path.stat()
-    except OSError:
-        return -1, -1  # it is gone, or has its own name by now
-    return status.st_size, status.st_mtime_ns
+        each.note_files(begun, now)
+    return [each for each in turns if each.missing]
 
 
 def _fit_for_files(found: Found) -> bool:

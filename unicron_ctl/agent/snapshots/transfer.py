@@ -36,11 +36,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
+import xxhash
 
-from unicron.ctl.agent.snapshots.sums import Sums, sound
 from unicron.ctl.system.addresses import join, listen_at, split
 from unicron.transition.snapshot.cuts import COPY_PREFIX
-from unicron.transition.snapshot.images import COPIED, PAGE, STATE, SUFFIX, USER, BadImage, Found, Key, inventory, look
+from unicron.transition.snapshot.images import (
+    COPIED,
+    PAGE,
+    STATE,
+    SUFFIX,
+    USER,
+    BadImage,
+    Found,
+    Key,
+    inventory,
+    read_page,
+)
 from unicron.transition.snapshot.shared_memory import allocate
 
 SILENT_SECONDS = 30.0  # without a byte; then a connection is given up
@@ -257,10 +268,11 @@ class Server:
 def examine(found: Found) -> str:
     """Somebody got it damaged. Where it is so here it is removed, and the text says so; empty where it is not."""
     try:
-        if sound(found):
-            return ""
+        _, data = found.read()
+        found.check(data)
+        return ""
     except BadImage:
-        pass  # its head is
+        pass
     found.path.unlink(missing_ok=True)
     return f"{found.path}: its data do not match their checksum; removed"
 
@@ -280,7 +292,7 @@ class _Draft:
     def __init__(self, folder: Path, length: int):
         if not PAGE <= length:
             raise BadImage(f"{length} bytes are no image")
-        self._folder, self._length, self._sums = folder, length, Sums()
+        self._folder, self._length, self._digest = folder, length, xxhash.xxh3_128()
         self._path = folder / f"{COPY_PREFIX}{os.getpid()}.{threading.get_native_id()}.new"
         self._file = self._path.open("wb")
         try:
@@ -301,8 +313,8 @@ class _Draft:
             self._file.write(piece)
             if not at:
                 self._file.flush()
-                offset = look(self._path).offset
-            self._sums.add(piece[min(len(piece), max(0, offset - at)) :])
+                offset = read_page(self._path).offset
+            self._digest.update(piece[min(len(piece), max(0, offset - at)) :])
             at += len(piece)
             if time.monotonic() > until:
                 raise TransferError(f"it came too slowly: {at} of {self._length} bytes")
@@ -312,16 +324,16 @@ class _Draft:
     def keep(self) -> Found:
         """It gets its name. Raises BadImage where its first page is not sound, Damaged where the rest is not."""
         self._file.flush()
-        found = look(self._path)
+        found = read_page(self._path)
         if found.key.kind not in COPIED:
             raise BadImage(f"an image of the kind {found.key.kind!r} is no copy")
         if found.used != self._length:
             raise BadImage(f"an image of {found.used} bytes came as {self._length}")
-        if self._sums.digest() != found.sums or not _head_is_sound(found):
+        if self._digest.digest() != found.digest or not _head_is_sound(found):
             raise Damaged("what came does not match its checksum")
         path = self._folder / copy_name(found.key)
         self._path.replace(path)
-        return look(path)
+        return read_page(path)
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
@@ -454,7 +466,7 @@ def _send_image(
 
 
 def _compare(found: Found) -> None:
-    if look(found.path) != found:
+    if read_page(found.path) != found:
         raise BadImage(f"{found.path}: overwritten while it was sent")
 
 

@@ -41,6 +41,11 @@ def test_own_nodes_first_then_the_node_that_gives_least_and_its_ranks_take_turns
     assert world().ways([there(0, 0), there(0, 1), there(0, 2)]) is None
 
 
+def test_what_all_ranks_have_saved_alike_comes_from_any_image_whatever_the_world_was():
+    ways = world(6).ways([There(node, "y", Choice(8, True, 1), 0, 17) for node in (0, 2)])
+    assert [way.sender for way in ways] == [0, 1, 2, 3, 0, 2], "the new node's ranks ask different nodes"
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 7)), max_size=40))
 def test_every_rank_gets_its_own_from_who_has_it_or_nobody_gets_anything(images):
     found = [there(2 * node, place, 8) for node, place in images]
@@ -67,7 +72,7 @@ def test_the_images_are_gone_through_once_however_many_ranks_there_are():
 
 def test_what_was_spoiled_on_its_way_is_seen_and_said(capsys):
     head, data = b"head", torch.arange(40, dtype=torch.uint8)
-    front = common._front((head, data)).tolist()
+    front = common._front((head, data))
     assert common._sound(head, data.clone(), front, 3) is not None
     other = data.clone()
     other[17] ^= 4

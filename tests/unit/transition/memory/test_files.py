@@ -8,11 +8,10 @@ from pathlib import Path
 
 import msgpack
 import pytest
-import torch
 
+from tests.support.flips import flip
 from unicron.transition.snapshot import contents, files
-from unicron.transition.snapshot.images import SHARD, SUFFIX, UNTRAINED, BadImage, Image, Key, look
-from unicron.transition.snapshot.migrate import CHUNK
+from unicron.transition.snapshot.images import SHARD, SUFFIX, UNTRAINED, BadImage, Image, Key, read_page
 
 MARK = "f00"
 
@@ -21,7 +20,7 @@ def image(folder: Path, key: Key, data: bytes, head: bytes = b"") -> Path:
     path = folder / f"{key.kind}-{key.slot}.{key.iteration}{SUFFIX}"
     made = Image(path, len(head), len(data))
     made.data[: len(data)] = data
-    made.finish(key, head, len(data), contents.sums(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+    made.mark_whole(key, head, len(data))
     return path
 
 
@@ -34,24 +33,35 @@ def untrained(folder: Path, data: bytes, number: int = 1, mark: str = MARK) -> P
     return image(folder, Key(UNTRAINED, 0, number, mark=mark), data)
 
 
-@pytest.mark.parametrize("size", [4, 7, 8, 12, 4096, 8 * CHUNK + 22])
-@pytest.mark.parametrize("further", [8, 8 * CHUNK + 64])
+@pytest.mark.parametrize("size", [4, 7, 8, 12, 4096, files.PIECE + 22])
+@pytest.mark.parametrize("further", [8, files.PIECE + 64])
 def test_the_checksum_of_two_is_that_of_what_stands_in_the_file(tmp_path, size, further):
     first, second = os.urandom(size), b"\xff" * 8 + os.urandom(further - 8)
-    found = look(shard(tmp_path, first))
+    found = read_page(shard(tmp_path, first))
     untrained(tmp_path, second)
-    made = look(files.persist(found, tmp_path / "saves"))
+    made = read_page(files.persist(found, tmp_path / "saves"))
     _, data = contents.read(made)  # which compares
     at = files.behind(size)
     assert bytes(data.numpy()) == first + bytes(at - size) + second and at % 8 == 0
 
 
 def test_of_several_it_is_the_one_that_the_shard_names(tmp_path):
-    found = look(shard(tmp_path, b"12345678"))
+    found = read_page(shard(tmp_path, b"12345678"))
     for number, mark in enumerate(("bad", MARK, "abc")):
         untrained(tmp_path, bytes([number]) * 8, number, mark)
     image(tmp_path, Key(UNTRAINED, 1, 9, place=1, size=2, mark=MARK), b"another ")
-    assert bytes(contents.read(look(files.persist(found, tmp_path / "saves")))[1].numpy()) == b"12345678" + b"\1" * 8
+    _, data = contents.read(read_page(files.persist(found, tmp_path / "saves")))
+    assert bytes(data.numpy()) == b"12345678" + b"\1" * 8
+
+
+@pytest.mark.parametrize("flipped", ["shard", "untrained"])
+def test_what_memory_has_damaged_makes_no_file(tmp_path, flipped):
+    made, rest = shard(tmp_path, b"12345678" * 64), untrained(tmp_path, b"frozen.." * 64)
+    found = read_page(made)
+    flip(found if flipped == "shard" else read_page(rest))
+    with pytest.raises(BadImage, match="do not match their checksum"):
+        files.persist(found, tmp_path / "saves")
+    assert not list((tmp_path / "saves").glob("*/*"))
 
 
 def test_both_stay_until_the_file_is_made_whatever_the_rank_does(tmp_path):
@@ -59,13 +69,13 @@ def test_both_stay_until_the_file_is_made_whatever_the_rank_does(tmp_path):
     files.set_aside(shard(tmp_path, b"12345678"), aside, rest)
     rest.unlink()
     (found,) = files.asides(tmp_path)
-    assert contents.read(look(files.persist(found, tmp_path / "saves")))[1].numel() == 16
-    files.let_go(found.path)
+    assert contents.read(read_page(files.persist(found, tmp_path / "saves")))[1].numel() == 16
+    files.release_aside(found.path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saves", f"shard-0.4{SUFFIX}"]
 
 
 def test_where_it_is_gone_there_is_no_file(tmp_path):
-    found = look(shard(tmp_path, b"12345678"))
+    found = read_page(shard(tmp_path, b"12345678"))
     with pytest.raises(BadImage, match="not in memory any more"):
         files.persist(found, tmp_path / "saves")
     assert not (tmp_path / "saves").exists()
@@ -75,11 +85,11 @@ def test_a_head_that_nobody_can_read_is_a_bad_image(tmp_path):
     head = msgpack.packb((b"model", 1.0, b"header", b"\xc1"))
     path = image(tmp_path, Key(SHARD, 0, 4, mark="00001"), b"12345678", head)
     with pytest.raises(BadImage, match="not an image of this release"):
-        files.persist(look(path), tmp_path / "saves")
+        files.persist(read_page(path), tmp_path / "saves")
 
 
 def test_one_that_is_overwritten_meanwhile_makes_no_file(tmp_path):
-    found = look(shard(tmp_path, b"12345678"))
+    found = read_page(shard(tmp_path, b"12345678"))
     untrained(tmp_path, b"frozen..")
     with pytest.raises(BadImage, match="overwritten"):
         files.persist(found, tmp_path / "saves", lambda size: untrained(tmp_path, b"another!", mark="abc") and None)
@@ -107,6 +117,6 @@ def test_the_next_process_of_a_slot_removes_what_its_last_one_had_begun_to_set_a
         files.set_aside(made, files.aside_path(tmp_path, slot, iteration), rest)
     for slot in (0, 1):
         files.aside_path(tmp_path, slot, 4).unlink()
-    files.tidy(tmp_path, 0)
+    files.remove_half_aside(tmp_path, 0)
     left = sorted(path.name for path in tmp_path.glob("due-*"))
     assert left == [f"due-0-6{SUFFIX}", "due-0-6.untrained", "due-1-4.untrained"]

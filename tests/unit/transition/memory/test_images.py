@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unicron.transition.snapshot import contents, images
-from unicron.transition.snapshot.images import PAGE, BadImage, Found, Image, Key, inventory, look
+from unicron.transition.snapshot.images import PAGE, BadImage, Found, Image, Key, inventory, read_page
 
 KEY = Key("state", 3, 17, place=1, size=2, base=4, mark="0123abcd")
 HEAD = b"what is in it" * 20
@@ -20,24 +20,23 @@ HEAD = b"what is in it" * 20
 
 def written(path: Path, key: Key = KEY, head: bytes = HEAD, count: int = 3000, seed: int = 0) -> Image:
     image = Image(path, len(head), count)
-    image.begin()
+    image.mark_torn()
     data = contents.raw(image.data[:count])
     data.copy_(torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
-    image.finish(key, head, count, contents.sums(data))
+    image.mark_whole(key, head, count)
     return image
 
 
 def sound(found: Found) -> tuple[Key, bytes, bytes]:
     """What a reader gets of it. Raises BadImage."""
     head, data = found.read()
-    if contents.sums(contents.raw(data)) != found.sums:
-        raise BadImage("its data do not match")
+    found.check(data)
     return found.key, head, bytes(data)
 
 
 def test_a_whole_one_is_what_was_written(tmp_path):
     image = written(tmp_path / "a.image")
-    found = look(image.path)
+    found = read_page(image.path)
     assert found.key == KEY and found.data_bytes == 3000
     assert sound(found)[1] == HEAD
     assert list(inventory(tmp_path)) == [found]
@@ -45,20 +44,20 @@ def test_a_whole_one_is_what_was_written(tmp_path):
 
 def test_it_is_torn_from_the_first_byte_that_changes_to_the_last(tmp_path):
     image = written(tmp_path / "a.image")
-    image.begin()
+    image.mark_torn()
     with pytest.raises(BadImage, match="torn"):
-        look(image.path)
+        read_page(image.path)
     assert list(inventory(tmp_path)) == []
     written(tmp_path / "b.image")
     assert [found.path.name for found in inventory(tmp_path)] == ["b.image"]
     Image(tmp_path / "c.image", 10, 10)
     with pytest.raises(BadImage):
-        look(tmp_path / "c.image")
+        read_page(tmp_path / "c.image")
 
 
 def test_what_is_read_changes_no_image(tmp_path):
     written(tmp_path / "a.image")
-    found = look(tmp_path / "a.image")
+    found = read_page(tmp_path / "a.image")
     before = sound(found)
     _, data = found.read()
     data[0] ^= 1
@@ -79,15 +78,15 @@ def test_what_does_not_fit_is_refused(tmp_path):
     image = written(tmp_path / "a.image")
     assert image.fits(PAGE, 3000) and not image.fits(PAGE + 1, 3000) and not image.fits(10, 3001)
     with pytest.raises(ValueError, match="room"):
-        image.finish(KEY, HEAD, 3001, bytes(16))
+        image.mark_whole(KEY, HEAD, 3001)
 
 
 def test_a_file_written_from_beginning_to_end_is_the_same(tmp_path):
     written(tmp_path / "a.image")
-    key, head, data = sound(look(tmp_path / "a.image"))
-    front = images.front(key, head, len(data), look(tmp_path / "a.image").sums)
+    key, head, data = sound(read_page(tmp_path / "a.image"))
+    front = images.file_front(key, head, len(data), images.digest(data))
     (tmp_path / "b.image").write_bytes(front + data)
-    assert sound(look(tmp_path / "b.image")) == (key, head, data)
+    assert sound(read_page(tmp_path / "b.image")) == (key, head, data)
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +98,10 @@ def whole(tmp_path_factory) -> tuple[Path, bytes]:
 
 def reads_as_before_or_not_at_all(path: Path, data: bytes, before: bytes) -> bool:
     path.write_bytes(before)
-    wanted = sound(look(path))
+    wanted = sound(read_page(path))
     path.write_bytes(data)
     try:
-        return sound(look(path)) == wanted
+        return sound(read_page(path)) == wanted
     except (BadImage, OSError):
         return True
 

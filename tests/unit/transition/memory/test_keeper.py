@@ -17,7 +17,7 @@ from unicron.transition.session.save_schedule import Saving
 from unicron.transition.snapshot import contents, files, images
 from unicron.transition.snapshot.checkpoint import Checkpoints
 from unicron.transition.snapshot.contents import Gatherer
-from unicron.transition.snapshot.images import BadImage, inventory, look
+from unicron.transition.snapshot.images import BadImage, inventory, read_page
 from unicron.transition.snapshot.keeper import Keeper, Settings
 from unicron.transition.snapshot.remembered import Remembered
 
@@ -35,13 +35,13 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
 def test_the_copy_is_of_the_moment_it_was_begun_though_buffers_change_after_it(tmp_path, monkeypatch):
     state, other = training(), training(seed=3)
     before, go = everything(state), threading.Event()
-    fill = contents.Repeated.fill
+    fill = contents.Copier.copy
 
     def late(*arguments, **keywords):
         assert go.wait(20)
         fill(*arguments, **keywords)
 
-    monkeypatch.setattr(contents.Repeated, "fill", late)
+    monkeypatch.setattr(contents.Copier, "copy", late)
     keeper = Keeper(tmp_path, 0, 1)
     keeper.copy(Gatherer(state), 5, 1, WRITER)
     state.model[0].module(torch.rand(5, 3))  # a forward pass changes the running mean
@@ -234,14 +234,14 @@ def test_what_is_set_aside_stays_as_it_is_while_the_copies_go_on_and_its_room_is
 
 
 def test_it_is_set_aside_though_no_copy_is_due_and_before_it_is_whole_there_is_nothing(tmp_path, monkeypatch):
-    keeper, sums = Keeper(tmp_path, 0, 5), contents.sums
+    keeper, mark_whole = Keeper(tmp_path, 0, 5), images.Image.mark_whole
     seen = []
 
-    def looked(data):
+    def looked(*about):
         seen.append((list(files.asides(tmp_path)), keeper.filing))
-        return sums(data)
+        return mark_whole(*about)
 
-    monkeypatch.setattr(contents, "sums", looked)
+    monkeypatch.setattr(images.Image, "mark_whole", looked)
     keeper.copy(Gatherer(training()), 3, 1, WRITER, aside=True)
     keeper.close()
     assert seen == [([], True)] and [each.key.iteration for each in files.asides(tmp_path)] == [3]
@@ -327,7 +327,7 @@ def test_where_there_is_no_room_for_a_cut_what_takes_turns_goes_on_and_it_is_sai
         keeper.copy(gatherer, iteration, 1, WRITER)
     keeper.close()
     (cut,) = tmp_path.glob("cut-*")
-    assert look(cut).key.iteration == 11 and len(said) == 1
+    assert read_page(cut).key.iteration == 11 and len(said) == 1
 
 
 def test_the_training_does_not_wait_while_much_is_removed(tmp_path, remembered, monkeypatch):

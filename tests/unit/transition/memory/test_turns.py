@@ -20,8 +20,8 @@ def paths(tmp_path: Path) -> list[Path]:
 def write(turns: Turns, iteration: int, keep: int = -1) -> str:
     """Write one as a process does; returns the file's name."""
     image: Image = turns.room(turns.next(keep), 4, 8)
-    image.begin()
-    image.finish(Key("state", 0, iteration), b"head", 8, bytes(16))
+    image.mark_torn()
+    image.mark_whole(Key("state", 0, iteration), b"head", 8)
     turns.written(image.path)
     return image.path.name
 
@@ -29,7 +29,7 @@ def write(turns: Turns, iteration: int, keep: int = -1) -> str:
 def test_they_take_turns_and_one_that_came_to_nothing_is_written_again(paths):
     turns = Turns(paths)
     assert [write(turns, iteration) for iteration in (5, 6, 7)] == ["a.image", "b.image", "a.image"]
-    turns.room(turns.next(), 4, 8).begin()
+    turns.room(turns.next(), 4, 8).mark_torn()
     assert turns.next() == paths[1], "the other one is whole"
 
 

@@ -12,7 +12,7 @@ import torch
 import unicron
 from unicron.transition.snapshot import user
 from unicron.transition.snapshot.cuts import Wanted, note
-from unicron.transition.snapshot.images import inventory, look
+from unicron.transition.snapshot.images import inventory, read_page
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(memory, capsys):
     written()
     newest = next(found for found in inventory(memory) if found.key.iteration == 2)
     data = bytearray(newest.path.read_bytes())
-    data[look(newest.path).offset + 7] ^= 1
+    data[read_page(newest.path).offset + 7] ^= 1
     newest.path.write_bytes(data)
     saved = unicron.memory.load()
     assert saved.iteration == 1 and "do not match" in capsys.readouterr().err

@@ -17,7 +17,6 @@ from unicron.ctl.agent.connections.identity import read_place
 from unicron.ctl.agent.loop.reports import Reports
 from unicron.ctl.agent.snapshots import transfer
 from unicron.ctl.agent.snapshots.peer_copies import AGAIN_SECONDS, FAILING_SECONDS, Copies
-from unicron.ctl.agent.snapshots.sums import sums
 from unicron.ctl.protocol import ranges, wire
 from unicron.detector.health.memory_limit import Left
 from unicron.transition.snapshot import shared_memory
@@ -41,9 +40,9 @@ class Side:
 
     def image(self, key: Key = KEY, name: str = "cut") -> None:
         made = Image(self.folder / f"{name}-{key.slot}-0{SUFFIX}", 100, len(DATA))
-        made.begin()
+        made.mark_torn()
         made.data[: len(DATA)] = DATA
-        made.finish(key, b"head", len(DATA), sums(memoryview(DATA)))
+        made.mark_whole(key, b"head", len(DATA))
 
     def holder(self, element: int) -> wire.Holder:
         return wire.Holder(element=element, address=self.copies.address, token=self.copies.token)

@@ -16,7 +16,7 @@ from unicron.ctl.agent.snapshots.checkpoint_files import Files
 from unicron.ctl.agent.snapshots.node_memory import Memory
 from unicron.ctl.protocol import wire
 from unicron.transition.snapshot import files, folders
-from unicron.transition.snapshot.images import STATE, SUFFIX, Image, Key, look
+from unicron.transition.snapshot.images import STATE, SUFFIX, Image, Key, read_page
 
 MARK = "0a1b2c3d"
 
@@ -36,7 +36,7 @@ def aside(memory: Memory, iteration: int, size: int = 100, base: int = 0, place:
     path = memory.folder / f"state-{place}-{iteration % 2}{SUFFIX}"
     image = Image(path, 10, size)
     image.data[:size] = os.urandom(size)
-    image.finish(Key(STATE, place, iteration, place, places, base=base, mark=MARK), b"head", size, b"0" * 16)
+    image.mark_whole(Key(STATE, place, iteration, place, places, base=base, mark=MARK), b"head", size)
     name = files.aside_path(memory.folder, place, iteration)
     files.set_aside(path, name)
     return name
@@ -143,7 +143,7 @@ def test_what_a_rank_sets_aside_anew_while_the_agent_writes_the_one_before_becom
     wait_for(lambda: not name.exists(), "the file")
     writer.close()
     (path,) = (tmp_path / "saves").glob(f"*/*{SUFFIX}")
-    assert bases == [0, 7] and look(path).key.base == 7 and not list(memory.folder.glob("*.new"))
+    assert bases == [0, 7] and read_page(path).key.base == 7 and not list(memory.folder.glob("*.new"))
 
 
 def test_two_threads_of_one_process_write_no_file_of_the_same_name(tmp_path: Path) -> None:

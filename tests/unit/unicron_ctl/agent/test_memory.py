@@ -16,7 +16,6 @@ from tests.support.processes import wait_for
 from unicron.ctl.agent.connections.identity import Place
 from unicron.ctl.agent.snapshots import node_memory as agent_memory
 from unicron.ctl.agent.snapshots.node_memory import FORGOTTEN_SECONDS, TURN_SECONDS, Memory, sweep, within
-from unicron.ctl.agent.snapshots.sums import sums
 from unicron.ctl.protocol import wire
 from unicron.ctl.system.errors import UserError
 from unicron.transition.snapshot import files, folders
@@ -155,10 +154,10 @@ def kept(memory: Memory, *iterations: int, data: bytes = b"12345678", places: in
     """What ranks of this node have left."""
     for iteration, place in itertools.product(iterations, range(places)):
         made = Image(memory.folder / f"state-{place}-{iteration}.image", 100, len(data))
-        made.begin()
+        made.mark_torn()
         made.data[: len(data)] = data
         key = Key("state", slot=place, iteration=iteration, place=place, size=places, base=1, mark=MARK)
-        made.finish(key, b"head", len(data), sums(memoryview(data)))
+        made.mark_whole(key, b"head", len(data))
 
 
 @pytest.fixture

@@ -11,11 +11,10 @@ import pytest
 
 from tests.support.processes import wait_for
 from unicron.ctl.agent.snapshots import transfer
-from unicron.ctl.agent.snapshots.sums import sums
 from unicron.ctl.agent.snapshots.transfer import Meter, NoRoom, Server, TransferError, copy_name, find, get, put
 from unicron.detector.health.memory_limit import Left
 from unicron.transition.snapshot import shared_memory
-from unicron.transition.snapshot.images import SUFFIX, USER, BadImage, Found, Image, Key, inventory, look
+from unicron.transition.snapshot.images import SUFFIX, USER, BadImage, Found, Image, Key, inventory, read_page
 
 DATA = bytes(range(256)) * 40_000  # three pieces
 METER = Meter()
@@ -41,10 +40,10 @@ def there(tmp_path: Path):
 
 def image(folder: Path, key: Key, data: bytes = DATA) -> tuple[Image, Found]:
     made = Image(folder / f"cut-{key.slot}-0{SUFFIX}", 100, len(data))
-    made.begin()
+    made.mark_torn()
     made.data[: len(data)] = data
-    made.finish(key, b"head", len(data), sums(memoryview(data)))
-    return made, look(made.path)
+    made.mark_whole(key, b"head", len(data))
+    return made, read_page(made.path)
 
 
 KEY = Key("state", slot=3, iteration=70, place=1, size=2, base=4, mark="aa")
@@ -95,7 +94,7 @@ def test_what_is_overwritten_while_it_is_sent_is_not_kept(here: Path, there, mon
     sendfile = socket.socket.sendfile
 
     def slowly(connection: socket.socket, file, offset: int, count: int) -> int:
-        made.begin()
+        made.mark_torn()
         return sendfile(connection, file, offset, count)
 
     monkeypatch.setattr(socket.socket, "sendfile", slowly)
