@@ -149,7 +149,7 @@ def first_life(out: Path, memory: Path, **settings: str) -> None:
     assert set(map(tuple, ranks.exits.values())) == {(-14,)}
     for found in files.asides(memory):
         files.persist(found, Path(settings["TINY_CHECKPOINTS"]))
-        files.let_go(found.path)
+        files.release_aside(found.path)
 
 
 def images(memory: Path, shard: int) -> list[Path]:
