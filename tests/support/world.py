@@ -16,7 +16,7 @@ from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.model.fold import replay
 from unicron.ctl.controller.model.job_state import JobState
-from unicron.ctl.controller.model.requests import Greeting, Knock, Poll, Probe, Run
+from unicron.ctl.controller.model.requests import Knock, Poll, Probe, Run
 from unicron.ctl.controller.server.worker import perform
 from unicron.ctl.protocol import shared_plans, wire
 from unicron.ctl.protocol.reach import Reach
@@ -586,10 +586,8 @@ class World:
                 for place, target in enumerate(request.targets):
                     if target:
                         core.on_probe(request, place, self.answer("", target))
-            case Greeting():
-                core.on_greeting(request, self.answer("", request.address))
             case Knock():
-                core.on_knock(request, self.answer("", f"{request.node}:slurmd"))
+                core.on_knock(request, self.answer("", request.address))
             case Poll():
                 if self.slurm.refuse:
                     core.on_slurm_error(self.slurm.refuse)

@@ -86,8 +86,8 @@ def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
             "pid": os.getpid(),
             "since": core.view.started_at,
             "time": core.now,
-            "alone_since": core.view.inquiries.alone_since,
-            "most_silent_since": core.view.inquiries.most_since,
+            "alone_since": core.view.suspicions.alone_since,
+            "most_silent_since": core.view.suspicions.most_since,
             "modes": modes(core),
             "events": core.state.last_event,
             "slurm": {
@@ -109,7 +109,7 @@ def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
 def _silent(core: Core, state: JobState) -> list[str]:
     """Elements that this controller does not hear and does not take for lost."""
     view, lease = core.view, core.config.lease
-    found = [one for (job, _), one in sorted(view.inquiries.open.items()) if job == state.job]
+    found = [one for (job, _), one in sorted(view.suspicions.open.items()) if job == state.job]
     return [f"{one.element} ({one.node})" for one in found if core.now - one.since > lease]
 
 
@@ -285,7 +285,7 @@ def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[
     names = seen.by_name if seen else {}
     odd = _anomalies_of_nodes(core) if asker.admin else {}
     mine = privacy.own_jobs(core.view, asker)
-    waiting, asked = _waiting(core), core.view.inquiries.nodes()
+    waiting, asked = _waiting(core), core.view.suspicions.nodes()
     listed = []
     for name in sorted({*names, *agents}):
         info, view, known = names.get(name), agents.get(name), core.state.nodes.get(name)

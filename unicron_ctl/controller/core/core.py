@@ -21,7 +21,7 @@ import msgspec
 
 from unicron.ctl.controller.core.intake import Intake
 from unicron.ctl.controller.core.turn import Turns
-from unicron.ctl.controller.failure_detector import doors, network_partitions, probes, silence
+from unicron.ctl.controller.failure_detector import ending_nodes, leases, network_partitions, probes, self_suspicion
 from unicron.ctl.controller.job import adoption, candidates, confirmation
 from unicron.ctl.controller.job.desk import JobDesk
 from unicron.ctl.controller.job.modes import mode_of
@@ -40,7 +40,7 @@ from unicron.ctl.controller.model.finding import Finding, What
 from unicron.ctl.controller.model.fold import fold
 from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.model.live import Live
-from unicron.ctl.controller.model.requests import Action, Greeting, Knock, Probe, Run
+from unicron.ctl.controller.model.requests import Action, Knock, Probe, Run
 from unicron.ctl.controller.model.throttle import OF_A_JOB, OF_AN_OWNER, Written
 from unicron.ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron.ctl.controller.nodes import isolation, readmission
@@ -227,7 +227,8 @@ class Core:
             return
         self._dirty.add(finding.job)
         if finding.what in (What.HANG, What.COLLECTIVE):
-            self.take(network_partitions.begin(self.view, self.view.job(job), finding.slots))
+            known = self.view.job(job)
+            self.take(network_partitions.start_survey(self.view, known, known.live.survey, finding.slots))
         if finding.what is What.HANG and not finding.seen:
             iterations.suspected(self.desk(job).watch, finding, job.failures[-1].id)
 
@@ -380,7 +381,7 @@ class Core:
         self.last_tick = now
         self._contained("", "agents that wait for Slurm's word", self.intake.overdue)
         self._contained("", "what nodes said", self._settle_node_events)
-        self._contained("", "agents' doors", lambda: self.take(doors.look(self.view)))
+        self._contained("", "slurmds that may be asked", lambda: self.take(ending_nodes.greet_slurmds(self.view)))
         self._contained("", "silent agents", self._silence)
         if self.view.alone:
             self._contained(
@@ -412,25 +413,25 @@ class Core:
     def _excuse(self, seconds: float) -> None:
         """Nobody was late in these seconds but this process, or its network."""
         self.view.live.shift(seconds)
-        self.view.inquiries.shift(seconds)
+        self.view.suspicions.shift(seconds)
         for desk in self.desks.values():
             desk.watch.shift(seconds)
         self.view.started_at += seconds
 
     def _heard_again(self) -> None:
         """Somebody is heard after nobody was."""
-        since = self.view.inquiries.alone_since
+        since = self.view.suspicions.alone_since
         if since is not None:
-            self.take(silence.heard_again(self.view))
+            self.take(self_suspicion.end_alone(self.view))
             self._excuse(self.now - since)
             self.view.live.renew(self.now)
-            self.view.inquiries.renew(self.now)
+            self.view.suspicions.renew_ending(self.now)
 
     def _silence(self) -> None:
-        for agent in silence.late(self.view):
+        for agent in leases.late_agents(self.view):
             if self.view.unread(agent.route):  # it is not silent: this controller is behind
                 self.view.live.heard(agent, self.now)
-        outcome = silence.look(self.view)
+        outcome = leases.check_leases(self.view)
         for finding in outcome.findings:
             self._fell_silent(finding)
         self.take(outcome)
@@ -455,7 +456,7 @@ class Core:
         for finding in list(overdue.look(self.view, self.clocks, job)):
             self.judge(finding)
         self.take(iterations.look(self.view, view, desk.times, desk.watch))
-        self.take(network_partitions.look(self.view, view))
+        self.take(network_partitions.check_partitions(self.view, view, view.live.survey))
         period = self.config.metrics_seconds
         self.take(outliers.look(job, desk.peers, desk.times.phases.comparable, period, self.now))
         if job.restart_mode:
@@ -467,11 +468,7 @@ class Core:
     # ------------------------------------------------------------ results of slow work
     def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
         """What came of trying one of the addresses; the next tick judges."""
-        probes.probed(self.view.inquiries, probe, place, answer)
-
-    def on_greeting(self, greeting: Greeting, answer: Reach | None) -> None:
-        """An agent's door was tried while all was well."""
-        doors.answered(self.view, greeting, answer)
+        probes.on_probe(self.view.suspicions, probe, place, answer)
 
     def on_slurm_error(self, message: str) -> None:
         """Slurm did not answer the question."""
@@ -533,8 +530,10 @@ class Core:
         self._contained(action.job, f"Slurm's answer to {action.label}", self._action_done, action, error)
 
     def on_knock(self, request: Knock, answer: Reach | None) -> None:
-        """The slurmd of a node that was set down answers again, or does not."""
-        readmission.reached(self.view, self.slurm.gate, request.node, answer is Reach.REACHED)
+        """The slurmd of a node was tried."""
+        ending_nodes.on_knock(self.view, request, answer)
+        if self.state.node(request.node).downed:
+            readmission.reached(self.view, self.slurm.gate, request.node, answer is Reach.REACHED)
 
     def _action_done(self, action: Action, error: str) -> None:
         self.slurm.under_way.discard(action.key)

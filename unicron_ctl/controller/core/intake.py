@@ -69,8 +69,8 @@ class Intake:
                         self._desk(job).peers.take(agent, message, self._view.now)
             case wire.Reached():
                 if (agent := self._of_agent(route, key, message)) is not None:
-                    probes.answered(self._view.inquiries, agent, message)
-                    network_partitions.answered(self._view.job(self._view.state.jobs[message.job]), agent, message)
+                    probes.on_reached(self._view.suspicions, agent, message)
+                    network_partitions.on_reached(self._view.live.jobs[message.job].survey, agent, message)
             case wire.Held():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     adoption.recalled(self._view.job(self._view.state.jobs[message.job]), agent, message)
@@ -424,7 +424,7 @@ class Intake:
         return out
 
     def suspect(self, agent: AgentView) -> Outcome:
-        """Somebody says that the agent has ended: it is asked, and so are others (`sense.silence`)."""
+        """Somebody says that the agent has ended: it is asked, and so are others (`failure_detector.leases`)."""
         out = Outcome()
         if agent.alive and agent.suspect_since is None:
             self._view.live.suspect(agent, self._view.now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from unicron.ctl.controller.failure_detector import elsewhere
+from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.job import adoption, job_events, spares, transitions
 from unicron.ctl.controller.job.desk import JobDesk
 from unicron.ctl.controller.job.modes import Happening
@@ -120,8 +120,8 @@ class Turns:
             for look in (progress.late_to_stop, progress.never_entered):
                 self._take(look(self._view, view, desk.times))
             self._ask_witnesses(job, view)
-            for agent in elsewhere.unbound(self._view, view):
-                over = elsewhere.last_vote(job, agent)
+            for agent in quorum.agents_with_free_votes(self._view, view):
+                over = quorum.last_vote(job, agent)
                 self._order(agent, f"over {over}", wire.Ping(over=over))
 
     def _unblock(self, job: JobState, view: JobView) -> None:
@@ -132,15 +132,13 @@ class Turns:
             view.live.touched.update(job.elements(job.hit(view.live.blocked)))
 
     def _ask_witnesses(self, job: JobState, view: JobView) -> None:
-        """After a rank stopped by itself every agent is asked whether it lives. About the last few that do not answer
-        others are asked (`sense.doors`)."""
+        """After a rank stopped by itself every agent is asked whether it lives."""
         if job.phase is Phase.BREAKING:
             return
         latest = self._view.now - progress.WITNESS_SECONDS
         since = max((at for at in view.live.stopped.values() if at <= latest), default=None)
         if since is not None:
             for agent in progress.unheard_since(view, since):
-                self._view.live.unanswered.setdefault((agent.job, agent.element), self._view.now)
                 self._order(agent, f"ping {since}", wire.Ping())
 
     def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:

@@ -1,23 +1,17 @@
 """Nodes that end after an agent on them did.
 
-A node that is shut down ends its processes before its network: for a moment its kernel refuses connections, at the
-agent's door and at slurmd's port. That says that the agent died, and nothing of the node. Where nobody reached the
-node's slurmd in that moment, the node stays under question. So it does where Slurm still runs an element whose agent
-has died or left: a shutdown may ask processes to end, and slurmd may answer for a while. Each round this controller's
-own sockets and up to two living agents try the agent's door and the node's slurmd.
+A node that is shut down ends its processes before its network: for a moment its kernel refuses connections at the
+agent's door and at slurmd's port. That says that the agent died, and nothing about the node. So a node stays under
+question where nobody reached its slurmd in that moment, or where Slurm still runs an element whose agent died or left.
+The node is lost when nobody has reached its slurmd for UNREACHED_SECONDS: not the controller's own sockets, and no
+witness or, where nobody can be asked, not Slurm.
 
-- It ends quietly, in doubt for the node: when this controller reaches one of them, when an agent speaks from there,
-  when Slurm has the node out of service or does not run the element there any more, when the job is over, and after
-  `state_wait_seconds`. An agent that says that it is reached may lie, about another job's element, too: the count
-  begins anew.
+- In doubt for the node, the question ends quietly (`_is_over`). An agent that claims to reach the node may lie, so it
+  only begins the count anew.
 - A door that refuses while slurmd is silent says nothing: the kernel lives, and something drops what comes for slurmd.
-- A refusal at slurmd's port counts only where this controller has reached slurmd before (`doors`), and reaches another
-  node's now (the control): it may listen at another port, and something on the way may refuse.
-- The node is lost when nobody has reached its slurmd for UNREACHED_SECONDS: by this controller's own sockets, and by
-  the witnesses or, where nobody can be asked, by Slurm.
-- While the controller hears nobody, or suspects itself (`sense.together`), nothing counts.
-
-The log says which agents died. What was asked about their nodes is lost with the process, and asked again.
+- A refusal at slurmd's port counts only where this controller has reached slurmd before (`greet_slurmds`), and reaches
+  another node's now (the control): slurmd may listen elsewhere, and a firewall may refuse.
+- While the controller hears nobody or suspects itself, nothing counts.
 """
 
 from __future__ import annotations
@@ -25,144 +19,186 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from unicron.ctl.controller.failure_detector import doors, elsewhere, probes
-from unicron.ctl.controller.failure_detector.probes import ANSWER_SECONDS, ROUND_SECONDS, Sight
+from unicron.ctl.controller.failure_detector import probes, quorum
+from unicron.ctl.controller.failure_detector.probes import ANSWER_SECONDS, ROUND_SECONDS, Tick
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.finding import Finding, Source, What
-from unicron.ctl.controller.model.inquiry import OWN, Ending, Inquiry, Key, Word
 from unicron.ctl.controller.model.job_state import AGENT_DIED
+from unicron.ctl.controller.model.requests import Knock
+from unicron.ctl.controller.model.suspicion import OWN, Answer, EndingNode, Key, Suspicion
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.protocol.reach import Reach
 
-# An admin who starts slurmd again must not lose the node: it listens again after 1 to 3 s. A node that ends needs no
-# more: what it runs has been left out already, and only its place in Slurm waits for this.
+# An admin who starts slurmd again must not lose the node: it listens again after 1 to 3 s. A node that ends is in no
+# hurry: its ranks have been left out already, and only its element's place in Slurm waits for this.
 UNREACHED_SECONDS = 6.0
-ROUNDS = 3  # the fewest in that time: one whose answers are lost says nothing
-# Nodes that are asked about at once, the others wait: when a rack is shut down, each own try that gets no answer
-# keeps one of 64 threads for most of a second, and the limits let few nodes be taken anyhow.
+ROUNDS = 3  # the fewest in that time: a round whose answers are lost says nothing
+# Nodes that are asked about at once. When a rack is shut down, each own probe without an answer keeps one of 64 threads
+# for most of a second, and the limits let few nodes be taken anyhow.
 AT_ONCE = 32
-STAY_SECONDS = 5.0  # between two looks for elements that Slurm still runs without their agents
+LEFTOVER_SECONDS = 5.0  # between two looks for elements that Slurm still runs without their agents
 REACHED_SECONDS = 15.0  # after a node was reached, until it is asked about again for such an element
 OUT_OF_SERVICE = frozenset({"DOWN", "DRAIN", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"})
+GREETINGS = 8  # slurmds that are tried at once while all is well, of 64 threads
+GREET_AGAIN_SECONDS = 300.0  # between two tries of a slurmd that has not answered
 
 
-def begin(view: View, inquiry: Inquiry) -> None:
-    """Its agent died, and nobody reached its node's slurmd. Where Slurm does not know the node nobody can be asked."""
-    _begin(view, inquiry.job, inquiry.element, inquiry.since, inquiry.reached)
-    own, one = inquiry.words.get(OWN), view.inquiries.ending.get(inquiry.node)
-    if one is not None and own is not None and own.slurmd is Reach.REFUSED:
-        one.refused = True
+# ---------------------------------------------------------------- which slurmds are known to answer
+def greet_slurmds(view: View) -> Outcome:
+    """Tries the slurmds of nodes with agents, a few at a time, while all is well: only a port that has answered can
+    refuse."""
+    out, live = Outcome(), view.live
+    if view.alone or view.slurm.seen is None:
+        return out
+    while live.greet_at and len(live.greeted) < GREETINGS:
+        node, due = next(iter(live.greet_at.items()))
+        if due > view.now:
+            break
+        live.greet_at[node] = view.now + GREET_AGAIN_SECONDS
+        live.greet_at.move_to_end(node)
+        address = probes.slurmd_address(view, node)
+        if address and not slurmd_known(view, node, address):
+            live.greeted.add(node)
+            out.requests.append(Knock(node, address))
+    return out
 
 
-def _recall(view: View) -> None:
-    """After a start: nobody knows any more whose slurmd was reached when their agents died."""
-    for job in view.state.jobs.values():
-        for element, record in job.agents.items() if not job.over else ():
-            if record.gone == AGENT_DIED:
-                _begin(view, job.job, element, view.started_at, None)
+def on_knock(view: View, knock: Knock, answer: Reach | None) -> None:
+    """A slurmd was tried; None where the try itself failed."""
+    view.live.greeted.discard(knock.node)
+    if answer is Reach.REACHED:
+        view.live.slurmds[knock.node] = knock.address
 
 
-def _stay(view: View) -> None:
-    """Slurm still runs elements whose agents have ended: most are about to end, but the node may be, too."""
-    inquiries = view.inquiries
-    inquiries.stay_look_at = view.now + STAY_SECONDS
-    inquiries.answered = {node: at for node, at in inquiries.answered.items() if view.now - at < REACHED_SECONDS}
-    for job in view.state.jobs.values():
-        for element, record in job.agents.items() if not job.over else ():
-            if not record.ended_early or record.node in inquiries.ending or record.node in inquiries.answered:
-                continue
-            if (job.job, element) in _died(view, record.node):
-                _open(view, job.job, element, view.now, None)
+def slurmd_known(view: View, node: str, address: str) -> bool:
+    """The node's slurmd has answered at this address, so a refusal there means something."""
+    return bool(address) and address in (view.live.slurmds.get(node), view.state.node(node).slurmd)
 
 
-def _begin(view: View, job: str, element: int, since: float, reached: bool | None) -> None:
-    """For `sense.together` its node is silent until somebody reaches it."""
-    one = _open(view, job, element, since, reached)
-    if one is not None:
-        view.inquiries.judged[job, element] = one
-
-
-def _open(view: View, job: str, element: int, since: float, reached: bool | None) -> Ending | None:
-    inquiries, record = view.inquiries, view.state.jobs[job].agents[element]
-    targets = probes.targets(view, record.node, record.door)
-    if not targets[1]:
-        return None
-    one = inquiries.ending.get(record.node)
-    if one is None:
-        one = Ending(job, element, record.agent, record.node, since, targets, reached=reached)
-        one.opened = view.now
-        inquiries.ending[record.node] = one
-    return one
-
-
-def look(view: View, sight: Sight, out: Outcome) -> None:
-    """Asks, and reports the nodes that are lost. Only `sense.silence` calls it, at every tick."""
-    inquiries = view.inquiries
-    settled = view.now - view.started_at > view.config.restart_grace and view.slurm.seen is not None
-    if settled and not inquiries.asked_again:
-        inquiries.asked_again = True
-        _recall(view)
-    if settled and view.now >= inquiries.stay_look_at:
-        _stay(view)
-    for node, one in list(islice(inquiries.ending.items(), AT_ONCE)):
-        if one.until is None or view.alone or inquiries.doubt:
-            one.until = view.now + view.config.state_wait_seconds
-        died = list(_died(view, node))
-        if _over(view, one, died):
-            inquiries.close_ending(node)
-            inquiries.answered[node] = view.now
-            continue
-        _note_slurmd(view, node, out)
-        if (one.job, one.element) not in died:  # others died there, too: theirs are the witnesses now
-            _follow(view, one, *died[0])
-        if view.alone:
-            inquiries.anew(one, view.now)
-            continue
-        if inquiries.doubt:  # it is asked all the same: whoever is reached is not silent
-            one.unreached, one.counted = 0, True
-        elif _count(view, sight, one) and _lost(view, one):  # and again after the next round, if it is not believed
-            out.findings += [_finding(view, sight, one, key) for key in died]
-        if not one.number or (view.now - one.begun > ROUND_SECONDS and not one.probing):
-            inquiries.begin_round(one, view.now)
-            door = view.state.jobs[one.job].agents[one.element].door
-            one.counted, one.targets = False, probes.targets(view, node, door)
-        probes.ask(view, sight, one, out)
-
-
-def _note_slurmd(view: View, node: str, out: Outcome) -> None:
-    """The next controller, too, is to know that a refusal there means something."""
+def _record_slurmd(view: View, node: str, out: Outcome) -> None:
+    """Tells the next controller, too, where slurmd has answered."""
     address = view.live.slurmds.get(node)
     if address and view.state.node(node).slurmd != address:
         reason = f"the slurmd of {node} has answered at {address}"
         out.record(None, records.SlurmdReached(node=node, address=address, reason=reason))
 
 
-def _follow(view: View, one: Ending, job: str, element: int) -> None:
-    """Another agent that died there speaks for the node from now on, and asks its own job's agents."""
-    one.job, one.element, one.agent = job, element, view.state.jobs[job].agents[element].agent
-    view.inquiries.anew(one, view.now)
+# ---------------------------------------------------------------- which nodes are under question
+def open_ending_node(view: View, suspicion: Suspicion) -> None:
+    """The suspected agent died, and nobody reached its node's slurmd."""
+    _open_silent(view, suspicion.job, suspicion.element, suspicion.since, suspicion.reached)
+    own, ending = suspicion.answers.get(OWN), view.suspicions.ending_nodes.get(suspicion.node)
+    if ending is not None and own is not None and own.slurmd is Reach.REFUSED:
+        ending.refused = True
 
 
-# ---------------------------------------------------------------- how it ends quietly
-def _died(view: View, node: str) -> Iterator[Key]:
-    """The elements whose agents died or left on the node, and that Slurm still runs there: they wait for it."""
+def _recall_ending_nodes(view: View) -> None:
+    """Opens the nodes on which agents died before this controller's start: whose slurmd was reached is not in the
+    log."""
+    for job in view.state.jobs.values():
+        for element, record in job.agents.items() if not job.over else ():
+            if record.gone == AGENT_DIED:
+                _open_silent(view, job.job, element, view.started_at, None)
+
+
+def _open_leftovers(view: View) -> None:
+    """Opens nodes on which Slurm still runs elements whose agents have ended: most elements are about to end, but the
+    node may be, too."""
+    suspicions = view.suspicions
+    suspicions.leftovers_check_at = view.now + LEFTOVER_SECONDS
+    suspicions.answered = {node: at for node, at in suspicions.answered.items() if view.now - at < REACHED_SECONDS}
+    for job in view.state.jobs.values():
+        for element, record in job.agents.items() if not job.over else ():
+            known = record.node in suspicions.ending_nodes or record.node in suspicions.answered
+            if record.ended_early and not known and (job.job, element) in _leftovers(view, record.node):
+                _open(view, job.job, element, view.now, None)
+
+
+def _open_silent(view: View, job: str, element: int, since: float, reached: bool | None) -> None:
+    """Opens the node, which counts as silent for self-suspicion until somebody reaches it."""
+    ending = _open(view, job, element, since, reached)
+    if ending is not None:
+        view.suspicions.given_up[job, element] = ending
+
+
+def _open(view: View, job: str, element: int, since: float, reached: bool | None) -> EndingNode | None:
+    suspicions, record = view.suspicions, view.state.jobs[job].agents[element]
+    targets = probes.targets(view, record.node, record.door)
+    if not targets[1]:  # Slurm does not know the node, so there is no slurmd to ask
+        return None
+    ending = suspicions.ending_nodes.get(record.node)
+    if ending is None:
+        ending = EndingNode(job, element, record.agent, record.node, since, targets, reached=reached)
+        ending.opened = view.now
+        suspicions.ending_nodes[record.node] = ending
+    return ending
+
+
+def check_ending_nodes(view: View, tick: Tick, out: Outcome) -> None:
+    """Probes the nodes under question, and reports those that are lost. Called at every tick by :mod:`leases`."""
+    suspicions = view.suspicions
+    settled = view.now - view.started_at > view.config.restart_grace and view.slurm.seen is not None
+    if settled and not suspicions.asked_again:
+        suspicions.asked_again = True
+        _recall_ending_nodes(view)
+    if settled and view.now >= suspicions.leftovers_check_at:
+        _open_leftovers(view)
+    for ending in list(islice(suspicions.ending_nodes.values(), AT_ONCE)):
+        _check_ending_node(view, tick, ending, out)
+
+
+def _check_ending_node(view: View, tick: Tick, ending: EndingNode, out: Outcome) -> None:
+    suspicions, node = view.suspicions, ending.node
+    if ending.until is None or view.alone or suspicions.doubt:
+        ending.until = view.now + view.config.state_wait_seconds
+    leftovers = list(_leftovers(view, node))
+    if _is_over(view, ending, leftovers):
+        suspicions.close_ending(node)
+        suspicions.answered[node] = view.now
+        return
+    _record_slurmd(view, node, out)
+    if ending.key not in leftovers:  # another agent that died there speaks for the node, with its own witnesses
+        ending.job, ending.element = leftovers[0]
+        ending.agent = view.state.jobs[ending.job].agents[ending.element].agent
+        suspicions.restart_ending(ending, view.now)
+    if view.alone:
+        suspicions.restart_ending(ending, view.now)
+        return
+    if suspicions.doubt:  # the node is probed all the same: whoever is reached is not silent
+        ending.unreached, ending.counted = 0, True
+    elif _count_round(view, tick, ending) and _is_lost(view, ending):
+        out.findings += [_finding(view, tick, ending, key) for key in leftovers]
+    if not ending.number or (view.now - ending.begun > ROUND_SECONDS and not ending.probing):
+        suspicions.begin_round(ending, view.now)
+        door = view.state.jobs[ending.job].agents[ending.element].door
+        ending.counted, ending.targets = False, probes.targets(view, node, door)
+    probes.send_probes(view, tick, ending, out)
+
+
+# ---------------------------------------------------------------- how a question ends quietly
+def _leftovers(view: View, node: str) -> Iterator[Key]:
+    """Elements that Slurm still runs on the node although their agents died or left there."""
     for e in view.slurm.seen.by_node.get(node, ()) if view.slurm.seen is not None else ():
         job = view.state.jobs.get(e.job)
         record = job.agents.get(e.element) if job is not None and not job.over else None
         here = record is not None and record.node == node and record.ended_early
-        if job is not None and here and e.state in elsewhere.HERE and view.shown_node(job, e.element) is not None:
+        runs = e.state in quorum.HAS_PROCESSES
+        if job is not None and here and runs and view.shown_node(job, e.element) is not None:
             yield e.job, e.element
 
 
-def _over(view: View, one: Ending, died: list[Key]) -> bool:
-    reached = OWN in one.words and one.there(one.words[OWN])
-    speaks = any(agent.alive and agent.last_heard > one.opened for agent in view.live.on_node(one.node))
-    return not died or reached or speaks or (one.until is not None and view.now > one.until) or _settled(view, one.node)
+def _is_over(view: View, ending: EndingNode, leftovers: list[Key]) -> bool:
+    """No element is left there, somebody reached the node, an agent speaks from there, its time is over, or the node is
+    out of service already."""
+    reached = OWN in ending.answers and ending.there(ending.answers[OWN])
+    speaks = any(agent.alive and agent.last_heard > ending.opened for agent in view.live.on_node(ending.node))
+    late = ending.until is not None and view.now > ending.until
+    return not leftovers or reached or speaks or late or _out_of_service(view, ending.node)
 
 
-def _settled(view: View, node: str) -> bool:
-    """It is out of service. Not one that was drained here because it was lost while others ran there: when they are
-    gone, too, it is set down."""
+def _out_of_service(view: View, node: str) -> bool:
+    """The node is out of service. One that was drained here because it was lost while others ran there is not: it is
+    set down when they are gone."""
     info, known = view.slurm.node(node), view.state.node(node)
     ours = known.downed and known.drained and not known.proven_bad
     states = info.states & OUT_OF_SERVICE if info is not None else OUT_OF_SERVICE
@@ -170,60 +206,63 @@ def _settled(view: View, node: str) -> bool:
 
 
 # ---------------------------------------------------------------- what the rounds say
-def _count(view: View, sight: Sight, one: Ending) -> bool:
-    """Whether one more round has shown, just now, that nobody answers."""
-    if any(one.there(word) for word in one.words.values()):
-        one.unreached, one.counted = 0, True
-    if one.counted or not _nobody(view, sight, one):
+def _count_round(view: View, tick: Tick, ending: EndingNode) -> bool:
+    """Counts the present round; true when it has just shown that nobody answers."""
+    if any(ending.there(answer) for answer in ending.answers.values()):
+        ending.unreached, ending.counted = 0, True
+    if ending.counted or not _nobody_answers(view, tick, ending):
         return False
-    one.unreached_since = one.unreached_since if one.unreached else one.begun
-    one.unreached, one.counted = one.unreached + 1, True
+    ending.unreached_since = ending.unreached_since if ending.unreached else ending.begun
+    ending.unreached, ending.counted = ending.unreached + 1, True
     return True
 
 
-def _nobody(view: View, sight: Sight, one: Ending) -> bool:
-    """In this round this controller's own sockets got no answer, nor did enough others, nor anybody else."""
-    own, known = one.words.get(OWN), doors.slurmd_known(view, one.node, one.targets[1])
-    known = known and one.control is Reach.REACHED
-    one.refused = one.refused or (own is not None and own.slurmd is Reach.REFUSED)
-    if own is None or not _gone(own, known):
+def _nobody_answers(view: View, tick: Tick, ending: EndingNode) -> bool:
+    """In this round the controller's own sockets got no answer, and neither did enough witnesses, or Slurm."""
+    own, known = ending.answers.get(OWN), slurmd_known(view, ending.node, ending.targets[1])
+    known = known and ending.control is Reach.REACHED
+    ending.refused = ending.refused or (own is not None and own.slurmd is Reach.REFUSED)
+    if own is None or not _unanswered(own, known):
         return False
-    if sum(_gone(word, known) for word in one.witnessed()) >= probes.needed(view, sight, one):
+    agreed = sum(_unanswered(answer, known) for answer in ending.witnessed())
+    if agreed >= probes.needed_witnesses(view, tick, ending):
         return True
-    waits = len(one.asked) > 1 and view.now - one.begun < ANSWER_SECONDS
-    return not waits and bool(_slurm(view, sight, one))
+    waits = len(ending.asked) > 1 and view.now - ending.begun < ANSWER_SECONDS
+    return not waits and bool(_slurm_calls_dead(view, tick, ending))
 
 
-def _gone(word: Word, known: bool) -> bool:
-    """Nobody answered, and not only slurmd's port was silent: a kernel that refuses at the door lives. known: slurmd
-    has answered there, and others answer now; else a refusal is no word of the node's."""
-    if word.slurmd is Reach.REFUSED:
+def _unanswered(answer: Answer, known: bool) -> bool:
+    """Nobody answered, and it is not only slurmd's port that is silent: a kernel that refuses at the door lives.
+
+    known: slurmd has answered there before and others answer now; without that a refusal is not the node's own.
+    """
+    if answer.slurmd is Reach.REFUSED:
         return known
-    return word.slurmd is Reach.SILENT and word.door is not Reach.REFUSED
+    return answer.slurmd is Reach.SILENT and answer.door is not Reach.REFUSED
 
 
-def _slurm(view: View, sight: Sight, one: Ending) -> str:
-    """What Slurm, asked since then, says of the node."""
+def _slurm_calls_dead(view: View, tick: Tick, ending: EndingNode) -> str:
+    """The states by which Slurm, asked since then, calls the node dead."""
     seen = view.slurm.seen
-    return probes.slurm_says(view, sight, one.node) if seen is not None and seen.asked_at > one.opened else ""
+    fresh = seen is not None and seen.asked_at > ending.opened
+    return probes.slurm_calls_dead(view, tick, ending.node) if fresh else ""
 
 
-def _lost(view: View, one: Ending) -> bool:
-    """... for long enough, and no agent is left there that is not judged yet."""
-    if one.unreached < ROUNDS or view.now - one.unreached_since < UNREACHED_SECONDS:
+def _is_lost(view: View, ending: EndingNode) -> bool:
+    """Nobody answered for long enough, and no agent on the node is still to be judged."""
+    if ending.unreached < ROUNDS or view.now - ending.unreached_since < UNREACHED_SECONDS:
         return False
-    silent = any(inquiry.node == one.node for inquiry in view.inquiries.open.values())
-    return not silent and not any(agent.alive for agent in view.live.on_node(one.node))
+    silent = any(suspicion.node == ending.node for suspicion in view.suspicions.open.values())
+    return not silent and not any(agent.alive for agent in view.live.on_node(ending.node))
 
 
-def _finding(view: View, sight: Sight, one: Ending, key: Key) -> Finding:
-    words: list[Word] = list(one.words.values())
-    seconds, by = view.now - one.unreached_since, "own sockets and witnesses"
-    if len(one.witnessed()) < probes.needed(view, sight, one):
-        by = f"own sockets and Slurm ({_slurm(view, sight, one)})"
+def _finding(view: View, tick: Tick, ending: EndingNode, key: Key) -> Finding:
+    seconds, by = view.now - ending.unreached_since, "own sockets and witnesses"
+    if len(ending.witnessed()) < probes.needed_witnesses(view, tick, ending):
+        by = f"own sockets and Slurm ({_slurm_calls_dead(view, tick, ending)})"
     said = (
-        f"after its agent ended nobody reached the slurmd of {one.node} in {one.unreached} rounds of questions within "
-        f"{seconds:.1f} s ({'; '.join(map(str, words))})"
+        f"after its agent ended nobody reached the slurmd of {ending.node} in {ending.unreached} rounds of questions "
+        f"within {seconds:.1f} s ({'; '.join(map(str, ending.answers.values()))})"
     )
     job, element = key
-    return Finding(What.NODE_ENDED, job, (), view.now, Source.PEER, said, element=element, node=one.node, by=by)
+    return Finding(What.NODE_ENDED, job, (), view.now, Source.PEER, said, element=element, node=ending.node, by=by)

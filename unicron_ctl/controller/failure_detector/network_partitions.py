@@ -1,8 +1,8 @@
-"""Nodes that reach this controller and not each other: their collectives can never end, whoever tries again.
+"""Network partitions: nodes that reach this controller and not each other, so that their collectives can never end.
 
-When a job hangs, or does not get into a generation, all of its agents are asked whether they reach the others. What
-two rounds find cut decides who is left out: the fewest nodes without which all others reach each other, so of two
-halves the larger one goes on. No node is blamed, and those that were left out come back when they are reached again.
+When a job hangs, or does not get into a generation, all of its agents are asked whether they reach the others (a
+survey). What two rounds find cut decides who is left out: the fewest nodes without which all others reach each other,
+so of two halves the larger one goes on. No node is blamed, and nodes that were left out return once they are reached.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.finding import Finding, Source, What
 from unicron.ctl.controller.model.job_state import Phase
 from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.survey import Survey
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.reach import Reach
@@ -28,45 +29,50 @@ NEXT_TO_IT = 16  # others on each side that a collective's ring or tree is likel
 MOST_NAMED = 8  # elements about which all others are asked
 
 
-def begin(view: View, job: JobView, slots: Iterable[int] = ()) -> Outcome:
+def start_survey(view: View, job: JobView, survey: Survey, slots: Iterable[int] = ()) -> Outcome:
     """Asks all agents of the job whether they reach the others, unless that is being asked, or was tried for another
     finding of this moment. slots: those that others wait for; in a large job all are asked about them first."""
-    out, survey = Outcome(), job.live.survey
+    out = Outcome()
     if survey.tried != view.now and (not survey.open or survey.returning is not None):
         survey.tried, survey.before, survey.returning = view.now, None, None
-        _ask(view, job, _round(job, job.state.elements(slots)), out)
+        _ask_agents(view, job, survey, _round(job, survey, job.state.elements(slots)), out)
         survey.turn += 1
     return out
 
 
-def look(view: View, job: JobView) -> Outcome:
-    """What the answers say; asks again where that has to be confirmed. Called at every tick."""
-    out, survey, state = Outcome(), job.live.survey, job.state
+def check_partitions(view: View, job: JobView, survey: Survey) -> Outcome:
+    """Evaluates the answers, asks again where a cut has to be confirmed, and starts surveys that are due."""
+    out, state = Outcome(), job.state
     if survey.open:
         if not survey.asked or view.now - survey.begun > SURVEY_SECONDS:
             survey.number = 0
-            _conclude(view, job, out)
+            _conclude(view, job, survey, out)
     elif state.phase is Phase.ENTERING and job.live.awaited and job.waited(view.now) > ENTER_SECONDS:
         if survey.generation != state.generation:
             survey.generation, survey.left = state.generation, _rounds(job)
         if survey.left and view.now - survey.begun > SURVEY_SECONDS:
             survey.left -= 1
-            out.merge([begin(view, job, job.live.awaited)])
+            out.merge([start_survey(view, job, survey, job.live.awaited)])
     elif state.parted and view.now >= survey.again:
         survey.again, survey.before, survey.returning = view.now + PARTED_SECONDS, None, set()
-        inside = state.elements(state.members) or sorted(job.agents)
-        there = [e for e in inside if e not in state.parted and _alive(job, e)]
-        if len(there) > MOST_ASKED:  # more than one agent can be asked about, so the others are asked about it
-            _ask(view, job, dict.fromkeys(there, sorted(state.parted)[:MOST_ASKED]), out)
-        elif there:
-            _ask(view, job, dict.fromkeys(state.parted, there), out)
-        else:
-            _rejoin(job, state.parted, "there is nobody else", out)
+        _ask_about_parted(view, job, survey, out)
     return out
 
 
-def _conclude(view: View, job: JobView, out: Outcome) -> None:
-    survey = job.live.survey
+def _ask_about_parted(view: View, job: JobView, survey: Survey, out: Outcome) -> None:
+    """Asks whether the elements that were left out are reached again."""
+    parted = job.state.parted
+    inside = job.state.elements(job.state.members) or sorted(job.agents)
+    there = [e for e in inside if e not in parted and _alive(job, e)]
+    if len(there) > MOST_ASKED:  # more than one agent can be asked about, so the others are asked about it
+        _ask_agents(view, job, survey, dict.fromkeys(there, sorted(parted)[:MOST_ASKED]), out)
+    elif there:
+        _ask_agents(view, job, survey, dict.fromkeys(parted, there), out)
+    else:
+        _rejoin(job, parted, "there is nobody else", out)
+
+
+def _conclude(view: View, job: JobView, survey: Survey, out: Outcome) -> None:
     if survey.returning is not None:
         if survey.returning & job.state.parted.keys():  # they were asked themselves
             reached = survey.returning - {witness for witness, _ in survey.cut}
@@ -76,22 +82,25 @@ def _conclude(view: View, job: JobView, out: Outcome) -> None:
         _rejoin(job, reached, "the others are reached again", out)
         survey.returning = None
     elif survey.before is not None:
-        _judge(view, job, survey.cut & survey.before, out)
+        _leave_out(view, job, survey.cut & survey.before, out)
     elif survey.cut:
         survey.before = survey.cut
-        _ask(view, job, _pairs(survey.cut), out)
+        pairs: dict[int, list[int]] = {}
+        for witness, other in sorted(survey.cut):
+            pairs.setdefault(witness, []).append(other)
+        _ask_agents(view, job, survey, pairs, out)
 
 
-def _round(job: JobView, named: list[int]) -> dict[int, list[int]]:
-    """Who is asked about whom: all about all others; in a large job about those that are named, if these are few, and
-    about others so far away, which are further ones in each round, until all pairs have been asked about."""
+def _round(job: JobView, survey: Survey, named: list[int]) -> dict[int, list[int]]:
+    """Who is asked about whom: all agents about all others. In a large job, about those that are named, if these are
+    few, and in each round about others further away, until all pairs have been asked about."""
     elements = job.state.elements({**job.state.members, **job.state.joining})
     count = len(elements)
     if count <= MOST_ASKED + 1:
         return {element: elements[place + 1 :] + elements[:place] for place, element in enumerate(elements)}
     named = named if len(named) <= MOST_NAMED else []
     ways, most = _ways(count), MOST_ASKED - MOST_NAMED
-    first = job.live.survey.turn % _rounds(job) * most
+    first = survey.turn % _rounds(job) * most
     steps = ways[first : first + most]
     found = {}
     for place, element in enumerate(elements):
@@ -101,8 +110,8 @@ def _round(job: JobView, named: list[int]) -> dict[int, list[int]]:
 
 
 def _ways(count: int) -> list[int]:
-    """How far away others are asked about, each pair once: first the next ones and those that are a power of two away,
-    which rings and trees connect."""
+    """Distances at which others are asked about, each pair once: first the next ones and powers of two, which rings and
+    trees connect."""
     half = count // 2
     first = [*range(1, NEXT_TO_IT + 1), *(1 << bit for bit in range(half.bit_length()))]
     return [step for step in dict.fromkeys([*first, *range(1, half + 1)]) if step <= half]
@@ -114,14 +123,7 @@ def _rounds(job: JobView) -> int:
     return 1 if count <= MOST_ASKED + 1 else -(-(count // 2) // (MOST_ASKED - MOST_NAMED))
 
 
-def _pairs(cut: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for witness, other in sorted(cut):
-        found.setdefault(witness, []).append(other)
-    return found
-
-
-def _ask(view: View, job: JobView, wanted: Mapping[int, list[int]], out: Outcome) -> None:
+def _ask_agents(view: View, job: JobView, survey: Survey, wanted: Mapping[int, list[int]], out: Outcome) -> None:
     asked = {}
     for element, others in wanted.items():
         agent = job.agents.get(element)
@@ -130,16 +132,14 @@ def _ask(view: View, job: JobView, wanted: Mapping[int, list[int]], out: Outcome
             asked[element] = known
     if not asked:
         return
-    view.inquiries.last += 1
-    job.live.survey.begin(view.inquiries.last, view.now, asked)
+    survey.begin_round(view.now, asked)
     for element, others in asked.items():
         targets = [job.agents[other].door for other in others]
-        out.send(job.agents[element], wire.Reach(number=view.inquiries.last, targets=targets))
+        out.send(job.agents[element], wire.Reach(number=survey.number, targets=targets))
 
 
-def answered(job: JobView, agent: AgentView, message: wire.Reached) -> None:
+def on_reached(survey: Survey, agent: AgentView, message: wire.Reached) -> None:
     """One agent's answer. Only silence is a cut: who refuses is reached, and what is unknown says nothing."""
-    survey = job.live.survey
     others = survey.asked.get(agent.element) if message.number == survey.number and survey.open else None
     if others is None or len(message.words) != len(others):
         return
@@ -150,28 +150,28 @@ def answered(job: JobView, agent: AgentView, message: wire.Reached) -> None:
         survey.returning.add(agent.element)
 
 
-def _judge(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome) -> None:
+def _leave_out(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome) -> None:
+    """Reports the elements without which all others reach each other. An element that is silent to this controller,
+    too, is judged by its lease: it may be gone."""
     state = job.state
     inside = set(state.inside)
     pairs = {(a, b) for a, b in cut if a in inside and b in inside}
-    # A node that is silent to this controller too is judged by `silence`: it may be gone.
-    silent = {element for name, element in view.inquiries.open if name == state.job}
-    for element in sorted(leave_out(pairs) - silent):
+    silent = {element for name, element in view.suspicions.open if name == state.job}
+    for element in sorted(fewest_to_leave_out(pairs) - silent):
         others = sorted({b for a, b in pairs if a == element} | {a for a, b in pairs if b == element})
         names = ", ".join(state.agents[other].node for other in others[:8] if other in state.agents)
         node = state.agents[element].node
         said = f"{node} and {names} do not reach each other, though both reach this controller; {node} is left out"
         slots = tuple(slot for slot in sorted(state.members) if state.element(slot) == element)
-        out.findings.append(
-            Finding(
-                What.PARTED, state.job, slots, view.now, Source.PEER, said, element=element, node=node, by="witnesses"
-            )
-        )
+        finding = Finding(What.PARTED, state.job, slots, view.now, Source.PEER, said, element, node, by="witnesses")
+        out.findings.append(finding)
 
 
-def leave_out(pairs: set[tuple[int, int]]) -> set[int]:
-    """The fewest elements, near enough, without which no pair is left: those in most pairs first, of equals the
-    highest. A cut between two halves takes the smaller one."""
+def fewest_to_leave_out(pairs: set[tuple[int, int]]) -> set[int]:
+    """The fewest elements, near enough, without which no pair is left: those in most pairs first, then the highest.
+
+    Where a cut separates two halves, they are the smaller half.
+    """
     neighbours: dict[int, set[int]] = {}
     for a, b in pairs:
         neighbours.setdefault(a, set()).add(b)

@@ -1,139 +1,198 @@
-"""Many agents that fall silent together: then this controller suspects itself, also where a few are still heard.
+"""Quorum: whether a majority of a job's agents may train on without this controller, and what shows that it does not.
 
-A head node that is cut off with one rack hears that rack, and witnesses there confirm that all others are dead. So
-while the agents on more than half of all nodes are silent since about the same time, no node is taken out of service
-and nothing is requeued (`Inquiries.doubt`); each job is healed within what it has as always (`sense.elsewhere`). A node
-that this controller's own sockets reach counts as one that is heard: a user may stop his agents, and the network is not
-the cause. Whoever is shown dead does not count, nor whoever has been silent for `state_wait_seconds`: so it ends by
-itself.
+Agents that cannot reach the controller go on once they are a strict majority of their generation
+(docs/design/agreement.md). So as long as the silent agents may have a majority's votes, the rest must not go on here:
+in a network that is cut in two, each half believes the other one dead. Dead agents may have voted before they died.
+That Slurm hears nothing of many nodes at once says no more than our own silence. The word of a node that answers
+counts, or that of a person.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import chain
-
-from unicron.ctl.controller.failure_detector import elsewhere
-from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.agent_view import AgentView
-from unicron.ctl.controller.model.inquiry import Inquiry, Key
-from unicron.ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED
-from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.model.job_state import JobState, Phase
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.pacing import look_again
+from unicron.ctl.controller.model.requests import OURS
+from unicron.ctl.controller.model.view import View
+from unicron.ctl.protocol.wire import Plan
+from unicron.ctl.slurm.slurm_client import NodeInfo, slurms_own
 
-LEAST = 4  # nodes below which most is no crowd
-WINDOW_LEASES = 2.0  # within which the last words of nodes that fell silent together lie
-TOGETHER_SECONDS = 0.5  # between two counts of silent nodes, unless a node is about to be taken
-UNSURE_PERIODS = 0.6  # heartbeat periods after which an agent's next word may be late already
-UNSEEN = (
-    "",
-    "silent",
-    AGENT_DIED,
-    NODE_ENDED,
-)  # how an agent is gone of which nobody has seen the end; "": not judged yet
-MOST = "the agents on most nodes fell silent together, so this controller's own network may be the cause"
-UNSURE = "whether most others fell silent with it is not known yet"
+# Element states in which there are processes, or may be (squeue(1), JOB STATE CODES).
+HAS_PROCESSES = frozenset("RUNNING CONFIGURING COMPLETING SUSPENDED STOPPED SIGNALING RESIZING STAGE_OUT".split())
+GONE = frozenset({"DOWN", "NOT_RESPONDING"})  # states of a node of which Slurm hears nothing, or that it has given up
+ON_THE_WAY = frozenset({"POWERING_UP", "POWERING_DOWN"})  # while a node boots, its silence says nothing
+BETWEEN = frozenset({Phase.FORMING, Phase.BREAKING, Phase.ENTERING})  # phases in which some are a generation behind
 
-
-def look(view: View, after: float, out: Outcome) -> None:
-    """Says whether silence is to be believed now, before what was found at this tick is judged. after: seconds of
-    silence after which an agent is late. Only `sense.silence` calls it; it changes `view.inquiries`."""
-    inquiries, now = view.inquiries, view.now
-    some = inquiries.open or inquiries.judged or inquiries.doubt or inquiries.unsure
-    due = now >= inquiries.counted_at and bool(some)
-    urgent = inquiries.most_since is None and bool(out.findings or view.state.deferred)
-    if view.alone or not (due or urgent):
-        return
-    inquiries.counted_at = now + TOGETHER_SECONDS
-    for key, inquiry in list(inquiries.judged.items()):
-        if not _counts(view, inquiry):
-            del inquiries.judged[key]
-    silent, heard = _silent(view, after)
-    most = _most(view, silent, heard)
-    if most and (inquiries.most_since is not None or _tried(view, silent)):
-        inquiries.most_at = now
-        if inquiries.most_since is None:
-            inquiries.most_since = now
-            nodes = len(silent) + len(heard)
-            said = f"{len(silent)} of {nodes} nodes are silent: {MOST}. No node is taken out of service and nothing is "
-            reason = f"{said}requeued until most are heard, or shown dead"
-            out.record(None, records.MostSilent(silent=len(silent), nodes=nodes, reason=reason))
-    elif inquiries.most_since is not None and now - inquiries.most_at > view.config.lease:
-        seconds, inquiries.most_since = now - inquiries.most_since, None
-        reason = f"most nodes are silent together no more, after {seconds:.1f} s"
-        out.record(None, records.MostHeard(seconds=seconds, reason=reason))
-    inquiries.doubt = MOST if most or inquiries.most_since is not None else ""
-    soon = not inquiries.doubt and _most(view, *_silent(view, UNSURE_PERIODS * view.config.heartbeat_period))
-    inquiries.unsure = UNSURE if soon else ""
+Voter = tuple[int, str]  # an element, and its agent
 
 
-def _counts(view: View, inquiry: Inquiry) -> bool:
-    """The agent was given up because it was silent, and still is, as far as anybody knows."""
-    job = view.state.jobs.get(inquiry.job)
-    record = job.agents.get(inquiry.element) if job is not None and not job.over else None
-    if job is None or record is None or record.agent != inquiry.agent or record.gone not in UNSEEN:
+def missing_elements(view: View, job: JobState) -> list[int]:
+    """Elements of a generation that somebody may be in, whose agents neither speak nor are shown dead."""
+    found = set()
+    for element, name in _voters(job):
+        if _speaking(view, job, element, name) is None and not _is_dead(view, job, element, name):
+            found.add(element)
+    return sorted(found)
+
+
+def no_majority_missing(view: View, job: JobState, missing: list[int] | None = None) -> bool:
+    """The missing agents have no strict majority in any generation. missing: what `missing_elements` says."""
+    gone = set(missing_elements(view, job) if missing is None else missing)
+    if not gone:
+        return True
+    if job.restart_mode:  # nobody votes
+        return 2 * len(gone) <= len(job.inside)
+    votes = {who for who in _voters(job) if not _votes_here(view, job, *who)}
+    return all(2 * len(votes & group) <= len(group) for group in _groups(job))
+
+
+def majority_may_run(view: View, job: JobState, missing: list[int] | None = None) -> bool:
+    """A majority may train on without this controller, so nothing may be formed from the rest.
+
+    A plain program cannot go on without all of its processes, and a job on a single node has no two halves.
+    """
+    if job.restart_mode or all(len(group) < 2 for group in _groups(job)):
         return False
-    agent = view.live.agent(inquiry.job, inquiry.element)
-    speaks = agent is not None and agent.alive and agent.last_heard > inquiry.since
-    if speaks or view.now - inquiry.since > view.config.state_wait_seconds:
+    return not no_majority_missing(view, job, missing)
+
+
+def waits_for_majority(view: View, job: JobView) -> bool:
+    """`majority_may_run` for callers that ask at every message: a large job is looked through only now and then."""
+    if view.now < job.live.majority_until:
+        return True
+    found = majority_may_run(view, job.state)
+    job.live.majority_until = look_again(view.now, len(job.state.members)) if found else 0.0
+    return found
+
+
+def _groups(job: JobState) -> list[set[Voter]]:
+    """The voters of each generation that somebody may be in."""
+    groups = [*job.former, job.agents_of(job.members)]
+    if job.offer is not None:
+        inside = set(job.offer.members)
+        groups.append(job.agents_of({s: who for s, who in {**job.members, **job.joining}.items() if s in inside}))
+    return [set(group.items()) for group in groups]
+
+
+def _voters(job: JobState) -> set[Voter]:
+    return set().union(*_groups(job), job.agents_of(job.joining).items())
+
+
+def _speaking(view: View, job: JobState, element: int, name: str) -> AgentView | None:
+    """The agent, while it speaks."""
+    agent = view.job(job).agents.get(element)
+    speaks = agent is not None and agent.agent == name and agent.alive and not agent.left
+    return agent if speaks and (job.job, element) not in view.suspicions.open else None
+
+
+def _votes_here(view: View, job: JobState, element: int, name: str) -> bool:
+    """The missing agents do not have this one's vote. They may have a dead one's: nobody knows when it died."""
+    agent = _speaking(view, job, element, name)
+    if agent is None:
         return False
-    return not elsewhere.shown_dead(view, job, inquiry.element, inquiry.since)
-
-
-def _silent(view: View, after: float) -> tuple[dict[str, float], set[str]]:
-    """The nodes of which no agent has been heard for longer than that, and not for too long, with their last words; and
-    those that are heard, or reached from here: of these no more than are needed to see that the others are not most."""
-    leases, oldest = view.live.leases, view.now - view.config.state_wait_seconds
-    silent: dict[str, float] = {}
-    heard: set[str] = set()
-
-    def late(node: str, last: float, inquiry: Inquiry | None) -> None:
-        if inquiry is not None and inquiry.reached:
-            heard.add(node)
-        elif last >= oldest:
-            silent[node] = max(last, silent.get(node, last))
-
-    for inquiry in _unheard(view):
-        late(inquiry.node, inquiry.since, inquiry)
-    for agent in _agents(view, leases):  # those that have been silent for longest first
-        if view.now - agent.last_heard <= after:
-            break
-        key = agent.job, agent.element
-        if key not in view.inquiries.judged:
-            late(agent.node, agent.last_heard, view.inquiries.open.get(key))
-    for node in heard:
-        silent.pop(node, None)
-    for agent in _agents(view, reversed(leases)):
-        if view.now - agent.last_heard > after or len(heard) >= len(silent):
-            break
-        heard.add(agent.node)
-        silent.pop(agent.node, None)
-    return silent, heard
-
-
-def _agents(view: View, keys: Iterable[Key]) -> Iterator[AgentView]:
-    return (agent for key in keys if (agent := view.live.agent(*key)) is not None)
-
-
-def _unheard(view: View) -> Iterator[Inquiry]:
-    """Those that are silent and not in the order of leases: given up, or not heard since this controller's start."""
-    inquiries = view.inquiries
-    missing = (one for key, one in inquiries.open.items() if view.live.agent(*key) is None)
-    return chain(inquiries.judged.values(), missing)
-
-
-def _tried(view: View, silent: Collection[str]) -> bool:
-    """Nobody is believed to be out of reach whom this controller's own sockets have not tried: a user who stops his
-    agents for a moment, again and again, would keep everybody's nodes from being taken."""
-    inquiries = view.inquiries
-    waiting = {one.node for one in inquiries.open.values() if one.reached is None and any(one.targets)}
-    waiting |= {one.node for one in inquiries.judged.values() if one.reached is None and one.probing}
-    return not any(node in waiting for node in silent)
-
-
-def _most(view: View, silent: Mapping[str, float], heard: Collection[str]) -> bool:
-    """They are more than half, their last words lie close to each other, and they are no handful."""
-    half, width = (len(silent) + len(heard)) // 2, WINDOW_LEASES * view.config.lease
-    if len(silent) <= half or len(silent) + len(heard) < LEAST:
+    agreed, plan = agent.agreed, job.plan
+    news = agreed is not None and (plan is None or agreed.since >= plan.generation)
+    if agreed is not None and news and plan_may_have_begun(view, job, agreed.plan):
         return False
-    last = sorted(silent.values())
-    return any(last[place + half] - last[place] <= width for place in range(len(last) - half))
+    return agent.over >= last_vote(job, agent) or any(_goes_on(job, slot) for slot in agent.slots)
+
+
+def agents_with_free_votes(view: View, job: JobView) -> list[AgentView]:
+    """Agents that could vote and have no rank that goes on, while the missing might have a majority with them.
+
+    Only giving up the vote keeps them from voting for the others once they cannot be heard any more.
+    """
+    state = job.state
+    if state.phase not in BETWEEN or state.restart_mode or no_majority_missing(view, state):
+        return []
+    speaking = (_speaking(view, state, element, name) for element, name in sorted(_voters(state)))
+    free = (a for a in speaking if a is not None and not any(_goes_on(state, slot) for slot in a.slots))
+    return [agent for agent in free if agent.over < last_vote(state, agent)]
+
+
+def last_vote(job: JobState, agent: AgentView) -> int:
+    """The last generation in which the agent may have a vote."""
+    inside = job.plan is not None and any(slot in job.members for slot in agent.slots)
+    return max(job.broken, job.plan.generation if inside and job.plan is not None else 0)
+
+
+def plan_may_have_begun(view: View, job: JobState, plan: Plan, ping: int = 0) -> bool:
+    """All members of a plan that agents agreed on may be in it: none of them speaks without being in it, and not all
+    are shown dead. ping: the number of the Ping that a member must have answered."""
+    names, alive = dict(who for group in _groups(job) for who in group), False
+    for element in dict.fromkeys(map(job.element, plan.members)):
+        agent = view.job(job).agents.get(element)
+        name = names.get(element, agent.agent if agent is not None else "")
+        here = _speaking(view, job, element, name)
+        if here is not None and here.pinged >= ping and any(_goes_on(job, slot) for slot in here.slots):
+            return False
+        alive = alive or not _is_dead(view, job, element, name)
+    return alive
+
+
+def _goes_on(job: JobState, slot: int) -> bool:
+    """The slot stays a member: no plan can complete without it."""
+    out = slot in job.lost or slot in job.condemned or job.element(slot) in job.parted
+    return (slot in job.members or slot in job.joining) and not out
+
+
+def _is_dead(view: View, job: JobState, element: int, agent: str) -> bool:
+    """The agent cannot vote any more: it said that it ends, or its node or Slurm did."""
+    record = job.agents.get(element)
+    if record is None:
+        return False
+    if record.agent == agent:
+        return record.gone not in ("", "silent") or bool(shown_dead(view, job, element))
+    # Another agent has come in its place. Slurm starts an element elsewhere also when it only lost sight of the node.
+    node = job.superseded.get(agent, record.node)
+    info = view.slurm.node(node)
+    return node == record.node or info is None or not slurm_hears_nothing(view, node) or bool(_taken_down(info))
+
+
+def shown_dead(view: View, job: JobState, element: int, since: float = 0.0) -> str:
+    """How Slurm shows that nothing of the element lives on its agent's node; empty while something may.
+
+    A node that does not answer Slurm says nothing, unless somebody has set it down. since: Slurm was asked after that.
+    """
+    record, seen = job.agents.get(element), view.slurm.seen
+    info = view.slurm.node(record.node) if record is not None else None
+    if record is None or seen is None or info is None or not record.confirmed or seen.asked_at <= since:
+        return ""
+    if slurm_hears_nothing(view, info.name):
+        return _taken_down(info)
+    if info.asleep:
+        return ""
+    shown = seen.of(job.job).get(element)
+    if shown is None or (shown.state in HAS_PROCESSES and shown.node == record.node):
+        return ""
+    where = f" on {shown.node}" if shown.node else ""
+    return f"{info.name} answers Slurm, and {job.job}_{element} is {shown.state}{where}"
+
+
+def slurm_hears_nothing(view: View, node: str) -> bool:
+    """Slurm hears nothing of the node, or has it down."""
+    info = view.slurm.node(node)
+    if info is None:
+        return False
+    return "POWERED_DOWN" in info.states or bool(info.states & GONE and not ON_THE_WAY & info.states)
+
+
+def _taken_down(info: NodeInfo) -> str:
+    """How a person, or power saving, has the node down; empty where Slurm or a controller set it down by itself.
+
+    Slurm keeps the reason of a node that it sets down, one to drain it perhaps, and may add its own to it
+    ("fan 2 : Not responding").
+    """
+    if "POWERED_DOWN" in info.states:
+        return f"{info.name} is POWERED_DOWN"
+    by_hand = "DOWN" in info.states and "DRAIN" not in info.states and not info.reason.startswith(f"{OURS}[")
+    said = by_hand and not slurms_own(info.reason.rpartition(" : ")[2])
+    return f"{info.name} was set DOWN: {info.reason}" if said else ""
+
+
+def declare_dead_command(view: View, node: str) -> str:
+    """The command by which a person says that the node is dead."""
+    info = view.slurm.node(node)
+    first = f"`scontrol update NodeName={node} State=UNDRAIN`, then " if info and "DRAIN" in info.states else ""
+    return f"{first}`scontrol update NodeName={node} State=DOWN Reason=...`"

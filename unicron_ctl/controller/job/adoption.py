@@ -8,7 +8,7 @@ they have. What agents agreed on is believed when all living ones have spoken si
 it was chosen while another does not yet.
 
 All of this is bounded: after `state_wait_seconds` the generation is broken with those that are there, unless those that
-are not may be a majority that goes on by itself (`sense.elsewhere`).
+are not may be a majority that goes on by itself (`failure_detector.quorum`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from unicron.ctl.controller.failure_detector import elsewhere
+from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.job.candidates import forming_slots, missing_places, of_another_size, waiting_elements
 from unicron.ctl.controller.job.deciding import decided
 from unicron.ctl.controller.job.desk import JobDesk
@@ -37,7 +37,7 @@ MAY_LIVE = (
     "silent",
     AGENT_DIED,
     NODE_ENDED,
-)  # of an agent that is gone so, ranks may live; `sense.elsewhere` shows their end
+)  # of an agent that is gone so, ranks may live; `failure_detector.quorum` shows their end
 LOOK_SECONDS = 0.5  # between two looks at who is missing of a job that is to be formed
 ASKED = 3  # agents that are asked at once what the plan was
 
@@ -91,9 +91,9 @@ def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
     """All living agents have spoken since they were asked; who is silent is judged elsewhere."""
     live = job.live
     if not live.asked:
-        view.inquiries.last += 1
-        live.asked = view.inquiries.last
-    silent = {element for name, element in view.inquiries.open if name == job.state.job}
+        view.suspicions.last_number += 1
+        live.asked = view.suspicions.last_number
+    silent = {element for name, element in view.suspicions.open if name == job.state.job}
     missing = [agent for agent in job.alive() if agent.pinged < live.asked and agent.element not in silent]
     for agent in missing:
         _once(view, agent, f"ping {live.asked}", wire.Ping(number=live.asked), out)
@@ -103,7 +103,7 @@ def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
 def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreed], out: Outcome) -> bool:
     """None of those who were heard knows that it was chosen; but those who would, its members, are silent."""
     for one in agreed:
-        if elsewhere.may_have_begun(view, job.state, one.plan, job.live.asked):
+        if quorum.plan_may_have_begun(view, job.state, one.plan, job.live.asked):
             elements = job.state.elements(one.plan.members)
             reason = (
                 f"generation {one.generation}, which agents had begun to agree on, may go on without this controller: "
@@ -237,7 +237,7 @@ def _known(view: View, job: JobView) -> list[int]:
     seen = view.slurm.seen
     listed = seen.of(job.state.job) if seen is not None else {}
     found = {element for element, record in job.state.agents.items() if not record.gone}
-    return sorted(found | {element for element, info in listed.items() if info.state in elsewhere.HERE})
+    return sorted(found | {element for element, info in listed.items() if info.state in quorum.HAS_PROCESSES})
 
 
 def _too_many(view: View, job: JobView, absent: list[int], count: int, out: Outcome) -> bool:
@@ -305,7 +305,7 @@ def _may_come(view: View, job: JobView, element: int) -> bool:
     if not view.slurm.used or seen is None or seen.asked_at < view.started_at:
         return True
     info = seen.of(job.state.job).get(element)
-    return info is not None and info.state in elsewhere.HERE
+    return info is not None and info.state in quorum.HAS_PROCESSES
 
 
 def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
@@ -338,7 +338,7 @@ def may_come_back(view: View, job: JobView) -> list[int]:
     for slot, identity in state.lost.items():
         record = state.agents.get(state.element(slot))
         if record is not None and record.agent == identity.agent and record.gone in MAY_LIVE:
-            if not elsewhere.shown_dead(view, state, state.element(slot)):
+            if not quorum.shown_dead(view, state, state.element(slot)):
                 found.append(slot)
     return found
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from unicron.ctl.controller.failure_detector import elsewhere
+from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.job import spares
 from unicron.ctl.controller.job.adoption import may_come_back
 from unicron.ctl.controller.job.candidates import (
@@ -233,7 +233,7 @@ def _reported(view: View, job: JobView) -> Happening | None:
         relaid = None
     if nobody and relaid is None and may_come_back(view, job):
         return None
-    return None if elsewhere.waits(view, job) else relaid or happening
+    return None if quorum.waits_for_majority(view, job) else relaid or happening
 
 
 _Look = Callable[[View, JobView], Happening | None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron.ctl.controller.failure_detector.silence import CLOSED
+from unicron.ctl.controller.failure_detector.verdict import CLOSED
 from unicron.ctl.controller.judge import evidence
 from unicron.ctl.controller.judge.remedies import escalate, failure_of, inside_of, leave_node, start
 from unicron.ctl.controller.log import records
@@ -48,7 +48,7 @@ def _node_lost(view: View, node: str, element: int, why: str) -> records.NodeLos
 
 
 def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
-    """The agent is gone, and its ranks with it; its node answers for it, or stays under question (`sense.ending`)."""
+    """The agent is gone, and its ranks with it. Its node answers, or stays under question (:mod:`ending_nodes`)."""
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
     if agent is None or _quiet(view, job, agent, element, out):
@@ -73,7 +73,9 @@ def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
     agent = state.agents.get(element)
     if agent is None or not agent.ended_early or agent.node != finding.node:
         return out
-    if view.inquiries.doubt or view.inquiries.unsure:  # its node is asked on, and found again if that was not the cause
+    if (
+        view.suspicions.doubt or view.suspicions.unsure
+    ):  # its node is asked on, and found again if that was not the cause
         return out
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
     gone = NODE_ENDED if agent.gone == AGENT_DIED else "dead"  # one that left by itself has said that its ranks ended

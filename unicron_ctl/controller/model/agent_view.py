@@ -30,10 +30,6 @@ class AgentView:
     """Its CURVE public key; empty where nothing is encrypted."""
     door: str = ""
     """host:port at which others see that it lives."""
-    answers_at: str = ""
-    """... at which it answered this controller's own sockets when they last tried; empty if it did not."""
-    answered: float = 0.0
-    """When that was."""
     store: str = ""
     number: int = 0
     """Of the last status that was taken in."""

@@ -184,7 +184,7 @@ class JobView:
         live.stopped.clear()
         live.strayed.clear()
         live.overdue, live.enter_look_at, live.stalled, live.stepped = "", 0.0, 0.0, Stepped()
-        live.elsewhere_until = live.ready_look_at = live.nobody_until = live.blocked_look_at = 0.0
+        live.majority_until = live.ready_look_at = live.nobody_until = live.blocked_look_at = 0.0
         live.blocked = frozenset()
         live.unfinished = set(state.survivors())
         plan = state.offer or state.plan

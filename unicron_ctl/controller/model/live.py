@@ -121,10 +121,8 @@ class LiveJob:
     """Members that are in a generation, or enter one, whose offer was withdrawn."""
     overdue: str = ""
     """Why the time to enter the present plan or offer is over."""
-    elsewhere_until: float = 0.0
-    """Until when it counts as known that a majority may go on by itself (`sense.elsewhere`)."""
-    unbound_at: float = 0.0
-    """When it is looked at next who may vote although it has no rank that goes on."""
+    majority_until: float = 0.0
+    """Until when it counts as known that a majority may go on by itself (`failure_detector.quorum`)."""
     enter_look_at: float = 0.0
     """When all members are looked at next for that."""
     ready_look_at: float = 0.0
@@ -169,12 +167,10 @@ class Live:
     """Living agents, the one that has been silent for longest first."""
     suspects: set[tuple[str, int]] = field(default_factory=set)
     """Agents of which Slurm says that they ended."""
-    unanswered: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Agents that have not answered since they were asked, after their peers' connections broke; and when that was."""
-    doors: OrderedDict[tuple[str, int], float] = field(default_factory=OrderedDict)
-    """When the door of each agent is to be tried next, the soonest first."""
-    trying: int = 0
-    """Doors and slurmds that are being tried."""
+    greet_at: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    """node -> when its slurmd is to be tried next, the soonest first."""
+    greeted: set[str] = field(default_factory=set)
+    """Nodes whose slurmds are being tried."""
     slurmds: dict[str, str] = field(default_factory=dict)
     """node -> "host:port" at which this controller has reached its slurmd."""
     by_node: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
@@ -200,8 +196,8 @@ class Live:
         self.by_node.setdefault(view.node, set()).add((view.job, view.element))
         if view.key:
             self.keys.add(view.key)
-        self.doors[view.job, view.element] = 0.0
-        self.doors.move_to_end((view.job, view.element), last=False)
+        self.greet_at[view.node] = 0.0
+        self.greet_at.move_to_end(view.node, last=False)
         self.heard(view, view.last_heard)
 
     def remove(self, job: str, element: int) -> None:
@@ -214,13 +210,12 @@ class Live:
         live.touched.discard(element)
         live.restarts.discard(element)
         self.leases.pop((job, element), None)
-        self.doors.pop((job, element), None)
         self.suspects.discard((job, element))
-        self.unanswered.pop((job, element), None)
         here = self.by_node.get(view.node, set())
         here.discard((job, element))
         if not here:
             self.by_node.pop(view.node, None)
+            self.greet_at.pop(view.node, None)
 
     def forget(self, job: str) -> None:
         """What is known for now of a job that is over."""
@@ -238,13 +233,11 @@ class Live:
         if view.suspect_since is not None:
             view.suspect_since = None
             self.suspects.discard(key)
-        self.unanswered.pop(key, None)
 
     def silenced(self, view: AgentView) -> None:
         """The agent's lease ran out, or it has left: nobody waits for its next word."""
         self.leases.pop((view.job, view.element), None)
         self.suspects.discard((view.job, view.element))
-        self.unanswered.pop((view.job, view.element), None)
 
     def suspect(self, view: AgentView, now: float) -> None:
         """Slurm says that the agent has ended."""
@@ -258,7 +251,6 @@ class Live:
 
     def shift(self, seconds: float) -> None:
         """This process stood still for so long: nobody else was late."""
-        self.unanswered.clear()
         for live in self.jobs.values():
             live.stalled += seconds
             live.stopped = {slot: at + seconds for slot, at in live.stopped.items()}

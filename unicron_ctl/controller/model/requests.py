@@ -58,27 +58,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Knock:
-    """Is the slurmd of a node that was set down there again? address: host:port."""
+    """Try whether the node's slurmd answers. address: host:port."""
 
     node: str
     address: str
 
 
 @dataclass(frozen=True)
-class Greeting:
-    """Does an agent's door answer, or its node's slurmd? address: host:port. slurmd: the node, where it is asked."""
-
-    job: str
-    element: int
-    agent: str
-    address: str
-    slurmd: str = ""
-
-
-@dataclass(frozen=True)
 class Probe:
-    """Try to reach the silent agent's door, its node's slurmd and, as a control, another agent's door ("host:port",
-    empty when unknown or not asked for) from here. number: of the round of questions."""
+    """Try to reach a silent agent's door, its node's slurmd and, as a control, another node's slurmd from here.
+
+    targets: host:port each, empty when unknown or not asked for. number: the round of probes.
+    """
 
     job: str
     element: int

@@ -1,29 +1,32 @@
-"""Who of a job's agents reaches whom. Lost with the process: a restarted controller asks again when it has to."""
+"""Which of a job's agents reach which others. A restarted controller asks again when it has to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+FIRST_NUMBER = 1 << 32  # of rounds of surveys: smaller numbers are those of suspicions
+
 
 @dataclass
 class Survey:
-    """One job's. number: of the questions, 0 when none are out. Times in seconds on the controller's clock.
+    """One job's survey. Times are seconds on the controller's clock.
 
-    asked: element -> those it was asked about, in the order of the answer. cut: pairs (witness, other) of which the
-    witness got no answer. before: the same of the round before, which this one is to confirm. returning: those that
-    were left out are asked, and who of them has answered.
+    number: the round that is out, 0 when none is. asked: element -> the elements it was asked about, in the order of
+    the answer. cut: pairs (witness, other) where the witness got no answer. before: the cut of the last round, which
+    this one is to confirm. returning: while elements that were left out are asked about, who has answered.
     """
 
     number: int = 0
+    last_number: int = FIRST_NUMBER
     begun: float = 0.0
     asked: dict[int, list[int]] = field(default_factory=dict)
     cut: set[tuple[int, int]] = field(default_factory=set)
     before: set[tuple[int, int]] | None = None
     returning: set[int] | None = None
     generation: int = -1
-    """For which it was asked last because entering took long."""
+    """The generation for which it was last asked because entering took long."""
     left: int = 0
-    """Rounds of it that are still to be asked: in a large job one does not ask about all pairs."""
+    """Rounds for that generation that are still to be asked: in a large job one does not ask about all pairs."""
     tried: float = -1.0
     """When the last round was begun, whether anybody could be asked or not."""
     turn: int = 0
@@ -36,6 +39,7 @@ class Survey:
         """Answers are awaited."""
         return self.number > 0
 
-    def begin(self, number: int, now: float, asked: dict[int, list[int]]) -> None:
+    def begin_round(self, now: float, asked: dict[int, list[int]]) -> None:
         """New questions."""
-        self.number, self.begun, self.asked, self.cut = number, now, asked, set()
+        self.last_number += 1
+        self.number, self.begun, self.asked, self.cut = self.last_number, now, asked, set()

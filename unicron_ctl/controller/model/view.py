@@ -11,10 +11,10 @@ from unicron.ctl.controller.log.records import Record
 from unicron.ctl.controller.model.agent_view import AgentView, Route
 from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.model.finding import Finding
-from unicron.ctl.controller.model.inquiry import Inquiries
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.live import Live, LiveJob
+from unicron.ctl.controller.model.suspicion import Suspicions
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo
@@ -123,8 +123,8 @@ class View:
     started_at: float
     """When this controller started; later by as long as it stood still."""
     views: dict[str, JobView] = field(default_factory=dict)
-    inquiries: Inquiries = field(default_factory=Inquiries)
-    """What is asked about silent agents and their nodes; only `sense.silence` and what it calls change it."""
+    suspicions: Suspicions = field(default_factory=Suspicions)
+    """What is asked about silent agents and their nodes; only the failure detector changes it."""
     unread: Callable[[Route], bool] = lambda route: False
     """Whether messages of this connection wait to be heard: then its agent is not silent, this controller is behind."""
 
@@ -150,7 +150,7 @@ class View:
     @property
     def alone(self) -> bool:
         """No agent at all is heard: nothing is judged and nothing is done."""
-        return self.inquiries.alone_since is not None
+        return self.suspicions.alone_since is not None
 
     def avoided(self, job: JobState) -> frozenset[str]:
         """Nodes on which no element of the job is to start: one that may be at fault until a pair test has cleared it,

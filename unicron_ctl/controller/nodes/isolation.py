@@ -122,7 +122,7 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         said = f"{node} is left as it is: Slurm's power saving has it ({'+'.join(sorted(info.states))})"
         out.record(job, records.FailureAction(failure=failure, text=said))
         return
-    if doubt := view.inquiries.doubt or view.inquiries.unsure:
+    if doubt := view.suspicions.doubt or view.suspicions.unsure:
         said = f"{node} is not taken out of service now: {doubt}"
         out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
         return
@@ -164,7 +164,7 @@ def deferred(view: View) -> Outcome:
     """Lost nodes that were not taken while silence was not to be believed, and that are still silent now that it is.
     After a start nobody knows who is until all had the time to come back."""
     out, settled = Outcome(), view.config.restart_grace + view.config.lease
-    if view.inquiries.doubt or view.inquiries.unsure or view.alone or view.now - view.started_at <= settled:
+    if view.suspicions.doubt or view.suspicions.unsure or view.alone or view.now - view.started_at <= settled:
         return out
     taken = set()
     for (node, name, element), owed in sorted(view.state.deferred.items()):

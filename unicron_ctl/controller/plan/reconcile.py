@@ -129,7 +129,7 @@ class Desk:
             self.busy, self.asked_at = True, view.now
             jobs = {job.job for job in view.state.jobs.values() if _in_slurm(view, job)}
             jobs |= {job for _, job, _, _ in view.state.intents if job}
-            out.requests.append(Poll(frozenset(jobs.union(asked_for)), bool(view.inquiries.nodes())))
+            out.requests.append(Poll(frozenset(jobs.union(asked_for)), bool(view.suspicions.nodes())))
         return out
 
 
@@ -242,7 +242,7 @@ def _place(
         )
         for job in jobs
     ]
-    waiting = state.out_of_service | view.inquiries.nodes().keys()
+    waiting = state.out_of_service | view.suspicions.nodes().keys()
     return place(needs, listing.elements, listing.nodes, state.pins, waiting, view.now, state.held)
 
 
@@ -284,7 +284,7 @@ def _ask(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> Non
     """Asks for the actions; those that Slurm has just refused wait, with what else was to be done to the same element
     or node, and so do those that a limit forbids. While silence is not to be believed, so does all that takes
     something, with what was to start there."""
-    if view.inquiries.doubt:
+    if view.suspicions.doubt:
         kept = {action.node for action in actions if action.action in STOPS}
         actions = [a for a in actions if a.action not in STOPS and (not a.node or a.node not in kept)]
     asked = ((a.target, desk.asked.get(_wish(a))) for a in actions)

@@ -8,7 +8,7 @@ long enough, or its watchdog does; how long that takes at most both sides know.
 from __future__ import annotations
 
 from unicron.ctl.consensus.lease import wait_seconds
-from unicron.ctl.controller.failure_detector import elsewhere
+from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.live import Fence
 from unicron.ctl.controller.model.view import View
@@ -39,7 +39,7 @@ def holds(view: View, job: JobView) -> bool:
         record = state.agents.get(fence.element)
         same = record is not None and record.agent == name
         back = same and record is not None and not record.gone and _has_stopped(job, name, fence.element)
-        if back or (same and elsewhere.shown_dead(view, state, fence.element, fence.heard)):
+        if back or (same and quorum.shown_dead(view, state, fence.element, fence.heard)):
             del live.fences[name]
         elif view.now >= _until(view, job, fence):
             del live.fences[name]

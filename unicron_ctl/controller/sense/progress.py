@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from unicron.ctl.controller.failure_detector import elsewhere
+from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.finding import Finding, Source, What
@@ -83,13 +83,13 @@ def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
     out, state = Outcome(), job.state
     if state.phase is not Phase.BREAKING or job.waited(view.now) <= view.config.report_timeout:
         return out
-    if view.now < job.live.elsewhere_until:
+    if view.now < job.live.majority_until:
         return out
     awaited = [slot for slot in sorted(job.live.awaited) if slot not in state.lost and slot not in state.condemned]
     hit = state.hit() if job.replica > 1 else frozenset(awaited)  # all others finish what they have begun
     late = {slot: said for slot in awaited if (said := _late(view, job, slot, times, slot in hit))}
-    if late and elsewhere.waits(view, job):  # no time shows those dead who may go on by themselves
-        gone = elsewhere.away(view, state)
+    if late and quorum.waits_for_majority(view, job):  # no time shows those dead who may go on by themselves
+        gone = quorum.missing_elements(view, state)
         late = {slot: said for slot, said in late.items() if state.element(slot) not in gone}
     if not late:
         return out
@@ -275,8 +275,8 @@ def never_entered(view: View, job: JobView, times: JobTimes) -> Outcome:
     if last := {slot for slot in holders & missing if slot % job.replica not in inside}:
         _wait_for(job, last, f"did not enter in {ENTER_TRIES} tries", out)
         missing -= last
-    if missing and elsewhere.waits(view, job):
-        gone = elsewhere.away(view, state)
+    if missing and quorum.waits_for_majority(view, job):
+        gone = quorum.missing_elements(view, state)
         missing = {slot for slot in missing if state.element(slot) not in gone}
     for slot in sorted(missing):
         out.findings.append(

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from unicron.ctl.controller.core.core import Core
-from unicron.ctl.controller.model.requests import Action, Greeting, Knock, Poll, Probe, Run
+from unicron.ctl.controller.model.requests import Action, Knock, Poll, Probe, Run
 from unicron.ctl.controller.server.fair_queue import FairQueue
 from unicron.ctl.protocol.reach import reach
 from unicron.ctl.slurm.slurm_client import (
@@ -159,7 +159,7 @@ class Worker:
         for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
             threading.Thread(target=self._serve_slurm, args=(lane,), name=name, daemon=True).start()
 
-    def submit(self, request: Poll | Run | Probe | Knock | Greeting, core: Core) -> None:
+    def submit(self, request: Poll | Run | Probe | Knock, core: Core) -> None:
         """Starts a request; its result goes to `core`."""
         if isinstance(request, Probe):
             for place, target in enumerate(request.targets):
@@ -167,8 +167,6 @@ class Worker:
                     self.call(partial(reach, target, self._probe_timeout), partial(core.on_probe, request, place))
         elif isinstance(request, Knock):
             self.call(partial(reach, request.address, self._probe_timeout), partial(core.on_knock, request))
-        elif isinstance(request, Greeting):
-            self.call(partial(reach, request.address, self._probe_timeout), partial(core.on_greeting, request))
         else:
             urgent = isinstance(request, Run) and request.urgent
             tickets = self._order.book(request) if isinstance(request, Run) else []

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from tests.support.voters import Voters
-from unicron.ctl.controller.failure_detector import elsewhere
+from unicron.ctl.controller.failure_detector import quorum
 
 
 def story(count: int, random: Random) -> None:
@@ -45,7 +45,7 @@ def test_two_halves_never_both_go_on(seed):
 
 def test_without_votes_that_are_given_up_they_would(monkeypatch):
     """The search finds what it is for: one story is known in which an agent without a rank votes for the others."""
-    monkeypatch.setattr(elsewhere, "_stands", lambda job, slot: True)
+    monkeypatch.setattr(quorum, "_goes_on", lambda job, slot: True)
     with pytest.raises(AssertionError, match="two halves go on"):
         random = Random(233)
         story(random.randint(4, 9), random)

@@ -73,7 +73,7 @@ def taken(world: World) -> list[tuple[str, str]]:
 
 
 def asked(world: World) -> set[str]:
-    return set(world.core.view.inquiries.ending)
+    return set(world.core.view.suspicions.ending_nodes)
 
 
 @pytest.mark.parametrize("then", ["refuses", "silent"])
@@ -382,14 +382,14 @@ def test_the_head_node_is_cut_off_in_that_very_moment(back: bool, with_a_rack: b
     if back:
         world.refusing.clear()
     world.run(5.0)
-    number = world.core.view.inquiries.last
+    number = world.core.view.suspicions.last_number
     world.run(MINUTE / 2)
-    assert not taken(world) and (with_a_rack or world.core.view.inquiries.last == number), "nobody is asked"
+    assert not taken(world) and (with_a_rack or world.core.view.suspicions.last_number == number), "nobody is asked"
     assert ("most_silent" if with_a_rack else "alone") in [event.kind for event in world.log]
     world.cuts.clear()
     for agent in world.agents:
         agent.silent = agent.cut = agent is lost
-    while world.core.view.alone or world.core.view.inquiries.doubt:
+    while world.core.view.alone or world.core.view.suspicions.doubt:
         world.run(0.1)
     world.run(UNREACHED_SECONDS - 0.5)
     assert not taken(world), "what was asked before does not count"
@@ -439,7 +439,7 @@ def test_the_other_jobs_agents_are_asked_once_the_first_job_is_over():
     died(world, world.agents[1], shared)
     world.slurm.cancel("1")
     world.run(3.0)
-    assert world.core.view.inquiries.ending["n2"].job == "2"
+    assert world.core.view.suspicions.ending_nodes["n2"].job == "2"
     world.run(10.0)
     assert ("down", "n2") in taken(world) and world.slurm.queue["2", 0]["node"] not in ("n2", None)
 
@@ -459,7 +459,7 @@ def test_a_node_with_an_agent_that_may_go_on_by_itself_is_not_taken():
     )
     died(world, lost)
     world.run(20.0)
-    assert ("2", 0) in world.core.view.inquiries.open and ("down", "n2") not in taken(world)
+    assert ("2", 0) in world.core.view.suspicions.open and ("down", "n2") not in taken(world)
     assert asked(world) == {"n2"} and world.job().agents[1].gone == "agent died"
 
 
@@ -479,7 +479,7 @@ def test_a_firewall_that_refuses_one_group_after_the_other_takes_no_node():
     assert not taken(world) and len(asked(world)) == 10
     world.refusing.clear()
     world.run(20.0)
-    assert not taken(world) and not asked(world) and not world.core.view.inquiries.doubt
+    assert not taken(world) and not asked(world) and not world.core.view.suspicions.doubt
 
 
 @pytest.mark.parametrize(
@@ -506,7 +506,7 @@ def test_without_slurm_nobody_is_asked_about_a_node():
     agents = world.start_job(nodes=4)
     agents[1].silent = agents[1].killed = True
     died(world, agents[1])
-    assert not asked(world) and not world.core.view.inquiries.judged
+    assert not asked(world) and not world.core.view.suspicions.given_up
     world.run(10.0)
     assert len(world.job().failures) == 1
 
@@ -541,7 +541,7 @@ def test_those_that_wait_for_their_turn_have_all_their_time_then(monkeypatch: py
     refuse(world, first, second)
     died(world, first, second)
     off(world, first, second)
-    _, other = world.core.view.inquiries.ending
+    _, other = world.core.view.suspicions.ending_nodes
     monkeypatch.setattr(ending_nodes, "UNREACHED_SECONDS", 1e9)  # the first one is never judged
     world.run(21.0)
     assert asked(world) == {other} and not taken(world)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.world import FakeSlurm, World
 from unicron.ctl.controller.failure_detector import network_partitions
-from unicron.ctl.controller.failure_detector.network_partitions import leave_out
+from unicron.ctl.controller.failure_detector.network_partitions import fewest_to_leave_out
 from unicron.ctl.protocol import wire
 
 
@@ -139,7 +139,7 @@ def test_a_large_job_asks_first_about_those_that_the_others_wait_for():
     far_cut(world)
     view = world.core.view
     job = view.job(world.job())
-    world.core.take(network_partitions.begin(view, job, [60]))
+    world.core.take(network_partitions.start_survey(view, job, [60]))
     assert all(60 in others for element, others in job.live.survey.asked.items() if element != 60)
     assert max(len(others) for others in job.live.survey.asked.values()) <= network_partitions.MOST_ASKED
     world.deliver()
@@ -158,10 +158,10 @@ def test_a_survey_is_worked_out_once_for_all_findings_of_a_moment(monkeypatch):
     real = network_partitions._round
     monkeypatch.setattr(network_partitions, "_round", lambda job, named: made.append(named) or real(job, named))
     for slot in range(60):
-        world.core.take(network_partitions.begin(world.core.view, job, [slot]))
+        world.core.take(network_partitions.start_survey(world.core.view, job, [slot]))
     assert len(made) == 1 and not job.live.survey.open
     world.run(1.0)
-    world.core.take(network_partitions.begin(world.core.view, job, [60]))
+    world.core.take(network_partitions.start_survey(world.core.view, job, [60]))
     assert len(made) == 2
 
 
@@ -172,10 +172,10 @@ def test_every_pair_of_a_large_job_is_asked_about(count):
 
 
 def test_of_two_halves_the_larger_goes_on():
-    assert leave_out({(a, b) for a in range(3) for b in (3, 4)}) == {3, 4}
-    assert leave_out({(0, 1)}) == {1}
-    assert leave_out({(2, other) for other in (0, 1, 3)}) == {2}
-    assert leave_out(set()) == set()
+    assert fewest_to_leave_out({(a, b) for a in range(3) for b in (3, 4)}) == {3, 4}
+    assert fewest_to_leave_out({(0, 1)}) == {1}
+    assert fewest_to_leave_out({(2, other) for other in (0, 1, 3)}) == {2}
+    assert fewest_to_leave_out(set()) == set()
 
 
 def test_who_is_left_out_of_a_large_job_is_found_without_looking_at_all_for_each():
@@ -193,13 +193,13 @@ def test_who_is_left_out_of_a_large_job_is_found_without_looking_at_all_for_each
     count = 1000
     pairs = {(Element(low), Element(low + count)) for low in range(count)}
     looks = 0
-    assert leave_out(pairs) == set(range(count, 2 * count))
+    assert fewest_to_leave_out(pairs) == set(range(count, 2 * count))
     assert looks < 50 * count
 
 
 @given(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda pair: pair[0] != pair[1])))
 def test_those_who_are_left_reach_each_other(pairs):
-    gone = leave_out(pairs)
+    gone = fewest_to_leave_out(pairs)
     assert not any((a, b) in pairs or (b, a) in pairs for a, b in combinations(set(range(7)) - gone, 2))
 
 
@@ -215,5 +215,5 @@ def test_who_is_left_out_costs_a_few_steps_for_each_pair():
 
     pairs = {(Element(2 * n), Element(2 * n + 1)) for n in range(600)}
     Element.looks = 0
-    assert leave_out(pairs) == set(range(1, 1200, 2))
+    assert fewest_to_leave_out(pairs) == set(range(1, 1200, 2))
     assert Element.looks < 20 * len(pairs)

@@ -8,7 +8,7 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.test_reconcile import follow
 from unicron.ctl.cli import tables
 from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.failure_detector import quorum
+from unicron.ctl.controller.failure_detector import self_suspicion
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.requests import Action
@@ -241,7 +241,7 @@ def test_where_only_observing_is_allowed_nothing_is_said_of_what_would_not_be_do
 
 def test_a_tick_looks_at_few_while_nobody_is_silent(monkeypatch: pytest.MonkeyPatch):
     world = many()
-    monkeypatch.setattr(quorum, "_silent", lambda *_: pytest.fail("all are heard"))
+    monkeypatch.setattr(self_suspicion, "_silent_nodes", lambda *_: pytest.fail("all are heard"))
     world.run(10.0)
 
 
@@ -334,7 +334,7 @@ def test_agents_that_report_in_step_keep_no_element_from_being_requeued():
     world.run(1.2, heartbeats=False)
     out = Outcome()
     reconcile._ask(world.core.view, world.core.slurm, [Action("requeue", "1", 0, "n1", "it ended")], out)
-    assert world.core.view.inquiries.unsure and out.requests
+    assert world.core.view.suspicions.unsure and out.requests
 
 
 @pytest.mark.parametrize("ends", ["1", "13"])
