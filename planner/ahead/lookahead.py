@@ -58,7 +58,7 @@ class Lookahead:
         if pairs:
             events += pairs_of_losses(scenario)
         events = [event for event in events if self._possible(event)]
-        alike = not scenario.types and len(scenario.owners) == 1 and not any(job.owner for job in self.queue)
+        alike = len(scenario.owners) == 1 and not any(job.owner for job in self.queue)
         found = self._by_tables(events) if alike else self._one_by_one(events)
         self.entries = {event: Entry(found[event], scenario, event, self.queue) for event in events}
 
@@ -77,7 +77,7 @@ class Lookahead:
         for event in events:
             scenario = after(self.scenario, event, self.queue)
             alive.append(scenario)  # `known` goes by the identity of its jobs
-            found[event] = solve(scenario).assignment if scenario.types else _solved(scenario, known)
+            found[event] = _solved(scenario, known)
         return found
 
     def _by_tables(self, events: list[Event]) -> dict[Event, dict[str, int]]:

@@ -50,7 +50,7 @@ def after(scenario: Scenario, event: Event, queue: Iterable[Job] = ()) -> Scenar
             if scenario.job(name).nodes < event[1:].count(name):
                 raise PlanError(f"job {name} has only {scenario.job(name).nodes} nodes to lose")
         jobs = tuple(_robbed(job, event[1:].count(job.name)) if job.name in lost else job for job in scenario.jobs)
-        return _resized(replace(scenario, jobs=jobs), 1 - len(event), [scenario.job(name) for name in event[1:]])
+        return _resized(replace(scenario, jobs=jobs), 1 - len(event))
     if kind == "spare":
         return _resized(scenario, -1)
     if kind == "join":
@@ -73,16 +73,8 @@ def _robbed(job: Job, count: int) -> Job:
     return replace(job, lost_worker=True, keep=min(job.keep, job.nodes - count))
 
 
-def _resized(scenario: Scenario, change: int, losers: Iterable[Job] = ()) -> Scenario:
-    """`change` nodes more or less; where there are types, those that the losers run on, else the most common type."""
+def _resized(scenario: Scenario, change: int) -> Scenario:
+    """The scenario with `change` nodes more."""
     if scenario.nodes + change < 0:
         raise PlanError("there is no node left to lose")
-    types = dict(scenario.types)
-    if types:
-        gone = [job.node_type for job in losers] or [None] * abs(change)
-        for kind in gone:
-            kind = kind or max(types, key=lambda name: types[name])
-            if types[kind] + (1 if change > 0 else -1) < 0:
-                raise PlanError(f"there is no node of type {kind} left to lose")
-            types[kind] += 1 if change > 0 else -1
-    return replace(scenario, nodes=scenario.nodes + change, types=types)
+    return replace(scenario, nodes=scenario.nodes + change)

@@ -78,7 +78,6 @@ class Job:
         throughput that the job had.
     transition_seconds: D_transition of this job, else the cluster's. transition: the same by kind (see `kind`).
     restart_only: no survivor holds the whole state, so every change is a restart from a checkpoint.
-    flops_by_type, node_type: throughput by type of node, and the type it runs on now (clusters with several types).
     layouts, layout: in place of flops, the throughput of each way to split the model ("TP2 PP2") by node count, the
         preferred first, and the way it runs now; None while it is free. Going to another is a restart.
     spares: sizes above all that `flops` lists, at which the nodes above do not work but wait as hot spares -> what
@@ -99,8 +98,6 @@ class Job:
     transition: Mapping[str, float] = field(default_factory=dict)
     restart_only: bool = False
     node_names: tuple[str, ...] = ()
-    flops_by_type: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    node_type: str | None = None
     layouts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     layout: str | None = None
     spares: Mapping[int, float] = field(default_factory=dict)
@@ -131,14 +128,9 @@ class Job:
             if kind not in KINDS:
                 raise PlanError(f"{what}: unknown transition kind {kind!r}: use {', '.join(KINDS)}")
             number(seconds, f"{what}: transition {kind}")
-        if not isinstance(self.flops_by_type, Mapping):
-            raise PlanError(f"{what}: flops_by_type must be a table of throughputs by node type")
         self._check_spares(what)
         self._check_layouts(what)
-        if self.flops or not self.flops_by_type:
-            object.__setattr__(self, "flops", _checked(self.flops, what))
-        by_type = {kind: _checked(flops, f"{what} on {kind}") for kind, flops in self.flops_by_type.items()}
-        object.__setattr__(self, "flops_by_type", by_type)
+        object.__setattr__(self, "flops", _checked(self.flops, what))
 
     def _check_spares(self, what: str) -> None:
         """At the sizes with spares the job does what it does without them."""
@@ -146,8 +138,6 @@ class Job:
             raise PlanError(f"{what}: spares must be a table of FLOP/s by node count")
         if not self.spares:
             return
-        if self.flops_by_type:
-            raise PlanError(f"{what}: give flops_by_type or spares, not both")
         for size, saved in self.spares.items():
             whole(size, f"{what}: a node count in spares", least=2)
             number(saved, f"{what}: spares at {size} nodes")
@@ -184,8 +174,6 @@ class Job:
             raise PlanError(f"{what}: it has no layout {self.layout!r}; its layouts are: {known}")
         if not self.layouts:
             return
-        if self.flops_by_type:
-            raise PlanError(f"{what}: give flops_by_type or layouts, not both")
         tables = {name: _checked(flops, f"{what} as {name}") for name, flops in self.layouts.items()}
         best = {
             size: max(table.get(size, 0.0) for table in tables.values())
@@ -198,7 +186,7 @@ class Job:
 
     @property
     def rates(self) -> Rates:
-        """`flops` with its sizes and rates as arrays. Raises PlanError where all throughputs are by node type."""
+        """`flops` with its sizes and rates as arrays."""
         return _checked(self.flops, f"job {self.name}")
 
     def f(self, nodes: int, layout: str | None = None) -> float:
@@ -251,27 +239,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster and its jobs at one moment. nodes: n', the nodes that can be given out. types: nodes by type, where
-    there are several (their sum is `nodes`). elsewhere: nodes that owners have been given beside these; they count as a
-    part of their shares."""
+    """A cluster and its jobs at one moment. nodes: n', the nodes that can be given out. elsewhere: nodes that owners
+    have been given beside these; they count as a part of their shares."""
 
     nodes: int
     jobs: tuple[Job, ...]
     mtbf_node_hours: float = 1000.0
     transition_seconds: float = 60.0
-    types: Mapping[str, int] = field(default_factory=dict)
     elsewhere: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         whole(self.nodes, "cluster: nodes")
         number(self.mtbf_node_hours, "cluster: mtbf_node_hours", positive=True)
         number(self.transition_seconds, "cluster: transition_seconds")
-        if not isinstance(self.types, Mapping):
-            raise PlanError("cluster: types must be a table of node counts by type")
-        for kind, count in self.types.items():
-            whole(count, f"cluster: nodes of type {kind}")
-        if self.types and sum(self.types.values()) != self.nodes:
-            raise PlanError(f"cluster: the types add up to {sum(self.types.values())} nodes, but nodes is {self.nodes}")
         if not self.jobs:
             raise PlanError("there are no jobs to plan for: add at least one [[job]]")
         names = [job.name for job in self.jobs]
@@ -280,8 +260,6 @@ class Scenario:
             raise PlanError(f"two jobs are named {double}: names must be unique")
         for job in self.jobs:
             self._check_job(job)
-        if self.types and len(self.owners) > 1:
-            raise PlanError("jobs of several owners can't be planned where the cluster has types of nodes")
 
     @property
     def owners(self) -> dict[str, list[Job]]:
@@ -292,20 +270,9 @@ class Scenario:
         return found
 
     def _check_job(self, job: Job) -> None:
-        if job.layouts and self.types:
-            raise PlanError(f"job {job.name}: layouts can't be planned where the cluster has types of nodes")
-        if job.spares and self.types:
-            raise PlanError(f"job {job.name}: spares can't be planned where the cluster has types of nodes")
-        if job.flops_by_type and not self.types:
-            raise PlanError(f"job {job.name} has flops_by_type, but the cluster has no types")
-        for kind in [*job.flops_by_type, *([job.node_type] if job.node_type else [])]:
-            if kind not in self.types:
-                raise PlanError(f"job {job.name}: the cluster has no nodes of type {kind!r}")
-        what = f"job {job.name}"
-        tables = [_checked(flops, what) for flops in (job.flops, *job.flops_by_type.values()) if flops]
-        rates = [float(table.rates.max()) + max(job.spares.values(), default=0.0) for table in tables]
+        most = float(job.rates.rates.max()) + max(job.spares.values(), default=0.0)
         longest = max(self.d_running, self.transition_seconds, job.transition_seconds or 0.0, *job.transition.values())
-        if not math.isfinite(job.weight * max(rates) * longest * 4 * len(self.jobs)):
+        if not math.isfinite(job.weight * most * longest * 4 * len(self.jobs)):
             raise PlanError(f"job {job.name}: weight x flops x time is too large for a number")
 
     @property

@@ -5,7 +5,6 @@
 nodes = 16                   # n'
 mtbf_node_hours = 1000.0     # D_running(n') = mtbf_node_hours * 3600 / nodes, in seconds
 transition_seconds = 60.0    # D_transition, unless a job has its own
-types = { a100 = 8, h100 = 8 }           # optional: nodes by type
 [[job]]
 name = "gpt-7b"
 weight = 1.0
@@ -35,7 +34,7 @@ from typing import Any
 
 from unicron.planner.problem.model import Job, PlanError, Scenario
 
-CLUSTER_KEYS = ("nodes", "mtbf_node_hours", "transition_seconds", "types")
+CLUSTER_KEYS = ("nodes", "mtbf_node_hours", "transition_seconds")
 JOB_KEYS = (
     "name",
     "weight",
@@ -48,8 +47,6 @@ JOB_KEYS = (
     "flops",
     "restart_only",
     "node_names",
-    "flops_by_type",
-    "node_type",
     "layouts",
     "layout",
     "spares",
@@ -108,12 +105,10 @@ def _job(value: object, position: int) -> Job:
         raise PlanError(f"job number {position} has no name")
     what = f"job {name}"
     _known(table, JOB_KEYS, what)
-    if not {"flops", "flops_by_type", "layouts"} & table.keys():
+    if not {"flops", "layouts"} & table.keys():
         raise PlanError(f"{what} has no throughput: give flops = {{ nodes = FLOP/s, ... }}")
     if "flops" in table:
         table["flops"] = _flops(table["flops"], f"{what}: flops")
-    by_type = _table(table.get("flops_by_type", {}), f"{what}: flops_by_type")
-    table["flops_by_type"] = {kind: _flops(flops, f"{what}: flops on {kind}") for kind, flops in by_type.items()}
     layouts = _table(table.get("layouts", {}), f"{what}: layouts")
     table["layouts"] = {name: _flops(flops, f"{what}: flops as {name}") for name, flops in layouts.items()}
     table["spares"] = _flops(table.get("spares", {}), f"{what}: spares")
@@ -132,27 +127,23 @@ def from_dict(data: Mapping[str, Any]) -> Scenario:
         raise PlanError("there is no [cluster] table: give nodes = COUNT in it")
     cluster = _table(data["cluster"], "cluster")
     _known(cluster, CLUSTER_KEYS, "cluster")
-    types = _table(cluster.get("types", {}), "cluster: types")
-    if "nodes" not in cluster and not types:
+    if "nodes" not in cluster:
         raise PlanError("cluster: nodes is missing: give the number of nodes that can be used")
     jobs = data.get("job", [])
     if not isinstance(jobs, (list, tuple)):
         raise PlanError("job must be an array of tables: write [[job]], not [job]")
     settings = {key: cluster[key] for key in ("mtbf_node_hours", "transition_seconds") if key in cluster}
-    nodes = cluster["nodes"] if "nodes" in cluster else sum(c for c in types.values() if isinstance(c, int))
     made = tuple(_job(job, i + 1) for i, job in enumerate(jobs))
-    return Scenario(nodes=nodes, jobs=made, types=dict(types), **settings)
+    return Scenario(nodes=cluster["nodes"], jobs=made, **settings)
 
 
 def to_dict(scenario: Scenario) -> dict[str, Any]:
     """The structure that `from_dict` reads, without what is at its default."""
-    cluster: dict[str, Any] = {
+    cluster = {
         "nodes": scenario.nodes,
         "mtbf_node_hours": scenario.mtbf_node_hours,
         "transition_seconds": scenario.transition_seconds,
     }
-    if scenario.types:
-        cluster["types"] = dict(scenario.types)
     return {"cluster": cluster, "job": [_job_dict(job) for job in scenario.jobs]}
 
 
@@ -170,11 +161,7 @@ def _job_dict(job: Job) -> dict[str, Any]:
         out["flops"] = _listed(job, job.flops)
     if job.spares:
         out["spares"] = {str(size): saved for size, saved in job.spares.items()}
-    if job.flops_by_type:
-        out["flops_by_type"] = {
-            kind: {str(size): rate for size, rate in flops.items()} for kind, flops in job.flops_by_type.items()
-        }
-    for key in ("max_nodes", "transition_seconds", "node_type", "layout"):
+    for key in ("max_nodes", "transition_seconds", "layout"):
         if getattr(job, key) is not None:
             out[key] = getattr(job, key)
     out |= {key: value for key in ("owner", "keep") if (value := getattr(job, key))}

@@ -126,8 +126,6 @@ class Simulation:
     """One policy on one trace."""
 
     def __init__(self, scenario: Scenario, trace: Trace, policy: Policy):
-        if scenario.types:
-            raise PlanError("the simulator takes one type of node: leave `types` out of the scenario")
         self.scenario, self.trace, self.policy = scenario, trace, policy
         self.events, self.up, most = node_slots(trace, scenario.nodes)
         fresh = tuple(replace(job, nodes=0, lost_worker=False) for job in scenario.jobs)

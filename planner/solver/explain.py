@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,6 @@ def runner_up(scenario: Scenario, name: str, plan: Plan) -> Plan | None:
     """The best plan in which the job gets anything but what `plan` gives it, on the nodes that were offered to its
     owner; None where it has no other size."""
     nodes = plan.assignment[name]
-    if scenario.types:
-        return _runner_up_typed(scenario, name, nodes)
     owner = scenario.job(name).owner
     jobs, room = scenario.owners[owner], plan.shares.get(owner, scenario.nodes)
     rows = [within(row, room) for row in keys.rows(scenario, jobs)]
@@ -59,19 +57,6 @@ def runner_up(scenario: Scenario, name: str, plan: Plan) -> Plan | None:
     sizes, _ = tables.optimum(rows, room)
     found = {job.name: size for job, size in zip(jobs, sizes, strict=True)}
     return plan_of(scenario, plan.assignment | found, plan.shares)
-
-
-def _runner_up_typed(scenario: Scenario, name: str, nodes: int) -> Plan | None:
-    job = scenario.job(name)
-    best: Plan | None = None
-    sizes = {size for flops in (job.flops, *job.flops_by_type.values()) for size in flops} - {nodes}
-    for low, high in ((max(nodes + 1, job.min_nodes), job.max_nodes), (job.min_nodes, nodes - 1)):
-        if not any(low <= size <= (high or size) for size in sizes) or (high is not None and high < max(low, 1)):
-            continue
-        plan = solve(scenario.with_job(replace(job, min_nodes=low, max_nodes=high)))
-        if plan.assignment[name] != nodes and (best is None or plan.objective > best.objective):
-            best = plan
-    return best
 
 
 def duration_text(seconds: float) -> str:

@@ -12,15 +12,14 @@ from unicron.planner.problem.model import Job, Scenario
 @dataclass(frozen=True)
 class Plan:
     """assignment: nodes by job. objective: sum of G, weighted FLOP over the next running period. waf: sum of F,
-    weighted FLOP/s. reasons: a sentence by job. spares: nodes given to nobody. types: type of node by job, where there
-    are several. layouts: by job that has several. shares: nodes offered by owner, where there are several."""
+    weighted FLOP/s. reasons: a sentence by job. spares: nodes given to nobody. layouts: by job that has several.
+    shares: nodes offered by owner, where there are several."""
 
     assignment: dict[str, int]
     objective: float
     waf: float
     reasons: dict[str, str]
     spares: int = 0
-    types: dict[str, str] = field(default_factory=dict)
     layouts: dict[str, str] = field(default_factory=dict)
     shares: dict[str, int] = field(default_factory=dict)
 
@@ -33,7 +32,7 @@ class Plan:
             "reasons": self.reasons,
             "spares": self.spares,
         }
-        more = {"types": self.types, "layouts": self.layouts, "shares": self.shares}
+        more = {"layouts": self.layouts, "shares": self.shares}
         return out | {name: value for name, value in more.items() if value}
 
 

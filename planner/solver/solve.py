@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from unicron.planner.problem.model import Job, Scenario
 from unicron.planner.solver import keys, tables
 from unicron.planner.solver.keys import Row
-from unicron.planner.solver.node_types import solve_typed
 from unicron.planner.solver.plan import Plan, flops_text, nodes_text, plan_of
 from unicron.planner.solver.shares import divide
 
@@ -22,8 +21,6 @@ def solve(scenario: Scenario) -> Plan:
 
     Ties: fewest jobs disturbed, then the smallest sum of |x' - x_t|, then the job whose name comes first gets more.
     """
-    if scenario.types:
-        return solve_typed(scenario)
     assignment, shares = by_owner(scenario, lambda jobs, room: best(scenario, jobs, room))
     return plan_of(scenario, assignment, shares)
 

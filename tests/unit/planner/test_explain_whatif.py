@@ -50,16 +50,6 @@ def test_explanation_in_words():
     assert "equally well" in explain(same, "a").text
 
 
-def test_explanation_with_node_types():
-    scenario = Scenario(
-        nodes=4,
-        types={"a": 2, "b": 2},
-        jobs=(Job("x", flops_by_type={"a": {1: 1.0, 2: 2.0}}), Job("y", {1: 1.0, 2: 3.0})),
-    )
-    result = explain(scenario, "x")
-    assert result.nodes == 2 and result.second.assignment["x"] == 1 and result.margin > 0
-
-
 @pytest.mark.parametrize(
     "text, nodes, lost",
     [

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.unit.planner.strategies import scenarios
 from unicron.planner.problem.model import Job, PlanError, Scenario
 from unicron.planner.problem.scenario import check_minima, from_dict, load, to_dict
-from unicron.planner.solver.node_types import solve_typed
 from unicron.planner.solver.solve import solve
 
 CONTRACT = """
@@ -53,10 +52,9 @@ def test_to_dict_and_back(scenario):
 def test_everything_optional_survives():
     scenario = Scenario(
         nodes=3,
-        types={"h100": 2, "a100": 1},
         jobs=(
-            Job("x", {1: 1.0}, node_names=("n1", "n2"), restart_only=True, max_nodes=2, node_type="h100", nodes=1),
-            Job("y", flops_by_type={"a100": {1: 1.0}}, transition={"move": 3.0}),
+            Job("x", {1: 1.0}, node_names=("n1", "n2"), restart_only=True, max_nodes=2, nodes=1),
+            Job("y", {1: 1.0}, transition={"move": 3.0}),
         ),
     )
     assert from_dict(to_dict(scenario)) == scenario
@@ -125,7 +123,7 @@ def test_no_jobs_and_double_names(tmp_path):
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
-                st.sampled_from(["cluster", "job", "nodes", "name", "flops", "2", "types"]), inner, max_size=4
+                st.sampled_from(["cluster", "job", "nodes", "name", "flops", "2", "layouts"]), inner, max_size=4
             )
         ),
         max_leaves=12,
@@ -145,48 +143,3 @@ def test_minima_beyond_the_cluster_are_refused_for_files_only():
     with pytest.raises(PlanError, match="add up to 6"):
         check_minima(scenario)
     assert solve(scenario).assignment == {"a": 0, "b": 3}
-
-
-def test_node_types_equal_trying_everything():
-    """Two types: every pair of choices tried."""
-    rates = {
-        "a": {"fast": {1: 3.0, 2: 5.0}, "slow": {1: 1.0, 2: 2.0, 3: 2.5}},
-        "b": {"fast": {1: 2.0, 3: 7.0}, "slow": {2: 3.0}},
-    }
-    for fast in range(4):
-        for slow in range(4):
-            scenario = Scenario(
-                nodes=fast + slow,
-                types={"fast": fast, "slow": slow},
-                transition_seconds=0.0,
-                jobs=tuple(Job(name, flops_by_type=flops) for name, flops in rates.items()),
-            )
-            options = {
-                name: [(None, 0, 0.0)]
-                + [(kind, k, rate) for kind, listed in flops.items() for k, rate in listed.items()]
-                for name, flops in rates.items()
-            }
-            limits = scenario.types
-            best = max(
-                x[2] + y[2]
-                for x in options["a"]
-                for y in options["b"]
-                if all(sum(o[1] for o in (x, y) if o[0] == kind) <= limits[kind] for kind in limits)
-            )
-            plan = solve(scenario)
-            assert plan.waf == pytest.approx(best)
-            for kind in limits:
-                assert sum(plan.assignment[name] for name, on in plan.types.items() if on == kind) <= limits[kind]
-
-
-def test_a_job_stays_on_its_type_rather_than_move():
-    flops = {"old": {2: 1.0e15}, "new": {2: 1.0e15}}
-    job = Job("a", flops_by_type=flops, nodes=2, node_type="old")
-    scenario = Scenario(nodes=4, types={"old": 2, "new": 2}, jobs=(job,))
-    assert solve(scenario).types == {"a": "old"}
-    with pytest.raises(PlanError, match="no nodes of type"):
-        Scenario(nodes=2, types={"old": 2}, jobs=(Job("a", flops_by_type={"new": {1: 1.0}}),))
-    with pytest.raises(PlanError, match="add up to"):
-        Scenario(nodes=2, types={"old": 1}, jobs=(Job("a", {1: 1.0}),))
-    with pytest.raises(PlanError, match="merge types"):
-        solve_typed(Scenario(nodes=6000, types={"old": 3000, "new": 3000}, jobs=(Job("a", {1: 1.0}),)))

@@ -241,5 +241,3 @@ def test_the_reason_names_the_share_and_owners_have_names() -> None:
     assert plan.to_dict()["shares"] == {"mallory": 0, "victim": 8}
     with pytest.raises(PlanError, match="owner must be printable text"):
         _linear("v", "\n")
-    with pytest.raises(PlanError, match="several owners"):
-        Scenario(2, (_linear("v", "a"), _linear("w", "b")), types={"x": 2})

@@ -117,7 +117,6 @@ def test_a_scenario_with_spares_comes_back_from_its_file():
         ({"spares": {2: 1.0}}, "spares must begin above the largest node count"),
         ({"spares": {4: -1.0}}, "spares at 4 nodes must be 0 or more"),
         ({"spares": [4]}, "spares must be a table"),
-        ({"flops_by_type": {"x": {1: 1.0}}, "spares": {4: 1.0}}, "flops_by_type or spares"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes, word):
