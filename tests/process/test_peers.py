@@ -36,7 +36,7 @@ class Talker:
 
     def say(self, other: Talker, element: int | None = None) -> None:
         own = self.peer.element if element is None else element
-        self.line.send(other.peer, peer_messages.Trouble(generation=3, element=own))
+        self.line.send(other.peer, peer_messages.PlanRequest(generation=3, element=own))
 
     def close(self) -> None:
         self.line.close()

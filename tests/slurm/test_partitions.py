@@ -54,7 +54,7 @@ def test_where_it_only_observes_a_lost_node_is_slurms_matter(
 
     def goes_on() -> bool:
         """With two, or with three: Slurm starts the lost element elsewhere while the new world waits for the old one's
-        end (docs/design/agreement.md, *A lease for plain programs*)."""
+        end (docs/design/consensus.md, *A lease for plain programs*)."""
         now = job.controller.job()
         return now["state"] == "running" and now["generation"] > before and node not in _nodes(job).values()
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from unicron.ctl.consensus import resume
-from unicron.ctl.consensus.agreement import Agreement
-from unicron.ctl.consensus.compose import leading, resting
+from unicron.ctl.consensus.participant import Participant
+from unicron.ctl.consensus.proposals import has_stopped, proposers_of
 from unicron.ctl.protocol import peer_messages, shared_plans, wire
 
 MICRO_BATCHES = 8
@@ -109,12 +109,12 @@ class Member:
 
 
 class Agent:
-    """What `agent.py` does around an `Agreement`."""
+    """What `agent.py` does around an `Participant`."""
 
     def __init__(self, company: Company, element: int) -> None:
         self.company, self.element, self.alive = company, element, True
         self.peer = wire.Peer(element, f"agent{element}", f"n{element}:1", "key")
-        self.agreement = Agreement(self.peer, 1)
+        self.participant = Participant(self.peer, 1)
         self.died_at = float("inf")
         self.pinged = 0
         self.last_status = 0.0
@@ -126,14 +126,14 @@ class Agent:
     def changed(self) -> None:
         if self.alive:
             ranks = {self.element: self.member.status}
-            self.agreement.ranks(ranks, f"n{self.element}:4000", self.company.now)
+            self.participant.on_ranks(ranks, f"n{self.element}:4000", self.company.now)
             self.status()
             self._carry_out()
 
     def status(self) -> None:
         now = self.company.now
-        self.last_status, self.agreement.news = now, False
-        answer = self.agreement.asks(now)
+        self.last_status, self.participant.status_due = now, False
+        answer = self.participant.on_status(now)
         told = wire.Status(
             job="7",
             element=self.element,
@@ -142,7 +142,7 @@ class Agent:
             store=f"n{self.element}:4000",
             pinged=self.pinged,
             answer=answer,
-            agreed=self.agreement.agreed,
+            agreed=self.participant.agreed,
             ranks={self.element: self.member.status},
         )
         self.company.send(self.element, CONTROLLER, told)
@@ -151,9 +151,9 @@ class Agent:
         if not self.alive:
             return
         now = self.company.now
-        self.agreement.tick(now)
+        self.participant.tick(now)
         self._carry_out()
-        if self.agreement.news or self.agreement.to_ask(now) or now - self.last_status >= HEARTBEAT:
+        if self.participant.status_due or self.participant.should_ask(now) or now - self.last_status >= HEARTBEAT:
             self.status()
         self.company.later(TURN, self.turn)
 
@@ -161,34 +161,34 @@ class Agent:
         if not self.alive:
             return
         if isinstance(message, peer_messages.PeerMessage):
-            self.agreement.receive(message, self.company.now)
+            self.participant.on_message(message, self.company.now)
         else:
-            self.agreement.word(self.company.now)
+            self.participant.on_controller(self.company.now)
             match message:
                 case wire.Ping():
                     self.pinged = max(self.pinged, message.number)
                     self.status()
                 case wire.Break():
-                    self.agreement.break_(message)
+                    self.participant.on_break(message)
                     self.member.order(message)
                 case wire.PlanShare():
-                    plan = self.agreement.plan(message)
+                    plan = self.participant.on_plan(message)
                     if plan is not None:
                         self.member.order(plan)
         self._carry_out()
-        if self.agreement.news:
+        if self.participant.status_due:
             self.status()
 
     def _carry_out(self) -> None:
-        sends, self.agreement.sends = self.agreement.sends, []
-        orders, self.agreement.orders = self.agreement.orders, []
-        for peer, message in sends:
+        outbox, self.participant.outbox = self.participant.outbox, []
+        orders, self.participant.orders = self.participant.orders, []
+        for peer, message in outbox:
             assert peer.element != self.element
             self.company.send(self.element, peer.element, peer_messages.decode(wire.encode(message)))
         for order in orders:
             if isinstance(order, wire.Plan):
-                assert self.agreement.agreed is not None and self.agreement.agreed.plan == order
-                self.company.agreed.append(self.agreement.agreed)
+                assert self.participant.agreed is not None and self.participant.agreed.plan == order
+                self.company.agreed.append(self.participant.agreed)
             self.company.halts += isinstance(order, wire.Break)
             self.member.order(order)
 
@@ -274,7 +274,7 @@ class Head:
                 return
         if not self.breaking or len(told) < len(living):
             return
-        if any(not resting(s.ranks[s.element], self.broken) for s in told):
+        if any(not has_stopped(s.ranks[s.element], self.broken) for s in told):
             return
         ranks = {s.element: s.ranks[s.element] for s in told if s.element in self.plan.members}
         reports = {slot: status for slot, status in ranks.items() if status.state == "stopped"}
@@ -299,7 +299,7 @@ class Head:
         if plan is None:
             return
         everybody = {element: agent.peer for element, agent in self.company.agents.items()}
-        leaders = leading(plan, everybody.get, 1)
+        proposers = proposers_of(plan, everybody.get, 1)
         for element, agent in self.company.agents.items():
             status = self.statuses.get(element)
             if status is None or status.pinged < self.number:
@@ -309,8 +309,8 @@ class Head:
                 continue
             rank = status.ranks[element] if status else None
             if rank is None or max(rank.generation, rank.entering) < plan.generation or status.agreed is not None:
-                known = [everybody[e] for e in plan.members] if agent.peer in leaders else []
-                share = shared_plans.share(plan, shared_plans.common(plan, leaders), [element], known)
+                known = [everybody[e] for e in plan.members] if agent.peer in proposers else []
+                share = shared_plans.share(plan, shared_plans.common(plan, proposers), [element], known)
                 self.company.send(CONTROLLER, element, wire.decode(wire.encode(share), wire.ToAgent))
 
 

@@ -1,4 +1,4 @@
-"""How a job goes on after a Break, and how its agents agree on that while the controller is away; pure, no sockets.
+"""Single-decree Paxos for each generation of a job: while the controller is away, the agents choose the next plan.
 
-Shared by the controller and the agents; knows neither (docs/design/agreement.md).
+The code is pure and has no sockets. Agents run it; the controller shares :mod:`resume`, which makes the plan.
 """

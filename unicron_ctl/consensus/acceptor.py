@@ -1,8 +1,8 @@
-"""One agent's vote on what follows one generation: a state machine as a table. Pure.
+"""The acceptor of single-decree Paxos: one agent's vote on the plan that follows one generation. A pure table.
 
-FREE -> ASKED -> PLEDGED            a leader asks, and the controller does not answer
-ASKED, PLEDGED -> FREE              the controller speaks: nothing is promised or accepted any more
-What was accepted stays, in every state: a majority may have accepted it.
+IDLE -> CHECKING -> PROMISED    a proposer prepares a ballot, and the controller does not answer
+CHECKING, PROMISED -> IDLE      the controller speaks: the promise is withdrawn
+A proposal that was accepted stays accepted in every state, because a quorum may have accepted it.
 """
 
 from __future__ import annotations
@@ -12,108 +12,108 @@ import enum
 from unicron.ctl.protocol.peer_messages import NO_BALLOT, Ballot, Proposal
 
 
-class Stand(enum.StrEnum):
-    """Where the voter stands."""
+class AcceptorState(enum.StrEnum):
+    """Where the acceptor is."""
 
-    FREE = "free"
-    ASKED = "asked"  # for a promise; it finds out whether the controller lives
-    PLEDGED = "pledged"  # to the leader of `ballot`
-
-
-class Heard(enum.StrEnum):
-    """What happens to it."""
-
-    PREPARE = "prepare"  # of a ballot above the promised one
-    AGAIN = "again"  # of the promised one
-    OLDER = "older"  # anything of a lower ballot, or a proposal that it has not promised to take
-    PROPOSE = "propose"  # of the promised one
-    SILENCE = "silence"  # the controller is away
-    WORD = "word"  # the controller has spoken
+    IDLE = "idle"
+    CHECKING = "checking"  # whether the controller lives, before a promise
+    PROMISED = "promised"  # to the proposer of `promised`
 
 
-class Act(enum.StrEnum):
-    """What it does about it."""
+class AcceptorEvent(enum.StrEnum):
+    """What happens to the acceptor."""
+
+    PREPARE = "prepare"  # of a ballot above all that it knows
+    PREPARE_AGAIN = "prepare again"  # of the promised ballot
+    STALE = "stale"  # a message of a lower ballot, or an Accept of a ballot that was not promised
+    ACCEPT = "accept"  # of the promised ballot
+    CONTROLLER_SILENT = "controller silent"
+    CONTROLLER_SPOKE = "controller spoke"
+
+
+class AcceptorAction(enum.StrEnum):
+    """What the acceptor does about an event."""
 
     IGNORE = "ignore"
-    ASK = "ask"  # the controller, whether it lives
+    ASK_CONTROLLER = "ask controller"
     PROMISE = "promise"
-    ACCEPT = "accept"
-    REFUSE = "refuse"
-    DECLINE = "decline"  # tell the leader that the controller lives
+    ACCEPTED = "accepted"
+    NACK = "nack"
+    DECLINE = "decline"  # tells the proposer that the controller lives
 
 
-_S, _H, _A = Stand, Heard, Act
-TABLE: dict[Stand, dict[Heard, tuple[Stand, Act]]] = {
-    _S.FREE: {
-        _H.PREPARE: (_S.ASKED, _A.ASK),
-        _H.AGAIN: (_S.FREE, _A.DECLINE),  # the controller has spoken since that promise
-        _H.OLDER: (_S.FREE, _A.REFUSE),
-        _H.PROPOSE: (_S.FREE, _A.DECLINE),
-        _H.SILENCE: (_S.FREE, _A.IGNORE),
-        _H.WORD: (_S.FREE, _A.IGNORE),
+_S, _E, _A = AcceptorState, AcceptorEvent, AcceptorAction
+TABLE: dict[AcceptorState, dict[AcceptorEvent, tuple[AcceptorState, AcceptorAction]]] = {
+    _S.IDLE: {
+        _E.PREPARE: (_S.CHECKING, _A.ASK_CONTROLLER),
+        _E.PREPARE_AGAIN: (_S.IDLE, _A.DECLINE),  # the controller has spoken since that promise
+        _E.STALE: (_S.IDLE, _A.NACK),
+        _E.ACCEPT: (_S.IDLE, _A.DECLINE),
+        _E.CONTROLLER_SILENT: (_S.IDLE, _A.IGNORE),
+        _E.CONTROLLER_SPOKE: (_S.IDLE, _A.IGNORE),
     },
-    _S.ASKED: {
-        _H.PREPARE: (_S.ASKED, _A.ASK),
-        _H.AGAIN: (_S.ASKED, _A.REFUSE),
-        _H.OLDER: (_S.ASKED, _A.REFUSE),
-        _H.PROPOSE: (_S.ASKED, _A.REFUSE),
-        _H.SILENCE: (_S.PLEDGED, _A.PROMISE),
-        _H.WORD: (_S.FREE, _A.DECLINE),
+    _S.CHECKING: {
+        _E.PREPARE: (_S.CHECKING, _A.ASK_CONTROLLER),
+        _E.PREPARE_AGAIN: (_S.CHECKING, _A.NACK),
+        _E.STALE: (_S.CHECKING, _A.NACK),
+        _E.ACCEPT: (_S.CHECKING, _A.NACK),
+        _E.CONTROLLER_SILENT: (_S.PROMISED, _A.PROMISE),
+        _E.CONTROLLER_SPOKE: (_S.IDLE, _A.DECLINE),
     },
-    _S.PLEDGED: {
-        _H.PREPARE: (_S.ASKED, _A.ASK),
-        _H.AGAIN: (_S.PLEDGED, _A.PROMISE),
-        _H.OLDER: (_S.PLEDGED, _A.REFUSE),
-        _H.PROPOSE: (_S.PLEDGED, _A.ACCEPT),
-        _H.SILENCE: (_S.PLEDGED, _A.IGNORE),
-        _H.WORD: (_S.FREE, _A.DECLINE),
+    _S.PROMISED: {
+        _E.PREPARE: (_S.CHECKING, _A.ASK_CONTROLLER),
+        _E.PREPARE_AGAIN: (_S.PROMISED, _A.PROMISE),
+        _E.STALE: (_S.PROMISED, _A.NACK),
+        _E.ACCEPT: (_S.PROMISED, _A.ACCEPTED),
+        _E.CONTROLLER_SILENT: (_S.PROMISED, _A.IGNORE),
+        _E.CONTROLLER_SPOKE: (_S.IDLE, _A.DECLINE),
     },
 }
 
 
-class Voter:
-    """ballot: the highest that it was ever pledged to. asked: the one that it is asked for, in ASKED.
+class Acceptor:
+    """promised: the highest ballot that was ever promised. prepared: the highest that a promise was asked for.
 
-    accepted: what it may not forget: no plan of the same or a lower number is followed beside it.
+    accepted: the latest proposal that was accepted. The agent follows no other plan of the same or a lower number.
     """
 
     def __init__(self) -> None:
-        self.stand = Stand.FREE
-        self.ballot = self.asked = NO_BALLOT
+        self.state = AcceptorState.IDLE
+        self.promised = self.prepared = NO_BALLOT
         self.accepted: Proposal | None = None
 
-    def prepare(self, ballot: Ballot) -> Act:
-        """A leader asks for a promise."""
-        if ballot > max(self.ballot, self.asked):
-            self.asked = ballot
-            return self._step(Heard.PREPARE)
-        if self.stand is Stand.ASKED and ballot == self.asked:
-            return Act.ASK
-        return self._step(Heard.AGAIN if ballot == self.ballot else Heard.OLDER)
+    def on_prepare(self, ballot: Ballot) -> AcceptorAction:
+        """A proposer asks for a promise."""
+        if ballot > self.highest:
+            self.prepared = ballot
+            return self._step(AcceptorEvent.PREPARE)
+        if self.state is AcceptorState.CHECKING and ballot == self.prepared:
+            return AcceptorAction.ASK_CONTROLLER
+        return self._step(AcceptorEvent.PREPARE_AGAIN if ballot == self.promised else AcceptorEvent.STALE)
 
-    def propose(self, proposal: Proposal) -> Act:
-        """A leader asks to accept its proposal."""
-        act = self._step(Heard.PROPOSE if proposal.ballot == self.ballot else Heard.OLDER)
-        if act is Act.ACCEPT:
+    def on_accept(self, proposal: Proposal) -> AcceptorAction:
+        """A proposer asks to accept its proposal."""
+        action = self._step(AcceptorEvent.ACCEPT if proposal.ballot == self.promised else AcceptorEvent.STALE)
+        if action is AcceptorAction.ACCEPTED:
             self.accepted = proposal
-        return act
+        return action
 
-    def silence(self) -> Act:
+    def on_controller_silent(self) -> AcceptorAction:
         """The controller is away."""
-        act = self._step(Heard.SILENCE)
-        if act is Act.PROMISE:
-            self.ballot = self.asked
-        return act
+        action = self._step(AcceptorEvent.CONTROLLER_SILENT)
+        if action is AcceptorAction.PROMISE:
+            self.promised = self.prepared
+        return action
 
-    def word(self) -> Act:
-        """The controller has spoken. The leader to be told, if any, is that of :attr:`current`."""
-        return self._step(Heard.WORD)
+    def on_controller_spoke(self) -> AcceptorAction:
+        """The controller has said something. The proposer of :attr:`highest` is to be told, if anybody is."""
+        return self._step(AcceptorEvent.CONTROLLER_SPOKE)
 
     @property
-    def current(self) -> Ballot:
-        """The ballot that it was asked for, or pledged to, last."""
-        return max(self.ballot, self.asked)
+    def highest(self) -> Ballot:
+        """The highest ballot that this acceptor knows."""
+        return max(self.promised, self.prepared)
 
-    def _step(self, heard: Heard) -> Act:
-        self.stand, act = TABLE[self.stand][heard]
-        return act
+    def _step(self, event: AcceptorEvent) -> AcceptorAction:
+        self.state, action = TABLE[self.state][event]
+        return action

@@ -1,38 +1,40 @@
-"""Whether the controller is away: it was asked for an answer and gave none. Pure; times on a clock that does
-not jump."""
+"""Whether the controller is away: the agent asked it for an answer and got none. Pure.
+
+Times are on a clock that does not jump.
+"""
 
 from __future__ import annotations
 
 ASK_SECONDS = 1.0  # between an answer and the next question while something needs the controller
-TELL_SECONDS = 0.25  # without an answer; then the other agents are told
+TELL_SECONDS = 0.25  # without an answer; then a proposer is told
 AWAY_SECONDS = 0.7  # without an answer; then the controller counts as away
 
 
-class Silence:
-    """What one agent knows of it."""
+class ControllerSilence:
+    """For how long one agent's question to the controller has had no answer."""
 
     def __init__(self) -> None:
-        self._asked: float | None = None
-        self._heard = float("-inf")
+        self._asked_at: float | None = None
+        self._answered_at = float("-inf")
 
-    def ask(self, now: float) -> None:
-        """A question goes out."""
-        if self._asked is None:
-            self._asked = now
+    def on_question(self, now: float) -> None:
+        """The agent asks the controller for an answer."""
+        if self._asked_at is None:
+            self._asked_at = now
 
-    def word(self, now: float) -> None:
+    def on_answer(self, now: float) -> None:
         """The controller has said something, whatever it is."""
-        self._asked, self._heard = None, now
+        self._asked_at, self._answered_at = None, now
 
     @property
-    def pending(self) -> bool:
-        """A question has no answer yet."""
-        return self._asked is not None
+    def waiting(self) -> bool:
+        """True while a question has no answer."""
+        return self._asked_at is not None
 
-    def to_ask(self, now: float) -> bool:
-        """It is time for a question, if there is something to ask."""
-        return self._asked is None and now - self._heard >= ASK_SECONDS
+    def may_ask(self, now: float) -> bool:
+        """True if no question is open and the last answer is old enough for another one."""
+        return self._asked_at is None and now - self._answered_at >= ASK_SECONDS
 
     def seconds(self, now: float) -> float:
-        """For how long a question has had no answer."""
-        return 0.0 if self._asked is None else now - self._asked
+        """For how long the open question has had no answer; 0 without one."""
+        return 0.0 if self._asked_at is None else now - self._asked_at

@@ -1,9 +1,9 @@
-"""How long the processes of a plain world may live on a node that is cut off, and how long the controller waits before
-it forms a world without them (docs/design/agreement.md, *A lease for plain programs*). Pure.
+"""The lease of a plain world: how long its processes may live on a node that is cut off, and how long the controller
+waits before it forms a world without them (docs/design/consensus.md, *A lease for plain programs*). Pure.
 
-Each side measures by a clock of its own that does not jump: the agent from the last moment at which it had the
-controller, or enough of its world; the controller from the agent's last word. The margins between the two are for
-connections that are found broken late.
+Each side uses a clock of its own that does not jump. The agent counts from the last moment at which it reached the
+controller or enough of its world; the controller counts from the agent's last message. MARGIN_SECONDS lies between the
+two, because a broken connection is noticed late.
 """
 
 from __future__ import annotations
@@ -12,46 +12,49 @@ from unicron.ctl.protocol.ranges import MOST_DOORS
 
 MINORITY_SECONDS = 20.0  # without the controller and without more than half of the world's agents
 PART_SECONDS = 120.0  # without the controller, and not all of the world's agents answer
-MARGIN_SECONDS = (
-    20.0  # a dead connection is found by a missing heartbeat within 7 s; one that loses half its packets later
-)
+# A missing heartbeat shows a dead connection within 7 s; one that loses half its packets takes longer.
+MARGIN_SECONDS = 20.0
 
 
 class Lease:
-    """One agent's, for the world that its processes are in. A world that was never seen to be reachable has none: where
-    something on the way rejects what comes for the agents' doors, the controller's absence would end it."""
+    """One agent's lease for the world that its processes are in.
+
+    A world in which most others were never reached has no lease: where something on the way rejects connections to
+    agents, the controller's absence alone would end the job.
+    """
 
     def __init__(self) -> None:
         self._others = 0
-        self._most = self._all = 0.0  # when more than half, and all, of the world were there
+        self._majority_at = self._all_at = 0.0  # when more than half, and all, of the world answered last
         self.armed = False
 
-    def begin(self, others: int, now: float) -> None:
-        """A new world, with so many other agents."""
+    def start_world(self, others: int, now: float) -> None:
+        """A new world starts; `others` is the number of its other agents."""
         self._others, self.armed = others, False
-        self._most = self._all = now
+        self._majority_at = self._all_at = now
 
-    def connected(self, now: float) -> None:
-        """The controller is there."""
-        self._most = self._all = max(self._most, now)
+    def on_controller(self, now: float) -> None:
+        """The connection to the controller is alive."""
+        self._majority_at = self._all_at = max(self._majority_at, now)
 
-    def answered(self, count: int, began: float) -> None:
-        """So many of the others answered, asked from `began` on."""
+    def on_answers(self, count: int, asked_at: float) -> None:
+        """`count` of the other agents answered; the first was asked at `asked_at`."""
         if 2 * (count + 1) > self._others + 1:
-            self._most = max(self._most, began)
+            self._majority_at = max(self._majority_at, asked_at)
             self.armed = bool(self._others)
         if count >= self._others:
-            self._all = max(self._all, began)
+            self._all_at = max(self._all_at, asked_at)
 
     @property
-    def until(self) -> float:
-        """When the processes have to be gone; infinity while nothing limits them."""
+    def expires_at(self) -> float:
+        """When the processes have to be gone; infinity without a lease."""
         if not self.armed:
             return float("inf")
-        return min(self._most + MINORITY_SECONDS, self._all + PART_SECONDS)
+        return min(self._majority_at + MINORITY_SECONDS, self._all_at + PART_SECONDS)
 
 
-def wait_seconds(silent: int, others: int) -> float:
-    """How long after their last word the processes of so many agents may still live, of a world of `others` more."""
-    few = silent <= others and silent + others <= MOST_DOORS
-    return (MINORITY_SECONDS if few else PART_SECONDS) + MARGIN_SECONDS
+def seconds_to_expiry(silent: int, others: int) -> float:
+    """Seconds after their last message for which the processes of `silent` agents may live, in a world with `others`
+    more agents."""
+    minority = silent <= others and silent + others <= MOST_DOORS
+    return (MINORITY_SECONDS if minority else PART_SECONDS) + MARGIN_SECONDS

@@ -1,277 +1,282 @@
-"""An agent that stands in for the controller, for one generation: a state machine as a table. Pure.
+"""The proposer of single-decree Paxos: an agent that stands in for the controller for one generation. A pure table.
 
-RESTING -> ASKING -> HALTING -> PROPOSING -> ANNOUNCING     one ballot that wins
-ASKING -> PROPOSING                                         an earlier one may have won: its plan is proposed again
+IDLE -> PREPARING -> HALTING -> ACCEPTING -> TEACHING   a ballot that wins
+PREPARING -> ACCEPTING                                  an earlier ballot may have won: its plan is proposed again
 """
 
 from __future__ import annotations
 
 import enum
 
-from unicron.ctl.consensus.compose import Company, compose, elements_of, part, resting, whole
+import msgspec
+
+from unicron.ctl.consensus.proposals import (
+    Membership,
+    elements_of,
+    has_stopped,
+    is_whole,
+    make_proposal,
+    proposal_for,
+)
 from unicron.ctl.protocol import shared_plans, wire
 from unicron.ctl.protocol.peer_messages import (
     NO_BALLOT,
     Accept,
+    Accepted,
     AnyPeer,
     Ballot,
-    Chosen,
     Halt,
+    Learn,
     Prepare,
     Promise,
     Proposal,
-    Propose,
 )
 
-GATHER_SECONDS = 0.3  # for the other agents to promise, once a majority has
+GATHER_SECONDS = 0.3  # for the other agents to promise, once a quorum has
 RESEND_SECONDS = 0.3  # between two messages to an agent that has not answered
 REST_SECONDS = 10.0  # for a rank to stop, or three of its iterations
 REST_ITERATIONS = 3.0
-BALLOT_SECONDS = 15.0  # without a step forward; then a ballot is given up
+BALLOT_SECONDS = 15.0  # without progress; then a ballot is given up
 PAUSE_SECONDS = 2.0  # after a ballot that was given up
-ANNOUNCE_SECONDS = 10.0  # for which a plan is announced to those who do not answer
+TEACH_SECONDS = 10.0  # for which a chosen plan is sent to agents that do not answer
 
-INSIDE = ("running", "entering", "stopped", "finished")  # states of a rank that is in its generation, or ended well
-Sends = list[tuple[int, AnyPeer]]  # (element, message)
+IN_GENERATION = ("running", "entering", "stopped", "finished")  # states of a rank that is not lost
 
 
-class Lead(enum.StrEnum):
-    """Where a leader is."""
+class ProposerState(enum.StrEnum):
+    """Where the proposer is."""
 
-    RESTING = "resting"
-    ASKING = "asking"
+    IDLE = "idle"
+    PREPARING = "preparing"
     HALTING = "halting"
-    PROPOSING = "proposing"
-    ANNOUNCING = "announcing"
+    ACCEPTING = "accepting"
+    TEACHING = "teaching"
 
 
-class Happens(enum.StrEnum):
-    """What happens to it."""
+class ProposerEvent(enum.StrEnum):
+    """What happens to the proposer."""
 
-    TROUBLE = "trouble"  # ranks need the controller, which does not answer
-    MAJORITY = "majority"  # has promised, and nobody has accepted anything
-    BOUND = "bound"  # has promised, and one of them has accepted a plan
-    RESTED = "rested"  # everybody's ranks have stopped
-    TAKEN = "taken"  # a majority has accepted
-    STOPPED = "stopped"  # somebody hears the controller, or another ballot is ahead, or nothing comes of this one
-    OVER = "over"  # everybody follows, or was told often enough
+    REQUESTED = "requested"  # ranks need a plan, and the controller does not answer
+    FREE = "free"  # a quorum has promised, and nobody in it has accepted anything
+    BOUND = "bound"  # a quorum has promised, and somebody in it has accepted a proposal
+    HALTED = "halted"  # everybody's ranks have stopped
+    CHOSEN = "chosen"  # a quorum has accepted
+    GIVEN_UP = "given up"  # an agent hears the controller, another ballot is higher, or nothing comes of this one
+    LEARNED = "learned"  # everybody has learned the plan, or was told often enough
 
 
-_L, _H = Lead, Happens
-TABLE: dict[Lead, dict[Happens, Lead]] = {
-    _L.RESTING: {_H.TROUBLE: _L.ASKING},
-    _L.ASKING: {_H.MAJORITY: _L.HALTING, _H.BOUND: _L.PROPOSING, _H.STOPPED: _L.RESTING},
-    _L.HALTING: {_H.RESTED: _L.PROPOSING, _H.STOPPED: _L.RESTING},
-    _L.PROPOSING: {_H.TAKEN: _L.ANNOUNCING, _H.STOPPED: _L.RESTING},
-    _L.ANNOUNCING: {_H.OVER: _L.RESTING},
+_S, _E = ProposerState, ProposerEvent
+TABLE: dict[ProposerState, dict[ProposerEvent, ProposerState]] = {
+    _S.IDLE: {_E.REQUESTED: _S.PREPARING},
+    _S.PREPARING: {_E.FREE: _S.HALTING, _E.BOUND: _S.ACCEPTING, _E.GIVEN_UP: _S.IDLE},
+    _S.HALTING: {_E.HALTED: _S.ACCEPTING, _E.GIVEN_UP: _S.IDLE},
+    _S.ACCEPTING: {_E.CHOSEN: _S.TEACHING, _E.GIVEN_UP: _S.IDLE},
+    _S.TEACHING: {_E.LEARNED: _S.IDLE},
 }
-"""What is not there changes nothing."""
+"""An event that is not listed changes nothing."""
 
 
-class Leader:
-    """me: the agent. :attr:`sends` is emptied by whoever delivers it."""
+class Proposer:
+    """me: the agent. :attr:`outbox` has (element, message); whoever delivers them empties it."""
 
-    def __init__(self, me: wire.Peer, company: Company) -> None:
-        self._me, self._company = me, company
-        self.lead = Lead.RESTING
-        self.sends: Sends = []
+    def __init__(self, me: wire.Peer, membership: Membership) -> None:
+        self._me, self._membership = me, membership
+        self.state = ProposerState.IDLE
+        self.outbox: list[tuple[int, AnyPeer]] = []
         self.chosen: Proposal | None = None
         self._ballot: Ballot = NO_BALLOT
         self._highest = 0  # number of any ballot that was heard of
         self._promises: dict[int, Promise] = {}
-        self._awaited: dict[int, float] = {}  # slot that has not stopped -> seconds for which it is waited for
-        self._accepts: set[int] = set()
+        self._running: dict[int, float] = {}  # slot that has not stopped -> seconds for which it is waited for
+        self._accepted: set[int] = set()  # elements that have accepted, then those that have learned
         self._proposal: Proposal | None = None
         self._broken = 0  # the generation that is halted
         self._lost: set[int] = set()  # members that are lost, as far as it is known
         self._told = 0  # how many of them the others have been told of
-        self._closed = False  # who has not answered by now is lost
-        self._since = self._sent_at = self._majority_at = 0.0
+        self._closed = False  # whoever has not answered by now is lost
+        self._since = self._sent_at = self._quorum_at = 0.0
         self._not_before = float("-inf")
 
-    # ------------------------------------------------------------ what it hears
-    def trouble(self, now: float) -> None:
-        """Something needs the controller, which does not answer."""
+    # ------------------------------------------------------------ messages
+    def on_request(self, now: float) -> None:
+        """An agent needs a plan, and the controller does not answer."""
         if now >= self._not_before and self.chosen is None:
-            self._step(Happens.TROUBLE, now)
+            self._step(ProposerEvent.REQUESTED, now)
 
-    def promised(self, message: Promise, now: float) -> None:
-        """An agent's promise, or its word that it hears the controller."""
-        if message.ballot != self._ballot or self.lead in (Lead.RESTING, Lead.ANNOUNCING):
+    def on_promise(self, message: Promise, now: float) -> None:
+        """An agent promises, or says that it hears the controller."""
+        if message.ballot != self._ballot or self.state in (ProposerState.IDLE, ProposerState.TEACHING):
             return
-        if message.hears:
-            self._stop(now)
+        if message.controller_alive:
+            self._give_up(now)
             return
         new = message.element not in self._promises
         self._promises[message.element] = message
-        if self.lead is Lead.HALTING:
+        if self.state is ProposerState.HALTING:
             if message.seen > self._broken:
                 self._halt_all()
             else:
-                self._look(message)
+                self._note_ranks(message)
                 if new:
-                    self.sends.append((message.element, self._halt()))
+                    self.outbox.append((message.element, self._halt()))
         self.tick(now)
 
-    def accepted(self, message: Accept, now: float) -> None:
-        """An agent has accepted, or follows."""
-        if message.ballot == self._ballot and self.lead in (Lead.PROPOSING, Lead.ANNOUNCING):
-            self._accepts.add(message.element)
+    def on_accepted(self, message: Accepted, now: float) -> None:
+        """An agent has accepted the proposal, or has learned that it was chosen."""
+        if message.ballot == self._ballot and self.state in (ProposerState.ACCEPTING, ProposerState.TEACHING):
+            self._accepted.add(message.element)
             self.tick(now)
 
-    def outvoted(self, ballot: Ballot, now: float) -> None:
-        """Another ballot is ahead."""
+    def on_nack(self, ballot: Ballot, now: float) -> None:
+        """An agent knows this ballot, which may be higher."""
         self._highest = max(self._highest, ballot[0])
         if ballot > self._ballot:
-            self._stop(now)
+            self._give_up(now)
 
     # ------------------------------------------------------------ time
     def tick(self, now: float) -> None:
-        """Take the next step if it is time, say again what was not answered."""
-        match self.lead:
-            case Lead.ASKING:
-                self._asking(now)
-            case Lead.HALTING:
-                self._halting(now)
-            case Lead.PROPOSING:
-                if len(self._accepts) >= self._company.majority:
+        """Take the next step if it is time, and send again what was not answered."""
+        match self.state:
+            case ProposerState.PREPARING:
+                self._check_promises(now)
+            case ProposerState.HALTING:
+                self._check_halted(now)
+            case ProposerState.ACCEPTING:
+                if len(self._accepted) >= self._membership.quorum:
                     self.chosen = self._proposal
-                    self._step(Happens.TAKEN, now)
-            case Lead.ANNOUNCING:
-                if len(self._accepts) == len(self._company.elements) or now - self._since >= ANNOUNCE_SECONDS:
-                    self._step(Happens.OVER, now)
-        if self.lead in (Lead.ASKING, Lead.PROPOSING) and now - self._since >= BALLOT_SECONDS:
-            self._stop(now)
-        if self.lead is not Lead.RESTING and now - self._sent_at >= RESEND_SECONDS:
-            self._say(now)
+                    self._step(ProposerEvent.CHOSEN, now)
+            case ProposerState.TEACHING:
+                if len(self._accepted) == len(self._membership.elements) or now - self._since >= TEACH_SECONDS:
+                    self._step(ProposerEvent.LEARNED, now)
+        in_ballot = self.state in (ProposerState.PREPARING, ProposerState.ACCEPTING)
+        if in_ballot and now - self._since >= BALLOT_SECONDS:
+            self._give_up(now)
+        if self.state is not ProposerState.IDLE and now - self._sent_at >= RESEND_SECONDS:
+            self._send_all(now)
 
-    def _asking(self, now: float) -> None:
-        if len(self._promises) >= self._company.majority:
-            self._majority_at = now
-            bound = self._bound()
-            if bound is None:
-                self._step(Happens.MAJORITY, now)
-            elif whole(bound):
-                self._propose(bound, now, Happens.BOUND)
-            else:
-                self._stop(now)  # only the controller, or a leader that is away, can put it together
-
-    def _bound(self) -> Proposal | None:
-        """The latest proposal that one of those who promised has accepted, the whole of it where there is one."""
-        found = [promise.accepted for promise in self._promises.values() if promise.accepted is not None]
-        return max(found, key=lambda proposal: (proposal.ballot, whole(proposal)), default=None)
-
-    def _halting(self, now: float) -> None:
-        waited = now - self._majority_at
-        gathering = len(self._promises) < len(self._company.elements) and waited < GATHER_SECONDS
-        self._name_lost(gathering)
-        if gathering:
+    def _check_promises(self, now: float) -> None:
+        if len(self._promises) < self._membership.quorum:
             return
-        if any(waited < seconds for seconds in self._awaited.values()):
-            return
-        made = compose(self._company, self._promises, self._number(), self._ballot, self._me.agent, self._awaited)
-        if made is None:
-            self._stop(now)
+        self._quorum_at = now
+        bound = self._latest_accepted()
+        if bound is None:
+            self._step(ProposerEvent.FREE, now)
+        elif is_whole(bound):
+            self._propose(bound, now, ProposerEvent.BOUND)
         else:
-            self._propose(made[0], now, Happens.RESTED)
+            self._give_up(now)  # only the controller, or a proposer that is away, has the whole of it
 
-    def _look(self, promise: Promise) -> None:
-        """Which of an agent's ranks are still waited for."""
+    def _latest_accepted(self) -> Proposal | None:
+        """The proposal of the highest ballot that an agent which promised has accepted; a whole one if there is one."""
+        found = [promise.accepted for promise in self._promises.values() if promise.accepted is not None]
+        return max(found, key=lambda proposal: (proposal.ballot, is_whole(proposal)), default=None)
+
+    def _check_halted(self, now: float) -> None:
+        waited = now - self._quorum_at
+        gathering = len(self._promises) < len(self._membership.elements) and waited < GATHER_SECONDS
+        self._report_lost(gathering)
+        if gathering or any(waited < seconds for seconds in self._running.values()):
+            return
+        made = make_proposal(
+            self._membership, self._promises, self._next_generation(), self._ballot, self._me.agent, self._running
+        )
+        if made is None:
+            self._give_up(now)
+        else:
+            self._propose(made[0], now, ProposerEvent.HALTED)
+
+    def _note_ranks(self, promise: Promise) -> None:
+        """Note which of an agent's ranks are lost, and which still run."""
         for slot, status in promise.ranks.items():
-            if slot in self._company.slots:
-                if status.end is not None or status.state not in INSIDE:
-                    self._lost.add(slot)
-                else:
-                    self._lost.discard(slot)
-                if resting(status, self._broken):
-                    self._awaited.pop(slot, None)
-                else:
-                    self._awaited[slot] = max(REST_SECONDS, REST_ITERATIONS * status.iteration_seconds)
+            if slot not in self._membership.slots:
+                continue
+            if status.end is not None or status.state not in IN_GENERATION:
+                self._lost.add(slot)
+            else:
+                self._lost.discard(slot)
+            if has_stopped(status, self._broken):
+                self._running.pop(slot, None)
+            else:
+                self._running[slot] = max(REST_SECONDS, REST_ITERATIONS * status.iteration_seconds)
 
-    def _name_lost(self, gathering: bool) -> None:
-        """Ranks of replicas that are hit must not wait for what a lost one was to send them. Who has not answered once
-        all could have is lost, too."""
-        if self._company.plan.replica == 1:
+    def _report_lost(self, gathering: bool) -> None:
+        """Tell the ranks of hit replicas who is lost, so that they do not wait for it. Agents that have not answered
+        when the gathering ends are lost, too."""
+        if self._membership.plan.replica == 1:
             return
         if not gathering and not self._closed:
             self._closed = True
-            silent = set(self._company.elements) - self._promises.keys()
-            self._lost |= {slot for slot in self._company.plan.members if slot // self._company.per_node in silent}
+            silent = set(self._membership.elements) - self._promises.keys()
+            per_node = self._membership.per_node
+            self._lost |= {slot for slot in self._membership.plan.members if slot // per_node in silent}
         if len(self._lost) != self._told:
             self._told = len(self._lost)
-            self.sends += [(element, self._halt()) for element in self._promises]
+            self.outbox += [(element, self._halt()) for element in self._promises]
 
-    def _number(self) -> int:
-        """Of the plan: above all that anybody has heard of."""
+    def _next_generation(self) -> int:
+        """The number of the plan: above every number that anybody has heard of."""
         accepted = (promise.accepted for promise in self._promises.values())
         numbers = [shared_plans.whole(proposal.share).generation for proposal in accepted if proposal is not None]
         return max([self._broken, *numbers]) + 1
 
     # ------------------------------------------------------------ steps
-    def _propose(self, proposal: Proposal, now: float, happens: Happens) -> None:
-        self._proposal = Proposal(
-            since=proposal.since, ballot=self._ballot, share=proposal.share, lost=proposal.lost, by=proposal.by
-        )
-        self._step(happens, now)
+    def _propose(self, proposal: Proposal, now: float, event: ProposerEvent) -> None:
+        self._proposal = msgspec.structs.replace(proposal, ballot=self._ballot)
+        self._step(event, now)
 
-    def _stop(self, now: float) -> None:
+    def _give_up(self, now: float) -> None:
         self._not_before = now + PAUSE_SECONDS
-        self._step(Happens.STOPPED, now)
+        self._step(ProposerEvent.GIVEN_UP, now)
 
-    def _step(self, happens: Happens, now: float) -> None:
-        following = TABLE[self.lead].get(happens)
+    def _step(self, event: ProposerEvent, now: float) -> None:
+        following = TABLE[self.state].get(event)
         if following is None:
             return
-        self.lead, self._since = following, now
-        if following is Lead.ASKING:
+        self.state, self._since = following, now
+        if following is ProposerState.PREPARING:
             self._highest = max(self._highest, self._ballot[0]) + 1
             self._ballot = (self._highest, self._me.element)
-            self._promises, self._accepts, self._proposal = {}, set(), None
+            self._promises, self._accepted, self._proposal = {}, set(), None
             self._lost, self._told, self._closed = set(), 0, False
-        elif following is Lead.HALTING:
+        elif following is ProposerState.HALTING:
             self._halt_all()
-        elif following is Lead.ANNOUNCING:
-            self._accepts.clear()  # from now on: who follows
-        if following not in (Lead.RESTING, Lead.HALTING):
-            self._say(now)
+        elif following is ProposerState.TEACHING:
+            self._accepted.clear()  # from now on: who has learned
+        if following not in (ProposerState.IDLE, ProposerState.HALTING):
+            self._send_all(now)
 
     def _halt_all(self) -> None:
-        """The generations that anybody has heard of are over, for all who promised."""
+        """End every generation that anybody has heard of, for all who promised."""
         self._broken = max(promise.seen for promise in self._promises.values())
-        self._awaited.clear()
+        self._running.clear()
         for promise in self._promises.values():
-            self._look(promise)
-        self.sends += [(element, self._halt()) for element in self._promises]
+            self._note_ranks(promise)
+        self.outbox += [(element, self._halt()) for element in self._promises]
 
-    def _say(self, now: float) -> None:
-        """The present message to everybody who has not answered it."""
+    def _send_all(self, now: float) -> None:
+        """Send the present message to everybody who has not answered it."""
         self._sent_at = now
-        running = set(elements_of(self._awaited, self._company.per_node))
-        for element in self._company.elements:
-            match self.lead:
-                case Lead.ASKING:
-                    if element not in self._promises:
-                        self.sends.append((element, Prepare(**self._head(), ballot=self._ballot)))
-                case Lead.HALTING:
-                    if element not in self._promises:
-                        self.sends.append((element, Prepare(**self._head(), ballot=self._ballot)))
-                    elif element in running:
-                        self.sends.append((element, self._halt()))
-                case Lead.PROPOSING | Lead.ANNOUNCING:
-                    if element not in self._accepts:
-                        self.sends.append((element, self._tell(element)))
+        running = set(elements_of(self._running, self._membership.per_node))
+        for element in self._membership.elements:
+            match self.state:
+                case ProposerState.PREPARING | ProposerState.HALTING if element not in self._promises:
+                    self.outbox.append((element, Prepare(**self._header(), ballot=self._ballot)))
+                case ProposerState.HALTING if element in running:
+                    self.outbox.append((element, self._halt()))
+                case ProposerState.ACCEPTING | ProposerState.TEACHING if element not in self._accepted:
+                    self.outbox.append((element, self._proposal_message(element)))
 
-    def _tell(self, element: int) -> AnyPeer:
+    def _proposal_message(self, element: int) -> Accept | Learn:
         assert self._proposal is not None
-        own = part(self._proposal, element, self._company)
-        if self.lead is Lead.ANNOUNCING:
-            return Chosen(**self._head(), proposal=own)
-        return Propose(**self._head(), ballot=self._ballot, proposal=own)
+        own = proposal_for(self._proposal, element, self._membership)
+        if self.state is ProposerState.TEACHING:
+            return Learn(**self._header(), proposal=own)
+        return Accept(**self._header(), ballot=self._ballot, proposal=own)
 
     def _halt(self) -> Halt:
         reason = "ranks are lost while the controller is away"
-        lost = sorted(self._lost) if self._company.plan.replica > 1 else []
-        return Halt(**self._head(), ballot=self._ballot, broken=self._broken, reason=reason, lost=lost)
+        lost = sorted(self._lost) if self._membership.plan.replica > 1 else []
+        return Halt(**self._header(), ballot=self._ballot, broken=self._broken, reason=reason, lost=lost)
 
-    def _head(self) -> dict[str, int]:
-        return {"generation": self._company.plan.generation, "element": self._me.element}
+    def _header(self) -> dict[str, int]:
+        return {"generation": self._membership.plan.generation, "element": self._me.element}

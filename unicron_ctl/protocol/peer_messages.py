@@ -1,7 +1,8 @@
-"""Messages between the agents of a job, who stand in for a controller that is away (docs/design/agreement.md).
+"""Messages of the consensus among a job's agents, who stand in for a controller that is away: single-decree Paxos for
+each generation (docs/design/consensus.md).
 
-It is single-decree Paxos for each generation: a leader asks all (Prepare), goes on with a majority's Promise, and what
-a majority has accepted is the plan. Everything may be lost, doubled or late.
+A proposer sends Prepare to all, goes on with a quorum's Promise, and what a quorum has accepted is the plan. Every
+message may be lost, doubled or late.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from msgspec import Meta
 from unicron.ctl.protocol import ranges
 from unicron.ctl.protocol.wire import MAX_BYTES, VERSION, BadMessage, LostRank, Message, PlanShare, RankStatus
 
-# A number, and the element of the leader whose it is: no two leaders have the same.
+# A number, and the element of the proposer: no two proposers ever have the same ballot.
 Ballot = tuple[ranges.Count, Annotated[int, Meta(ge=-1, lt=ranges.MOST_ELEMENTS)]]
 NO_BALLOT: Ballot = (0, -1)
 
@@ -22,7 +23,7 @@ NO_BALLOT: Ballot = (0, -1)
 class Proposal(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A plan that is to follow generation `since`. No two proposals have the same prefix in `share`.
 
-    share: as from the controller; for leaders with everybody's micro-batches. by: the agent that made it.
+    share: as from the controller; for proposers with everybody's micro-batches. by: the agent that made it.
     """
 
     since: ranges.Count
@@ -33,30 +34,31 @@ class Proposal(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PeerMessage(Message):
-    """generation: the one that broke. element: the sender's."""
+    """generation: the one that broke. element: that of the sender."""
 
     generation: ranges.Count
     element: ranges.Element
 
 
-class Trouble(PeerMessage, tag="trouble"):
-    """To a leader: a rank of mine needs the controller, which does not answer."""
+class PlanRequest(PeerMessage, tag="plan_request"):
+    """To a proposer: a rank of this agent needs a plan, and the controller does not answer."""
 
 
 class Prepare(PeerMessage, tag="prepare"):
-    """From a leader: promise to follow no lower ballot, unless you hear the controller."""
+    """From a proposer: promise to accept no lower ballot, unless you hear the controller."""
 
     ballot: Ballot
 
 
 class Promise(PeerMessage, tag="promise"):
-    """To the leader, at once and again whenever one of the agent's ranks changes.
+    """To the proposer, at once and again whenever one of the agent's ranks changes.
 
-    hears: there is no promise, the controller has spoken. seen: the highest generation that the agent knows of.
+    controller_alive: there is no promise, because the controller has spoken. seen: the highest generation that the
+    agent knows of. accepted: the latest proposal that it has accepted.
     """
 
     ballot: Ballot
-    hears: bool = False
+    controller_alive: bool = False
     seen: ranges.Count = 0
     store: ranges.NoName = ""
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
@@ -64,7 +66,7 @@ class Promise(PeerMessage, tag="promise"):
 
 
 class Halt(PeerMessage, tag="halt"):
-    """From a leader that a majority has promised: a Break."""
+    """From a proposer that has a quorum's promise: a Break for the ranks."""
 
     ballot: Ballot
     broken: ranges.Count
@@ -72,32 +74,32 @@ class Halt(PeerMessage, tag="halt"):
     lost: ranges.Slots = []
 
 
-class Propose(PeerMessage, tag="propose"):
-    """From a leader: accept this."""
-
-    ballot: Ballot
-    proposal: Proposal
-
-
 class Accept(PeerMessage, tag="accept"):
-    """To the leader: the proposal of this ballot is accepted, or followed."""
+    """From a proposer: accept this proposal."""
+
+    ballot: Ballot
+    proposal: Proposal
+
+
+class Accepted(PeerMessage, tag="accepted"):
+    """To the proposer: the proposal of this ballot is accepted, or learned."""
 
     ballot: Ballot
 
 
-class Outvoted(PeerMessage, tag="outvoted"):
-    """To a leader: another ballot, this one, is ahead of yours."""
+class Nack(PeerMessage, tag="nack"):
+    """To a proposer: this agent knows a higher ballot than yours."""
 
     ballot: Ballot
 
 
-class Chosen(PeerMessage, tag="chosen"):
-    """A majority has accepted it: follow it."""
+class Learn(PeerMessage, tag="learn"):
+    """To the learners: a quorum has accepted this proposal, follow it."""
 
     proposal: Proposal
 
 
-AnyPeer = Trouble | Prepare | Promise | Halt | Propose | Accept | Outvoted | Chosen
+AnyPeer = PlanRequest | Prepare | Promise | Halt | Accept | Accepted | Nack | Learn
 _decoder = msgspec.msgpack.Decoder(AnyPeer)
 
 

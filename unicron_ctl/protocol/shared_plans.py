@@ -15,8 +15,8 @@ from unicron.transition.generations import layout
 
 
 class PlanCommon(msgspec.Struct, omit_defaults=True):
-    """What all agents are told of a plan; members and joiners, in their order, as runs [first, last]. leaders: the
-    agents of the first members' elements, who act for the controller while it is away."""
+    """What all agents are told of a plan; members and joiners, in their order, as runs [first, last]. proposers:
+    the agents of the first members' elements, who act for the controller while it is away."""
 
     generation: ranges.Count
     members: ranges.Runs
@@ -28,7 +28,7 @@ class PlanCommon(msgspec.Struct, omit_defaults=True):
     step: ranges.Count | None = None
     iteration: ranges.Iteration | None = None
     reason: ranges.Reason = ""
-    leaders: Annotated[list[wire.Peer], Meta(max_length=ranges.MOST_LEADERS)] = []
+    proposers: Annotated[list[wire.Peer], Meta(max_length=ranges.MOST_PROPOSERS)] = []
     replica: ranges.Replica = 1
     state: ranges.State | None = None
 
@@ -53,7 +53,7 @@ def expand(found: Sequence[tuple[int, int]]) -> list[int]:
     return [slot for first, last in found for slot in range(first, last + 1)]
 
 
-def common(plan: wire.Plan, leaders: Sequence[wire.Peer] = ()) -> msgspec.Raw:
+def common(plan: wire.Plan, proposers: Sequence[wire.Peer] = ()) -> msgspec.Raw:
     """The part of the plan that all agents get, encoded."""
     part = PlanCommon(
         plan.generation,
@@ -66,7 +66,7 @@ def common(plan: wire.Plan, leaders: Sequence[wire.Peer] = ()) -> msgspec.Raw:
         plan.step,
         plan.iteration,
         plan.reason,
-        list(leaders),
+        list(proposers),
         plan.replica,
         plan.state,
     )
@@ -115,9 +115,9 @@ def whole(part: wire.PlanShare) -> wire.Plan:
     )
 
 
-def leaders(part: wire.PlanShare) -> list[wire.Peer]:
+def proposers(part: wire.PlanShare) -> list[wire.Peer]:
     """Who acts for the controller while it is away, the first first. Raises :class:`wire.BadMessage`."""
-    return _known(part).leaders
+    return _known(part).proposers
 
 
 def heads(part: wire.PlanShare, slots: Iterable[int]) -> list[int]:

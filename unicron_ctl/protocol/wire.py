@@ -195,7 +195,7 @@ class LostRank(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Agreed(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the agents of generation `since` agreed on while the controller was away (docs/design/agreement.md).
+    """What the agents of generation `since` agreed on while the controller was away (docs/design/consensus.md).
 
     plan: generation, members, store and prefix are the same everywhere, the prefix is that of no other plan; the
     assignment is that of the agent's own slots, in the first agents' word of all. by: the agent that made the plan.

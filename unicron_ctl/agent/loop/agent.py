@@ -106,8 +106,8 @@ class Agent:
         self._trials = Trials(
             place.job, self._line, self._witness.door, self.ranks, self._tell, self._send, self._log.say
         )
-        agreement, sampling = self._stand_in.agreement, Sampling(self._rank_line.folder)
-        self._reports = Reports(place, self.identity, self.ranks, agreement, sampling, self._copies, self._send)
+        participant, sampling = self._stand_in.participant, Sampling(self._rank_line.folder)
+        self._reports = Reports(place, self.identity, self.ranks, participant, sampling, self._copies, self._send)
         self._dumps = Dumps(place.job, self.ranks, self._rank_line.endpoint, self._send)
         self._welcomed = self._registered = False
         self._last_register = self._last_heard = 0.0
@@ -255,7 +255,12 @@ class Agent:
     def _wait(self) -> None:
         """Until something is to be done. That ranks get on is taken in here: it changes nothing but when to report."""
         now, sent = time.monotonic(), self._reports.sent_at
-        waits = self._stand_in.agreement.wait(now), self._dumps.wait, self._warmth.wait(now), self._copies.wait(now)
+        waits = (
+            self._stand_in.participant.seconds_to_tick(now),
+            self._dumps.wait,
+            self._warmth.wait(now),
+            self._copies.wait(now),
+        )
         until = now + min(*waits, self._processes.wait(self.ranks.values(), now))
         while True:
             due = min(until, now + self._status_wait(now), now + self._reports.wait(now))
@@ -425,7 +430,7 @@ class Agent:
         try:
             message = wire.decode(data, wire.ToAgent)
             self._last_heard = time.monotonic()
-            self._stand_in.agreement.word(self._last_heard)
+            self._stand_in.participant.on_controller(self._last_heard)
             self._obey(message)
         except wire.BadMessage as error:
             self._log.drop("the controller", str(error))
@@ -437,14 +442,14 @@ class Agent:
                 self._on_welcome(message)
             case wire.Ping():
                 self._reports.pinged = max(self._reports.pinged, message.number)
-                self._stand_in.agreement.give_up(message.over)
+                self._stand_in.participant.cede_votes(message.over)
                 self._send_status()
             case wire.Reach():
                 self._witness.ask(message.number, message.targets)
             case wire.Refused():
                 self._on_refused(message)
             case wire.Break():
-                self._stand_in.agreement.break_(message)
+                self._stand_in.participant.on_break(message)
                 self._to_ranks(message)
             case wire.Withdraw():
                 self._to_ranks(message)
@@ -481,13 +486,13 @@ class Agent:
 
     def _on_plan(self, share: wire.PlanShare) -> None:
         """A plan for the ranks, or the controller's word that it takes over what the agents agreed on."""
-        agreement = self._stand_in.agreement
-        agreed = agreement.agreed
-        plan = agreement.plan(share)
+        participant = self._stand_in.participant
+        agreed = participant.agreed
+        plan = participant.on_plan(share)
         if plan is not None:
             self._plans.hold(share, plan.generation)
             self._to_ranks(plan)
-        elif agreed is not None and agreement.agreed is None:
+        elif agreed is not None and participant.agreed is None:
             self._plans.hold(share, agreed.generation)
 
     def _on_welcome(self, message: wire.Welcome) -> None:

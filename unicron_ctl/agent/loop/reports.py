@@ -13,7 +13,7 @@ from unicron.ctl.agent.node.sampling import Sampling
 from unicron.ctl.agent.ranks.ranks import Rank
 from unicron.ctl.agent.ranks.vitals import Vitals
 from unicron.ctl.agent.snapshots.peer_copies import Copies
-from unicron.ctl.consensus.agreement import Agreement
+from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.protocol import ranges, wire
 from unicron.ctl.protocol.wire import MERGE_SECONDS
 from unicron.ctl.system.addresses import join
@@ -33,12 +33,12 @@ class Reports:
         place: Place,
         identity: str,
         ranks: Mapping[int, Rank],
-        agreement: Agreement,
+        participant: Participant,
         sampling: Sampling,
         copies: Copies,
         send: Callable[[wire.Message], None],
     ) -> None:
-        self._place, self._ranks, self._agreement, self._send = place, ranks, agreement, send
+        self._place, self._ranks, self._participant, self._send = place, ranks, participant, send
         self._identity = identity
         self._vitals, self.sampling, self._copies = Vitals(), sampling, copies
         self._steps = StepReports()
@@ -81,9 +81,9 @@ class Reports:
         self._vitals.update(self._ranks.values(), now)
         self._number += 1
         store = join(self._place.address, port) if port else ""
-        agreement, statuses = self._agreement, {slot: rank.status for slot, rank in self._ranks.items()}
-        agreement.ranks(statuses, store, now)
-        agreement.news = False
+        participant, statuses = self._participant, {slot: rank.status for slot, rank in self._ranks.items()}
+        participant.on_ranks(statuses, store, now)
+        participant.status_due = False
         self._send(
             wire.Status(
                 job=self._place.job,
@@ -94,9 +94,9 @@ class Reports:
                 store=store,
                 leaving=leaving,
                 pinged=self.pinged,
-                answer=agreement.asks(now),
-                agreed=agreement.agreed,
-                over=agreement.over,
+                answer=participant.on_status(now),
+                agreed=participant.agreed,
+                over=participant.over,
                 cut=self._copies.cut.number,
                 moved=self._copies.moved,
                 unmoved=self._copies.failed,

@@ -1,4 +1,4 @@
-"""The agent's part in standing in for a controller that is away: :class:`Agreement` with its sockets."""
+"""The agent's part in standing in for a controller that is away: :class:`Participant` with its sockets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zmq
 
 from unicron.ctl.agent.connections.identity import Place
 from unicron.ctl.agent.connections.peer_connections import Peers
-from unicron.ctl.consensus.agreement import Agreement
+from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.protocol import peer_messages, wire
 
 
@@ -36,7 +36,7 @@ class StandIn:
         self.address = self._line.address if self._line is not None else ""
         self.key = pair[0] if self.address else ""
         me = wire.Peer(place.element, identity, self.address, self.key)
-        self.agreement = Agreement(me, place.settings.ranks_per_node)
+        self.participant = Participant(me, place.settings.ranks_per_node)
         self._known: Mapping[str, wire.Peer] = {}
 
     @property
@@ -52,25 +52,25 @@ class StandIn:
 
     def _take(self, message: peer_messages.AnyPeer, now: float) -> None:
         if not self._muted():
-            self.agreement.receive(message, now)
+            self.participant.on_message(message, now)
 
     def turn(self, now: float) -> bool:
         """What time brings; True when the controller is to get a status at once."""
-        self.agreement.tick(now)
+        self.participant.tick(now)
         self.carry_out()
-        return self.agreement.news or self.agreement.to_ask(now)
+        return self.participant.status_due or self.participant.should_ask(now)
 
     def carry_out(self) -> None:
         """Send and obey what was worked out."""
-        known = self.agreement.known
+        known = self.participant.known
         if self._line is not None and known is not self._known:
             self._known = known
             self._line.know(known.values())
-        sends, self.agreement.sends = self.agreement.sends, []
-        for peer, message in sends:
+        outbox, self.participant.outbox = self.participant.outbox, []
+        for peer, message in outbox:
             if self._line is not None and not self._muted():
                 self._line.send(peer, message)
-        orders, self.agreement.orders = self.agreement.orders, []
+        orders, self.participant.orders = self.participant.orders, []
         for order in orders:
             if isinstance(order, wire.Plan):
                 self._say(f"generation {order.generation}: {order.reason}")

@@ -1,5 +1,5 @@
 """Restart mode: the agent's part in keeping a world that was left behind from working beside the next one
-(docs/design/agreement.md, *A lease for plain programs*).
+(docs/design/consensus.md, *A lease for plain programs*).
 
 While the controller is there nothing is asked. Without it the doors of the world's other agents are tried; when the
 lease runs out the node's processes end, by this agent or, where it is stopped itself, by its watchdog.
@@ -62,7 +62,7 @@ class Fence:
     def enter(self, doors: Sequence[str], now: float) -> None:
         """A world begins; doors: of its other agents, as far as they are known."""
         self._doors, self._world, self._tried = list(doors), self._world + 1, float("-inf")
-        self._lease.begin(len(self._doors), now)
+        self._lease.start_world(len(self._doors), now)
 
     def turn(self, connected: bool, muted: bool, pids: Sequence[int], now: float) -> bool:
         """What is due by time. connected: to the controller; muted: this node has lost its network. pids: the processes
@@ -71,9 +71,9 @@ class Fence:
         for world, count, began in self._answers.take():
             self._trying, self._answered = False, world
             if world == self._world and not muted:
-                self._lease.answered(count, began)
+                self._lease.on_answers(count, began)
         if connected:
-            self._lease.connected(now)
+            self._lease.on_controller(now)
         if not pids and self.tried:
             self._renew(NEVER, pids)
             return False
@@ -82,7 +82,7 @@ class Fence:
         self._keep_watchdog(now)
         if not pids:
             return False
-        until = self._lease.until
+        until = self._lease.expires_at
         self._renew(NEVER if math.isinf(until) else until, pids)
         return now >= until
 

@@ -1,7 +1,7 @@
 """Quorum: whether a majority of a job's agents may train on without this controller, and what shows that it does not.
 
 Agents that cannot reach the controller go on once they are a strict majority of their generation
-(docs/design/agreement.md). So as long as the silent agents may have a majority's votes, the rest must not go on here:
+(docs/design/consensus.md). So as long as the silent agents may have a majority's votes, the rest must not go on here:
 in a network that is cut in two, each half believes the other one dead. Dead agents may have voted before they died.
 That Slurm hears nothing of many nodes at once says no more than our own silence. The word of a node that answers
 counts, or that of a person.

@@ -1,5 +1,5 @@
 """A generation that the controller knows nothing of: its log was lost, in part or whole, or the agents agreed on it
-while the controller was away (docs/design/agreement.md). It is taken over as its agents show it; until then nothing is
+while the controller was away (docs/design/consensus.md). It is taken over as its agents show it; until then nothing is
 decided about the job.
 
 What a plan of an earlier controller was is asked of agents whose ranks are in it (`wire.Recall`). When all of its

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 import msgspec
 
-from unicron.ctl.consensus.compose import elements_of, leading
+from unicron.ctl.consensus.proposals import elements_of, proposers_of
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_state import Ending, JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
@@ -79,23 +79,23 @@ class Letter:
         return Letter(self._job, self._arrivals, self._job.plan)
 
     @cached_property
-    def _leading(self) -> list[wire.Peer]:
-        return leading(self.plan, partial(reached, self._job), self._per_node) if self.plan is not None else []
+    def _proposers(self) -> list[wire.Peer]:
+        return proposers_of(self.plan, partial(reached, self._job), self._per_node) if self.plan is not None else []
 
     @cached_property
-    def leaders(self) -> frozenset[int]:
+    def _proposing(self) -> frozenset[int]:
         """Elements of the agents that act for the controller while it is away."""
-        return frozenset(peer.element for peer in self._leading)
+        return frozenset(peer.element for peer in self._proposers)
 
     @cached_property
     def common(self) -> msgspec.Raw:
         """What all agents are told of the plan, encoded."""
-        return shared_plans.common(self.plan, self._leading) if self.plan is not None else msgspec.Raw(b"")
+        return shared_plans.common(self.plan, self._proposers) if self.plan is not None else msgspec.Raw(b"")
 
     def share(self, agent: AgentView) -> wire.PlanShare:
         """The agent's part of the plan, of which there must be one."""
         assert self.plan is not None
-        peers = self.peers if agent.element in self.leaders else ()
+        peers = self.peers if agent.element in self._proposing else ()
         doors = self._doors(agent.element) if self._job.restart_mode else ()
         return shared_plans.share(self.plan, self.common, agent.slots, peers, self._heads, doors)
 

@@ -1,5 +1,5 @@
 """Restart mode: a new world waits until the processes that the last one has left behind are gone, for they may write
-the same files (docs/design/agreement.md, *A lease for plain programs*).
+the same files (docs/design/consensus.md, *A lease for plain programs*).
 
 Slurm's record, or the node's own word, shows it at once. Otherwise their agent ends them when it has been cut off for
 long enough, or its watchdog does; how long that takes at most both sides know.
@@ -7,7 +7,7 @@ long enough, or its watchdog does; how long that takes at most both sides know.
 
 from __future__ import annotations
 
-from unicron.ctl.consensus.lease import wait_seconds
+from unicron.ctl.consensus.lease import seconds_to_expiry
 from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.live import Fence
@@ -70,4 +70,4 @@ def _until(view: View, job: JobView, fence: Fence) -> float:
     if not fence.fenced:
         return fence.heard + view.config.state_wait_seconds
     silent = len(job.live.fences)
-    return fence.heard + wait_seconds(silent, max(0, fence.nodes - silent))
+    return fence.heard + seconds_to_expiry(silent, max(0, fence.nodes - silent))

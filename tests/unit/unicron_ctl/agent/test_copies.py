@@ -373,9 +373,9 @@ def test_the_status_says_who_gave_nothing_and_who_took_nothing(sides: tuple[Side
     one.copies.fetch(order(other.holder(1), slot=1), one.now)  # it has none
     one.until(lambda: one.copies.failing(one.now) and one.copies.refusing(one.now))
     sent: list[wire.Status] = []
-    agreement = SimpleNamespace(ranks=lambda *_: None, asks=lambda now: False, agreed=None, over=0)
+    participant = SimpleNamespace(on_ranks=lambda *_: None, on_status=lambda now: False, agreed=None, over=0)
     place = read_place(HERE).in_mode(wire.SESSION, "")
-    Reports(place, "agent", {}, agreement, None, one.copies, sent.append).status(None)
+    Reports(place, "agent", {}, participant, None, one.copies, sent.append).status(None)
     status = wire.decode(wire.encode(sent[0]))
     assert list(status.failing) == [other.copies.address] and list(status.refusing) == [gone.address]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.consensus.compose import LEADERS
+from unicron.ctl.consensus.proposals import PROPOSERS
 from unicron.ctl.protocol import shared_plans, wire
 
 KEY = "A" * 40
@@ -32,30 +32,30 @@ def shares(world: World, agent: FakeAgent) -> list[wire.PlanShare]:
 
 
 def test_a_plan_names_those_who_lead_and_tells_them_alone_of_everybody():
-    nodes = LEADERS + 3
+    nodes = PROPOSERS + 3
     world, agents = start(nodes)
     for agent in agents:
         told = shares(world, agent)[0]
-        assert [peer.element for peer in shared_plans.leaders(told)] == list(range(LEADERS))
+        assert [peer.element for peer in shared_plans.proposers(told)] == list(range(PROPOSERS))
         everybody = [peer.element for peer in told.peers]
-        assert everybody == (list(range(nodes)) if agent.element < LEADERS else [])
-    assert shared_plans.leaders(shares(world, agents[0])[0])[1] == wire.Peer(1, agents[1].agent, "n1:7", KEY)
+        assert everybody == (list(range(nodes)) if agent.element < PROPOSERS else [])
+    assert shared_plans.proposers(shares(world, agents[0])[0])[1] == wire.Peer(1, agents[1].agent, "n1:7", KEY)
 
 
 def test_after_a_loss_the_next_ones_lead():
-    world, agents = start(LEADERS + 3)
+    world, agents = start(PROPOSERS + 3)
     agents[0].die(0)
     world.run(0.3)
-    told = shares(world, agents[LEADERS])[-1]
-    assert [peer.element for peer in shared_plans.leaders(told)] == list(range(1, LEADERS + 1))
-    assert [peer.element for peer in told.peers] == list(range(1, LEADERS + 3))
+    told = shares(world, agents[PROPOSERS])[-1]
+    assert [peer.element for peer in shared_plans.proposers(told)] == list(range(1, PROPOSERS + 1))
+    assert [peer.element for peer in told.peers] == list(range(1, PROPOSERS + 3))
     world.check_replay()
 
 
 @pytest.mark.parametrize("reached", [{"peer": ""}, {"key": "no key"}])
 def test_nobody_leads_who_cannot_be_reached(reached):
     world, agents = start(3, **reached)
-    assert shared_plans.leaders(shares(world, agents[0])[0]) == [] and world.job().phase == "running"
+    assert shared_plans.proposers(shares(world, agents[0])[0]) == [] and world.job().phase == "running"
 
 
 def test_whoever_asks_for_an_answer_gets_one():

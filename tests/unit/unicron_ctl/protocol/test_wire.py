@@ -65,7 +65,7 @@ def test_only_those_who_lead_are_told_of_everybody():
         wire.decode(wire.encode(shared_plans.share(plan, common, [0], known)), wire.ToAgent)
         for known in (everybody, ())
     ]
-    assert [shared_plans.leaders(part) for part in told] == [everybody[:2]] * 2
+    assert [shared_plans.proposers(part) for part in told] == [everybody[:2]] * 2
     assert [part.peers for part in told] == [everybody, []]
 
 

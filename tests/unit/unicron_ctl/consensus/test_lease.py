@@ -8,50 +8,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.consensus.lease import MARGIN_SECONDS, MINORITY_SECONDS, PART_SECONDS, Lease, wait_seconds
+from unicron.ctl.consensus.lease import MARGIN_SECONDS, MINORITY_SECONDS, PART_SECONDS, Lease, seconds_to_expiry
 
 
 def lease(others: int) -> Lease:
     made = Lease()
-    made.begin(others, 0.0)
-    made.answered(others, 0.0)
+    made.start_world(others, 0.0)
+    made.on_answers(others, 0.0)
     return made
 
 
 def test_as_long_as_the_controller_or_all_others_are_there_it_is_renewed():
     one = lease(3)
     for now in range(0, 1000, 10):
-        one.connected(now)
-        assert one.until == now + MINORITY_SECONDS
+        one.on_controller(now)
+        assert one.expires_at == now + MINORITY_SECONDS
     for now in range(1000, 100_000, 10):
-        one.answered(3, now)
-        assert one.until > now + MINORITY_SECONDS - 1, "the controller's absence alone ends nothing"
+        one.on_answers(3, now)
+        assert one.expires_at > now + MINORITY_SECONDS - 1, "the controller's absence alone ends nothing"
 
 
 @pytest.mark.parametrize(("answers", "limit"), [(0, MINORITY_SECONDS), (1, MINORITY_SECONDS), (2, PART_SECONDS)])
 def test_who_is_cut_off_has_a_limit(answers: int, limit: float):
     """Of a world of four: oneself and two others are more than half."""
     one = lease(3)
-    one.connected(100.0)
+    one.on_controller(100.0)
     for now in range(100, 400, 2):
-        one.answered(answers, float(now))
-    assert one.until == 100.0 + limit
+        one.on_answers(answers, float(now))
+    assert one.expires_at == 100.0 + limit
 
 
 def test_a_world_whose_doors_never_answered_has_none():
     one = Lease()
-    one.begin(3, 0.0)
-    one.answered(1, 5.0)
-    assert math.isinf(one.until) and not one.armed
-    one.answered(2, 6.0)
-    assert one.armed and one.until == min(6.0 + MINORITY_SECONDS, PART_SECONDS)
-    one.begin(3, 50.0)
+    one.start_world(3, 0.0)
+    one.on_answers(1, 5.0)
+    assert math.isinf(one.expires_at) and not one.armed
+    one.on_answers(2, 6.0)
+    assert one.armed and one.expires_at == min(6.0 + MINORITY_SECONDS, PART_SECONDS)
+    one.start_world(3, 50.0)
     assert not one.armed, "the next world is another one"
 
 
 def test_alone_there_is_nobody_to_miss():
     one = lease(0)
-    assert math.isinf(one.until)
+    assert math.isinf(one.expires_at)
 
 
 @given(st.integers(2, 64), st.data())
@@ -62,9 +62,9 @@ def test_of_two_halves_the_one_without_the_controller_ends_before_the_other_begi
     found_late = data.draw(st.floats(0.0, MARGIN_SECONDS - 5.0))
     one = lease(nodes - 1)
     cut = 1000.0
-    one.connected(cut + found_late)
-    until = one.until
+    one.on_controller(cut + found_late)
+    until = one.expires_at
     for now in range(1000, 1400, 2):
-        one.answered(far - 1, now + found_late)
-        until = max(until, one.until) if now < until else until
-    assert until <= cut + wait_seconds(far, nodes - far) - 5.0 + 1e-6
+        one.on_answers(far - 1, now + found_late)
+        until = max(until, one.expires_at) if now < until else until
+    assert until <= cut + seconds_to_expiry(far, nodes - far) - 5.0 + 1e-6

@@ -1,4 +1,4 @@
-"""The real controller and agents with their real `Agreement`, over a network that loses, delays and is cut: what the
+"""The real controller and agents with their real `Participant`, over a network that loses, delays and is cut: what the
 controller leaves out and what the agents agree on meet here. One rank an agent, and a simulated Slurm.
 """
 
@@ -8,22 +8,22 @@ from random import Random
 from typing import Any
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.consensus.agreement import Agreement
+from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.protocol import peer_messages, shared_plans, wire
 
 TURN, HEARTBEAT = 0.05, 0.5
 BREAKS = 0.3  # that a collective whose peers are gone breaks in one turn
 
 
-class Voter(FakeAgent):
+class VotingAgent(FakeAgent):
     """An agent that decides with others when it does not hear the controller."""
 
-    def __init__(self, voters: Voters, element: int) -> None:
-        self.voters = voters
-        self.agreement = Agreement(wire.Peer(element, f"agent{element}", f"n{element + 1}:1", f"{element:040}"), 1)
+    def __init__(self, group: PartitionedJob, element: int) -> None:
+        self.group = group
+        self.participant = Participant(wire.Peer(element, f"agent{element}", f"n{element + 1}:1", f"{element:040}"), 1)
         self.plan: wire.Plan | None = None  # that its rank is in
         self.told_at = 0.0
-        super().__init__(voters.world, "1", element, f"n{element + 1}", nodes=voters.count, name=f"agent{element}")
+        super().__init__(group.world, "1", element, f"n{element + 1}", nodes=group.count, name=f"agent{element}")
         self.cut = True  # its door answers as long as it lives
 
     def register(self) -> None:
@@ -42,8 +42,8 @@ class Voter(FakeAgent):
 
     def status(self, leaving: str = "") -> None:
         now, store = self.world.now, f"127.0.0.1:{9000 + self.element}"
-        self.agreement.ranks(dict(self.ranks), store, now)
-        self.agreement.news, self.told_at = False, now
+        self.participant.on_ranks(dict(self.ranks), store, now)
+        self.participant.status_due, self.told_at = False, now
         self.number += 1
         told = wire.Status(
             job="1",
@@ -53,27 +53,27 @@ class Voter(FakeAgent):
             number=self.number,
             store=store,
             pinged=self.pinged,
-            over=self.agreement.over,
-            answer=self.agreement.asks(now),
-            agreed=self.agreement.agreed,
+            over=self.participant.over,
+            answer=self.participant.on_status(now),
+            agreed=self.participant.agreed,
             ranks=dict(self.ranks),
         )
         if self.hears:
             self.world.to_core(self, told)
 
     def get(self, message: wire.Message) -> None:
-        if not self.hears or self.voters.lost():
+        if not self.hears or self.group.lost():
             return
-        self.agreement.word(self.world.now)
+        self.participant.on_controller(self.world.now)
         match message:
             case wire.Ping():
-                self.agreement.give_up(message.over)
+                self.participant.cede_votes(message.over)
             case wire.Break():
-                self.agreement.break_(message)
+                self.participant.on_break(message)
             case wire.PlanShare():
                 share = wire.decode(wire.encode(message), wire.ToAgent)
                 assert isinstance(share, wire.PlanShare)
-                if self.agreement.plan(share) is None:
+                if self.participant.on_plan(share) is None:
                     return
                 self.follow(shared_plans.whole(share))
                 return
@@ -90,17 +90,17 @@ class Voter(FakeAgent):
         now = self.world.now
         if self.killed:
             return
-        self.agreement.tick(now)
+        self.participant.tick(now)
         self.carry_out()
-        if self.agreement.news or self.agreement.to_ask(now) or now - self.told_at >= HEARTBEAT:
+        if self.participant.status_due or self.participant.should_ask(now) or now - self.told_at >= HEARTBEAT:
             self.status()
             self.carry_out()
 
     def carry_out(self) -> None:
-        sends, self.agreement.sends = self.agreement.sends, []
-        orders, self.agreement.orders = self.agreement.orders, []
-        for peer, message in sends:
-            self.voters.send(self, peer.element, peer_messages.decode(wire.encode(message)))
+        outbox, self.participant.outbox = self.participant.outbox, []
+        orders, self.participant.orders = self.participant.orders, []
+        for peer, message in outbox:
+            self.group.send(self, peer.element, peer_messages.decode(wire.encode(message)))
         for order in orders:
             if isinstance(order, wire.Plan):
                 self.follow(order)
@@ -113,7 +113,7 @@ class Voter(FakeAgent):
         self.cut, self.plan = False, None
 
 
-class Voters:
+class PartitionedJob:
     """`count` agents of one job that trains."""
 
     def __init__(self, count: int, random: Random, loss: float = 0.0) -> None:
@@ -122,7 +122,7 @@ class Voters:
         self.world.slurm.submit("1", count)
         self.queue: list[tuple[float, int, Any, int]] = []
         self.begun: set[str] = set()  # prefixes of the plans that all of their members were in at once
-        self.agents = [Voter(self, element) for element in range(count)]
+        self.agents = [VotingAgent(self, element) for element in range(count)]
         for agent in self.agents:
             agent.register()
             agent.ready()
@@ -133,11 +133,11 @@ class Voters:
     def lost(self) -> bool:
         return self.random.random() < self.loss
 
-    def send(self, source: Voter, target: int, message: Any) -> None:
+    def send(self, source: VotingAgent, target: int, message: Any) -> None:
         if not self.lost():
             self.queue.append((self.world.now + self.random.uniform(0.0, 0.2), source.element, message, target))
 
-    def reach(self, one: Voter, other: Voter) -> bool:
+    def reach(self, one: VotingAgent, other: VotingAgent) -> bool:
         return not other.killed and frozenset((one.node, other.node)) not in self.world.cuts
 
     def cut(self, one: set[int], other: set[int]) -> None:
@@ -158,7 +158,7 @@ class Voters:
             self.queue = [entry for entry in self.queue if entry[0] > self.world.now]
             for _, source, message, target in due:
                 if self.reach(self.agents[source], self.agents[target]):
-                    self.agents[target].agreement.receive(message, self.world.now)
+                    self.agents[target].participant.on_message(message, self.world.now)
                     self.agents[target].carry_out()
             for agent in self.agents:
                 agent.turn()

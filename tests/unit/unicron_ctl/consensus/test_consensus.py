@@ -1,4 +1,4 @@
-"""What agents agree on while the controller is away: with every agent's real `Agreement`, over a simulated network."""
+"""What agents choose while the controller is away: every agent's real `Participant`, over a simulated network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.company import CONTROLLER, Company
 from unicron.ctl.consensus import proposer
-from unicron.ctl.consensus.compose import LEADERS
+from unicron.ctl.consensus.proposals import PROPOSERS
 from unicron.ctl.protocol import peer_messages
 
 SOON = 2.0  # seconds from a death to the next step, without the groups' own time
@@ -45,7 +45,7 @@ def test_a_rank_dies_while_the_controller_is_away(how):
     company.head.come_back()
     company.run(5)
     assert company.going() == [{0, 1, 3}] and company.head.plan.generation == 2, "nothing is broken again"
-    assert all(agent.agreement.agreed is None for agent in company.agents.values()), "the controller knows it"
+    assert all(agent.participant.agreed is None for agent in company.agents.values()), "the controller knows it"
     company.members[3].die()
     company.until(trains(company, 0, 1))
     assert company.head.plan.generation == 3
@@ -87,14 +87,14 @@ def test_two_of_two_are_a_majority_and_one_is_none():
 
 
 def test_without_its_leaders_a_job_waits():
-    company = Company(LEADERS * 3)
+    company = Company(PROPOSERS * 3)
     company.head.leave("killed")
-    for element in range(LEADERS):
+    for element in range(PROPOSERS):
         company.kill_agent(element)
     company.run(20)
     assert not company.agreed
     company.head.come_back()
-    company.until(trains(company, *range(LEADERS, LEADERS * 3)))
+    company.until(trains(company, *range(PROPOSERS, PROPOSERS * 3)))
 
 
 def test_the_smaller_half_does_not_go_on():
@@ -137,7 +137,7 @@ def test_two_leaders_that_do_not_reach_each_other_both_follow_what_was_chosen():
     company.cut([0], [1])
     company.kill_agent(4)
     company.until(trains(company, 1, 2, 3, 5), limit=6)
-    mine = company.agents[0].agreement.agreed
+    mine = company.agents[0].participant.agreed
     assert mine is not None and not mine.chosen and mine.generation == company.agreed[0].generation
     assert mine.plan.prefix != company.agreed[0].plan.prefix
     company.head.come_back()
@@ -160,7 +160,7 @@ def test_a_voter_that_follows_one_plan_does_not_accept_an_older_one(one, other):
         ends = {source, target} - {4}
         if (ends & one and ends & other) or not ends <= reached:
             return True
-        return reached is one and target == 4 and isinstance(message, peer_messages.Propose)
+        return reached is one and target == 4 and isinstance(message, peer_messages.Accept)
 
     company.lost = lost
     company.run(3.0)
@@ -178,7 +178,7 @@ def test_a_vote_that_was_given_up_is_missing(count: int, decides: bool):
     company = Company(count)
     company.members[count - 1].die()
     company.head.leave("killed")
-    company.agents[count - 1].agreement.give_up(1)
+    company.agents[count - 1].participant.cede_votes(1)
     company.cut([1], range(count))
     company.run(10.0)
     assert bool(company.agreed) == decides
@@ -264,7 +264,7 @@ def test_leaders_that_get_in_each_others_way_choose_one_plan(count, seed, delay)
             company.cut([random.randrange(count)], [random.randrange(count)])
             if random.random() < 0.3:
                 company.cuts.clear()
-            trouble = peer_messages.Trouble(generation=1, element=count - 1)
-            company.agents[random.randrange(count)].receive(trouble)
+            request = peer_messages.PlanRequest(generation=1, element=count - 1)
+            company.agents[random.randrange(count)].receive(request)
             company.run(0.3)
     goes_on(company)

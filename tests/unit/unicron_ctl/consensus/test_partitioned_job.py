@@ -6,35 +6,35 @@ from random import Random
 
 import pytest
 
-from tests.support.voters import Voters
+from tests.support.partitioned_job import PartitionedJob
 from unicron.ctl.controller.failure_detector import quorum
 
 
 def story(count: int, random: Random) -> None:
     """Half of the agents are cut off from the controller. The vote of one more makes them a majority: its rank may have
-    died, and it is cut off later, or dies once it may have voted. `Voters.check` holds at every turn."""
-    voters = Voters(count, random, random.choice([0.0, 0.0, 0.1]))
+    died, and it is cut off later, or dies once it may have voted. `PartitionedJob.check` holds at every turn."""
+    job = PartitionedJob(count, random, random.choice([0.0, 0.0, 0.1]))
     order = random.sample(range(count), count)
     away, between, here = set(order[: count // 2]), order[count // 2], set(order[count // 2 + 1 :])
     if random.random() < 0.5:
-        voters.agents[between].die(between)
-        voters.run(random.uniform(0, 1))
+        job.agents[between].die(between)
+        job.run(random.uniform(0, 1))
     if random.random() < 0.5:
-        voters.cut(away | {between}, {-1})
-        voters.run(random.choice([0.5, 1.0, 1.3, 1.6, 2.0, 3.0]))
-        voters.cut(away, here | {between})
+        job.cut(away | {between}, {-1})
+        job.run(random.choice([0.5, 1.0, 1.3, 1.6, 2.0, 3.0]))
+        job.cut(away, here | {between})
         if random.random() < 0.5:
-            voters.agents[between].kill()
-        voters.mend(between, -1)
+            job.agents[between].kill()
+        job.mend(between, -1)
     else:
-        voters.cut(away, {-1, between} | here)
-        voters.run(random.choice([3.0, 6.0, 9.0]))
+        job.cut(away, {-1, between} | here)
+        job.run(random.choice([3.0, 6.0, 9.0]))
         for other in away:
-            voters.mend(between, other)
-        voters.cut({between}, {-1} | here)
+            job.mend(between, other)
+        job.cut({between}, {-1} | here)
     if random.random() < 0.3:
-        voters.world.restart()
-    voters.run(random.choice([6.0, 12.0]))
+        job.world.restart()
+    job.run(random.choice([6.0, 12.0]))
 
 
 @pytest.mark.parametrize("seed", [*range(10), 233])

@@ -1,0 +1,271 @@
+"""The tables of acceptor and proposer, and the rules that an agent keeps whatever it is told."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from unicron.ctl.consensus import acceptor, proposer
+from unicron.ctl.consensus.participant import Participant
+from unicron.ctl.consensus.proposals import (
+    PROPOSERS,
+    Membership,
+    has_stopped,
+    is_whole,
+    make_proposal,
+    proposal_for,
+    proposers_of,
+)
+from unicron.ctl.protocol import peer_messages, shared_plans, wire
+
+ME = wire.Peer(0, "agent0", "n0:1", "key0")
+
+
+def plan(generation: int, members: list[int], prefix: str = "", **more) -> wire.Plan:
+    name = prefix or f"7.g{generation}"
+    return wire.Plan(generation=generation, members=members, store="n0:4000", prefix=name, **more)
+
+
+def share(made: wire.Plan, count: int = 3) -> wire.PlanShare:
+    """As the agent of element 0 is sent it, one of its leaders."""
+    everybody = [wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)]
+    encoded = shared_plans.share(made, shared_plans.common(made, everybody), [0], everybody)
+    return wire.decode(wire.encode(encoded), wire.ToAgent)
+
+
+def promise(element: int, **ranks) -> peer_messages.Promise:
+    status = wire.RankStatus(**{"state": "stopped", "broken": 1, "micro_batches": 6} | ranks)
+    return peer_messages.Promise(
+        generation=1, element=element, ballot=(1, 0), store=f"n{element}:4000", ranks={element: status}
+    )
+
+
+def company(count: int) -> Membership:
+    everybody = {e: wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
+    made = plan(1, list(range(count)))
+    return Membership(made, everybody, proposers_of(made, everybody.get, 1), 1)
+
+
+def test_the_acceptor_knows_what_to_do_in_every_state():
+    assert set(acceptor.TABLE) == set(acceptor.AcceptorState)
+    assert all(set(row) == set(acceptor.AcceptorEvent) for row in acceptor.TABLE.values())
+    accepting = [
+        (s, h)
+        for s, row in acceptor.TABLE.items()
+        for h, (_, act) in row.items()
+        if act is acceptor.AcceptorAction.ACCEPTED
+    ]
+    assert accepting == [(acceptor.AcceptorState.PROMISED, acceptor.AcceptorEvent.ACCEPT)], (
+        "only what it has promised to take"
+    )
+    assert all(
+        row[acceptor.AcceptorEvent.CONTROLLER_SPOKE][0] is acceptor.AcceptorState.IDLE
+        for row in acceptor.TABLE.values()
+    ), "the controller decides"
+
+
+def test_a_proposer_comes_back_to_rest_from_everywhere():
+    assert set(proposer.TABLE) == set(proposer.ProposerState)
+    for start in proposer.ProposerState:
+        reached, more = {start}, {start}
+        while more:
+            more = {to for at in more for to in proposer.TABLE[at].values()} - reached
+            reached |= more
+        assert proposer.ProposerState.RESTING in reached
+
+
+def test_a_lower_ballot_is_refused_and_what_was_accepted_stays():
+    one = acceptor.Acceptor()
+    assert (
+        one.on_prepare((2, 1)) is acceptor.AcceptorAction.ASK_CONTROLLER
+        and one.on_controller_silent() is acceptor.AcceptorAction.PROMISE
+    )
+    assert one.on_prepare((1, 3)) is acceptor.AcceptorAction.NACK
+    proposal = make_proposal(company(3), {0: promise(0), 1: promise(1)}, 2, (2, 1), "agent1")[0]
+    assert one.on_accept(proposal) is acceptor.AcceptorAction.ACCEPTED
+    assert one.on_controller_spoke() is acceptor.AcceptorAction.DECLINE and one.accepted == proposal
+    assert one.on_accept(proposal) is acceptor.AcceptorAction.DECLINE, "the controller has spoken"
+
+
+def test_who_is_at_rest():
+    def rests(state, **more):
+        return has_stopped(wire.RankStatus(state=state, **more), 4)
+
+    assert rests("stopped", broken=4) and rests("finished") and rests("exited") and rests("waiting")
+    assert not rests("stopped", broken=3) and not rests("running", broken=4) and not rests("entering")
+    assert rests("running", fault=wire.Fault(type="E", text="", at=0.0, fatal=True)), "its process ends"
+
+
+def test_the_plan_leaves_out_who_did_not_answer_and_who_cannot_go_on():
+    promises = {
+        0: promise(0, iteration=3, done=[0]),
+        1: promise(1, state="exited", exit=wire.Exit(code=-9, at=0.0, lived=1.0), incarnation=2),
+        3: promise(3, iteration=3, done=[1, 1]),
+        4: promise(4, iteration=3, done=[5]),
+    }
+    made, following = make_proposal(company(6), promises, 2, (1, 0), "agent0")
+    assert following.members == [0, 4] and following.generation == 2 and following.store == "n0:4000"
+    assert (
+        sorted(i for indices in following.assignment.values() for i in indices) == list(range(6))
+        and 5 in following.assignment[4]
+    )
+    assert [(lost.slot, lost.incarnation) for lost in made.lost] == [(1, 2), (2, -1), (3, 0), (5, -1)]
+    assert "4 of 6 agents" in following.reason
+
+
+def test_nobody_who_can_go_on_is_no_plan():
+    assert make_proposal(company(2), {0: promise(0, done=[0, 0])}, 2, (1, 0), "agent0") is None
+
+
+def test_only_leaders_are_told_everything():
+    crowd = company(3 * PROPOSERS)
+    made, _ = make_proposal(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
+    assert [peer.element for peer in shared_plans.proposers(made.share)] == list(range(PROPOSERS))
+    assert is_whole(made) and is_whole(proposal_for(made, PROPOSERS - 1, crowd))
+    mine = proposal_for(made, PROPOSERS, crowd)
+    assert list(mine.share.assignment) == [PROPOSERS] and not mine.share.peers and not is_whole(mine)
+
+
+def test_what_a_leader_sends_and_looks_at_grows_with_the_job_and_not_with_its_square(monkeypatch):
+    """Half of 2,048 agents promise after the majority has, each by itself; then all stop, one after the other."""
+    looks = []
+    monkeypatch.setattr(
+        proposer, "has_stopped", lambda status, broken: looks.append(status) or has_stopped(status, broken)
+    )
+    crowd = company(2048)
+    one = proposer.Proposer(ME, crowd)
+    one.on_request(1.0)
+    for element in crowd.elements:
+        one.on_promise(promise(element, state="running", broken=0), 1.1)
+    assert one.state is proposer.ProposerState.HALTING
+    halted = [element for element, message in one.outbox if isinstance(message, peer_messages.Halt)]
+    assert sorted(halted) == crowd.elements, "each once"
+    one.tick(1.5)
+    again = len(one.outbox)
+    for element in crowd.elements[:-1]:
+        one.on_promise(promise(element), 1.6)
+    assert one.state is proposer.ProposerState.HALTING and len(one.outbox) == again
+    one.tick(1.9)
+    assert [element for element, _ in one.outbox[again:]] == crowd.elements[-1:], "whoever has stopped has answered"
+    one.on_promise(promise(2047), 1.9)
+    assert one.state is proposer.ProposerState.PROPOSING
+    assert len(one.outbox) <= 5 * 2048 and len(looks) <= 5 * 2048
+
+
+def test_a_leader_halts_all_again_when_it_hears_of_a_later_generation():
+    crowd = company(4)
+    one = proposer.Proposer(ME, crowd)
+    one.on_request(1.0)
+    for element in (0, 1, 2):
+        one.on_promise(promise(element), 1.1)
+    one.outbox.clear()
+    one.on_promise(msgspec.structs.replace(promise(3), seen=2), 1.2)
+    assert [(element, message.broken) for element, message in one.outbox] == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert one.state is proposer.ProposerState.HALTING, "who has stopped for the first one only is waited for"
+
+
+def pairs(count: int) -> Membership:
+    """A job with one rank a node and two a replica."""
+    everybody = {e: wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
+    made = plan(1, list(range(count)), replica=2)
+    return Membership(made, everybody, proposers_of(made, everybody.get, 1), 1)
+
+
+def test_agents_go_on_by_replicas_and_leave_the_rest_as_standbys():
+    promises = {e: promise(e, done=[0, 2, 4] if e < 2 else [1, 3, 5]) for e in (0, 1, 2)}
+    made, following = make_proposal(pairs(4), promises, 2, (1, 0), "agent0")
+    assert (following.members, following.replica) == ([0, 1], 2)
+    assert following.assignment == {0: [0, 2, 4, 1, 3, 5]} and is_whole(made)
+    assert [lost.slot for lost in made.lost] == [3], "slot 2 waits with its state"
+    assert make_proposal(pairs(4), {e: promise(e) for e in (0, 2)}, 2, (1, 0), "agent0") is None
+
+
+def test_each_agent_gets_the_micro_batches_of_its_replicas():
+    crowd = pairs(2 * PROPOSERS + 2)
+    made, _ = make_proposal(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
+    head = 2 * PROPOSERS
+    for element in (head, head + 1):
+        assert list(proposal_for(made, element, crowd).share.assignment) == [head]
+
+
+def test_a_leader_names_the_lost_so_that_the_rest_of_their_replicas_stops():
+    crowd = pairs(6)
+    one = proposer.Proposer(ME, crowd)
+    one.on_request(1.0)
+    for element in (0, 2, 3, 4):
+        one.on_promise(promise(element, state="running", broken=0), 1.1)
+    halts = [message for _, message in one.outbox if isinstance(message, peer_messages.Halt)]
+    assert {tuple(message.lost) for message in halts} == {()}, "the others may still answer"
+    one.outbox.clear()
+    one.on_promise(promise(3, state="exited", broken=0), 1.2)
+    assert [(element, message.lost) for element, message in one.outbox] == [(e, [3]) for e in (0, 2, 3, 4)]
+    one.outbox.clear()
+    one.tick(1.5)
+    assert {tuple(message.lost) for _, message in one.outbox if isinstance(message, peer_messages.Halt)} == {(1, 3, 5)}
+
+
+@pytest.fixture
+def agent():
+    """Generation 1; it has accepted a plan for 2 without having heard that it is chosen."""
+    made = Participant(ME, 1)
+    made.on_plan(share(plan(1, [0, 1, 2])))
+    made.on_ranks({0: wire.RankStatus(state="stopped", broken=1, generation=1)}, "n0:4000", 0.0)
+    made.on_status(0.0)
+    made.on_message(peer_messages.Prepare(generation=1, element=1, ballot=(1, 1)), 1.0)
+    proposal, _ = make_proposal(company(3), {0: promise(0), 1: promise(1)}, 2, (1, 1), "agent1")
+    made.on_message(peer_messages.Accept(generation=1, element=1, ballot=(1, 1), proposal=proposal), 1.1)
+    assert made.agreed is not None and not made.agreed.chosen
+    made.on_controller(1.2)
+    return made
+
+
+def test_the_controllers_other_plan_of_the_same_number_is_not_followed(agent):
+    assert agent.on_plan(share(plan(2, [0, 2]))) is None and agent.agreed is not None
+
+
+def test_what_the_others_chose_is_followed_from_the_controller(agent):
+    """This agent accepted another ballot's plan of the same number, which so cannot have been chosen."""
+    assert agent.on_plan(share(plan(2, [0, 2], "7.g2.2.2"))).prefix == "7.g2.2.2" and agent.agreed is None
+
+
+def test_the_controllers_later_plan_is_followed(agent):
+    assert agent.on_plan(share(plan(3, [0, 2]))).generation == 3 and agent.agreed is None
+
+
+def test_the_controller_makes_the_plan_its_own(agent):
+    same = msgspec.structs.replace(agent.agreed.plan, reason="adopted")
+    assert agent.on_plan(share(same)) is not None, "the ranks are told, who were not before"
+    assert agent.agreed is None
+    assert agent.on_plan(share(plan(2, [0, 2]))) is None, "there is no other one of this number"
+
+
+def test_a_plan_that_comes_after_the_controllers_is_not_followed(agent):
+    accepted = agent.agreed.plan
+    agent.on_plan(share(plan(3, [0, 2])))
+    proposal, _ = make_proposal(company(3), {0: promise(0), 1: promise(1)}, 2, (1, 1), "agent1")
+    assert shared_plans.whole(proposal.share).prefix == accepted.prefix
+    agent.on_message(peer_messages.Learn(generation=1, element=1, proposal=proposal), 2.0)
+    assert not agent.orders and agent.agreed is None
+
+
+def test_the_ranks_are_told_who_is_lost():
+    agent = Participant(ME, 1)
+    agent.on_plan(share(plan(1, [0, 1, 2, 3], replica=2), 4))
+    agent.on_ranks({0: wire.RankStatus(state="running", generation=1)}, "n0:4000", 0.0)
+    agent.on_ranks({0: wire.RankStatus(state="stopped", broken=1, generation=1)}, "n0:4000", 0.1)
+    agent.on_status(0.1)
+    agent.on_message(peer_messages.Prepare(generation=1, element=2, ballot=(1, 2)), 1.0)
+    agent.on_message(peer_messages.Halt(generation=1, element=2, ballot=(1, 2), broken=1, reason="r", lost=[1]), 1.1)
+    assert [order.lost for order in agent.orders] == [[1]]
+
+
+def test_a_controller_that_has_just_spoken_is_not_asked():
+    """Thousands of agents report at once after a Break: the plan must not wait for as many answers."""
+    agent = Participant(ME, 1)
+    agent.on_plan(share(plan(1, [0, 1, 2])))
+    stopped = {0: wire.RankStatus(state="stopped", broken=1, generation=1)}
+    agent.on_controller(5.0)
+    agent.on_ranks(stopped, "n0:4000", 5.1)
+    assert not agent.on_status(5.1) and agent.on_status(6.1)
+    agent.on_controller(6.2)
+    assert not agent.on_status(6.3), "that was the answer"
