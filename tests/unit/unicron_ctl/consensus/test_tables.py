@@ -71,7 +71,7 @@ def test_a_proposer_comes_back_to_rest_from_everywhere():
         while more:
             more = {to for at in more for to in proposer.TABLE[at].values()} - reached
             reached |= more
-        assert proposer.ProposerState.RESTING in reached
+        assert proposer.ProposerState.IDLE in reached
 
 
 def test_a_lower_ballot_is_refused_and_what_was_accepted_stays():
@@ -148,7 +148,7 @@ def test_what_a_leader_sends_and_looks_at_grows_with_the_job_and_not_with_its_sq
     one.tick(1.9)
     assert [element for element, _ in one.outbox[again:]] == crowd.elements[-1:], "whoever has stopped has answered"
     one.on_promise(promise(2047), 1.9)
-    assert one.state is proposer.ProposerState.PROPOSING
+    assert one.state is proposer.ProposerState.ACCEPTING
     assert len(one.outbox) <= 5 * 2048 and len(looks) <= 5 * 2048
 
 
