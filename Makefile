@@ -89,13 +89,14 @@ test-debian13: ## as root: `make test` on Debian 13 (Slurm 24.11, Python 3.13), 
 test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05)
 	tools/debian-root.sh sid make test PYTHON=python3.13
 
-lint: venv       ## ruff, names and docstrings, the rules of who may import whom, types, the reference's tables
+lint: venv       ## ruff, names and docstrings, the rules of who may import whom, types, the reference's tables, the pictures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/language.py
 	PYTHONPATH=. $(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 	$(BIN)/python tools/reference_tables.py --check
+	$(BIN)/python docs/pictures/draw.py --check
 
 bench: system venv plugin   ## the figures that the project promises
 	$(BIN)/python -m benchmarks.run

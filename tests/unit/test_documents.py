@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,17 @@ def test_the_walk_is_at_most_a_dozen_files_long_and_names_what_is_there() -> Non
 def test_links_lead_somewhere(path: Path) -> None:
     for target in LINK.findall(path.read_text()):
         assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
+
+
+def test_pictures_are_those_that_the_script_draws_from_the_figures_of_today() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "pictures" / "draw.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def defaults() -> dict[str, float]:

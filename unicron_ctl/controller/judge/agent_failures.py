@@ -28,7 +28,7 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
         return out
     verdict = view.classifier.cause("lost_connection", finding.evidence)
     lives = "" if finding.dead else fencing.fell_silent(view, job, element)
-    decision = Decision(Severity.SEV1, ISOLATE, f"{verdict.reason} ({finding.by}){lives}", verdict.cause)
+    decision = Decision(Severity.SEV1, ISOLATE, f"{agent.node} is lost ({finding.by}){lives}", verdict.cause)
     out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
     reason = "dead" if finding.dead else "silent"
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=reason))
@@ -139,7 +139,7 @@ def parted(view: View, job: JobView, finding: Finding) -> Outcome:
     if finding.element in state.parted:
         return out
     verdict = view.classifier.cause("other_network_error", finding.evidence)
-    decision = Decision(Severity.SEV3, REATTEMPT, f"{verdict.reason}: {finding.evidence}", verdict.cause)
+    decision = Decision(Severity.SEV3, REATTEMPT, finding.evidence, verdict.cause)
     slots = inside_of(state, finding.slots)
     why = f"is on {finding.node}, which not all others reach"
     lost = dict.fromkeys(slots, why)
