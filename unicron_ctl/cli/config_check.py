@@ -1,17 +1,12 @@
-"""`unicronctl config check`: what unicron.toml lets the controller do in each partition of the real cluster.
-
-JSON (`--json`): file, problems and warnings (in one line each), slurm (why it could not be asked, else ""), partitions
-(partition, nodes, state, mode, actions, max_weight, accounts, qos, spare_nodes; nodes and state are null for one that
-Slurm does not have).
-"""
+"""`unicronctl config check`: what unicron.toml lets the controller do in each partition of the real cluster."""
 
 from __future__ import annotations
 
 import json
 import os
-from typing import Any
 
 import click
+import msgspec
 
 from unicron.ctl.settings.config import Config
 from unicron.ctl.settings.config_file import examine
@@ -24,6 +19,30 @@ RETURNS = (
     "slurm.conf: ReturnToService=2 gives a node that was set down back when its slurmd registers, without the checks "
     "of [controller] admission: set it to 1"
 )
+
+
+class PartitionReport(msgspec.Struct, kw_only=True):
+    """What an admin allows in one partition. nodes, state: null where Slurm has no such partition."""
+
+    partition: str
+    nodes: int | None
+    state: str | None
+    mode: str
+    actions: list[str]
+    max_weight: float
+    accounts: dict[str, float]
+    qos: dict[str, float]
+    spare_nodes: int
+
+
+class ConfigReport(msgspec.Struct, kw_only=True):
+    """The JSON of `unicronctl config check`. slurm: why Slurm could not be asked, else ""."""
+
+    file: str
+    problems: list[str]
+    warnings: list[str]
+    slurm: str
+    partitions: list[PartitionReport]
 
 
 @click.group("config")
@@ -55,8 +74,8 @@ def check(path: str | None, as_json: bool) -> int:
             if name != DEFAULT and name not in known
         ]
     if as_json:
-        told = {"file": config.path, "problems": problems, "warnings": warnings, "slurm": error, "partitions": found}
-        click.echo(json.dumps(told))
+        report = ConfigReport(file=config.path, problems=problems, warnings=warnings, slurm=error, partitions=found)
+        click.echo(json.dumps(msgspec.to_builtins(report)))
         return WRONG_USE if problems else 0
     click.echo(f"{config.path or 'no file: the defaults'}")
     for line in lines(found):
@@ -68,43 +87,43 @@ def check(path: str | None, as_json: bool) -> int:
     return WRONG_USE if problems else 0
 
 
-def allowed(config: Config, listed: list[PartitionInfo]) -> list[dict[str, Any]]:
+def allowed(config: Config, listed: list[PartitionInfo]) -> list[PartitionReport]:
     """What counts for each of Slurm's partitions, each other that the file names, and all others ("default")."""
     shown = {one.name: one for one in listed}
     found = []
     for name in (*shown, *sorted(config.controller.partitions.keys() - shown.keys() - {DEFAULT}), DEFAULT):
         rules, info = config.controller.rules("" if name == DEFAULT else name), shown.get(name)
         found.append(
-            {
-                "partition": name,
-                "nodes": info.nodes if info else None,
-                "state": info.state if info else None,
-                "mode": rules.mode,
-                "actions": [one for one in PERMISSIONS if one in rules.actions] if rules.mode == ACT else [],
-                "max_weight": rules.max_weight,
-                "accounts": dict(rules.accounts),
-                "qos": dict(rules.qos),
-                "spare_nodes": rules.spare_nodes,
-            }
+            PartitionReport(
+                partition=name,
+                nodes=info.nodes if info else None,
+                state=info.state if info else None,
+                mode=rules.mode,
+                actions=[one for one in PERMISSIONS if one in rules.actions] if rules.mode == ACT else [],
+                max_weight=rules.max_weight,
+                accounts=dict(rules.accounts),
+                qos=dict(rules.qos),
+                spare_nodes=rules.spare_nodes,
+            )
         )
     return found
 
 
-def lines(found: list[dict[str, Any]]) -> list[str]:
+def lines(found: list[PartitionReport]) -> list[str]:
     """Columns as sinfo has them: one line a partition, to be read and to be grepped."""
     rows = [("PARTITION", "NODES", "STATE", "MODE", "SPARE", "WEIGHT", "ACTIONS")]
     for one in found:
-        claims = [f"{name}={most:g}" for known in (one["accounts"], one["qos"]) for name, most in sorted(known.items())]
-        actions = one["actions"]
+        claims = [f"{name}={most:g}" for known in (one.accounts, one.qos) for name, most in sorted(known.items())]
+        actions = one.actions
         every = len(actions) == len(PERMISSIONS)
         rows.append(
             (
-                one["partition"],
-                "-" if one["nodes"] is None else str(one["nodes"]),
-                one["state"] or "-",
-                one["mode"],
-                str(one["spare_nodes"]),
-                ",".join([f"{one['max_weight']:g}", *claims]),
+                one.partition,
+                "-" if one.nodes is None else str(one.nodes),
+                one.state or "-",
+                one.mode,
+                str(one.spare_nodes),
+                ",".join([f"{one.max_weight:g}", *claims]),
                 "all" if every else ",".join(actions) or "none",
             )
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import click
 
@@ -39,7 +40,7 @@ def command(
         while True:
             for event in found:
                 after = event["id"]
-                click.echo(json.dumps(event) if as_json else tables.event_line(event))
+                click.echo(json.dumps(event) if as_json else _line(event))
             if not follow:
                 return
             if len(found) < limit:
@@ -51,3 +52,13 @@ def command(
                 click.echo(f"unicronctl: {error} (still trying)", err=True)
     except KeyboardInterrupt:
         return
+
+
+def _line(event: dict[str, Any]) -> str:
+    """One event on one line."""
+    job = f" job {event['job']}" if event["job"] else ""
+    generation = f" g{event['generation']}" if event["generation"] else ""
+    rest = event.get("reason") or ", ".join(
+        f"{k}={v}" for k, v in event.items() if k not in ("id", "time", "job", "generation", "kind")
+    )
+    return f"{tables.clock(event['time'])} {event['kind']}{job}{generation}: {' '.join(str(rest).split())}"

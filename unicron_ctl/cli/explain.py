@@ -1,11 +1,4 @@
-"""`unicronctl explain JOB`: why a job is treated as it is.
-
-JSON (`--json`): job, name, state, generation, ended, planned_nodes, plan_reason, plan_trigger, bounds (what limits its
-part of the plan, in a line), waiting (pending elements: elements, reason as squeue shows it, words, and starts, whether
-they can start once there are nodes), decisions (time, kind, generation, reason; oldest first), failures (as in
-`unicronctl status --json`) and alternative (the planner's choice of this moment, the second-best plan and by how much
-it lost; null where there is nothing to choose).
-"""
+"""`unicronctl explain JOB`: why a job is treated as it is. `unicronctl schema explain` describes its JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +9,8 @@ import click
 
 from unicron.ctl.cli import tables
 from unicron.ctl.cli.options import controller_option
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.answer_schema import Explanation
+from unicron.ctl.protocol.client import as_struct, ask
 from unicron.ctl.system.columns import show
 
 
@@ -43,4 +37,4 @@ def command(job: str, as_json: bool, controller: str | None) -> None:
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        show(tables.explanation(data))
+        show(tables.explanation(as_struct(data, Explanation)))

@@ -8,7 +8,8 @@ import click
 
 from unicron.ctl.cli import tables
 from unicron.ctl.cli.options import controller_option
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.answer_schema import Job
+from unicron.ctl.protocol.client import as_struct, ask
 from unicron.ctl.system.columns import show
 
 
@@ -21,4 +22,4 @@ def command(as_json: bool, controller: str | None) -> None:
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        show([tables.jobs(data)])
+        show([tables.jobs(as_struct(data, list[Job]))])

@@ -1,8 +1,4 @@
-"""`unicronctl nodes`: the nodes alone. JSON (`--json`) is the list under "nodes" of `unicronctl status --json`.
-
-Of each: health and pair_test (verdict, reason, source, at; null: unknown), unverified (back without passed checks),
-suspect (why it should be tested) and admission (why it is not given back yet).
-"""
+"""`unicronctl nodes`: the nodes alone. JSON (`--json`) is the list under "nodes" of `unicronctl status --json`."""
 
 from __future__ import annotations
 
@@ -12,7 +8,8 @@ import click
 
 from unicron.ctl.cli import tables
 from unicron.ctl.cli.options import controller_option
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.answer_schema import Node
+from unicron.ctl.protocol.client import as_struct, ask
 from unicron.ctl.system.columns import show
 
 
@@ -25,4 +22,4 @@ def command(as_json: bool, controller: str | None) -> None:
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        show([tables.nodes(data)])
+        show([tables.nodes(as_struct(data, list[Node]))])

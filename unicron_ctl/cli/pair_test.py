@@ -1,8 +1,4 @@
-"""`unicronctl pair-test`: which of some nodes is bad, from real tests between pairs of them.
-
-JSON (`--json`): tests (round, nodes, passed (null: not run), reason, backend, bandwidth in bytes/s, latency in s), bad
-and slow and unknown and not_tested (node -> reason), good (nodes), drained (node -> what was done).
-"""
+"""`unicronctl pair-test`: which of some nodes is bad, from real tests between pairs of them."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.system.columns import Listing, show
@@ -22,6 +19,30 @@ if TYPE_CHECKING:
     from unicron.ctl.nodes.pairs import Findings
 
 TELL_SECONDS = 2.0
+
+
+class PairTest(msgspec.Struct, kw_only=True):
+    """One test. passed: null when it did not run. bandwidth: bytes/s; latency: seconds."""
+
+    round: int
+    nodes: list[str]
+    passed: bool | None
+    reason: str
+    backend: str
+    bandwidth: float | None
+    latency: float | None
+
+
+class PairReport(msgspec.Struct, kw_only=True):
+    """The JSON of `unicronctl pair-test`: the tests, nodes with the reason, and what was done to drained ones."""
+
+    tests: list[PairTest]
+    bad: dict[str, str]
+    slow: dict[str, str]
+    good: list[str]
+    unknown: dict[str, str]
+    not_tested: dict[str, str]
+    drained: dict[str, str]
 
 
 @click.command(name="pair-test")
@@ -81,7 +102,7 @@ def command(
     drained = _drain(client, found) if drain else {}
     told = _tell(found, controller)
     if as_json:
-        click.echo(json.dumps(as_data(found, drained), indent=2))
+        click.echo(json.dumps(msgspec.to_builtins(report_of(found, drained)), indent=2))
     else:
         _print(found, drained, told)
 
@@ -114,29 +135,29 @@ def _tell(found: Findings, controller: str | None) -> str:
     return ""
 
 
-def as_data(found: Findings, drained: dict[str, str]) -> dict[str, Any]:
-    """The contract of --json."""
+def report_of(found: Findings, drained: dict[str, str]) -> PairReport:
+    """The findings as --json prints them."""
     judgement = found.judgement
-    return {
-        "tests": [
-            {
-                "round": test.round,
-                "nodes": list(test.group),
-                "passed": None if test.outcome is None else test.outcome.passed,
-                "reason": test.reason,
-                "backend": test.backend,
-                "bandwidth": test.bandwidth,
-                "latency": test.latency,
-            }
+    return PairReport(
+        tests=[
+            PairTest(
+                round=test.round,
+                nodes=list(test.group),
+                passed=None if test.outcome is None else test.outcome.passed,
+                reason=test.reason,
+                backend=test.backend,
+                bandwidth=test.bandwidth,
+                latency=test.latency,
+            )
             for test in found.tests
         ],
-        "bad": {name: found.why_bad(name) for name in judgement.bad},
-        "slow": dict(judgement.slow),
-        "good": list(judgement.good),
-        "unknown": dict(judgement.unknown),
-        "not_tested": found.left_out,
-        "drained": drained,
-    }
+        bad={name: found.why_bad(name) for name in judgement.bad},
+        slow=dict(judgement.slow),
+        good=list(judgement.good),
+        unknown=dict(judgement.unknown),
+        not_tested=found.left_out,
+        drained=drained,
+    )
 
 
 def table(found: Findings) -> Listing:

@@ -8,10 +8,33 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.planner.problem.model import PlanError, Scenario
+
+
+class Ahead(msgspec.Struct, kw_only=True):
+    """The plan after an event: words such as "lose job NAME"."""
+
+    event: list[str]
+    assignment: dict[str, int]
+
+
+class Assignment(msgspec.Struct, kw_only=True):
+    """The JSON of `unicronctl plan`: nodes and reasons by job. waf: FLOP/s, weighted."""
+
+    assignment: dict[str, int]
+    objective: float
+    waf: float
+    reasons: dict[str, str]
+    spares: int
+    layouts: dict[str, str] | UnsetType = UNSET
+    shares: dict[str, int] | UnsetType = UNSET
+    explanation: dict[str, Any] | UnsetType = UNSET
+    ahead: list[Ahead] | UnsetType = UNSET
 
 
 @click.command(name="plan")
@@ -103,35 +126,33 @@ def _run(
 
     scenario = suppose_all(before, suppositions)
     plan = solve(scenario)
-    out = plan.to_dict()
+    out = msgspec.convert(plan.to_dict(), Assignment)
     if explained:
         from unicron.planner.solver.explain import explain
 
-        out["explanation"] = explain(scenario, explained, plan).to_dict()
+        out.explanation = explain(scenario, explained, plan).to_dict()
     if ahead:
         from unicron.planner.ahead.lookahead import Lookahead
 
         table = Lookahead(scenario, pairs=False)
-        out["ahead"] = [
-            {"event": list(event), "assignment": entry.assignment} for event, entry in table.entries.items()
-        ]
+        out.ahead = [Ahead(event=list(event), assignment=each.assignment) for event, each in table.entries.items()]
     if as_json:
-        click.echo(json.dumps(out, indent=2))
+        click.echo(json.dumps(msgspec.to_builtins(out), indent=2))
     else:
         _show(scenario, out, names)
 
 
-def _show(scenario: Scenario, out: dict[str, Any], names: Mapping[str, str]) -> None:
+def _show(scenario: Scenario, out: Assignment, names: Mapping[str, str]) -> None:
     from unicron.planner.solver.plan import flops_text, nodes_text
 
     labels = {job.name: f"{job.name} {names[job.name]}" if job.name in names else job.name for job in scenario.jobs}
     width = max(len(label) for label in labels.values())
     for job in scenario.jobs:
-        count, reason = out["assignment"][job.name], out["reasons"][job.name]
+        count, reason = out.assignment[job.name], out.reasons[job.name]
         click.echo(f"{labels[job.name]:<{width}}  {job.nodes:>5} -> {count:<5} {reason}")
-    click.echo(f"{nodes_text(scenario.nodes)}, {out['spares']} spare; {flops_text(out['waf'])} weighted")
-    if "explanation" in out:
-        click.echo(out["explanation"]["text"])
-    for row in out.get("ahead", []):
-        changed = [f"{name} {count}" for name, count in row["assignment"].items()]
-        click.echo(f"if {' '.join(row['event'])}: {', '.join(changed)}")
+    click.echo(f"{nodes_text(scenario.nodes)}, {out.spares} spare; {flops_text(out.waf)} weighted")
+    if out.explanation:
+        click.echo(out.explanation["text"])
+    for row in out.ahead or ():
+        changed = [f"{name} {count}" for name, count in row.assignment.items()]
+        click.echo(f"if {' '.join(row.event)}: {', '.join(changed)}")

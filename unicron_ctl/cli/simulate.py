@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.planner.problem.model import PlanError
@@ -18,6 +20,20 @@ if TYPE_CHECKING:
     from unicron.planner.simulate.history import Costs, History
     from unicron.planner.simulate.policies import Policy
     from unicron.planner.simulate.trace import Trace
+
+
+class PolicyResult(msgspec.Struct, kw_only=True):
+    """One item of the JSON of `unicronctl simulate`. efficiency and the values of lost are shares of the ideal that add
+    up to 1. failures: how many hit a job; plans: how often nodes were redistributed."""
+
+    policy: str
+    mean_waf: float
+    ideal_waf: float
+    efficiency: float
+    lost: dict[str, float]
+    failures: int
+    plans: int
+    sources: list[str] | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -128,11 +144,10 @@ def _replay_trace(options: Options) -> None:
         file = Path(options.html)
         _write_file(options.html, lambda: file.write_text(page(results, trace.until, title), encoding="utf-8"))
     if options.json:
-        listed = [
-            result.to_dict() | ({"sources": list(each.sources)} if options.sources else {})
-            for result, each in zip(results, policies, strict=True)
-        ]
-        click.echo(json.dumps(listed, indent=2))
+        listed = [msgspec.convert(result.to_dict(), PolicyResult) for result in results]
+        for one, each in zip(listed, policies, strict=True):
+            one.sources = list(each.sources) if options.sources else UNSET
+        click.echo(json.dumps(msgspec.to_builtins(listed), indent=2))
     else:
         _show(results, policies if options.sources else ())
 

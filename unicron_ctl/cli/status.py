@@ -1,20 +1,19 @@
 """`unicronctl status`: jobs, nodes and the last failures.
 
-JSON (`--json`) is `{"controller", "jobs", "nodes", "failures", "waf", "plan"}`; its keys are stable, see
-`unicron.ctl.controller.api.answers`. Times are in seconds since the epoch, durations in seconds, rates in FLOP/s.
+`unicronctl schema status` describes its JSON.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from typing import Any
 
 import click
 
 from unicron.ctl.cli import tables
 from unicron.ctl.cli.options import controller_option
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.answer_schema import Status
+from unicron.ctl.protocol.client import as_struct, ask
 from unicron.ctl.system.columns import show
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
@@ -34,12 +33,12 @@ def command(as_json: bool, watch: bool, interval: float, controller: str | None)
     if as_json:
         click.echo(json.dumps(data, indent=2))
     elif not watch:
-        show(tables.status(data))
+        show(tables.status(as_struct(data, Status)))
     else:
-        _watch(data, interval, controller)
+        _watch(as_struct(data, Status), interval, controller)
 
 
-def _watch(data: dict[str, Any], interval: float, controller: str | None) -> None:
+def _watch(data: Status, interval: float, controller: str | None) -> None:
     from rich.live import Live
 
     try:
@@ -47,7 +46,8 @@ def _watch(data: dict[str, Any], interval: float, controller: str | None) -> Non
             while True:
                 time.sleep(interval)
                 try:
-                    live.update(tables.watched(ask({"kind": "status"}, controller)), refresh=True)
+                    data = as_struct(ask({"kind": "status"}, controller), Status)
+                    live.update(tables.watched(data), refresh=True)
                 except UserError as error:  # its death is no event for the jobs, so it is none here either
                     live.update(f"{error}\n(still trying)", refresh=True)
     except KeyboardInterrupt:

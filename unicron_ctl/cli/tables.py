@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from unicron.ctl.protocol.answer_schema import (
+    Explanation,
+    Failure,
+    Job,
+    JobBase,
+    Node,
+    NodeEvent,
+    Status,
+)
 from unicron.ctl.system.columns import Listing
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
@@ -22,44 +31,44 @@ STATE_STYLES = {
 
 
 def console() -> Console:
-    """One that does not colour names and numbers by guesswork."""
+    """A console that does not colour names and numbers by guesswork."""
     return Console(highlight=False)
 
 
-def watched(data: dict[str, Any]) -> RenderableType:
-    """Everything that `ask({"kind": "status"})` tells, in boxes."""
+def watched(data: Status) -> RenderableType:
+    """The controller's status in boxes."""
     return Group(*status(data))
 
 
-def status(data: dict[str, Any]) -> list[Listing | Text]:
-    """The same in parts."""
-    parts: list[Listing | Text] = [jobs(data["jobs"]), nodes(data["nodes"])]
-    if data["failures"]:
-        parts.append(failures(data["failures"][-8:]))
-    parts += [Text(f"needs an admin: {item['reason']}", style="red") for item in data.get("attention", ())]
-    parts += [Text(line, style="yellow") for line in data.get("observed", ())]
+def status(data: Status) -> list[Listing | Text]:
+    """The controller's status as listings and lines."""
+    parts: list[Listing | Text] = [jobs(data.jobs), nodes(data.nodes)]
+    if data.failures:
+        parts.append(failures(data.failures[-8:]))
+    parts += [Text(f"needs an admin: {item.reason}", style="red") for item in data.attention]
+    parts += [Text(line, style="yellow") for line in data.observed]
     parts.append(Text(_foot(data), style="dim"))
     return parts
 
 
-def _foot(data: dict[str, Any]) -> str:
-    controller = data["controller"]
-    words = [f"WAF {rate(data['waf'])}", f"unicrond up {duration(controller['time'] - controller['since'])}"]
-    words.append(", ".join(f"{name}: {mode}" for name, mode in controller["modes"].items()))
-    if controller.get("alone_since") is not None:
-        words.append(f"hears no agent for {duration(controller['time'] - controller['alone_since'])}: does nothing")
-    if controller.get("most_silent_since") is not None:
-        seconds = controller["time"] - controller["most_silent_since"]
+def _foot(data: Status) -> str:
+    controller = data.controller
+    words = [f"WAF {rate(data.waf)}", f"unicrond up {duration(controller.time - controller.since)}"]
+    words.append(", ".join(f"{name}: {mode}" for name, mode in controller.modes.items()))
+    if controller.alone_since is not None:
+        words.append(f"hears no agent for {duration(controller.time - controller.alone_since)}: does nothing")
+    if controller.most_silent_since is not None:
+        seconds = controller.time - controller.most_silent_since
         words.append(f"most agents fell silent together {duration(seconds)} ago: takes no node, requeues nothing")
-    slurm = controller["slurm"]
-    if slurm["error"]:
-        words.append(f"Slurm: {slurm['error']}")
-    elif slurm["used"] and slurm["last_answer"]:
-        words.append(f"Slurm answered {duration(controller['time'] - slurm['last_answer'])} ago")
+    slurm = controller.slurm
+    if slurm.error:
+        words.append(f"Slurm: {slurm.error}")
+    elif slurm.used and slurm.last_answer:
+        words.append(f"Slurm answered {duration(controller.time - slurm.last_answer)} ago")
     return ", ".join(words)
 
 
-def jobs(listed: list[dict[str, Any]]) -> Listing:
+def jobs(listed: Sequence[Job]) -> Listing:
     """`nodes`: those that train of the most that it can use. `plan`: those that the planner gives it."""
     table = Listing(
         "jobid",
@@ -77,81 +86,81 @@ def jobs(listed: list[dict[str, Any]]) -> Listing:
         title="jobs",
     )
     for job in listed:
-        wanted = f"/{job['train_iterations']}" if job["train_iterations"] else ""
+        wanted = f"/{job.train_iterations}" if job.train_iterations else ""
         table.add_row(
-            job["job"],
-            job["name"],
-            Text(_state(job), style=STATE_STYLES.get(job["state"], "")),
-            f"{job['nodes']}/{job['max_nodes']}",
-            "-" if job["ended"] or job["planned_nodes"] is None else str(job["planned_nodes"]),
-            f"{job['iteration']}{wanted}" if job["iteration"] >= 0 else "-",
-            number(job["iteration_seconds"], 3),
-            number(job["loss"], 4),
-            f"{job['weight']:g}",
-            rate(job["waf"], "").replace(" ", ""),
-            str(job["generation"]),
-            str(job["failures"]),
+            job.job,
+            job.name,
+            Text(_state(job), style=STATE_STYLES.get(job.state, "")),
+            f"{job.nodes}/{job.max_nodes}",
+            "-" if job.ended or job.planned_nodes is None else str(job.planned_nodes),
+            f"{job.iteration}{wanted}" if job.iteration >= 0 else "-",
+            number(job.iteration_seconds, 3),
+            number(job.loss, 4),
+            f"{job.weight:g}",
+            rate(job.waf, "").replace(" ", ""),
+            str(job.generation),
+            str(job.failures),
         )
         for note in _notes(job):
-            table.add_note(f"{job['job']}: {note}")
+            table.add_note(f"{job.job}: {note}")
     if not listed:
         table.add_note("no job yet: submit one with `sbatch --unicron`")
     return table
 
 
-def _state(job: dict[str, Any]) -> str:
-    """One word."""
-    if job["ended"]:
-        return f"ended({job['ended']['code']})"
-    return "aside" if job["set_aside"] else str(job["state"])
+def _state(job: Job) -> str:
+    """A job's state in one word."""
+    if job.ended:
+        return f"ended({job.ended.code})"
+    return "aside" if job.set_aside else str(job.state)
 
 
-def _notes(job: dict[str, Any]) -> list[str]:
-    """What is to be said of a job besides."""
+def _notes(job: Job) -> list[str]:
+    """The notes below the table of jobs, of one job."""
     found = []
-    if job["set_aside"] and not job["ended"]:
-        found.append(f"set aside: see `unicronctl explain {job['job']}`")
-    if job.get("waits"):
-        found.append(f"{job['waits']}: see `unicronctl explain {job['job']}`")
-    for one in job.get("barred") or ():
-        found.append(f"{len(one['elements'])} elements cannot start: {one['reason']} ({one['words']})")
+    if job.set_aside and not job.ended:
+        found.append(f"set aside: see `unicronctl explain {job.job}`")
+    if job.waits:
+        found.append(f"{job.waits}: see `unicronctl explain {job.job}`")
+    for one in job.barred:
+        found.append(f"{len(one.elements)} elements cannot start: {one.reason} ({one.words})")
     if said := replicas(job):
         found.append(said)
     if said := spares(job):
         found.append(said)
-    if job.get("silent"):
-        found.append(f"silent, and not taken for lost: element {', '.join(job['silent'])}")
-    if job.get("left_out"):
-        found.append(f"left out, for it and others do not reach each other: element {', '.join(job['left_out'])}")
-    if job.get("mode") == "restart":
+    if job.silent:
+        found.append(f"silent, and not taken for lost: element {', '.join(job.silent)}")
+    if job.left_out:
+        found.append(f"left out, for it and others do not reach each other: element {', '.join(job.left_out)}")
+    if job.mode == "restart":
         found.append("restart mode")
-    starts = [rank["start"] for element in job.get("elements", ()) for rank in element["ranks"]]
-    if not job["ended"] and (cold := sum(start.startswith("cold") for start in starts)):
-        found.append(f"{cold} of {len(starts)} ranks started cold: see `unicronctl explain {job['job']}`")
-    ranks = [rank for element in job.get("elements", ()) for rank in element["ranks"]]
-    if not job["ended"] and (forgets := sum(bool(rank.get("forgets")) for rank in ranks)):
-        found.append(f"{forgets} of {len(ranks)} ranks keep no state in memory: see `unicronctl explain {job['job']}`")
+    starts = [rank.start for element in job.elements for rank in element.ranks]
+    if not job.ended and (cold := sum(start.startswith("cold") for start in starts)):
+        found.append(f"{cold} of {len(starts)} ranks started cold: see `unicronctl explain {job.job}`")
+    ranks = [rank for element in job.elements for rank in element.ranks]
+    if not job.ended and (forgets := sum(bool(rank.forgets) for rank in ranks)):
+        found.append(f"{forgets} of {len(ranks)} ranks keep no state in memory: see `unicronctl explain {job.job}`")
     if said := not_finite(job):
         found.append(said)
-    if not job["ended"] and (slow := _slow(job)):
+    if not job.ended and (slow := _slow(job)):
         found.append(slow.removeprefix(", "))
-    if job["last_failure"]:
-        found.append(f"last failure: {failure_text(job['last_failure'])}")
+    if job.last_failure:
+        found.append(f"last failure: {failure_text(job.last_failure)}")
     return found
 
 
-def replicas(job: dict[str, Any]) -> str:
+def replicas(job: JobBase) -> str:
     """How a job's ranks make replicas, who waits to complete one, and how else it could run; empty where a rank is a
     replica and nothing else is possible."""
-    others = [name for name in job.get("layouts", ()) if name != job["layout"]]
-    if (job.get("replica", 1) == 1 and not others) or job["ended"]:
+    others = [name for name in job.layouts if name != job.layout]
+    if (job.replica == 1 and not others) or job.ended:
         return ""
-    count, standbys = job["replicas"], job["standbys"]
-    named = f"{job['layout']}: " if job["layout"] else ""
+    count, standbys = job.replicas, job.standbys
+    named = f"{job.layout}: " if job.layout else ""
     waiting = f", standbys: slots {_few(standbys)}" if standbys else ""
-    size = f"{job['replica']} rank{'s' if job['replica'] != 1 else ''}"
-    planned = job.get("planned_layout") or job["layout"]
-    also = f"; goes on as {planned}" if planned != job["layout"] else f"; or {', '.join(others)}" if others else ""
+    size = f"{job.replica} rank{'s' if job.replica != 1 else ''}"
+    planned = job.planned_layout or job.layout
+    also = f"; goes on as {planned}" if planned != job.layout else f"; or {', '.join(others)}" if others else ""
     return f"{named}{count} replica{'s' if count != 1 else ''} of {size}{waiting}{also}"
 
 
@@ -161,48 +170,48 @@ def _few(slots: list[int]) -> str:
     return f"{' '.join(map(str, slots[:8]))}{more}"
 
 
-def spares(job: dict[str, Any]) -> str:
+def spares(job: JobBase) -> str:
     """Who waits to take a lost element's place; empty where nobody asked for that."""
-    if not job.get("spares_wanted") or job["ended"]:
+    if not job.spares_wanted or job.ended:
         return ""
-    waiting = [f"element {one['element']} ({one['node']}): spare, {one['state']}" for one in job["spares"][:8]]
-    more = f" and {len(job['spares']) - 8} more" if len(job["spares"]) > 8 else ""
+    waiting = [f"element {one.element} ({one.node}): spare, {one.state}" for one in job.spares[:8]]
+    more = f" and {len(job.spares) - 8} more" if len(job.spares) > 8 else ""
     return ", ".join(waiting) + more if waiting else "no spare waits"
 
 
-def not_finite(job: dict[str, Any]) -> str:
-    """Since when the loss is no number; empty while it is one. Nothing is done about it: the script goes on."""
-    since = job.get("nan_since")
+def not_finite(job: JobBase) -> str:
+    """Since when the loss is NaN; empty while it is a number."""
+    since = job.nan_since
     return f"loss is nan since iteration {since}" if since is not None else ""
 
 
-def _slow(job: dict[str, Any]) -> str:
+def _slow(job: Job) -> str:
     """The straggler of a degraded job, and who stands out among its peers, in a few words."""
-    slow, odd = job.get("degraded"), ""
-    if job.get("anomalies"):
-        odd = ", odd: " + ", ".join(f"{item['peer']} {item['metric']}" for item in job["anomalies"][:3])
+    slow, odd = job.degraded, ""
+    if job.anomalies:
+        odd = ", odd: " + ", ".join(f"{item.peer} {item.metric}" for item in job.anomalies[:3])
     if not slow:
         return odd
-    factor = f" {slow['slowdown']:.1f}x" if slow["slowdown"] else ""
-    who = f"slot {slow['slot']}{factor} in {slow['phase']}"
-    return f", slow: {who if slow['slot'] is not None else slow['phase'] or 'all ranks'}{odd}"
+    factor = f" {slow.slowdown:.1f}x" if slow.slowdown else ""
+    who = f"slot {slow.slot}{factor} in {slow.phase}"
+    return f", slow: {who if slow.slot is not None else slow.phase or 'all ranks'}{odd}"
 
 
-def nodes(listed: list[dict[str, Any]]) -> Listing:
+def nodes(listed: Sequence[Node]) -> Listing:
     table = Listing("node", "state", "jobs", "health", "reason", title="nodes")
     for node in listed:
         said = health(node)
         table.add_row(
-            node["node"],
-            Text("+".join(node["states"]).lower() or "-", style="" if node["healthy"] else "red"),
-            ",".join(node["used_by"]) or "-",
+            node.node,
+            Text("+".join(node.states).lower() or "-", style="" if node.healthy else "red"),
+            ",".join(node.used_by) or "-",
             Text(said.plain.split()[0].rstrip(":;"), style=said.style),
             _remarks(node) or "-",
         )
         if not _short(said.plain):
-            table.add_note(Text(f"{node['node']}: health {said.plain}", style=said.style))
-        if node.get("last_event"):
-            table.add_note(f"{node['node']}: {node_event(node['last_event'])}")
+            table.add_note(Text(f"{node.node}: health {said.plain}", style=said.style))
+        if node.last_event:
+            table.add_note(f"{node.node}: {node_event(node.last_event)}")
     return table
 
 
@@ -211,133 +220,119 @@ def _short(said: str) -> bool:
     return said == "unknown" or (said.startswith("ok (") and said.endswith(")") and ";" not in said)
 
 
-def _remarks(node: dict[str, Any]) -> str:
+def _remarks(node: Node) -> str:
     """Slurm's reason, whether it is asked who reaches the node, and by what it stands out among its peers."""
-    odd = ["its agent is silent or gone: who reaches it is asked"] if node.get("asked_since") is not None else []
-    odd += [anomaly["reason"] for anomaly in node.get("anomalies", ())]
-    odd += [f"{element}: spare, {how}" for element, how in node.get("spare_of", {}).items()]
-    return "; ".join([node["reason"], *odd] if node["reason"] else odd)
+    odd = ["its agent is silent or gone: who reaches it is asked"] if node.asked_since is not None else []
+    odd += [anomaly.reason for anomaly in node.anomalies]
+    odd += [f"{element}: spare, {how}" for element, how in node.spare_of.items()]
+    return "; ".join([node.reason, *odd] if node.reason else odd)
 
 
-def node_event(event: dict[str, Any] | None) -> str:
+def node_event(event: NodeEvent) -> str:
     """What the node said last, and what became of it."""
-    if not event:
-        return "-"
-    times = f" ({event['count']} times)" if event["count"] > 1 else ""
-    return f"{clock(event['time'])} {event['source']}: {event['text'][:70]}{times}: {event['cause']}, {event['action']}"
+    times = f" ({event.count} times)" if event.count > 1 else ""
+    return f"{clock(event.time)} {event.source}: {event.text[:70]}{times}: {event.cause}, {event.action}"
 
 
-def health(node: dict[str, Any]) -> Text:
+def health(node: Node) -> Text:
     """What the admission checks and the paired test say, how old that is, and whether the node is a suspect."""
     words, style, now = [], "", time.time()
-    for name, report in (("", node.get("health")), ("pair test ", node.get("pair_test"))):
+    for name, report in (("", node.health), ("pair test ", node.pair_test)):
         if report is None:
             continue
-        age = duration(max(0.0, now - report["at"]))
-        verdict = {"good": "ok", "warning": "ok", "bad": "bad: ", "unknown": "unknown: "}[report["verdict"]]
-        words.append(f"{name}{verdict}{'' if verdict == 'ok' else report['reason']} ({age})")
+        age = duration(max(0.0, now - report.at))
+        verdict = {"good": "ok", "warning": "ok", "bad": "bad: ", "unknown": "unknown: "}[report.verdict]
+        words.append(f"{name}{verdict}{'' if verdict == 'ok' else report.reason} ({age})")
         style = "red" if verdict == "bad: " else style
     words = words or ["unknown"]
-    words += ["unverified"] if node.get("unverified") else []
-    words += [node["admission"]] if node.get("admission") else []
-    if node.get("suspect"):
-        words.append(f"suspect ({node['suspect']}): unicronctl pair-test --nodes {node['node']}")
+    words += ["unverified"] if node.unverified else []
+    words += [node.admission] if node.admission else []
+    if node.suspect:
+        words.append(f"suspect ({node.suspect}): unicronctl pair-test --nodes {node.node}")
         style = style or "yellow"
     return Text("; ".join(words), style=style)
 
 
-def failures(listed: list[dict[str, Any]]) -> Listing:
+def failures(listed: Sequence[Failure]) -> Listing:
     """`again`: seconds until the job trained again. `kept`, `twice`: micro-batches."""
     table = Listing(
         "when", "jobid", "where", "sev", "cause", "by", "again", "kept", "twice", "done", title="last failures"
     )
     for failure in listed:
-        resumed = failure["stepped_at"] or failure["resumed_at"]
+        resumed = failure.stepped_at or failure.resumed_at
         table.add_row(
-            clock(failure["detected_at"])[:8],
-            failure["job"],
-            failure["node"] if failure["kind"] == "node" else f"slot{failure['slot']}",
-            str(failure["severity"]),
-            failure["cause"],
-            failure["detected_by"].replace(" ", "-"),
-            f"{resumed - failure['detected_at']:.2f}" if resumed else "-",
-            str(failure["reused_micro_batches"]),
-            str(failure["recomputed_micro_batches"]),
-            "; ".join(failure["actions"]) or failure["action"],
+            clock(failure.detected_at)[:8],
+            failure.job,
+            failure.node if failure.kind == "node" else f"slot{failure.slot}",
+            str(failure.severity),
+            failure.cause,
+            failure.detected_by.replace(" ", "-"),
+            f"{resumed - failure.detected_at:.2f}" if resumed else "-",
+            str(failure.reused_micro_batches),
+            str(failure.recomputed_micro_batches),
+            "; ".join(failure.actions) or failure.action,
         )
     return table
 
 
-def explanation(data: dict[str, Any]) -> list[Listing | Text]:
+def explanation(data: Explanation) -> list[Listing | Text]:
     table = Listing("when", "gen", "what", "why", title="decisions")
-    for decision in data["decisions"]:
-        table.add_row(clock(decision["time"]), str(decision["generation"] or "-"), decision["kind"], decision["reason"])
+    for decision in data.decisions:
+        table.add_row(clock(decision.time), str(decision.generation or "-"), decision.kind, decision.reason)
     parts: list[Listing | Text] = [Text("\n".join([*_standing(data), *_obstacles(data)])), table]
-    if data["failures"]:
-        parts.append(failures(data["failures"]))
+    if data.failures:
+        parts.append(failures(data.failures))
     return parts
 
 
-def _standing(data: dict[str, Any]) -> list[str]:
+def _standing(data: Explanation) -> list[str]:
     """The job's state, replicas and spares, one fact a line."""
-    lines = [f"job {data['job']} ({data['name']}): {data['state']}, generation {data['generation']}"]
-    if data.get("mode") == "restart":
-        lines.append(f"restart mode: all processes start again when one fails ({data['mode_reason']})")
-    if data["ended"]:
-        lines.append(f"ended with {data['ended']['code']}: {data['ended']['reason']}")
-    if data.get("set_aside") and not data["ended"]:
-        lines.append(f"set aside: {data['set_aside']}")
+    lines = [f"job {data.job} ({data.name}): {data.state}, generation {data.generation}"]
+    if data.mode == "restart":
+        lines.append(f"restart mode: all processes start again when one fails ({data.mode_reason})")
+    if data.ended:
+        lines.append(f"ended with {data.ended.code}: {data.ended.reason}")
+    if data.set_aside and not data.ended:
+        lines.append(f"set aside: {data.set_aside}")
     if said := replicas(data):
         lines.append(f"replicas: {said}")
     if said := spares(data):
         lines.append(f"spares: {said}")
-    if data.get("waits"):
-        lines.append(f"waits: {data['waits']}")
+    if data.waits:
+        lines.append(f"waits: {data.waits}")
     return lines
 
 
-def _obstacles(data: dict[str, Any]) -> list[str]:
+def _obstacles(data: Explanation) -> list[str]:
     """What limits the job, and its plan."""
     lines = []
     if said := not_finite(data):
         lines.append(f"{said}: the training goes on, and what it saves has it, too")
-    for reason, slots in (data.get("cold") or {}).items():
+    for reason, slots in data.cold.items():
         lines.append(f"started cold: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
-    for reason, slots in (data.get("forgets") or {}).items():
+    for reason, slots in data.forgets.items():
         lines.append(f"keeps no state in memory: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
-    for one in data.get("waiting") or ():
-        after = "" if one["starts"] else ": they cannot start before that changes"
+    for one in data.waiting:
+        after = "" if one.starts else ": they cannot start before that changes"
         lines.append(
-            f"pending: element{'s' if len(one['elements']) > 1 else ''} {_few(one['elements'])}: "
-            f"{one['reason'] or 'no reason yet'} ({one['words']}){after}"
+            f"pending: element{'s' if len(one.elements) > 1 else ''} {_few(one.elements)}: "
+            f"{one.reason or 'no reason yet'} ({one.words}){after}"
         )
-    if data.get("bounds"):
-        lines.append(f"bounds: {data['bounds']}")
-    if data["plan_reason"]:
-        lines.append(f"plan: {data['planned_nodes']} nodes; {data['plan_reason']} ({data['plan_trigger']})")
-    if data.get("alternative"):
-        lines.append(f"now: {data['alternative']['text']}")
+    if data.bounds:
+        lines.append(f"bounds: {data.bounds}")
+    if data.plan_reason:
+        lines.append(f"plan: {data.planned_nodes} nodes; {data.plan_reason} ({data.plan_trigger})")
+    if data.alternative:
+        lines.append(f"now: {data.alternative['text']}")
     return lines
 
 
-def event_line(event: dict[str, Any]) -> str:
-    """One event on one line."""
-    job = f" job {event['job']}" if event["job"] else ""
-    generation = f" g{event['generation']}" if event["generation"] else ""
-    rest = event.get("reason") or ", ".join(
-        f"{k}={v}" for k, v in event.items() if k not in ("id", "time", "job", "generation", "kind")
-    )
-    return f"{clock(event['time'])} {event['kind']}{job}{generation}: {' '.join(str(rest).split())}"
-
-
-def failure_text(failure: dict[str, Any] | None) -> str:
+def failure_text(failure: Failure) -> str:
     """A failure and its remedy in a few words."""
-    if failure is None:
-        return "-"
-    where = failure["node"] if failure["kind"] == "node" else f"slot {failure['slot']}"
-    resumed = failure["stepped_at"] or failure["resumed_at"]
-    done = f", trained again after {resumed - failure['detected_at']:.2f} s" if resumed else ""
-    return f"{clock(failure['detected_at'])} {failure['kind']} {where} SEV{failure['severity']}{done}"
+    where = failure.node if failure.kind == "node" else f"slot {failure.slot}"
+    resumed = failure.stepped_at or failure.resumed_at
+    done = f", trained again after {resumed - failure.detected_at:.2f} s" if resumed else ""
+    return f"{clock(failure.detected_at)} {failure.kind} {where} SEV{failure.severity}{done}"
 
 
 def rate(flops: float | None, unit: str = "FLOP/s") -> str:

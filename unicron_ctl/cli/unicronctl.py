@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pair-test": ("unicron.ctl.cli.pair_test:command", "Find the bad one among nodes by tests between pairs."),
     "plan": ("unicron.ctl.cli.plan:command", "Compute the best assignment of nodes to jobs."),
     "punish": ("unicron.ctl.cli.inject:punish", "Break ranks at random until the time is up."),
+    "schema": ("unicron.ctl.cli.schema:command", "Print the JSON Schema of a command's JSON."),
     "simulate": ("unicron.ctl.cli.simulate:command", "Replay a failure trace under several policies."),
     "status": ("unicron.ctl.cli.status:command", "Show jobs, nodes and the last failures."),
     "template": ("unicron.ctl.cli.templates:command", "Print or copy a batch script to start from."),

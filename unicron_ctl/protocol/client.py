@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import getpass
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from unicron.ctl.protocol import claims, wire
 from unicron.ctl.protocol.munge import MungeError, make_credential
@@ -20,11 +22,10 @@ if TYPE_CHECKING:
 
 
 def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
-    """The controller's answer to `{"kind": "status" | "jobs" | "nodes" | "events" | "explain" | "scenario",
-    **arguments}`.
+    """The controller's answer to {"kind": ..., **arguments} as plain data: see `protocol.answer_schema`.
 
-    `address`: else $UNICRON_CONTROLLER, the running controller's state folder, the configuration. Raises UserError,
-    one line.
+    `address`: by default $UNICRON_CONTROLLER, the running controller's state folder, the configuration. Raises
+    UserError, one line.
     """
     import zmq
 
@@ -70,6 +71,17 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
     if not answer.ok:
         raise UserError(printable(answer.error))
     return clean(answer.data)
+
+
+Answer = TypeVar("Answer")
+
+
+def as_struct(data: object, kind: type[Answer]) -> Answer:
+    """An answer as the struct that this release knows. Raises UserError, one line, when the controller's differs."""
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise UserError(f"the controller is of another release ({error}): use its own unicronctl, or --json") from None
 
 
 def _target(hello: Hello, key: str, deadline: float) -> Target | None:

@@ -15,6 +15,7 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.node_state import PASSING, HealthReport, NodeState
 from unicron.ctl.controller.model.requests import OURS, Action, Knock
 from unicron.ctl.controller.model.view import SUSPECT_SECONDS, Outcome, View
+from unicron.ctl.protocol import answer_schema
 from unicron.ctl.slurm.slurm_client import NodeInfo
 
 REFRESH_SECONDS = 3600.0  # a report that says nothing new is recorded this often; in between only its age is kept
@@ -195,11 +196,8 @@ def _ask(view: View, gate: Gate, node: str, slurmd_start: float, out: Outcome, h
     return found
 
 
-NOT_SHOWN = {"health": None, "pair_test": None, "unverified": None, "suspect": "", "admission": ""}
-
-
 def shown(view: View, gate: Gate, node: str) -> dict[str, Any]:
-    """For `unicronctl nodes`: the keys of NOT_SHOWN, which others than admins are told."""
+    """The fields of `unicronctl nodes` that only admins are told."""
     known = view.state.node(node)
     return {
         "health": _plain(known.health, gate.heard.get(node, 0.0)),
@@ -225,11 +223,11 @@ def suspect(view: View, node: str) -> str:
     return ""
 
 
-def _plain(report: HealthReport | None, heard: float) -> dict[str, Any] | None:
+def _plain(report: HealthReport | None, heard: float) -> answer_schema.HealthReport | None:
     if report is None:
         return None
     at = max(report.at, heard)
-    return {"verdict": report.verdict, "reason": report.reason, "source": report.source, "at": at}
+    return answer_schema.HealthReport(verdict=report.verdict, reason=report.reason, source=report.source, at=at)
 
 
 def _gist(verdict: str, reason: str) -> tuple[str, str]:

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
 
 import numpy  # noqa: F401  (what `unicron.detector.iterations.peer_metrics` reckons with: loaded at the start, not in the midst of a failure)
 
@@ -65,17 +64,6 @@ class Standing:
     since: float
     quiet: int = 0
     over: float | None = None
-
-    def told(self) -> dict[str, Any]:
-        """For `unicronctl`."""
-        return {
-            "peer": self.peer,
-            "nodes": self.nodes,
-            "slot": self.slot,
-            "metric": self.metric,
-            "since": self.since,
-            "reason": self.reason,
-        }
 
 
 @dataclass

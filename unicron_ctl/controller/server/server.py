@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.api.observed_savings import WeeklySum
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.core.state_snapshot import freeze, read_state
 from unicron.ctl.controller.log import records
@@ -85,7 +86,7 @@ class Server:
         self._forget_at = self.now() + FORGET_FIRST_SECONDS
         self._snapshot_at = self.now()
         self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
-        self._weekly = answers.WeeklySum(self.core, store)
+        self._weekly = WeeklySum(self.core, store)
         self.worker = Worker(client, config.controller.probe_timeout)
         self.watchdog: Callable[[float], object] = lambda now: None  # told at every turn; set by main
         self.dropped: Counter[str] = Counter()
@@ -149,9 +150,9 @@ class Server:
                 self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
                 self.core.tick(now)
-                if self._weekly.due(now):
+                if self._weekly.is_due(now):
                     self.flush()
-                    self._weekly.record(now)
+                    self._weekly.record_sum(now)
                 ended = self.now()  # after a tick that took long there is as much time for what has come meanwhile
                 next_tick = max(now + TICK_SECONDS, ended + min(ended - now, PAUSE_SECONDS))
             self.watchdog(now)

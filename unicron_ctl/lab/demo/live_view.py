@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from unicron.ctl.protocol.answer_schema import Status
+
 LINES = 14
 
 
@@ -54,17 +56,17 @@ class View(Living):
         if not self._live:
             self._console.print(Text(line), soft_wrap=True)
 
-    def show(self, status: dict[str, Any]) -> None:
+    def show(self, status: Status) -> None:
         """What the controller knows now."""
-        last = max(status["failures"], key=lambda failure: failure["id"], default=None)
-        if last and last["reason"] != self._last_event:
-            self._last_event = last["reason"]
-            self.tell(f"    unicron: SEV{last['severity']} {last['cause']}: {last['reason']}")
+        last = max(status.failures, key=lambda failure: failure.id, default=None)
+        if last and last.reason != self._last_event:
+            self._last_event = last.reason
+            self.tell(f"    unicron: SEV{last.severity} {last.cause}: {last.reason}")
         if self._live:
             self._live.update(Group(_jobs(status), _nodes(status), Text("\n".join(self._lines))))
 
 
-def _jobs(status: dict[str, Any]) -> Table:
+def _jobs(status: Status) -> Table:
     table = Table(title="jobs", title_justify="left", expand=True)
     for heading in (
         "job",
@@ -78,32 +80,32 @@ def _jobs(status: dict[str, Any]) -> Table:
         "WAF (GFLOP/s)",
     ):
         table.add_column(heading)
-    for job in status["jobs"]:
-        seconds = job["iteration_seconds"]
+    for job in status.jobs:
+        seconds = job.iteration_seconds
         table.add_row(
-            job["name"],
-            job["state"],
-            str(job["generation"]),
-            f"{job['nodes']} of {job['max_nodes']}",
-            f"{job['iteration']} of {job['train_iterations']}",
+            job.name,
+            job.state,
+            str(job.generation),
+            f"{job.nodes} of {job.max_nodes}",
+            f"{job.iteration} of {job.train_iterations}",
             f"{seconds:.2f}" if seconds else "-",
-            f"{job['loss']:.4f}" if job["loss"] is not None else "-",
-            f"{job['weight']:g}",
-            f"{job['waf'] / 1e9:.1f}",
+            f"{job.loss:.4f}" if job.loss is not None else "-",
+            f"{job.weight:g}",
+            f"{job.waf / 1e9:.1f}",
         )
     return table
 
 
-def _nodes(status: dict[str, Any]) -> Text:
-    names = {job["job"]: job["name"] for job in status["jobs"]}
+def _nodes(status: Status) -> Text:
+    names = {job.job: job.name for job in status.jobs}
     words = Text("nodes  ")
-    for node in status["nodes"]:
+    for node in status.nodes:
         users = " ".join(
-            f"{names.get(user.rpartition('_')[0], '')}[{user.rpartition('_')[2]}]" for user in node["used_by"]
+            f"{names.get(user.rpartition('_')[0], '')}[{user.rpartition('_')[2]}]" for user in node.used_by
         )
-        words.append(f"{node['node']} ", style="bold")
+        words.append(f"{node.node} ", style="bold")
         words.append(
-            f"{users or ('idle' if node['healthy'] else '+'.join(node['states']).lower())}   ",
-            style="green" if node["healthy"] else "red",
+            f"{users or ('idle' if node.healthy else '+'.join(node.states).lower())}   ",
+            style="green" if node.healthy else "red",
         )
     return words

@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import unicron
 from unicron.ctl.lab.cluster import LocalCluster, protection
 from unicron.ctl.lab.cluster.cluster_layout import Layout
 from unicron.ctl.lab.cluster.health_program import health_lines
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.answer_schema import Element, Job, Status
+from unicron.ctl.protocol.client import as_struct, ask
 from unicron.ctl.system.errors import UserError
 
 ROOT = Path(unicron.__file__).resolve().parent.parent
@@ -73,7 +73,7 @@ class Stage:
     _controller: subprocess.Popen[bytes] | None = None
     _options: list[str] = field(default_factory=list)
     _references: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    _status: dict[str, Any] = field(default_factory=dict)
+    _status: Status | None = None
     _asked_at: float = float("-inf")
 
     # ------------------------------------------------------------ up and down
@@ -248,19 +248,20 @@ class Stage:
         )
 
     # ------------------------------------------------------------ looking and breaking
-    def status(self) -> dict[str, Any]:
-        """What `unicronctl status --json` shows, not older than FRESH_SECONDS: the cores are for the training."""
-        if time.monotonic() - self._asked_at > FRESH_SECONDS:
-            self._status = ask({"kind": "status"}, address=self.address, timeout=ANSWER_SECONDS)
+    def status(self) -> Status:
+        """What `unicronctl status` shows, not older than FRESH_SECONDS: the cores are for the training."""
+        if self._status is None or time.monotonic() - self._asked_at > FRESH_SECONDS:
+            answer = ask({"kind": "status"}, address=self.address, timeout=ANSWER_SECONDS)
+            self._status = as_struct(answer, Status)
             self._asked_at = time.monotonic()
         return self._status
 
-    def job(self, name: str) -> dict[str, Any] | None:
+    def job(self, name: str) -> Job | None:
         """One job of the status, None before its first agent has registered."""
-        return next((job for job in self.status()["jobs"] if job["job"] == self.ids[name]), None)
+        return next((job for job in self.status().jobs if job.job == self.ids[name]), None)
 
-    def known_job(self, name: str) -> dict[str, Any]:
-        """The same of a job that has registered. Raises LookupError."""
+    def known_job(self, name: str) -> Job:
+        """One job of the status. Raises LookupError before its first agent has registered."""
         found = self.job(name)
         if found is None:
             raise LookupError(f"the controller knows no job {name}")
@@ -275,14 +276,14 @@ class Stage:
 
     def pids(self, name: str, element: int) -> list[int]:
         """The processes of the element's ranks."""
-        return [rank["pid"] for rank in self._element(name, element)["ranks"]]
+        return [rank.pid for rank in self._element(name, element).ranks]
 
     def node_of(self, name: str, element: int) -> str:
         """Where the element runs now."""
-        return str(self._element(name, element)["node"])
+        return self._element(name, element).node
 
-    def _element(self, name: str, element: int) -> dict[str, Any]:
-        return next(e for e in self.known_job(name)["elements"] if e["element"] == element)
+    def _element(self, name: str, element: int) -> Element:
+        return next(e for e in self.known_job(name).elements if e.element == element)
 
     def power_off(self, node: str) -> float:
         """slurmd, stepd and every process of the node are gone at once; returns the time."""

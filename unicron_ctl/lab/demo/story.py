@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from unicron.ctl.lab.demo.stage import DemoJob, Stage
+from unicron.ctl.protocol.answer_schema import Failure, Status
 from unicron.ctl.system.errors import UserError
 
 HEAL_SECONDS = 150.0
@@ -34,7 +34,7 @@ class Injury:
 class Story:
     """Plays the chapters on `stage`; `tell(text)` is called at every turn and `show(status)` at every poll."""
 
-    def __init__(self, stage: Stage, tell: Callable[[str], None], show: Callable[[dict[str, Any]], None]):
+    def __init__(self, stage: Stage, tell: Callable[[str], None], show: Callable[[Status], None]):
         self.stage, self.tell, self.show = stage, tell, show
         self.injuries: list[Injury] = []
 
@@ -56,11 +56,11 @@ class Story:
         for job in self.stage.jobs:
             self.stage.finish(job)
         self._wait(
-            lambda: all((self.stage.job(job.name) or {}).get("ended") for job in self.stage.jobs),
+            lambda: all((known := self.stage.job(job.name)) and known.ended for job in self.stage.jobs),
             FINISH_SECONDS,
             "the jobs did not finish",
         )
-        trained = {job.name: self.stage.known_job(job.name)["iteration"] + 1 for job in self.stage.jobs}
+        trained = {job.name: self.stage.known_job(job.name).iteration + 1 for job in self.stage.jobs}
         self.tell(
             "waiting for the undisturbed runs to reach "
             f"{', '.join(f'iteration {count} of {name}' for name, count in trained.items())}"
@@ -124,20 +124,20 @@ class Story:
     def _at(self, job: DemoJob, nodes: int, iteration: int = 0) -> bool:
         """The job trains on exactly so many nodes, nothing under way, and has passed the iteration."""
         found = self.stage.job(job.name)
-        if found is None or found["ended"]:
+        if found is None or found.ended:
             return found is not None and self._over(job)
-        whole = len(found["members"]) == nodes * job.ranks_per_node and found["nodes"] == nodes
-        return found["state"] == "running" and whole and (found["iteration"] or 0) >= iteration
+        whole = len(found.members) == nodes * job.ranks_per_node and found.nodes == nodes
+        return found.state == "running" and whole and found.iteration >= iteration
 
     @staticmethod
     def _over(job: DemoJob) -> bool:
         raise UserError(f"{job.name} ended before the demo was through; run it again with --keep and look at its logs")
 
-    def record(self, injury: Injury) -> dict[str, Any] | None:
+    def record(self, injury: Injury) -> Failure | None:
         """The controller's record of this failure: the first one of the job that was detected after it was caused."""
         job = self.stage.ids[injury.job]
         return next(
-            (f for f in self.stage.status()["failures"] if f["job"] == job and f["detected_at"] >= injury.injected_at),
+            (f for f in self.stage.status().failures if f.job == job and f.detected_at >= injury.injected_at),
             None,
         )
 
@@ -155,7 +155,7 @@ class Story:
 
     def _plan(self) -> str:
         """Why each job has the nodes it has, as the controller says."""
-        reasons = (self.stage.status().get("plan") or {}).get("reasons", {})
+        reasons = self.stage.status().plan.reasons or {}
         return "; ".join(
             f"{job.name} {reasons[id]}" for job in self.stage.jobs if (id := self.stage.ids.get(job.name)) in reasons
         )

@@ -6,15 +6,22 @@ import io
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from unicron.ctl.cli import tables
+from unicron.ctl.protocol.answer_schema import Failure, Status
 from unicron.ctl.system import columns
 from unicron.ctl.system.columns import WIDTH, Listing, show
 
 BOXES = re.compile("[\u2500-\u257f]")
-FAILURE: dict[str, Any] = {
+FAILURE: dict[str, Any] = dict.fromkeys(Failure.__struct_fields__) | {
+    "id": 1,
+    "slots": [31],
+    "element": 7,
+    "reason": "its lease ended",
+    "redistributed_micro_batches": 0,
     "kind": "node",
     "job": "104242",
     "slot": 31,
@@ -31,6 +38,16 @@ FAILURE: dict[str, Any] = {
     "actions": ["gpu-a-0117 is set down"],
 }
 JOB: dict[str, Any] = {
+    "user": "ann",
+    "since": 0.0,
+    "min_nodes": 1,
+    "members": [],
+    "flops": 0.0,
+    "layout": "",
+    "layouts": [],
+    "planned_layout": "",
+    "replica": 1,
+    "replicas": 1,
     "job": "104242",
     "name": "gpt-large",
     "state": "running",
@@ -49,16 +66,22 @@ JOB: dict[str, Any] = {
     "set_aside": "",
     "failures": 116,
     "last_failure": FAILURE,
-    "degraded": {"slot": 3, "slowdown": 1.4, "phase": "backward"},
+    "degraded": {"slot": 3, "slowdown": 1.4, "phase": "backward", "node": "n1", "reason": "", "reported": True}
+    | {"since": 0.0, "iteration": 5},
     "anomalies": [],
 }
 NODE: dict[str, Any] = {
+    "downed_by_unicron": True,
+    "lost_at": None,
+    "last_heard": None,
+    "asked_since": None,
+    "spare_of": {},
     "node": "gpu-a-0117",
     "states": ["DOWN", "DRAIN"],
     "healthy": False,
     "reason": "unicron[lost_connection]: slurmd does not answer",
     "used_by": ["104242_117"],
-    "health": {"verdict": "bad", "reason": "7 of 8 GPUs", "at": 0.0},
+    "health": {"verdict": "bad", "reason": "7 of 8 GPUs", "source": "boot", "at": 0.0},
     "suspect": "2 moments of hardware faults",
     "last_event": {
         "time": 1000.0,
@@ -67,16 +90,42 @@ NODE: dict[str, Any] = {
         "count": 1,
         "cause": "gpu_lost",
         "action": "isolate",
+        "code": "79",
+        "severity": 1,
+        "reason": "",
     },
 }
-STATUS: dict[str, Any] = {
-    "jobs": [JOB, JOB | {"job": "7", "name": "b", "ended": {"code": 0}, "mode": "session", "last_failure": None}],
+ENDED = {"code": 0, "reason": "", "time": 0.0, "disowned": False}
+DATA: dict[str, Any] = {
+    "observed": [],
+    "plan": {},
+    "jobs": [
+        JOB,
+        JOB
+        | {
+            "job": "7",
+            "name": "b",
+            "ended": ENDED,
+            "mode": "session",
+            "last_failure": None,
+        },
+    ],
     "nodes": [NODE, NODE | {"node": "n2", "health": None, "suspect": "", "last_event": None, "reason": ""}],
     "failures": [FAILURE],
-    "attention": [{"reason": "gpu-a-0117 is to be set down by hand"}],
+    "attention": [{"reason": "gpu-a-0117 is to be set down by hand", "node": "", "since": 0.0, "job": ""}],
     "waf": 1.9e15,
-    "controller": {"time": 90.0, "since": 0.0, "modes": {"default": "act"}, "slurm": {"error": "", "used": False}},
+    "controller": {
+        "pid": 1,
+        "events": 1,
+        "time": 90.0,
+        "since": 0.0,
+        "alone_since": None,
+        "most_silent_since": None,
+        "modes": {"default": "act"},
+        "slurm": {"error": "", "used": False, "last_answer": None},
+    },
 }
+STATUS = msgspec.convert(DATA, Status)
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -92,7 +141,7 @@ def test_the_status_of_a_large_cluster_fits_and_has_no_boxes(capsys: pytest.Capt
 
 
 def test_a_line_has_its_words_where_the_heading_says(capsys: pytest.CaptureFixture[str]) -> None:
-    show([tables.jobs(STATUS["jobs"])])
+    show([tables.jobs(STATUS.jobs)])
     heading, large, small, *notes = printed(capsys)
     job = dict(zip(heading.split(), large.split(), strict=True))
     assert (job["JOBID"], job["NODES"], job["PLAN"], job["WAF"]) == ("104242", "127/128", "128", "1.23E")
@@ -103,7 +152,7 @@ def test_a_line_has_its_words_where_the_heading_says(capsys: pytest.CaptureFixtu
 
 
 def test_what_a_node_has_to_say_is_a_line_that_begins_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    show([tables.nodes(STATUS["nodes"])])
+    show([tables.nodes(STATUS.nodes)])
     _, first, second, *notes = printed(capsys)
     assert first.split()[:4] == ["gpu-a-0117", "down+drain", "104242_117", "bad"] and second.split()[3] == "unknown"
     assert [note.partition(":")[0] for note in notes] == ["gpu-a-0117", "gpu-a-0117"]

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
+from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.model.requests import Action, Poll, Run
 from unicron.ctl.controller.nodes.isolation import attention
@@ -133,13 +133,13 @@ def test_explain_and_status_name_the_reason_in_plain_words() -> None:
     world = Watched(Limited(6))
     world.submit("1", 4)
     world.turns(8.0)
-    said = answers.explain(world.core, None, {"job": "1"}, ADMIN)
+    said = told(world.core, "explain", ADMIN, job="1")
     words = "its QOS lets a user have no more jobs at once"
     assert said["waiting"] == [
         {"elements": [2, 3], "reason": "QOSMaxJobsPerUserLimit", "words": words, "starts": False}
     ]
     assert f"2 elements cannot start: QOSMaxJobsPerUserLimit ({words})" in said["bounds"]
-    (job,) = answers.jobs(world.core, None, {}, ADMIN)
+    (job,) = told(world.core, "jobs", ADMIN)
     assert job["barred"] == said["waiting"]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.training import events, sent, train
 from tests.support.world import FakeAgent, World
-from unicron.ctl.controller.api.answers import job
+from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.job.job_events import Happening, next_event
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.state_machine import Event
@@ -121,7 +121,7 @@ def test_who_holds_the_last_copy_is_never_banished_by_time():
     (waits,) = events(world, "last_copy")
     assert waits.record.slots == [0, 1] and "hold the last copy of the training state" in waits.record.reason
     assert world.job().waits == waits.record.reason in [decided.reason for decided in world.job().decisions]
-    assert job(world.core, world.job(), EVERYBODY)["waits"] == waits.record.reason, "status says so"
+    assert job_answer(world.core, world.job(), EVERYBODY).waits == waits.record.reason, "status says so"
     comes_back(world, 1)
     assert world.job().plan.members == [1], "now the other one is not the last any more"
     assert not world.job().waits

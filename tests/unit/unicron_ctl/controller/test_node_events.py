@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.test_reconcile import follow
-from unicron.ctl.controller.api.answers import nodes as answer_nodes
 from unicron.ctl.controller.judge import node_failures as node_events
-from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.fold import replay
 from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.nodes.isolation import attention
@@ -91,7 +90,7 @@ def test_a_fatal_line_of_the_kernel_moves_its_job_off_the_node_and_leaves_the_no
     agents[1].silent = True
     world.run(3)
     assert len(world.job().failures) == 1 and left(world) == [("1", "n2")], "one event, one failure"
-    shown = next(node for node in answer_nodes(world.core, None, {}, EVERYBODY) if node["node"] == "n2")
+    shown = next(node for node in told(world.core, "nodes") if node["node"] == "n2")
     assert shown["healthy"] and "fallen off the bus" in shown["suspect"]
     (item,) = attention(world.core.view)
     assert item.node == "n2" and "unicronctl pair-test --nodes n2" in item.reason
@@ -308,7 +307,7 @@ def test_the_agents_section_is_checked_like_the_controllers():
 def test_nodes_shows_the_last_event():
     world, agents = cluster()
     Speaker(agents[1]).say(PAGE_FAULT)
-    listed = {node["node"]: node["last_event"] for node in answer_nodes(world.core, None, {}, EVERYBODY)}
+    listed = {node["node"]: node["last_event"] for node in told(world.core, "nodes")}
     assert listed["n2"]["cause"] == "illegal_memory_access" and listed["n1"] is None
 
 

@@ -11,6 +11,7 @@ from tests.support.training import events, sent, train
 from tests.support.world import World
 from unicron.ctl.cli import tables
 from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.sense.outliers import Group, JobPeers, PeerWatch, Sample, node_rows, rank_rows
 from unicron.ctl.protocol import wire
@@ -79,14 +80,14 @@ def test_a_node_that_stands_out_is_said_shown_and_over_again_and_nothing_is_done
     assert anomaly.node == "n3" and anomaly.slot is None and anomaly.metric == "file_latency"
     assert anomaly.metrics["file_latency"] > 3.0 and anomaly.scores["file_latency"] > 8.0
     assert "only reported" in anomaly.reason and "n3: file_latency is" in anomaly.reason
-    status = answers.job(world.core, world.job("1"), EVERYBODY)
-    assert status["anomalies"][0]["peer"] == "n3"
+    status = job_answer(world.core, world.job("1"), EVERYBODY)
+    assert status.anomalies[0].peer == "n3"
     assert "odd: n3 file_latency" in tables._slow(status)
-    shown = {node["node"]: node for node in answers.nodes(world.core, None, {}, EVERYBODY)}
-    assert "file_latency" in tables._remarks(shown["n3"]) and not shown["n2"]["anomalies"]
+    shown = {node.node: node for node in answers.nodes(world.core, None, {}, EVERYBODY)}
+    assert "file_latency" in tables._remarks(shown["n3"]) and not shown["n2"].anomalies
     rounds(world, 4)
     assert [event.record.node for event in events(world, "anomaly_over")] == ["n3"]
-    assert not answers.job(world.core, world.job("1"), EVERYBODY)["anomalies"]
+    assert not job_answer(world.core, world.job("1"), EVERYBODY).anomalies
     assert {type(m) for _, m in world.sent[orders:]} <= {wire.Ping}
     world.check_replay()
 
@@ -165,9 +166,9 @@ def test_old_samples_strange_names_and_strangers_take_no_part(world):
 def test_it_can_be_switched_off(world):
     rounds(world, 8)
     rounds(world, 4, {"n3": {"gpu_temperature": 1.5}})
-    assert answers.job(world.core, world.job("1"), EVERYBODY)["anomalies"]
+    assert job_answer(world.core, world.job("1"), EVERYBODY).anomalies
     world.core.configure(structs.replace(world.config, metrics_seconds=0.0), world.core.classifier)
-    assert not answers.job(world.core, world.job("1"), EVERYBODY)["anomalies"]
+    assert not job_answer(world.core, world.job("1"), EVERYBODY).anomalies
     rounds(world, 2, {"n3": {"gpu_temperature": 1.5}})
     assert world.core.desks["1"].peers == JobPeers()
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.api import answers, job_answers, node_answers
 from unicron.ctl.controller.log import records, store
 from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.model.asker import NOBODY, Asker
@@ -41,7 +42,7 @@ def site(tmp_path: Path):
 
 def ask(site, what, asker, **args):
     world, store = site
-    return answers.answer(world.core, store, what, args, asker)
+    return told(world.core, what, asker, store, **args)
 
 
 @pytest.mark.parametrize("asker", [ANN, ROOT], ids=["owner", "root"])
@@ -57,8 +58,8 @@ def test_others_are_told_what_squeue_shows(site, asker):
     assert job.keys() == full.keys(), "commands find every key"
     assert (job["job"], job["name"], job["nodes"]) == ("1", "as squeue shows it", full["nodes"])
     assert job["elements"] == [] and job["last_failure"] is None and job["set_aside"] == "" and job["reason"] == ""
-    told = json.dumps([ask(site, what, asker) for what in ("status", "jobs", "nodes", "events", "scenario")])
-    assert SECRET not in told and "1-0-n1-0" not in told and "127.0.0.1" not in told
+    shown = json.dumps([ask(site, what, asker) for what in ("status", "jobs", "nodes", "events", "scenario")])
+    assert SECRET not in shown and "1-0-n1-0" not in shown and "127.0.0.1" not in shown
     assert ask(site, "events", asker) == [] and ask(site, "status", asker)["failures"] == []
     with pytest.raises(answers.Unanswerable, match="only the job's owner and admins"):
         ask(site, "explain", asker, job="1")
@@ -96,14 +97,15 @@ def test_what_is_not_for_the_asker_is_not_even_made(site, asker, monkeypatch):
     full = ask(site, "nodes", ROOT)[0]
     for where, name in (
         (JobView, "status"),
-        (answers, "_anomalies"),
-        (answers, "observed"),
-        (answers, "_metrics"),
+        (job_answers, "anomalies"),
+        (node_answers, "anomalies"),
+        (answers, "observed_lines"),
+        (node_answers, "_metrics"),
         (readmission, "suspect"),
     ):
         monkeypatch.setattr(where, name, lambda *given: 1 / 0)
-    told = ask(site, "status", asker)
-    assert told["nodes"][0].keys() == full.keys() and ask(site, "jobs", asker) and not ask(site, "events", asker)
+    shown = ask(site, "status", asker)
+    assert shown["nodes"][0].keys() == full.keys() and ask(site, "jobs", asker) and not ask(site, "events", asker)
     for what, other in (("jobs", ANN), ("nodes", ROOT)):
         with pytest.raises(ZeroDivisionError):
             ask(site, what, other)

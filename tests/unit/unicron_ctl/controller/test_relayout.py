@@ -8,6 +8,7 @@ import pytest
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.cli import tables
 from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.job import transitions
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.asker import EVERYBODY
@@ -90,7 +91,7 @@ class Stage:
         return [event.record.layout for event in self.world.log if isinstance(event.record, records.LayoutChosen)]
 
     def status(self) -> dict:
-        return answers.job(self.world.core, self.job, EVERYBODY)
+        return job_answer(self.world.core, self.job, EVERYBODY)
 
 
 def test_a_job_begins_in_the_best_of_its_layouts():
@@ -99,7 +100,7 @@ def test_a_job_begins_in_the_best_of_its_layouts():
     assert stage.job.plan.members == [0, 1]
     assert {message.layout for message in stage.told(wire.Welcome)} == {"TP2"}
     assert stage.world.core.state.layouts == {"1": "TP2"}
-    assert stage.status()["layouts"] == ["TP2", "TP1"] and stage.status()["layout"] == "TP2"
+    assert stage.status().layouts == ["TP2", "TP1"] and stage.status().layout == "TP2"
     assert tables.replicas(stage.status()) == "TP2: 1 replica of 2 ranks; or TP1"
     stage.world.check_replay()
 

@@ -7,6 +7,7 @@ import pytest
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
 from unicron.ctl.cli import tables
 from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.judge.rank_failures import to_restart
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.protocol import wire
@@ -363,8 +364,8 @@ def test_when_a_collective_hangs_again_all_replicas_but_one_start_anew():
 def test_people_are_told_of_replicas_and_standbys():
     world, agents = started(nodes=4, ranks=1, replica=2)
     agents[3].die(3)
-    job = answers.job(world.core, world.job(), EVERYBODY)
-    assert (job["layout"], job["replica"], job["replicas"], job["standbys"]) == ("TP2", 2, 1, [2])
+    job = job_answer(world.core, world.job(), EVERYBODY)
+    assert (job.layout, job.replica, job.replicas, job.standbys) == ("TP2", 2, 1, [2])
     assert tables.replicas(job) == "TP2: 1 replica of 2 ranks, standbys: slots 2"
     explained = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)
     assert "replicas: TP2: 1 replica" in str(tables.explanation(explained)[0])

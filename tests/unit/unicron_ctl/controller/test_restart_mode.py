@@ -388,9 +388,9 @@ def test_status_names_the_mode(tmp_path):
     world = World()
     start(world)
     store = Store(tmp_path / "events.sqlite")
-    assert jobs(world.core, store, {}, EVERYBODY)[0]["mode"] == "restart"
+    assert jobs(world.core, store, {}, EVERYBODY)[0].mode == "restart"
     told = explain(world.core, store, {"job": "1"}, EVERYBODY)
-    assert told["mode"] == "restart" and told["mode_reason"] == "train.py does not import it"
+    assert told.mode == "restart" and told.mode_reason == "train.py does not import it"
     listed = tables.jobs(jobs(world.core, store, {}, EVERYBODY))
     shown = "\n".join([*listed.lines(), str(tables.explanation(told)[0])])
     assert "1: restart mode" in shown and "all processes start again when one fails (train.py does not" in shown

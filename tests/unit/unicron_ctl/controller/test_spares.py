@@ -11,6 +11,7 @@ from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.job import spares
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.answer_schema import Spare
 from unicron.ctl.settings.partitions import PartitionConfig
 
 
@@ -388,7 +389,7 @@ def test_the_spare_goes_to_a_job_that_gains_more_from_its_node_and_nobody_stops_
     assert slurm.queue["2", 1]["state"] == "RUNNING"
     assert sorted(world.job().members) == members and world.job().generation == generation
     explained = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)
-    assert "gives up 1 hot spare" in explained["plan_reason"]
+    assert "gives up 1 hot spare" in explained.plan_reason
     world.check_replay()
 
 
@@ -405,16 +406,16 @@ def test_status_jobs_nodes_and_explain_tell_the_spare():
     (spare,) = standing(world)
     node = world.job().agents[spare].node
     (job,) = answers.jobs(world.core, None, {}, EVERYBODY)
-    assert job["spares"] == [{"element": spare, "node": node, "state": "ready"}]
-    assert (job["spares_wanted"], job["spares_ready"]) == (1, 1)
+    assert job.spares == [Spare(element=spare, node=node, state="ready")]
+    assert (job.spares_wanted, job.spares_ready) == (1, 1)
     assert f"element {spare} ({node}): spare, ready" in tables.spares(job)
-    listed = {item["node"]: item["spare_of"] for item in answers.nodes(world.core, None, {}, EVERYBODY)}
+    listed = {item.node: item.spare_of for item in answers.nodes(world.core, None, {}, EVERYBODY)}
     assert {name: waits for name, waits in listed.items() if waits} == {node: {f"1_{spare}": "ready"}}
     explained = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)
-    assert explained["spares_ready"] == 1
+    assert explained.spares_ready == 1
     planned = answers.scenario(world.core, None, {}, EVERYBODY)["job"][0]
     assert sorted(planned["flops"]) == ["1", "2", "3"] and list(planned["spares"]) == ["4"]
     world.agents[spare].die(spare)
     world.run(0.3)
     (job,) = answers.jobs(world.core, None, {}, EVERYBODY)
-    assert f"element {spare} ({node}): spare, starting" in tables.spares(job) and job["spares_ready"] == 0
+    assert f"element {spare} ({node}): spare, starting" in tables.spares(job) and job.spares_ready == 0

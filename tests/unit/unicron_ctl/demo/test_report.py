@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from unicron.ctl.lab.demo import report
 from unicron.ctl.system.columns import WIDTH
 
@@ -21,6 +23,10 @@ FAILURE: dict[str, Any] = {
     "reused_micro_batches": 10,
     "recomputed_micro_batches": 2,
     "redistributed_micro_batches": 4,
+    "iteration": 7,
+    "actions": [],
+    "reason": "",
+    "neighbours_kept": 0,
 }
 JOB: dict[str, Any] = {
     "name": "gpt-large",
@@ -30,8 +36,10 @@ JOB: dict[str, Any] = {
     "max_loss_difference": 1.2e-5,
     "max_gradient_difference": 3.4e-8,
     "ledger_violations": 0,
+    "gradient_differences": {},
 }
-RESULT = {"failures": [FAILURE], "joins": [{"job": "gpt-small", "at": 1000.0, "used_at": 1035.1}], "jobs": [JOB]}
+DATA = {"failures": [FAILURE], "joins": [{"job": "gpt-small", "at": 1000.0, "used_at": 1035.1}], "jobs": [JOB]}
+RESULT = msgspec.convert(DATA, report.DemoResult)
 
 
 def test_a_failure_is_a_line_and_all_lines_fit() -> None:
@@ -48,4 +56,4 @@ def test_a_failure_is_a_line_and_all_lines_fit() -> None:
 def test_what_is_not_as_promised_is_said() -> None:
     assert report.problems(RESULT) == []
     bad = JOB | {"max_loss_difference": 0.5, "max_gradient_difference": 0.5, "ledger_violations": 2}
-    assert len(report.problems(RESULT | {"jobs": [bad]})) == 3
+    assert len(report.problems(msgspec.convert(DATA | {"jobs": [bad]}, report.DemoResult))) == 3

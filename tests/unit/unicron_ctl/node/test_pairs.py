@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import msgspec
 import pytest
 
 from unicron.ctl.cli import pair_test
-from unicron.ctl.cli.pair_test import as_data
+from unicron.ctl.cli.pair_test import report_of
 from unicron.ctl.nodes import pairs
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.errors import UserError
@@ -143,7 +144,7 @@ def test_a_bad_suspect_is_proven_bad_beside_a_witness_that_round_1_proved() -> N
     found = play(["n3"], ["n1", "n2", "n4"], bad=["n3"])
     assert list(found.judgement.bad) == ["n3"] and "wrong sum" in found.why_bad("n3")
     assert found.judgement.good == ("n1", "n2", "n4")
-    json.dumps(as_data(found, {}))
+    msgspec.json.encode(report_of(found, {}))
 
 
 def test_people_are_told_who_is_bad_and_what_to_do(capsys) -> None:

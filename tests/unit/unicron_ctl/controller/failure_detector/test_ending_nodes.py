@@ -556,13 +556,13 @@ def test_nodes_under_question_are_shown_in_the_status():
     refuse(world, lost)
     died(world, lost)
     listed = answers.answer(world.core, None, "nodes", {}, EVERYBODY)
-    assert [item["node"] for item in listed if item["asked_since"] is not None] == [lost.node]
+    assert [item.node for item in listed if item.asked_since is not None] == [lost.node]
     (line,) = [line for line in tables.nodes(listed).lines() if "its agent is silent or gone" in line]
     assert lost.node in line
     world.refusing.clear()
     world.slurm.unheard.clear()
     world.run(10.0)
-    assert all(item["asked_since"] is None for item in answers.answer(world.core, None, "nodes", {}, EVERYBODY))
+    assert all(item.asked_since is None for item in answers.answer(world.core, None, "nodes", {}, EVERYBODY))
 
 
 # ---------------------------------------------------------------- a port that is not slurmd's

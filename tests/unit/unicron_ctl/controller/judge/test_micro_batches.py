@@ -10,9 +10,10 @@ import pytest
 
 from tests.support.world import FakeAgent, World
 from unicron.ctl.cli import tables
-from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.answer_schema import Job
 
 NAN = "found NaN in local forward loss calculation"
 
@@ -76,13 +77,14 @@ def test_a_job_of_one_rank_tries_it_three_times() -> None:
 def test_a_loss_that_is_no_number_is_said_until_it_is_one() -> None:
     world, agents = trained(nodes=1)
 
-    def step(iteration: int, loss: float) -> dict[str, Any]:
+    def step(iteration: int, loss: float) -> Job:
         agents[0].report(iteration, wire.RankStep(0, list(range(8)), 0.5, loss, None), total=8)
-        return answers.job(world.core, world.job(), EVERYBODY)
+        return job_answer(world.core, world.job(), EVERYBODY)
 
-    assert step(5, 2.0)["nan_since"] is None
-    assert step(6, math.nan)["nan_since"] == 6
+    assert step(5, 2.0).nan_since is None
+    assert step(6, math.nan).nan_since == 6
     told = step(7, math.inf)
-    assert told["nan_since"] == 6 and "loss is nan since iteration 6" in tables.not_finite(told)
+    assert told.nan_since == 6 and "loss is nan since iteration 6" in tables.not_finite(told)
     world.check_replay()
-    assert step(8, 1.0)["nan_since"] is None and tables.not_finite({"nan_since": None}) == ""
+    told = step(8, 1.0)
+    assert told.nan_since is None and tables.not_finite(told) == ""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
-
+import msgspec
 import pytest
 
+from tests.support.questions import told
 from tests.support.world import FakeSlurm, World
 from unicron.ctl.cli import tables
 from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.api.node_answers import visible_nodes
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.node_state import HealthReport
 from unicron.ctl.controller.nodes.readmission import Admission, Report, checked, decide
+from unicron.ctl.protocol.answer_schema import Node
 from unicron.detector.failures.escalation import Decision, Fault
 from unicron.detector.failures.severity import Severity
 
@@ -89,10 +91,8 @@ def tell(
 
 
 def listed(world: World, node: str) -> dict:
-    found = answers.answer(world.core, None, "nodes", {}, EVERYBODY)
-    json.dumps(found)
-    tables.console().print(tables.nodes(found))
-    return next(item for item in found if item["node"] == node)
+    tables.console().print(tables.nodes(visible_nodes(world.core, EVERYBODY)))
+    return next(item for item in told(world.core, "nodes") if item["node"] == node)
 
 
 def test_clocks_that_were_set_keep_no_node_out_of_service() -> None:
@@ -199,7 +199,9 @@ def test_the_log_holds_news_only() -> None:
 
 def test_the_health_column() -> None:
     def text(**keys) -> str:
-        return tables.health({"node": "n1", **keys}).plain
+        node = dict(node="n1", states=[], healthy=True, reason="", used_by=[], downed_by_unicron=False, lost_at=None)
+        node |= dict(last_heard=None, asked_since=None, spare_of={})
+        return tables.health(msgspec.convert({**node, **keys}, Node)).plain
 
     report = {"reason": "memory: gone", "source": "interval", "at": 0.0}
     assert text() == text(health=None) == "unknown"

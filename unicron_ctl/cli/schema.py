@@ -1,0 +1,51 @@
+"""`unicronctl schema`: the JSON Schema of what the commands print with `--json`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+import msgspec
+
+from unicron.ctl.protocol import answer_schema
+from unicron.ctl.system.errors import WRONG_USE, UserError
+
+
+def _types() -> dict[str, Any]:
+    """Command -> the type of its JSON."""
+    from unicron.ctl.cli.config_check import ConfigReport
+    from unicron.ctl.cli.pair_test import PairReport
+    from unicron.ctl.cli.plan import Assignment
+    from unicron.ctl.cli.simulate import PolicyResult
+    from unicron.ctl.lab.demo.report import DemoResult
+
+    return {
+        "status": answer_schema.Status,
+        "jobs": list[answer_schema.Job],
+        "nodes": list[answer_schema.Node],
+        "events": answer_schema.Event,
+        "explain": answer_schema.Explanation,
+        "inject": answer_schema.Injected,
+        "plan": Assignment,
+        "simulate": list[PolicyResult],
+        "config check": ConfigReport,
+        "pair-test": PairReport,
+        "demo": DemoResult,
+    }
+
+
+@click.command(name="schema")
+@click.argument("words", nargs=-1, metavar="[COMMAND]")
+def command(words: tuple[str, ...]) -> None:
+    """Print the JSON Schema of COMMAND's JSON; without COMMAND, list the commands that have one.
+
+    Of `events` and `punish` it is that of one line.
+    """
+    types, name = _types(), " ".join(words)
+    if not name:
+        click.echo("\n".join(types))
+    elif name in types:
+        click.echo(json.dumps(msgspec.json.schema(types[name]), indent=2))
+    else:
+        raise UserError(f"{name} has no schema: there are {', '.join(types)}", WRONG_USE)

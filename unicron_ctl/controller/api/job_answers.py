@@ -1,0 +1,172 @@
+"""What is told of jobs."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from unicron.ctl.controller.api import privacy
+from unicron.ctl.controller.core.core import Core
+from unicron.ctl.controller.job import spares
+from unicron.ctl.controller.model import permission
+from unicron.ctl.controller.model.asker import Asker
+from unicron.ctl.controller.model.job_state import JobState, Phase
+from unicron.ctl.controller.plan.inputs import bounds, waiting, weight
+from unicron.ctl.protocol import answer_schema as schema
+
+
+def visible_jobs(core: Core, asker: Asker) -> list[schema.Job]:
+    """All jobs of which the asker may know, the ended ones last."""
+    found = privacy.visible(core.view, asker)
+    return [privacy.of_job(core.view, state, job_answer(core, state, asker), asker) for state in found]
+
+
+def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
+    """One job. What takes long and is not for the asker is not even made."""
+    full = asker.may_order(state)
+    nodes_now = len(state.inside) if not state.ended else 0
+    flops = state.measured.get(nodes_now, 0.0)
+    counts = weight(core.view, state)
+    enough = nodes_now >= state.settings.min_nodes
+    return schema.Job(
+        **_base(core, state),
+        user=state.settings.user,
+        since=state.since,
+        nodes=nodes_now,
+        min_nodes=state.settings.min_nodes,
+        max_nodes=state.settings.max_nodes,
+        members=sorted(state.members),
+        iteration=state.iteration,
+        train_iterations=state.iterations_wanted,
+        iteration_seconds=state.seconds,
+        loss=state.loss,
+        degraded=_slow(core, state),
+        anomalies=anomalies(core, state.job) if full else [],
+        weight=counts,
+        flops=flops,
+        waf=counts * flops if enough and not state.ended else 0.0,
+        ledger_violations=state.ledger_violations,
+        silent=_silent(core, state) if full else [],
+        left_out=[f"{e} ({state.agents[e].node})" for e in sorted(state.parted)] if full else [],
+        failures=len(state.failures),
+        last_failure=plain(state.failures[-1], schema.Failure) if state.failures else None,
+        reason=state.decisions[-1].reason if state.decisions else "",
+        elements=_elements(core, state) if full else [],
+        barred=[plain(one, schema.Waiting) for one in waiting(core.view, state) if not one.starts] if full else [],
+    )
+
+
+def explanation(core: Core, state: JobState) -> schema.Explanation:
+    """Why a job is treated as it is: the plan's reason, its failures, its last decisions."""
+    report, view = core.state.plan_report, core.view.job(state)
+    return schema.Explanation(
+        **_base(core, state),
+        mode_reason=state.settings.mode_reason,
+        cold=view.cold() if not state.ended else {},
+        forgets=view.forgets() if not state.ended else {},
+        plan_reason=report.reasons.get(state.job, "") if report else "",
+        plan_trigger=report.trigger if report else "",
+        bounds=bounds(core.view, state, _planned_with(core, state)) if not state.over else "",
+        waiting=[plain(one, schema.Waiting) for one in waiting(core.view, state)],
+        decisions=[plain(decided, schema.Decision) for decided in state.decisions],
+        failures=[plain(failure, schema.Failure) for failure in state.failures],
+    )
+
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+def plain(source: object, kind: type[Struct]) -> Struct:
+    """The fields of `kind`, which the object has as attributes."""
+    return msgspec.convert(source, kind, from_attributes=True)
+
+
+def _base(core: Core, state: JobState) -> dict[str, Any]:
+    """The fields of JobBase."""
+    view = core.view.job(state)
+    size = view.replica
+    kept = ("standby", "stopped") if state.phase is Phase.FORMING else ("standby",)
+    standbys = [slot for _, slot, status in view.all_ranks() if status.state in kept] if size > 1 else []
+    found = spares.standing(view) if not state.over else {}
+    return {
+        "job": state.job,
+        "name": state.settings.name,
+        "mode": state.settings.mode,
+        "state": state.phase.value,
+        "generation": state.generation,
+        "planned_nodes": core.state.assignment.get(state.job),
+        "layout": view.live.layout if not state.layout else state.layout,
+        "layouts": list(state.settings.layouts),
+        "planned_layout": core.state.layouts.get(state.job, ""),
+        "replica": size,
+        "replicas": len(state.members) // size if not state.ended else 0,
+        "standbys": standbys if not state.ended else [],
+        "spares": [schema.Spare(element=e, node=view.agents[e].node, state=how) for e, how in found.items()],
+        "spares_wanted": state.settings.spares,
+        "spares_ready": sum(how == "ready" for how in found.values()),
+        "ended": plain(state.ended, schema.Ending) if state.ended else None,
+        "set_aside": state.set_aside,
+        "waits": state.waits,
+        "nan_since": state.nan_since if state.nan_since >= 0 else None,
+    }
+
+
+def _silent(core: Core, state: JobState) -> list[str]:
+    """Elements that this controller does not hear and does not take for lost."""
+    view, lease = core.view, core.config.lease
+    found = [one for (job, _), one in sorted(view.suspicions.open.items()) if job == state.job]
+    return [f"{one.element} ({one.node})" for one in found if core.now - one.since > lease]
+
+
+def _elements(core: Core, state: JobState) -> list[schema.Element]:
+    """Every agent of the job with its ranks."""
+    view = core.view.job(state)
+    found = []
+    for element, record in sorted(state.agents.items()):
+        agent = view.agents.get(element)
+        statuses = [(slot, view.status(slot)) for slot in record.slots] if agent is not None else []
+        ranks = [
+            schema.Rank(
+                slot=slot,
+                state=s.state,
+                incarnation=s.incarnation,
+                generation=s.generation,
+                iteration=s.iteration,
+                phase=s.phase,
+                pid=s.pid,
+                start=view.agents[element].start(slot),
+                forgets=s.forgets,
+            )
+            for slot, s in statuses
+            if s is not None
+        ]
+        one = schema.Element(
+            element=element,
+            node=record.node,
+            agent=record.agent,
+            gone=record.gone,
+            last_heard=agent.last_heard if agent is not None else None,
+            copies_failed=agent.unmoved if agent is not None else 0,
+            ranks=ranks,
+        )
+        found.append(one)
+    return found
+
+
+def _planned_with(core: Core, state: JobState) -> list[JobState]:
+    """The jobs that are planned for together with this one."""
+    acts = permission.acts(core.view, state)
+    return [job for job in core.state.jobs.values() if not job.over and permission.acts(core.view, job) is acts]
+
+
+def _slow(core: Core, state: JobState) -> schema.Slow | None:
+    """What makes the job slow at present."""
+    desk = core.desks.get(state.job)
+    return plain(desk.times.slow, schema.Slow) if desk and desk.times.slow else None
+
+
+def anomalies(core: Core, job: str) -> list[schema.Anomaly]:
+    """The job's present anomalies."""
+    desk = core.desks.get(job)
+    return [plain(item, schema.Anomaly) for item in desk.peers.standing] if desk else []

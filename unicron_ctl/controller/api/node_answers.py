@@ -1,0 +1,95 @@
+"""What is told of nodes."""
+
+from __future__ import annotations
+
+from unicron.ctl.controller.api import privacy
+from unicron.ctl.controller.api.job_answers import anomalies
+from unicron.ctl.controller.core.core import Core
+from unicron.ctl.controller.job import spares
+from unicron.ctl.controller.model.asker import Asker
+from unicron.ctl.controller.model.node_state import NodeState
+from unicron.ctl.controller.nodes import readmission
+from unicron.ctl.protocol import answer_schema as schema
+from unicron.ctl.slurm.slurm_client import OCCUPIES
+
+
+def visible_nodes(core: Core, asker: Asker) -> list[schema.Node]:
+    """All nodes that Slurm shows, and those on which an agent speaks."""
+    if not privacy.sees_nodes(core.view, asker):
+        return []
+    seen = core.view.slurm.seen
+    users: dict[str, list[str]] = {}
+    for e in seen.elements if seen else ():
+        if e.node and e.state in OCCUPIES:
+            users.setdefault(e.node, []).append(e.label)
+    agents = {view.node: view for view in core.view.live.agents() if view.alive}
+    names = seen.by_name if seen else {}
+    odd = _anomalies_of_nodes(core) if asker.admin else {}
+    mine = privacy.own_jobs(core.view, asker)
+    waiting, asked = _waiting(core), core.view.suspicions.nodes()
+    listed = []
+    for name in sorted({*names, *agents}):
+        info, view, known = names.get(name), agents.get(name), core.state.nodes.get(name)
+        node = schema.Node(
+            node=name,
+            states=sorted(info.states) if info else [],
+            healthy=info.healthy if info else view is not None,
+            reason=info.reason if info else "",
+            used_by=users.get(name, [f"{view.job}_{view.element}"] if view else []),
+            downed_by_unicron=bool(known and known.downed),
+            lost_at=known.lost_at if known and known.lost_at else None,
+            last_heard=view.last_heard if view else None,
+            asked_since=asked.get(name),
+            anomalies=odd.get(name, []),
+            spare_of=waiting.get(name, {}),
+            metrics=_metrics(core, view.job, view.element) if view and asker.admin else {},
+            last_event=_last_event(known) if asker.admin else None,
+            **(readmission.shown(core.view, core.slurm.gate, name) if asker.admin else {}),
+        )
+        listed.append(privacy.of_node(core.view, node, asker, mine))
+    return listed
+
+
+def _waiting(core: Core) -> dict[str, dict[str, str]]:
+    """Node -> JOB_ELEMENT of the hot spares on it -> ready or starting."""
+    found: dict[str, dict[str, str]] = {}
+    for state in core.state.jobs.values():
+        view = core.view.job(state)
+        for element, how in (spares.standing(view) if not state.over else {}).items():
+            found.setdefault(view.agents[element].node, {})[f"{state.job}_{element}"] = how
+    return found
+
+
+def _last_event(known: NodeState | None) -> schema.NodeEvent | None:
+    """What the node's kernel, memory cgroup or links said last."""
+    if known is None or not known.events:
+        return None
+    said = known.events[-1].said
+    return schema.NodeEvent(
+        time=known.events[-1].time,
+        source=said.source,
+        text=said.text,
+        code=said.code,
+        count=said.count,
+        cause=said.cause,
+        severity=said.severity,
+        action=said.action,
+        reason=said.reason,
+    )
+
+
+def _anomalies_of_nodes(core: Core) -> dict[str, list[schema.Anomaly]]:
+    """The present anomalies of all jobs, by node."""
+    found: dict[str, list[schema.Anomaly]] = {}
+    for job in core.desks:
+        for item in anomalies(core, job):
+            for name in item.nodes:
+                found.setdefault(name, []).append(item)
+    return found
+
+
+def _metrics(core: Core, job: str, element: int) -> dict[str, float]:
+    """What the element's agent measured last on its node."""
+    desk = core.desks.get(job)
+    sample = desk.peers.samples.get(element) if desk else None
+    return sample.values if sample else {}

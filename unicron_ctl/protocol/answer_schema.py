@@ -1,0 +1,351 @@
+"""The controller's answers: the structs behind the JSON of `unicronctl`, with each field's audience.
+
+Times are seconds since the epoch, durations seconds, rates FLOP/s. A field that is annotated with OWNER or ADMIN is
+told to these only; others get its default. Keys may be added; none is renamed or removed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+OWNER = Meta(extra_json_schema={"audience": "the job's owner and admins"})
+ADMIN = Meta(extra_json_schema={"audience": "admins"})
+
+
+class Ending(msgspec.Struct, kw_only=True):
+    """How a job ended. disowned: Slurm knows no such job, or another's."""
+
+    code: int
+    reason: Annotated[str, OWNER] = ""
+    time: float
+    disowned: bool
+
+
+class Failure(msgspec.Struct, kw_only=True):
+    """One failure with its story; times are null for what has not happened."""
+
+    id: int
+    kind: str
+    job: str
+    slot: int | None
+    slots: list[int]
+    element: int
+    node: str
+    severity: int
+    cause: str
+    action: str
+    reason: str
+    detected_at: float
+    detected_by: str
+    broken_at: float | None
+    planned_at: float | None
+    resumed_at: float | None
+    stepped_at: float | None
+    restored_at: float | None
+    whole_at: float | None
+    iteration: int | None
+    reused_micro_batches: int
+    recomputed_micro_batches: int
+    redistributed_micro_batches: int
+    actions: list[str]
+
+
+class Slow(msgspec.Struct, kw_only=True):
+    """What makes a job slow at present. slot: null when no rank differs from the others."""
+
+    since: float
+    iteration: int
+    slot: int | None
+    node: str
+    phase: str
+    slowdown: float | None
+    reason: str
+    reported: bool
+
+
+class Anomaly(msgspec.Struct, kw_only=True):
+    """A node or rank that stands out among its peers by a metric."""
+
+    peer: str
+    nodes: list[str]
+    slot: int | None
+    metric: str
+    since: float
+    reason: str
+
+
+class Waiting(msgspec.Struct, kw_only=True):
+    """Pending elements for which Slurm gives the same reason. starts: they can start once there are nodes; else `words`
+    names what has to happen first."""
+
+    elements: list[int]
+    reason: str
+    words: str
+    starts: bool
+
+
+class Spare(msgspec.Struct, kw_only=True):
+    """An element that waits to take a lost one's place; state is ready or starting."""
+
+    element: int
+    node: str
+    state: str
+
+
+class Rank(msgspec.Struct, kw_only=True):
+    """One rank as its agent knows it. start: how its process was started. forgets: why its state is not in memory."""
+
+    slot: int
+    state: str
+    incarnation: int
+    generation: int
+    iteration: int
+    phase: str
+    pid: int
+    start: str
+    forgets: str
+
+
+class Element(msgspec.Struct, kw_only=True):
+    """One agent with its ranks. gone: why, or "". copies_failed: snapshots that came to nothing on their way."""
+
+    element: int
+    node: str
+    agent: str
+    gone: str
+    last_heard: float | None
+    copies_failed: int
+    ranks: list[Rank]
+
+
+class JobBase(msgspec.Struct, kw_only=True):
+    """What the list of jobs and the explanation of one share.
+
+    layout: how the ranks of a replica share its model; replica: how many they are. replicas: those that train.
+    standbys: slots of living ranks that complete none and have kept their state. spares_wanted: spares that were asked
+    for; spares_ready: those that could come in now.
+    """
+
+    job: str
+    name: str
+    mode: str
+    state: str
+    generation: int
+    planned_nodes: int | None
+    layout: str
+    layouts: list[str]
+    planned_layout: str
+    replica: int
+    replicas: int
+    standbys: Annotated[list[int], OWNER] = []
+    spares: Annotated[list[Spare], OWNER] = []
+    spares_wanted: Annotated[int | None, OWNER] = None
+    spares_ready: Annotated[int | None, OWNER] = None
+    ended: Ending | None
+    set_aside: Annotated[str, OWNER] = ""
+    waits: Annotated[str, OWNER] = ""
+    nan_since: Annotated[int | None, OWNER] = None
+
+
+class Job(JobBase, kw_only=True):
+    """One job of `unicronctl jobs`. nodes: those that train. silent: elements that the controller does not hear and
+    does not take for lost. left_out: elements that others do not reach."""
+
+    user: str
+    since: float
+    nodes: int
+    min_nodes: int
+    max_nodes: int
+    members: list[int]
+    iteration: int
+    train_iterations: int
+    iteration_seconds: float | None
+    loss: Annotated[float | None, OWNER] = None
+    degraded: Annotated[Slow | None, OWNER] = None
+    anomalies: Annotated[list[Anomaly], OWNER] = []
+    weight: float
+    flops: float
+    waf: float
+    ledger_violations: Annotated[int | None, OWNER] = None
+    silent: Annotated[list[str], OWNER] = []
+    left_out: Annotated[list[str], OWNER] = []
+    failures: int
+    last_failure: Annotated[Failure | None, OWNER] = None
+    reason: Annotated[str, OWNER] = ""
+    elements: Annotated[list[Element], OWNER] = []
+    barred: Annotated[list[Waiting], OWNER] = []
+
+
+class Decision(msgspec.Struct, kw_only=True):
+    """A decision about a job."""
+
+    time: float
+    kind: str
+    generation: int
+    reason: str
+
+
+class Explanation(JobBase, kw_only=True):
+    """The answer of `unicronctl explain`, for owner and admins only.
+
+    cold, forgets: reason -> slots. bounds: what limits the job's part of the plan. waiting: pending elements.
+    alternative: the planner's choice of this moment, which `unicronctl` adds; null where there is nothing to choose.
+    """
+
+    mode_reason: str
+    cold: dict[str, list[int]]
+    forgets: dict[str, list[int]]
+    plan_reason: str
+    plan_trigger: str
+    bounds: str
+    waiting: list[Waiting]
+    decisions: list[Decision]
+    failures: list[Failure]
+    alternative: dict[str, Any] | UnsetType | None = UNSET
+
+
+class HealthReport(msgspec.Struct, kw_only=True):
+    """What the admission checks or a paired test said of a node."""
+
+    verdict: str
+    reason: str
+    source: str
+    at: float
+
+
+class NodeEvent(msgspec.Struct, kw_only=True):
+    """What a node's kernel, memory cgroup or links said last."""
+
+    time: float
+    source: str
+    text: str
+    code: str
+    count: int
+    cause: str
+    severity: int
+    action: str
+    reason: str
+
+
+class Node(msgspec.Struct, kw_only=True):
+    """One node of `unicronctl nodes`. asked_since: since when other agents are asked who reaches it. spare_of: hot
+    spares on it -> ready or starting. unverified: back without passed checks. suspect: why it should be tested.
+    admission: why it is not given back yet."""
+
+    node: str
+    states: list[str]
+    healthy: bool
+    reason: str
+    used_by: list[str]
+    downed_by_unicron: bool
+    lost_at: float | None
+    last_heard: float | None
+    asked_since: float | None
+    anomalies: Annotated[list[Anomaly], ADMIN] = []
+    spare_of: dict[str, str]
+    metrics: Annotated[dict[str, float], ADMIN] = {}
+    last_event: Annotated[NodeEvent | None, ADMIN] = None
+    health: Annotated[HealthReport | None, ADMIN] = None
+    pair_test: Annotated[HealthReport | None, ADMIN] = None
+    unverified: Annotated[bool | None, ADMIN] = None
+    suspect: Annotated[str, ADMIN] = ""
+    admission: Annotated[str, ADMIN] = ""
+
+
+class SlurmStatus(msgspec.Struct, kw_only=True):
+    """Whether Slurm answers. last_answer: when it was asked for what it said last."""
+
+    used: bool
+    last_answer: float | None
+    error: str
+
+
+class Controller(msgspec.Struct, kw_only=True):
+    """The controller itself. modes: by partition. events: the id of the last one. alone_since: since when it hears no
+    agent; most_silent_since: since when most are silent."""
+
+    pid: int
+    since: float
+    time: float
+    alone_since: float | None
+    most_silent_since: float | None
+    modes: dict[str, str]
+    events: int
+    slurm: SlurmStatus
+
+
+class Attention(msgspec.Struct, kw_only=True):
+    """Something that needs an admin: a node, or "" and a limit that was reached."""
+
+    node: str
+    since: float
+    job: str
+    reason: str
+
+
+class PlanReport(msgspec.Struct, kw_only=True):
+    """The planner's last word; empty before there is one."""
+
+    time: float | UnsetType = UNSET
+    reasons: dict[str, str] | UnsetType = UNSET
+    objective: float | UnsetType = UNSET
+    waf: float | UnsetType = UNSET
+    trigger: str | UnsetType = UNSET
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """The answer of `unicronctl status`. failures: of the asker's jobs. observed: what acting would have saved."""
+
+    controller: Controller
+    jobs: list[Job]
+    nodes: list[Node]
+    failures: list[Failure]
+    attention: list[Attention]
+    observed: list[str]
+    waf: float
+    plan: PlanReport
+
+
+class Event(msgspec.Struct, kw_only=True):
+    """One event of the log; its kind adds further keys."""
+
+    id: int
+    time: float
+    job: str
+    generation: int
+    kind: str
+    reason: str = ""
+
+
+class Injected(msgspec.Struct, kw_only=True):
+    """A fault that was injected on purpose, or would be. event: the log's id after which its record comes."""
+
+    fault: str
+    job: str
+    slot: int
+    node: str
+    seconds: float
+    at: float
+    dry_run: bool
+    event: int
+
+
+Answer = TypeVar("Answer", bound=msgspec.Struct)
+
+
+def redacted(answer: Answer, *audiences: Meta) -> Answer:
+    """The answer with the defaults in all fields that are for one of these audiences only."""
+    return msgspec.structs.replace(answer, **_defaults(type(answer), audiences))
+
+
+@functools.cache
+def _defaults(kind: type[msgspec.Struct], audiences: tuple[Meta, ...]) -> dict[str, Any]:
+    return {
+        field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        for field in msgspec.structs.fields(kind)
+        if any(note in audiences for note in getattr(field.type, "__metadata__", ()))
+    }
