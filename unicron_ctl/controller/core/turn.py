@@ -21,7 +21,7 @@ from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.state_machine import ACTIONS
 from unicron.ctl.controller.model.view import Outcome, Send, View
-from unicron.ctl.controller.replication import copies, shard_copies, user_copies
+from unicron.ctl.controller.replication.cuts import cut_orders, report_gaps
 from unicron.ctl.controller.sense import members, progress
 from unicron.ctl.controller.sense.sensors import SENSORS
 from unicron.ctl.protocol import wire
@@ -173,11 +173,9 @@ class Turns:
         view = self._view.job(job)
         self._look_again(view)
         desk = self._desk(job)
-        kinds = (copies, shard_copies, user_copies)
-        orders = [each for kind in kinds for each in kind.cut(self._view, view, desk.cuts, desk.waiting.ready)]
-        for agent, order in orders:
+        for agent, order in list(cut_orders(self._view, view, desk.cuts, desk.waiting.ready)):
             self._order(agent, f"cut {order.iteration}", order)
-        self._take(copies.say(view, desk.cuts))
+        self._take(report_gaps(view, desk.cuts))
         if view.live.touched:
             self._send_orders(job)
 

@@ -28,7 +28,7 @@ from unicron.ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, Agent
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.controller.model.view import Outcome, View
-from unicron.ctl.controller.replication import copies, shard_copies
+from unicron.ctl.controller.replication.cuts import behind
 from unicron.ctl.protocol import shared_plans, wire
 
 SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebody
@@ -346,8 +346,7 @@ def may_come_back(view: View, job: JobView) -> list[int]:
 def _patience(view: View, job: JobView) -> float:
     """Seconds that they are worth: no longer than the work takes that is done again from what other nodes' memory
     has."""
-    kind = shard_copies if job.live.sharded else copies
-    return min(view.config.state_wait_seconds, copies.behind(job, kind.newest_good))
+    return min(view.config.state_wait_seconds, behind(job))
 
 
 def _say_incomplete(view: View, job: JobView) -> Outcome:

@@ -16,7 +16,7 @@ from unicron.ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.throttle import Throttle
 from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.controller.replication.copies import Cuts
+from unicron.ctl.controller.replication.cuts import Cuts
 from unicron.ctl.controller.sense.iterations import IterationWatch
 from unicron.ctl.controller.sense.outliers import JobPeers
 from unicron.ctl.controller.sense.timing import JobTimes

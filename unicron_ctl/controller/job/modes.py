@@ -17,7 +17,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.controller.model.state_machine import Event
 from unicron.ctl.controller.model.view import Outcome, View
-from unicron.ctl.controller.replication.user_copies import newest_saved
+from unicron.ctl.controller.replication.script_states import newest_saved
 from unicron.ctl.settings.config import ControllerConfig
 
 STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven

@@ -16,9 +16,9 @@ from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.state_machine import Action, Event
 from unicron.ctl.controller.model.view import Outcome, View
-from unicron.ctl.controller.replication import copies, shard_copies
+from unicron.ctl.controller.replication.fetching import fetch_orders, fetched_from, wanted_state
 from unicron.ctl.controller.replication.forming import formed, left_behind, taken_over, without_match
-from unicron.ctl.controller.replication.user_copies import newest_saved
+from unicron.ctl.controller.replication.script_states import newest_saved
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.wire import Plan
 from unicron.transition.generations import layout
@@ -32,9 +32,8 @@ def form(view: View, job: JobView, happening: Happening) -> Outcome:
     start again, from the script's newest checkpoint if there is one."""
     reports = {slot: status for slot in happening.joiners if (status := job.status(slot)) is not None}
     found, out = formed(reports, job.replica), Outcome()
-    kind = shard_copies if job.live.sharded else copies
-    more = None if job.state.restart_mode else kind.wanted(view, job, reports, found)
-    if (fetching := copies.waits(view, job, more)) is not None:
+    wanted = wanted_state(view, job, reports, found)
+    if (fetching := fetch_orders(view, job, wanted)) is not None:
         return fetching
     if found is None:
         again = without_match(reports) or sorted(reports)  # all are new and as far, with states of different pasts
@@ -60,7 +59,7 @@ def form(view: View, job: JobView, happening: Happening) -> Outcome:
             layout.heads(found.members, job.replica),
         ),
         reason=f"{happening.reason}; {found.why or f'from iteration {found.iteration}'}"
-        f"{copies.fetched(job, found.iteration)}{taken_over(reports, found)}{left_behind(reports, found)}",
+        f"{fetched_from(job, found.iteration)}{taken_over(reports, found)}{left_behind(reports, found)}",
         replica=job.replica,
         state=found.state,
     )

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.controller.replication import copies, user_copies
+from unicron.ctl.controller.replication import cuts, fetching, whole_states
+from unicron.ctl.controller.replication.receivers import targets_by_element
+from unicron.ctl.controller.replication.strategies import WHOLE_STATES
 from unicron.ctl.protocol import ranges, wire
 
 
@@ -137,9 +139,10 @@ def test_no_giver_is_told_more_targets_than_its_agent_takes_in():
 def test_a_copy_goes_to_what_does_not_fail_together_with_the_giver():
     world, _ = started(nodes=4, replica=4)
     world.core.view.slurm.domains = {"n1": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}
-    cuts = copies.targets(world.core.view.job(world.job()), {0: 1, 1: 1, 2: 1, 3: 1}, world.core.view.slurm.domains)
-    assert {giver: [one.element for one in to] for giver, to in cuts.items()} == {0: [2], 1: [3], 2: [0], 3: [1]}
-    two = copies.targets(world.core.view.job(world.job()), {0: 2}, world.core.view.slurm.domains)
+    job, domains = world.core.view.job(world.job()), world.core.view.slurm.domains
+    found = whole_states.targets(job, {0: 1, 1: 1, 2: 1, 3: 1}, domains)
+    assert {giver: [one.element for one in to] for giver, to in found.items()} == {0: [2], 1: [3], 2: [0], 3: [1]}
+    two = whole_states.targets(job, {0: 2}, domains)
     assert [one.element for one in two[0]] == [2, 1], "where nothing else is left another node of the same has to do"
 
 
@@ -147,7 +150,10 @@ def test_the_nodes_behind_one_switch_give_their_copies_to_as_many_behind_others(
     world, _ = started(nodes=8, replica=8)
     job = world.core.view.job(world.job())
     domains = {f"n{number}": f"s{(number - 1) // 4}" for number in range(1, 9)}
-    ways = copies.targets(job, dict.fromkeys(range(8), 1), domains), user_copies.targets(job, domains)
+    ways = (
+        whole_states.targets(job, dict.fromkeys(range(8), 1), domains),
+        targets_by_element(job.alive(), job.state.inside, 1, domains),
+    )
     for way in ways:
         given = [(giver, one.element) for giver, to in way.items() for one in to]
         assert sorted(to for _, to in given) == list(range(8)), "one each"
@@ -164,7 +170,7 @@ def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_w
     assert [elements(agent.orders(wire.Cut)[-1]) for agent in agents] == [[4], [2], [3], [0], []]
     assert all(agent.orders(wire.Cut)[-1].iteration == first for agent in agents)
     job, missing = world.core.view.job(world.job()), {0: 1, 1: 1}
-    found = copies.targets(job, missing, {"n1": "s1", "n5": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}, [4])
+    found = whole_states.targets(job, missing, {"n1": "s1", "n5": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}, [4])
     assert [[one.element for one in found[giver]] for giver in (0, 1)] == [[2], [3]]
 
 
@@ -172,7 +178,7 @@ def test_a_hot_spare_is_given_all_of_a_node_of_which_its_ranks_would_take_a_part
     """The places of the nodes are 0 and 1, 2 and 3, 4 and 0, and of the one that waits 1 and 2."""
     world, _ = started(nodes=4, replica=5, ranks=2)
     assert sorted(world.job().members) == list(range(5))
-    found = copies.targets(world.core.view.job(world.job()), dict.fromkeys(range(5), 1), {}, [3])
+    found = whole_states.targets(world.core.view.job(world.job()), dict.fromkeys(range(5), 1), {}, [3])
     assert {giver: [one.element for one in to] for giver, to in found.items()} == {0: [3], 1: [3], 2: [0]}
 
 
@@ -276,7 +282,7 @@ def test_a_cut_that_comes_to_nothing_is_followed_by_another_and_what_was_good_st
         agent.has(first, 0, 1)
     world.run(7.0)
     second = agents[0].orders(wire.Cut)[1].iteration
-    world.run(copies.CUT_LIMIT_SECONDS + 2.0)
+    world.run(cuts.CUT_LIMIT_SECONDS + 2.0)
     third = agents[0].orders(wire.Cut)[2]
     assert third.iteration > second and third.good == first
 
@@ -344,7 +350,7 @@ def test_images_of_two_trainings_are_no_whole_together():
     for agent in agents:
         agent.has(cut, 0, mark="one")
         agent.has(cut, 1, mark="other")
-    assert copies.newest_good(world.core.view.job(world.job())) == -1
+    assert cuts.newest_good(world.core.view.job(world.job()), WHOLE_STATES) == -1
 
 
 # ---------------------------------------------------------------- who takes nothing
@@ -373,7 +379,7 @@ def test_who_takes_no_copy_is_passed_over_and_the_same_cut_becomes_good():
     assert second.iteration == first.iteration and second.number > first.number, "what was copied of it counts"
     assert given(agents) == [[2], [2], [0]], "the others give theirs to the same ones as before"
     agents[2].has(first.iteration, 0)
-    world.run(copies.CUT_SECONDS)
+    world.run(cuts.CUT_SECONDS)
     third = agents[0].orders(wire.Cut)[-1]
     assert third.good == first.iteration < third.iteration and elements(third) == [2]
     (said,) = [event.record for event in world.log if event.kind == "copies_refused"]
@@ -381,10 +387,10 @@ def test_who_takes_no_copy_is_passed_over_and_the_same_cut_becomes_good():
     assert "from n1 to n2 (there is no room for 38.1 MB; another node gets it)" in said.reason
     assert said.reason in [one.reason for one in world.job().decisions]
     refuse(agents[0])
-    world.run(copies.CUT_SECONDS + 2.0)
+    world.run(cuts.CUT_SECONDS + 2.0)
     assert given(agents) == [[2], [2], [0]], "who takes them goes on taking them"
     refuse(agents[0], "n3")
-    world.run(copies.CUT_SECONDS + 2.0)
+    world.run(cuts.CUT_SECONDS + 2.0)
     assert given(agents) == [[1], [2], [0]], "that the first took none was a while ago"
     assert world.kinds().count("copies_refused") == 2
     world.check_replay()
@@ -393,13 +399,13 @@ def test_who_takes_no_copy_is_passed_over_and_the_same_cut_becomes_good():
 def test_where_nobody_takes_copies_it_is_as_it_was_and_said_once_of_each():
     world, agents = started(nodes=3, replica=3)
     refuse(agents[0], "n2", "n3")
-    world.run(copies.CUT_SECONDS)
+    world.run(cuts.CUT_SECONDS)
     assert given(agents) == [[1], [2], [0]] and len(agents[0].orders(wire.Cut)) == 1
     (said,) = [event.record for event in world.log if event.kind == "copies_refused"]
     assert said.ways == [("n1", "n2"), ("n1", "n3")] and "no other node has taken it" in said.reason
     for nodes in ((), ("n2", "n3")):
         refuse(agents[0], *nodes)
-        world.run(2 * copies.CUT_SECONDS)
+        world.run(2 * cuts.CUT_SECONDS)
     assert world.kinds().count("copies_refused") == 1 and len(agents[0].orders(wire.Cut)) == 1
 
 
@@ -410,7 +416,7 @@ def test_the_word_of_one_giver_keeps_a_node_from_no_other_giver():
     assert given(agents) == [[1], [2], [3], [0]] and len(agents[0].orders(wire.Cut)) == 1
     refuse(agents[0], "n2", "n3", "n4")
     refuse(agents[1], "n3")
-    world.run(copies.CUT_SECONDS)
+    world.run(cuts.CUT_SECONDS)
     assert given(agents) == [[1], [3], [3], [0]]
 
 
@@ -427,8 +433,8 @@ def test_another_one_that_does_not_fail_with_the_giver_comes_before_its_neighbou
     world.core.view.slurm.domains = domains = {"n1": "s1", "n2": "s1", "n3": "s2", "n4": "s2"}
     refuse(agents[0], "n3")
     job, missing = world.core.view.job(world.job()), dict.fromkeys(range(4), 1)
-    assert [one.element for one in copies.targets(job, missing, domains, (), {0: ["n3"]})[0]] == [3]
-    assert [one.element for one in copies.targets(job, missing, domains, (), {0: ["n3", "n4"]})[0]] == [1]
+    assert [one.element for one in whole_states.targets(job, missing, domains, (), {0: ["n3"]})[0]] == [3]
+    assert [one.element for one in whole_states.targets(job, missing, domains, (), {0: ["n3", "n4"]})[0]] == [1]
 
 
 def test_a_giver_that_changes_its_word_all_the_time_has_no_new_order_each_time():
@@ -437,8 +443,8 @@ def test_a_giver_that_changes_its_word_all_the_time_has_no_new_order_each_time()
         refuse(agents[0], *[["n2"], [], ["n3"], []][turn % 4])
         world.run(1.0)
     orders = agents[1].orders(wire.Cut)
-    assert 5 < len(orders) <= 1 + copies.REDIRECTS[1] + 300 * copies.REDIRECTS[0] + 3
-    assert len({order.iteration for order in orders}) <= 1 + 300 // copies.CUT_LIMIT_SECONDS, "a cut is given its time"
+    assert 5 < len(orders) <= 1 + cuts.REDIRECTS[1] + 300 * cuts.REDIRECTS[0] + 3
+    assert len({order.iteration for order in orders}) <= 1 + 300 // cuts.CUT_LIMIT_SECONDS, "a cut is given its time"
 
 
 def simulated(
@@ -447,20 +453,20 @@ def simulated(
     """What the controller names, and puts on record, where agents forget after 300 s who took none, and the elements
     that the first one's copies went to. takes: whether the second takes copies from the first in that second."""
     world, fakes = started(nodes, nodes)
-    view, cuts, at = world.core.view, copies.Cuts(), {f"{one.node}:70": one.element for one in fakes}
+    view, known, at = world.core.view, cuts.Cuts(), {f"{one.node}:70": one.element for one in fakes}
     job = view.job(world.job())
     began, named, said, went = view.now, [], [], []
     targets: dict[int, list[wire.Holder]] = {}
     until: dict[tuple[int, str], float] = {}
     for second in range(seconds):
         view.now = began + second
-        orders = [*copies.cut(view, job, cuts)]
+        orders = [*cuts.cut_orders(view, job, known)]
         for agent, order in orders:
             agent.cut, targets[agent.element] = order.number, order.targets
         if orders:
             named.append(orders[0][1])
             went += [one.element for one in targets[0]]
-        said += [way for _, _, record in copies.say(job, cuts).records for way in record.ways]
+        said += [way for _, _, record in cuts.report_gaps(job, known).records for way in record.ways]
         for giver, some in targets.items():
             for one in some:
                 if not takes(giver, at[one.address], second):
@@ -476,16 +482,16 @@ def test_where_nobody_takes_copies_the_search_for_who_does_ends(givers: int):
     """Defect: it went round the ring for ever, as an agent's words are over before it is back where it began: a new
     number every 5 s, and as many new pairs on record as there are nodes."""
     named, said, went = simulated(72, 1000, lambda giver, *_: giver >= givers)
-    cuts = len({order.iteration for order in named})
-    assert cuts == 1 + 999 // copies.CUT_LIMIT_SECONDS, "it is tried again as ever"
-    assert len(named) - cuts == ranges.MOST_PASSED_OVER and went[-1] == went[0] == 1
+    iterations = len({order.iteration for order in named})
+    assert iterations == 1 + 999 // cuts.CUT_LIMIT_SECONDS, "it is tried again as ever"
+    assert len(named) - iterations == ranges.MOST_PASSED_OVER and went[-1] == went[0] == 1
     assert len(said) == len(set(said)) == givers * ranges.MOST_PASSED_OVER
 
 
 def test_nodes_that_take_none_at_different_times_make_no_number_each_time():
     """Defect: all agents, and all ranks, were told each time."""
     named, said, _ = simulated(72, 1000, lambda giver, to, second: to != giver + 1 or second < 10 * giver)
-    assert copies.REDIRECTS[1] < len(named) <= 1 + copies.REDIRECTS[1] + 1000 * copies.REDIRECTS[0] + 9
+    assert cuts.REDIRECTS[1] < len(named) <= 1 + cuts.REDIRECTS[1] + 1000 * cuts.REDIRECTS[0] + 9
     assert len(said) == 71, "all have been passed over in the end"
 
 
@@ -561,7 +567,7 @@ def test_an_image_that_does_not_come_is_not_waited_for_for_ever():
     for agent in agents:
         agent.has(40, 0, 1)
     other = lost(world, agents, [(0, ""), (40, "m")])
-    world.run(copies.FETCH_SECONDS - 10.0)
+    world.run(fetching.FETCH_SECONDS - 10.0)
     assert world.job().phase == "forming"
     world.run(10.0)
     plan = world.job().plan
@@ -591,7 +597,7 @@ def test_images_that_get_on_are_waited_for_but_not_without_end():
         other.moved += 1
         other.status()
     assert world.job().phase == "forming"
-    world.run(copies.FETCH_SECONDS + 1.0)
+    world.run(fetching.FETCH_SECONDS + 1.0)
     assert world.job().phase == "running" and world.job().plan.iteration == 0, "then nothing more came"
 
 
@@ -600,10 +606,10 @@ def test_bytes_alone_keep_a_fetch_alive_no_longer_than_ten_times_what_it_should_
     for agent in agents:
         agent.has(40, 0, 1)
     other = lost(world, agents, [(0, ""), (40, "m")])
-    world.run(copies.FETCH_SECONDS / 2)
+    world.run(fetching.FETCH_SECONDS / 2)
     other.moved += 1
     other.status()
-    world.run(copies.FETCH_SECONDS / 2 + 1.0)
+    world.run(fetching.FETCH_SECONDS / 2 + 1.0)
     assert world.job().phase == "running" and world.job().plan.iteration == 0
 
 
@@ -612,7 +618,7 @@ def test_a_second_loss_has_its_own_time_for_its_images():
     for agent in agents:
         agent.has(40, 0, 1)
     other = lost(world, agents, [(50, "l"), (40, "m")])
-    world.run(copies.FETCH_SECONDS - 10.0)
+    world.run(fetching.FETCH_SECONDS - 10.0)
     other.ready((40, "m"), (0, ""))
     world.run(0.2)
     assert world.job().plan.iteration == 40
@@ -624,11 +630,11 @@ def test_a_cut_that_gets_on_is_not_given_up():
     world, agents = started(nodes=2, replica=2)
     agents[0].images = [wire.Image("state", 0, 1, 0, 2, 0, 1, 1, "m", int(100e9))]
     for _ in range(5):
-        world.run(copies.CUT_LIMIT_SECONDS / 2)
+        world.run(cuts.CUT_LIMIT_SECONDS / 2)
         agents[0].moved += 1
         agents[0].status()
     assert len(agents[0].orders(wire.Cut)) == 1
-    world.run(copies.CUT_LIMIT_SECONDS + 2.0)
+    world.run(cuts.CUT_LIMIT_SECONDS + 2.0)
     assert len(agents[0].orders(wire.Cut)) == 2
 
 
@@ -636,22 +642,22 @@ def test_a_cut_that_only_some_ranks_kept_is_named_anew_but_not_before_the_slow_o
     world, agents = started(nodes=2, replica=2)
     first = agents[0].orders(wire.Cut)[0].iteration
     agents[0].has(first, 0)
-    for iteration in range(first + copies.AHEAD + 1):
+    for iteration in range(first + cuts.AHEAD + 1):
         world.iterate("1", iteration)
-    world.run(copies.PART_SECONDS - 1.0)
+    world.run(cuts.PART_SECONDS - 1.0)
     assert len(agents[0].orders(wire.Cut)) == 1
-    world.run(copies.CUT_SECONDS + 2.0)
-    now, second = copies.reached(world.core.view.job(world.job())), agents[0].orders(wire.Cut)[1].iteration
+    world.run(cuts.CUT_SECONDS + 2.0)
+    now, second = WHOLE_STATES.reached(world.core.view.job(world.job())), agents[0].orders(wire.Cut)[1].iteration
     assert second - now == first, "nobody heard of it too late by the look of it: no further ahead"
 
 
 def test_a_cut_of_which_ranks_heard_too_late_is_named_anew_soon_and_further_ahead():
     world, agents = started(nodes=2, replica=2)
     first = agents[0].orders(wire.Cut)[0].iteration
-    for iteration in range(first + copies.AHEAD + 1):
+    for iteration in range(first + cuts.AHEAD + 1):
         world.iterate("1", iteration)
-    world.run(copies.CUT_SECONDS + 2.0)
-    now, second = copies.reached(world.core.view.job(world.job())), agents[0].orders(wire.Cut)[1].iteration
+    world.run(cuts.CUT_SECONDS + 2.0)
+    now, second = WHOLE_STATES.reached(world.core.view.job(world.job())), agents[0].orders(wire.Cut)[1].iteration
     assert second - now == 2 * first, "the first one was named in iteration 0"
 
 
@@ -661,7 +667,7 @@ def test_where_the_ranks_have_all_of_the_newest_state_no_older_one_is_got():
     agents[0].has(30, 0, 1)
     job = world.core.view.job(world.job())
     reports = {slot: wire.RankStatus(state="waiting", kept=[(40, "m")]) for slot in (0, 1)}
-    assert copies.wanted(world.core.view, job, reports, None) is None
+    assert fetching.wanted_state(world.core.view, job, reports, None) is None
 
 
 @pytest.mark.parametrize("fourth", [Node, Bare])
@@ -708,12 +714,12 @@ def test_silent_holders_are_waited_for_no_longer_than_the_work_that_a_copy_lacks
     agents[2].has(10, 0)
     job = world.core.view.job(world.job())
     times = [seconds for _, seconds, _ in job.state.recent]
-    assert times and copies.behind(job) == pytest.approx(2 * sum(times) / len(times))
+    assert times and cuts.behind(job) == pytest.approx(2 * sum(times) / len(times))
     agents[0].images = []
     agents[1].images = []
     agents[0].status()
     agents[1].status()
-    assert copies.behind(job) == float("inf")
+    assert cuts.behind(job) == float("inf")
 
 
 def test_what_nobody_has_a_copy_of_is_not_asked_for():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.controller.replication import shard_copies
+from unicron.ctl.controller.replication.cuts import newest_good, newest_whole
+from unicron.ctl.controller.replication.strategies import SHARDS
 from unicron.ctl.protocol import wire
 from unicron.transition.generations.sharding import named
 
@@ -209,7 +210,7 @@ def test_a_state_of_which_nobody_has_what_goes_with_the_shards_is_passed_over_fo
         agent.has(30, (1, 0))
     world.run(1.0)
     job = world.core.view.job(world.job())
-    assert shard_copies.newest_good(job) == shard_copies.newest_good(job, enough=False) == 20
+    assert newest_good(job, SHARDS) == newest_whole(job, SHARDS) == 20
     new = lose_the_second(world, agents)
     fetched = [*agents[0].orders(wire.Fetch), *new.orders(wire.Fetch)]
     assert {(order.image.place, order.image.iteration) for order in fetched} == {(0, 20), (1, 20)}

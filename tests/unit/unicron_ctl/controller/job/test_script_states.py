@@ -7,8 +7,9 @@ from msgspec.structs import replace
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import World
 from unicron.ctl.controller.job import modes
-from unicron.ctl.controller.replication import user_copies
-from unicron.ctl.controller.replication.copies import CUT_LIMIT_SECONDS
+from unicron.ctl.controller.replication import script_states
+from unicron.ctl.controller.replication.cuts import CUT_LIMIT_SECONDS
+from unicron.ctl.controller.replication.receivers import targets_by_element
 from unicron.ctl.protocol import wire
 from unicron.transition.snapshot.images import SAME, USER
 
@@ -180,15 +181,17 @@ def test_a_node_of_the_world_is_given_copies_before_one_that_waits_even_behind_a
     job = world.core.view.job(world.job())
     assert sorted(job.state.members) == [0, 1] and len(job.alive()) == 3
     domains = {"n1": "s1", "n2": "s1", "n3": "s2"}
-    found = user_copies.targets(job, domains, spares=False)
+    found = targets_by_element(job.alive(), {0, 1}, 1, domains, inside_first=True)
     assert {giver: [one.element for one in to] for giver, to in found.items()} == {0: [1], 1: [0]}
-    found = user_copies.targets(job, domains)
+    found = targets_by_element(job.alive(), {0, 1}, 1, domains)
     assert {giver: [one.element for one in to] for giver, to in found.items()} == {0: [2], 1: [2]}
 
 
 def test_who_gives_what_to_whom_is_worked_out_when_somebody_changed_and_not_at_every_look(monkeypatch):
-    calls, real = [], user_copies.targets
-    monkeypatch.setattr(user_copies, "targets", lambda *given, **more: (calls.append(1), real(*given, **more))[1])
+    calls, real = [], targets_by_element
+    monkeypatch.setattr(
+        script_states, "targets_by_element", lambda *given, **more: (calls.append(1), real(*given, **more))[1]
+    )
     world, agents = started(3)
     save_on(world, agents, 6.0)
     assert agents[0].orders() and len(calls) == 1

@@ -1,0 +1,18 @@
+"""Chooses a job's replication strategy."""
+
+from __future__ import annotations
+
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.replication.script_states import ScriptStates
+from unicron.ctl.controller.replication.shards import Shards
+from unicron.ctl.controller.replication.strategy import ReplicationStrategy
+from unicron.ctl.controller.replication.whole_states import WholeStates
+
+SCRIPT_STATES, SHARDS, WHOLE_STATES = ScriptStates(), Shards(), WholeStates()
+
+
+def strategy_of(job: JobView) -> ReplicationStrategy:
+    """The strategy for the kind of state that the job's ranks keep."""
+    if job.state.restart_mode:
+        return SCRIPT_STATES
+    return SHARDS if job.live.sharded else WHOLE_STATES
