@@ -18,7 +18,7 @@ from tests.support.controller import COMMAND, Controller
 from tests.support.processes import call, unicronctl, wait_for
 from tests.support.scripted import ScriptedAgent, form
 from unicron.ctl.protocol import datagrams, wire
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.system.errors import UserError
 
@@ -223,7 +223,7 @@ def test_the_commands_show_it(controller, running):
 
 def test_errors_are_one_line_that_says_what_to_do(controller, tmp_path):
     with pytest.raises(UserError, match="no controller answers at tcp://127\\.0\\.0\\.1:1: start `unicrond`"):
-        ask({"kind": "status"}, "tcp://127.0.0.1:1", timeout=0.3)
+        ask_controller({"kind": "status"}, "tcp://127.0.0.1:1", timeout=0.3)
     second = call(*controller.command)
     assert second.returncode == 1 and "another unicrond runs on this state folder" in second.stderr
     assert second.stderr.count("\n") == 1

@@ -11,7 +11,7 @@ from tests.support.controller import Controller
 from tests.support.jobs import SLEEPS, Job, scripted
 from tests.support.munged import Munged
 from tests.support.processes import outside_slurm
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.addresses import join, split
 
 pytestmark = [
@@ -58,6 +58,6 @@ def test_agents_of_both_families_are_protected(controller, munged, tmp_path, hos
         (event,) = controller.events("agent_registered", job="21")
         assert split(event["door"])[0] == host == event["address"]
         assert split(event["peer"])[0] == host
-        assert ask({"kind": "status"}, address, timeout=30.0)
+        assert ask_controller({"kind": "status"}, address, timeout=30.0)
     finally:
         job.close()

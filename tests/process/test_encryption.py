@@ -11,7 +11,7 @@ from tests.support.controller import COMMAND, Controller
 from tests.support.processes import call
 from tests.support.scripted import ScriptedAgent
 from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.encryption import SECRET_FILE, make_key
 from unicron.ctl.system.errors import UserError
 
@@ -39,16 +39,16 @@ def controller(tmp_path):
 
 def test_only_peers_with_the_key_are_served(controller, monkeypatch):
     with pytest.raises(UserError, match="no controller answers"):
-        ask({"kind": "status"}, controller.address, timeout=0.7)
+        ask_controller({"kind": "status"}, controller.address, timeout=0.7)
     monkeypatch.setenv("UNICRON_PUBLIC_KEY", zmq.curve_keypair()[0].decode())
     with pytest.raises(UserError, match="see that public_key is the controller's"):
-        ask({"kind": "status"}, controller.address, timeout=0.7)
+        ask_controller({"kind": "status"}, controller.address, timeout=0.7)
     monkeypatch.setenv("UNICRON_PUBLIC_KEY", "short")
     with pytest.raises(UserError, match="'short' is no public key"):
-        ask({"kind": "status"}, controller.address)
+        ask_controller({"kind": "status"}, controller.address)
     monkeypatch.delenv("UNICRON_PUBLIC_KEY")
     monkeypatch.setenv("UNICRON_CONFIG", str(controller.config))
-    assert ask({"kind": "status"}, controller.address)["jobs"] == []
+    assert ask_controller({"kind": "status"}, controller.address)["jobs"] == []
 
 
 def test_an_agent_with_the_key_registers_and_a_plain_one_does_not(controller):

@@ -21,7 +21,7 @@ from tests.support.munged import STRANGER, Munged
 from tests.support.processes import outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent, form
 from unicron.ctl.protocol import claims, datagrams, ranges, wire
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.encryption import SECRET_FILE, new_pair, secure_client
 from unicron.ctl.protocol.hello import Hello
 from unicron.ctl.system.errors import UserError
@@ -59,7 +59,7 @@ def key_of(controller: Controller) -> str:
     """As agents learn it."""
     hello = Hello(controller.address)
     try:
-        return hello.wait(30.0) or pytest.fail(hello.problem)
+        return hello.wait_for_key(30.0) or pytest.fail(hello.problem)
     finally:
         hello.close()
 
@@ -158,7 +158,7 @@ def test_another_controller_is_not_believed(realm, made):
         thread = threading.Thread(target=answer)
         thread.start()
         hello = Hello(f"tcp://127.0.0.1:{rogue.getsockname()[1]}")
-        assert hello.wait(1.0) is None
+        assert hello.wait_for_key(1.0) is None
         told = {"by a stranger": "belongs to nobody", "of nothing": "Invalid credential"}.get(made, "holds no key")
         assert told in hello.problem
         hello.close()
@@ -322,7 +322,7 @@ def test_one_peer_cannot_keep_the_controller_busy(controller, agents):
         deadline = time.monotonic() + 60.0
         while True:  # this address has used up its share, and gets it again
             try:
-                assert ask({"kind": "ping"}, controller.address) == {"pong": True}
+                assert ask_controller({"kind": "ping"}, controller.address) == {"pong": True}
                 break
             except UserError:
                 assert time.monotonic() < deadline

@@ -15,7 +15,7 @@ from tests.support.controller import COMMAND, Controller
 from tests.support.processes import call
 from tests.support.stranger import MORE, Stranger, framed, resident
 from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.encryption import make_key
 from unicron.ctl.protocol.wire import MAX_BYTES
 
@@ -71,12 +71,12 @@ def attacked(
         most = max(most, resident(controller.process.pid))
         time.sleep(0.02)
         if time.monotonic() - asked > 1.0:
-            assert ask({"kind": "ping"}, controller.address, timeout=20.0) == {"pong": True}
+            assert ask_controller({"kind": "ping"}, controller.address, timeout=20.0) == {"pong": True}
             asked = time.monotonic()
     for thread in threads:
         thread.join(30.0)
     assert controller.alive, controller.log[-3000:]
-    assert ask({"kind": "ping"}, controller.address, timeout=20.0) == {"pong": True}
+    assert ask_controller({"kind": "ping"}, controller.address, timeout=20.0) == {"pong": True}
     return most - before
 
 
@@ -156,6 +156,6 @@ def test_nobody_is_called_what_another_will_be_called(controller: Attacked) -> N
         held.append(controller.stranger())
         held[-1].send(wire.encode(wire.Ask(what="ping")))
         assert held[-1].frame_in()
-    assert controller.alive and ask({"kind": "ping"}, controller.address) == {"pong": True}
+    assert controller.alive and ask_controller({"kind": "ping"}, controller.address) == {"pong": True}
     for one in held:
         one.close()

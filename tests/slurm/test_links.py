@@ -109,12 +109,14 @@ def cluster(linked: LocalCluster) -> Iterator[LocalCluster]:
 
 def run(cluster: LocalCluster, host: str, *words: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | cluster.env()
-    return subprocess.run([*cluster.enter(host), *words], env=env, capture_output=True, text=True, timeout=LIMIT)
+    return subprocess.run(
+        [*cluster.command_prefix(host), *words], env=env, capture_output=True, text=True, timeout=LIMIT
+    )
 
 
 @contextlib.contextmanager
 def start(cluster: LocalCluster, host: str, program: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    command = [*cluster.enter(host), PYTHON, "-c", program, *words]
+    command = [*cluster.command_prefix(host), PYTHON, "-c", program, *words]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, env=os.environ | cluster.env(), stdin=pipe, stdout=pipe, text=True)
     try:
@@ -224,7 +226,9 @@ def test_a_share_of_packets_is_lost(cluster: LocalCluster, share: float) -> None
 
 
 def test_a_node_without_power_closes_no_connection_and_comes_back_as_after_a_reboot(cluster: LocalCluster) -> None:
-    server = subprocess.Popen([*cluster.enter("n2"), PYTHON, "-c", ECHO, "9003"], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [*cluster.command_prefix("n2"), PYTHON, "-c", ECHO, "9003"], stdout=subprocess.PIPE, text=True
+    )
     assert line(server) == "ready"
     with start(cluster, "n1", TALK, "n2", "9003") as client:
         says(client, "answer")

@@ -22,7 +22,7 @@ from tests.support.processes import outside_slurm, wait_for
 from tests.support.users import AGENT, User
 from unicron.ctl.lab.cluster import LocalCluster
 from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.encryption import secure_client
 from unicron.ctl.protocol.hello import Hello
 from unicron.ctl.slurm import ElementInfo
@@ -121,7 +121,7 @@ def attack() -> None:
 
     def order(name: str, kind: str, **arguments: Any) -> None:
         try:
-            told[name] = ask({"kind": kind, **arguments}, address, timeout=30.0)
+            told[name] = ask_controller({"kind": kind, **arguments}, address, timeout=30.0)
         except UserError as error:
             told[name] = f"refused: {error}"
 
@@ -146,7 +146,7 @@ def attack() -> None:
 def _speak_for(address: str, job: str, agent: str) -> str:
     """A status in the agent's name: its rank is done."""
     hello = Hello(address)
-    key = hello.wait(30.0)
+    key = hello.wait_for_key(30.0)
     hello.close()
     assert key
     context = zmq.Context()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import ROOT, outside_slurm, wait_for
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 
 pytestmark = pytest.mark.slurm
 PAGE = ROOT / "docs" / "own-training.md"
@@ -61,7 +61,7 @@ class Shell:
     def job(self, name: str) -> dict[str, Any]:
         """What `unicronctl jobs` says of it; empty before it is known. A command for each look would take a core."""
         address = self.type("echo $UNICRON_CONTROLLER").strip()
-        return next((job for job in ask({"kind": "jobs"}, address, timeout=30.0) if job["name"] == name), {})
+        return next((job for job in ask_controller({"kind": "jobs"}, address, timeout=30.0) if job["name"] == name), {})
 
     def close(self) -> None:
         try:

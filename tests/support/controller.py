@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tests.support import lent
 from tests.support.processes import LIMIT, ROOT, outside_slurm, wait_for
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.errors import UserError
 
 COMMAND = [sys.executable, "-m", "unicron.ctl.controller.unicrond"]
@@ -144,7 +144,7 @@ class Controller:
     # ------------------------------------------------------------ looking
     def ask(self, kind: str, **arguments: Any) -> Any:
         """A question or an order, as `unicronctl` sends it."""
-        return ask({"kind": kind, **arguments}, self.address, timeout=30.0)
+        return ask_controller({"kind": kind, **arguments}, self.address, timeout=30.0)
 
     def status(self) -> dict[str, Any]:
         """`unicronctl status`."""

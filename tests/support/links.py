@@ -39,7 +39,7 @@ from tests.support.processes import LIMIT, ROOT, UNICRONCTL, outside_slurm, wait
 from unicron.ctl.lab.cluster import LocalCluster
 from unicron.ctl.lab.cluster.network import HEAD, IPV4, MOUNTS
 from unicron.ctl.lab.demo.stage import MODEL_OPTIONS, TEMPLATES
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.addresses import join
 
 NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="network namespaces need root")
@@ -58,7 +58,7 @@ class HeadController(Controller):
     usual = 'auth = "munge"\nslurm = "command"\nslurm_poll_seconds = 0.5\n'
 
     def __init__(self, folder: Path, cluster: LocalCluster, settings: str = ""):
-        self.way_in = cluster.enter(HEAD)
+        self.way_in = cluster.command_prefix(HEAD)
         self.namespace = MOUNTS / cluster.layout.network.namespace(HEAD)
         self._asker = ThreadPoolExecutor(1, initializer=self._enter)
         self._reached = f"tcp://{join(cluster.address(HEAD), PORT)}"
@@ -89,7 +89,7 @@ class HeadController(Controller):
             "kind": kind,
             **arguments,
         }  # by number: the asker is on the head's network, but not of its /etc/hosts
-        return self._asker.submit(ask, question, self._reached, timeout=30.0).result(LIMIT)
+        return self._asker.submit(ask_controller, question, self._reached, timeout=30.0).result(LIMIT)
 
     def close(self) -> None:
         if self.alive:
@@ -269,7 +269,7 @@ class LinksCluster:
     def run(self, host: str, *words: str, check: bool = True, limit: float = LIMIT) -> str:
         """A command's output on a host."""
         done = subprocess.run(
-            [*self.cluster.enter(host), *words],
+            [*self.cluster.command_prefix(host), *words],
             env=self.environment | {"COLUMNS": "200"},
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -334,7 +334,7 @@ class LinksCluster:
         fixed = ["--parsable", f"--array=0-{elements - 1}", "-N1", "--exclusive", "--gres=gpu:1", "--requeue"]
         fixed += ["--open-mode=append", f"--output={folder}/%a.log", *(["--unicron"] if self.plugin else [])]
         done = subprocess.run(
-            [*self.cluster.enter(HEAD), "sbatch", *fixed, *words],
+            [*self.cluster.command_prefix(HEAD), "sbatch", *fixed, *words],
             env=self.environment | settings,
             cwd=folder,
             capture_output=True,

@@ -179,7 +179,7 @@ def loss(hosts: list[str], share: float, state_dir: Path) -> None:
 def run(host: str, words: tuple[str, ...], state_dir: Path) -> None:
     """Run COMMAND on a node or on head, in its network and under its name; the exit status is the command's."""
     cluster = LocalCluster.load(state_dir)
-    command_line = [*cluster.enter(host), *words]
+    command_line = [*cluster.command_prefix(host), *words]
     os.execvpe(command_line[0], command_line, os.environ | cluster.env())
 
 

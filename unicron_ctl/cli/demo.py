@@ -69,18 +69,18 @@ def play(stage: Stage, console: Console, json_path: Path | None) -> None:
 
     began = time.monotonic()
     with View(console) as view:
-        view.tell("building a dataset from the source of Python's standard library")
+        view.add_line("building a dataset from the source of Python's standard library")
         stage.build_dataset()
-        view.tell(f"starting unicrond, slurmctld and {stage.nodes} slurmd below {stage.folder}")
+        view.add_line(f"starting unicrond, slurmctld and {stage.nodes} slurmd below {stage.folder}")
         with stage.open():
             for job in stage.jobs:
                 stage.submit(job)
-                view.tell(f"sbatch gpt_elastic.sbatch: {job.name}, {_size(job)}, weight {job.weight:g}")
-            story = Story(stage, view.tell, view.show)
+                view.add_line(f"sbatch gpt_elastic.sbatch: {job.name}, {_size(job)}, weight {job.weight:g}")
+            story = Story(stage, view.add_line, view.show)
             story.play()
-            view.tell("computing the gradients of all recovered iterations again, undisturbed")
+            view.add_line("computing the gradients of all recovered iterations again, undisturbed")
             result = report.collect(story)
-            view.tell(f"done in {time.monotonic() - began:.0f} s")
+            view.add_line(f"done in {time.monotonic() - began:.0f} s")
     show(report.tables(result))
     if json_path is not None:
         report.write_json(result, json_path)

@@ -12,7 +12,7 @@ import click
 
 from unicron.ctl.cli import tables
 from unicron.ctl.cli.options import controller_option
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.errors import UserError
 
 POLL_SECONDS = 0.5
@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Show the event log."""
     question = {"kind": "events", "job": job, "without": "" if as_json or steps else QUIET}
-    found = ask({**question, "after": after, "limit": limit}, controller)
+    found = ask_controller({**question, "after": after, "limit": limit}, controller)
     try:
         while True:
             for event in found:
@@ -46,7 +46,7 @@ def command(
             if len(found) < limit:
                 time.sleep(POLL_SECONDS)
             try:
-                found = ask({**question, "after": after, "limit": PAGE}, controller)
+                found = ask_controller({**question, "after": after, "limit": PAGE}, controller)
             except UserError as error:
                 found = []
                 click.echo(f"unicronctl: {error} (still trying)", err=True)

@@ -10,7 +10,7 @@ import click
 from unicron.ctl.cli import tables
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Explanation
-from unicron.ctl.protocol.client import as_struct, ask
+from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import show
 
 
@@ -32,8 +32,10 @@ def alternative(scenario: dict[str, Any], job: str) -> dict[str, Any] | None:
 @controller_option()
 def command(job: str, as_json: bool, controller: str | None) -> None:
     """Say why a job was treated as it was. JOB is an id or a name."""
-    data = ask({"kind": "explain", "job": job}, controller)
-    data["alternative"] = None if data["ended"] else alternative(ask({"kind": "scenario"}, controller), data["job"])
+    data = ask_controller({"kind": "explain", "job": job}, controller)
+    data["alternative"] = (
+        None if data["ended"] else alternative(ask_controller({"kind": "scenario"}, controller), data["job"])
+    )
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:

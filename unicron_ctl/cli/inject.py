@@ -16,7 +16,7 @@ import click
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.lab.cluster import LocalCluster
 from unicron.ctl.lab.cluster.cluster_layout import default_state_dir
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.detector.chaos.inject import EXCEPTIONS, FAULTS, InjectError, parse
 
@@ -80,7 +80,11 @@ def command(
         question["slot"] = slot
     if node is not None:
         question["node"] = node
-    done = ask({**question, "dry_run": True}, controller) if fault == LOST_NODE else ask(question, controller)
+    done = (
+        ask_controller({**question, "dry_run": True}, controller)
+        if fault == LOST_NODE
+        else ask_controller(question, controller)
+    )
     if fault == LOST_NODE and not dry_run:
         done = _lose_node(done, controller, state_dir)
     if not dry_run and fault in REFUSABLE:
@@ -92,7 +96,7 @@ def _only_job(controller: str | None, node: str | None) -> str:
     """The job that is meant when none is named. Raises UserError unless there is exactly one."""
     found = [
         job["job"]
-        for job in ask({"kind": "jobs"}, controller)
+        for job in ask_controller({"kind": "jobs"}, controller)
         if not job["ended"] and (node is None or any(e["node"] == node and not e["gone"] for e in job["elements"]))
     ]
     if len(found) != 1:
@@ -115,7 +119,7 @@ def _lose_node(done: dict[str, Any], controller: str | None, state_dir: Path) ->
             f"`ipmitool -H {node}-bmc chassis power off` or `ssh {node} 'echo b > /proc/sysrq-trigger'`"
         )
     kept = {key: done[key] for key in ("fault", "job", "slot", "node", "seconds")}
-    done = ask({"kind": "inject", **kept}, controller)
+    done = ask_controller({"kind": "inject", **kept}, controller)
     cluster.power_off(node)
     return done
 
@@ -125,7 +129,7 @@ def _raise_refusal(done: dict[str, Any], controller: str | None) -> None:
     deadline = time.monotonic() + REFUSED_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        for event in ask({"kind": "events", "after": done["event"]}, controller):
+        for event in ask_controller({"kind": "events", "after": done["event"]}, controller):
             if event["kind"] == "inject_refused" and event["slot"] == done["slot"]:
                 raise UserError(event["reason"])
 
@@ -171,10 +175,10 @@ def punish(
                 question["slot"] = None  # of whoever sends the state next
             try:
                 if question["fault"] == LOST_NODE:
-                    done = _lose_node(ask({**question, "dry_run": True}, controller), controller, state_dir)
+                    done = _lose_node(ask_controller({**question, "dry_run": True}, controller), controller, state_dir)
                     off[done["node"]] = time.monotonic() + done["seconds"]
                 else:
-                    done = ask(question, controller)
+                    done = ask_controller(question, controller)
             except UserError as error:  # the rank may have died meanwhile
                 refused += 1
                 click.echo(f"not injected: {error}", err=True)
@@ -200,7 +204,7 @@ def _restore(off: dict[str, float], state_dir: Path, now: float) -> None:
 
 def _victims(controller: str | None, only: str | None) -> list[tuple[str, int]]:
     """(job, slot) of all members of jobs that train."""
-    jobs = ask({"kind": "jobs"}, controller)
+    jobs = ask_controller({"kind": "jobs"}, controller)
     return [
         (job["job"], slot)
         for job in jobs

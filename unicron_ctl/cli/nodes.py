@@ -9,7 +9,7 @@ import click
 from unicron.ctl.cli import tables
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Node
-from unicron.ctl.protocol.client import as_struct, ask
+from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import show
 
 
@@ -18,7 +18,7 @@ from unicron.ctl.system.columns import show
 @controller_option()
 def command(as_json: bool, controller: str | None) -> None:
     """List nodes and who uses them."""
-    data = ask({"kind": "nodes"}, controller)
+    data = ask_controller({"kind": "nodes"}, controller)
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:

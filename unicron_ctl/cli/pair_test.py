@@ -121,7 +121,7 @@ def _drain(client: Any, found: Findings) -> dict[str, str]:
 
 def _tell(found: Findings, controller: str | None) -> str:
     """The controller marks what is bad and clears what is good. Returns what kept it from hearing."""
-    from unicron.ctl.protocol.client import ask
+    from unicron.ctl.protocol.client import ask_controller
 
     verdicts = {name: ("bad", found.why_bad(name)) for name in found.judgement.bad}
     verdicts |= {name: ("warning", why) for name, why in found.judgement.slow.items()}
@@ -129,7 +129,7 @@ def _tell(found: Findings, controller: str | None) -> str:
     for name, (verdict, reason) in verdicts.items():
         question = {"kind": "health", "node": name, "source": "pair-test", "verdict": verdict, "reason": reason[:300]}
         try:
-            ask({**question, "at": time.time()}, controller, timeout=TELL_SECONDS)
+            ask_controller({**question, "at": time.time()}, controller, timeout=TELL_SECONDS)
         except UserError as error:
             return str(error)
     return ""

@@ -93,11 +93,11 @@ def _file(path: str, oversubscribed: bool) -> Scenario:
 
 def _live(controller: str | None) -> tuple[Scenario, dict[str, str]]:
     """The scenario, whose jobs go by their ids, and the jobs' names by id."""
-    from unicron.ctl.protocol.client import ask
+    from unicron.ctl.protocol.client import ask_controller
     from unicron.planner.problem.scenario import from_dict
 
-    scenario = from_dict(ask({"kind": "scenario"}, controller))
-    names = {job["job"]: job["name"] for job in ask({"kind": "jobs"}, controller)}
+    scenario = from_dict(ask_controller({"kind": "scenario"}, controller))
+    names = {job["job"]: job["name"] for job in ask_controller({"kind": "jobs"}, controller)}
     return scenario, {job.name: names[job.name] for job in scenario.jobs if job.name in names}
 
 

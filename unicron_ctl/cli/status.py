@@ -13,7 +13,7 @@ import click
 from unicron.ctl.cli import tables
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Status
-from unicron.ctl.protocol.client import as_struct, ask
+from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import show
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
@@ -29,7 +29,7 @@ def command(as_json: bool, watch: bool, interval: float, controller: str | None)
     """Show jobs, nodes and the last failures."""
     if as_json and watch:
         raise UserError("--json and --watch exclude each other: `unicronctl events -f --json` streams", WRONG_USE)
-    data = ask({"kind": "status"}, controller)
+    data = ask_controller({"kind": "status"}, controller)
     if as_json:
         click.echo(json.dumps(data, indent=2))
     elif not watch:
@@ -46,7 +46,7 @@ def _watch(data: Status, interval: float, controller: str | None) -> None:
             while True:
                 time.sleep(interval)
                 try:
-                    data = as_struct(ask({"kind": "status"}, controller), Status)
+                    data = as_struct(ask_controller({"kind": "status"}, controller), Status)
                     live.update(tables.watched(data), refresh=True)
                 except UserError as error:  # its death is no event for the jobs, so it is none here either
                     live.update(f"{error}\n(still trying)", refresh=True)

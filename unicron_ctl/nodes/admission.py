@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.slurm.slurm_client import NodeInfo, SlurmClient, slurms_own
 from unicron.ctl.system.errors import UserError, one_line
@@ -100,7 +100,7 @@ def _leave_room(nodes: Sequence[NodeInfo], name: str, most: int) -> None:
 
 
 def drained_by_check(node: NodeInfo) -> bool:
-    """It is out of service for what its own check said."""
+    """Whether the node is out of service for what its own check said."""
     return bool(node.states & _DRAINED) and LEADER in node.reason
 
 
@@ -108,7 +108,7 @@ def report(where: str, node: str, source: str, found: Report, at: float, drain: 
     """Tells the controller. `at`: this node's clock when the checks began. drain: a bad node is to be drained, and the
     controller sees to it where the node could not. Raises UserError."""
     question = {"kind": "health", "node": node, "source": source, "verdict": found.verdict, "at": at, "drain": drain}
-    ask({**question, "reason": one_line(found.reason)[:REASON_LENGTH]}, where, timeout=REPORT_SECONDS)
+    ask_controller({**question, "reason": one_line(found.reason)[:REASON_LENGTH]}, where, timeout=REPORT_SECONDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

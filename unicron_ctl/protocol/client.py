@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unicron.ctl.protocol.hello import Hello
 
 
-def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
+def ask_controller(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
     """The controller's answer to {"kind": ..., **arguments} as plain data: see `protocol.answer_schema`.
 
     `address`: by default $UNICRON_CONTROLLER, the running controller's state folder, the configuration. Raises
@@ -40,7 +40,7 @@ def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3
     hello = Hello(where, config.agent.controller_users)
     try:
         if key is None:
-            key, hint = hello.wait(timeout), f" ({hello.problem})" if hello.problem else ""
+            key, hint = hello.wait_for_key(timeout), f" ({hello.problem})" if hello.problem else ""
         elif key == PLAIN:
             hint = ""
             if hello.open() and not hello.local:

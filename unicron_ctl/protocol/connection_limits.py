@@ -9,11 +9,11 @@ KNOWN_SECONDS = 600.0  # without a word of its agent; then a connection is a str
 
 
 class Doors:
-    """The connections, by their descriptors. Pure: says whom to put out.
+    """The connections, by their descriptors. Pure: it names the one to close.
 
-    most: connections at once; strangers of one address may have `SHARE` of them. When there are too many, a stranger
-    goes, the oldest of the address that has the most of them. Who is known is never put out for others. Known is the
-    connection of a registered agent, one for each key. Times in seconds on any clock that does not go backwards.
+    most: connections at once; strangers of one address may have `SHARE` of them. When there are too many, the oldest
+    stranger of the address with the most goes. A known connection, one for each key of a registered agent, is never
+    closed for others. Times are seconds on any clock that does not go backwards.
     """
 
     def __init__(self, most: int) -> None:
@@ -26,7 +26,7 @@ class Doors:
         self.by_key: dict[str, int] = {}
 
     def came(self, descriptor: int, address: str, now: float) -> int | None:
-        """A connection; returns the descriptor of the one that has to go for it."""
+        """Adds a connection. Returns the descriptor of the one that has to go for it."""
         self.left(descriptor)
         self.addresses[descriptor] = address
         full = len(self.addresses) > self.most
@@ -41,7 +41,7 @@ class Doors:
         return next(iter(most))
 
     def known(self, descriptor: int, key: str, now: float) -> None:
-        """The agent with this key has spoken by it. Who has a second connection with a key has one known one."""
+        """Notes that the agent with this key has spoken on this connection. A key has one known connection."""
         if descriptor not in self.addresses:
             return
         before = self.by_key.get(key)
@@ -52,7 +52,7 @@ class Doors:
         self.by_key[key] = descriptor
 
     def left(self, descriptor: int) -> None:
-        """It is closed."""
+        """Forgets a connection that is closed."""
         if descriptor in self.addresses:
             self._forget(descriptor)
             del self.addresses[descriptor]
@@ -62,7 +62,7 @@ class Doors:
         self.strangers.setdefault(self.addresses[descriptor], OrderedDict())[descriptor] = None
 
     def _forget(self, descriptor: int) -> None:
-        """Who it is."""
+        """Forgets whose connection it is."""
         if (agent := self.agents.pop(descriptor, None)) is not None:
             del self.by_key[agent[0]]
         address = self.addresses[descriptor]

@@ -117,7 +117,7 @@ class Hello:
         found = self.targets if reached is None else list(dict.fromkeys([reached, *self.targets]))
         return [target for target in found if key != PLAIN or is_loopback(target.host)]
 
-    def ask(self) -> None:
+    def send_questions(self) -> None:
         """Sends the question; what becomes of it is the answer's matter."""
         if not self.open():
             return
@@ -190,11 +190,11 @@ class Hello:
             return key
         return None
 
-    def wait(self, seconds: float) -> str | None:
+    def wait_for_key(self, seconds: float) -> str | None:
         """Asks until the key is known or so many seconds have passed."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            self.ask()
+            self.send_questions()
             until = time.monotonic() + min(HELLO_SECONDS, left)
             while (rest := until - time.monotonic()) > 0:
                 if self._socket is None:

@@ -184,7 +184,7 @@ class Listener:
         return connection is not None and connection.queued
 
     def is_known(self, connection: Connection) -> None:
-        """It has spoken for a registered agent: it is put out for no stranger. To be told at each message."""
+        """Protects a connection that has spoken for a registered agent. The program calls this at each message."""
         now = time.monotonic()
         if now - connection.said < SAY_AGAIN_SECONDS:
             return

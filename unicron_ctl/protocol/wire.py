@@ -667,7 +667,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 @cache
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Of one kind of message, or of several; made once."""
+    """The decoder of one kind of message, or of several; made once."""
     return msgspec.msgpack.Decoder(kind)
 
 

@@ -181,7 +181,7 @@ class CommandLineClient:
         return int(found[0]) if found else SLURMD_PORT
 
     def _setting(self, name: str) -> str:
-        """Of slurm.conf, as slurmctld had it in the last minute; empty when it does not say."""
+        """A setting of slurm.conf, as slurmctld had it in the last minute; empty when it does not say."""
         if time.monotonic() - self._configured_at >= SETTINGS_SECONDS:
             self._configuration = self._run(["scontrol", "show", "config"])
             self._configured_at = time.monotonic()
@@ -271,7 +271,7 @@ class CommandLineClient:
 
     @contextlib.contextmanager
     def _noted(self, job: str, element: int) -> Iterator[None]:
-        """It is being requeued; when that was is known when Slurm has answered, or has not."""
+        """Notes when an element was requeued, whether Slurm has answered or not."""
         try:
             yield
         finally:

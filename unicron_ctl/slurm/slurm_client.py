@@ -250,7 +250,7 @@ class SlurmClient(Protocol):
         """Ends a running element and puts it back in the queue, under the same ids."""
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
-        """The same, but it stays held; `comment` says why (AdminComment). Holds an element that is pending."""
+        """Requeues a running element held, or holds a pending one; `comment` says why (AdminComment)."""
 
     def hold(self, job: str, element: int, comment: str) -> None:
         """Keeps a pending element from starting; `comment` says why (AdminComment)."""

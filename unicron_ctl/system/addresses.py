@@ -70,7 +70,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_numeric(host: str) -> bool:
-    """It is an IP address, and no name."""
+    """Whether the host is an IP address, not a name."""
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:

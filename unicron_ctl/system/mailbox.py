@@ -30,12 +30,12 @@ class Mailbox(Generic[Item]):
         self._items.put(item)
         self._wake()
 
-    def take(self) -> list[Item]:
-        """What has come since the last time."""
+    def take_all(self) -> list[Item]:
+        """Takes what has come since the last time."""
         return list(self.each(lambda: False))
 
     def each(self, enough: Callable[[], bool]) -> Iterator[Item]:
-        """The same one by one, until it is enough: what is left keeps `fileno()` readable."""
+        """Takes items one by one until it is enough; what is left keeps `fileno()` readable."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._read, 4096)
         try:

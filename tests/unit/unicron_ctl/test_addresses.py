@@ -16,7 +16,7 @@ from unicron.ctl.agent.connections import identity
 from unicron.ctl.agent.connections.controller_connection import Line
 from unicron.ctl.agent.snapshots.transfer import _listen
 from unicron.ctl.protocol import datagrams, encryption, wire
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.hello import Hello
 from unicron.ctl.protocol.reach import Door, Reach, first_open, reach
 from unicron.ctl.system import addresses
@@ -130,21 +130,25 @@ def controller(port: int) -> Iterator[PlainController]:
 def test_the_key_comes_from_whichever_address_answers(two: None, controller: PlainController, port: int) -> None:
     """Defect: with a head of two addresses every job was unprotected, and the problem was an empty text."""
     hello = Hello(f"tcp://head:{port}")
-    assert hello.wait(20.0) == encryption.PLAIN
+    assert hello.wait_for_key(20.0) == encryption.PLAIN
     assert hello.reached is not None and hello.reached.host == LIVE and hello.problem == ""
     hello.close()
 
 
 def test_where_nobody_answers_the_problem_says_whom_it_asked(two: None, port: int) -> None:
     hello = Hello(f"tcp://head:{port}")
-    assert hello.problem == "" and hello.wait(0.4) is None
+    assert hello.problem == "" and hello.wait_for_key(0.4) is None
     assert hello.problem == f"no answer from UDP port {port} of {SILENT}, {LIVE}"
     hello.close()
 
 
 def test_a_name_that_nobody_knows_is_a_problem_with_words() -> None:
     hello = Hello("tcp://no-such-host.invalid:7451")
-    assert hello.wait(0.4) is None and hello.problem.startswith("no-such-host.invalid: ") and len(hello.problem) > 30
+    assert (
+        hello.wait_for_key(0.4) is None
+        and hello.problem.startswith("no-such-host.invalid: ")
+        and len(hello.problem) > 30
+    )
     hello.close()
 
 
@@ -162,7 +166,7 @@ def test_an_agent_finds_the_address_that_answers(
         line.turn()
         line.learn(lambda: None)
         line.notice()
-        for result in line.results.take():
+        for result in line.results.take_all():
             result()
         return line.up
 
@@ -190,7 +194,7 @@ def test_a_command_finds_the_address_that_answers(
 
     thread = threading.Thread(target=answer)
     thread.start()
-    assert ask({"kind": "status"}, f"tcp://head:{port}", timeout=30.0) == "all is well"
+    assert ask_controller({"kind": "status"}, f"tcp://head:{port}", timeout=30.0) == "all is well"
     thread.join()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from unicron.ctl.protocol.client import ask
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.settings.config import AgentConfig, Config, ControllerConfig, listen_problem, problems
 from unicron.ctl.settings.config_file import examine, load, parse, parse_sections, search_path
 from unicron.ctl.settings.places import controller_address, is_guess, state_dir
@@ -260,7 +260,7 @@ def test_where_nothing_says_which_host_the_error_does(tmp_path: Path, monkeypatc
     monkeypatch.setenv("UNICRON_CONFIG", str(tmp_path / "u.toml"))
     monkeypatch.delenv("UNICRON_CONTROLLER", raising=False)
     with pytest.raises(UserError, match=r'on which other: write address = "tcp://HOST:PORT" into \[controller\]'):
-        ask({"kind": "ping"}, timeout=0.1)
+        ask_controller({"kind": "ping"}, timeout=0.1)
 
 
 def test_what_is_shipped_names_the_port_on_which_unicrond_listens() -> None:

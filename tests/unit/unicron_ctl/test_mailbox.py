@@ -17,9 +17,9 @@ def test_what_many_threads_put_is_taken_and_wakes_the_loop() -> None:
     found: list[int] = []
     while len(found) < 4000:
         assert select.select([box.fileno()], [], [], 30.0)[0], "whoever waits is woken"
-        found += box.take()
+        found += box.take_all()
     assert sorted(found) == list(range(4000))
-    assert box.take() == [] and not select.select([box.fileno()], [], [], 0.0)[0]
+    assert box.take_all() == [] and not select.select([box.fileno()], [], [], 0.0)[0]
     box.close()
 
 
@@ -27,7 +27,7 @@ def test_a_full_pipe_loses_nothing() -> None:
     box: Mailbox[int] = Mailbox()
     for number in range(100_000):  # more wake-ups than a pipe holds
         box.put(number)
-    assert box.take() == list(range(100_000))
+    assert box.take_all() == list(range(100_000))
     box.close()
 
 
@@ -51,5 +51,5 @@ def test_what_is_left_is_taken_the_next_time_and_wakes_the_loop() -> None:
     for number in mailbox.each(lambda: len(first) >= 2):
         first.append(number)
     assert first == [0, 1] and select.select([mailbox.fileno()], [], [], 0)[0]
-    assert mailbox.take() == [2, 3, 4] and not select.select([mailbox.fileno()], [], [], 0)[0]
+    assert mailbox.take_all() == [2, 3, 4] and not select.select([mailbox.fileno()], [], [], 0)[0]
     mailbox.close()

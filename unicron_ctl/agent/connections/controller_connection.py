@@ -110,9 +110,9 @@ class Line:
         if self._known is None and now - self._asked >= (HELLO_SECONDS if self.key is None else DOWN_SECONDS):
             self._asked = now
             if self._hello.fileno() >= 0:
-                self._hello.ask()
+                self._hello.send_questions()
             else:
-                self._in_thread("name", self._hello.open, lambda found: self._hello.ask() if found else None)
+                self._in_thread("name", self._hello.open, lambda found: self._hello.send_questions() if found else None)
 
     def learn(self, learned: Callable[[], None]) -> None:
         """Reads what was answered; `learned` is called when the line leads to another key."""

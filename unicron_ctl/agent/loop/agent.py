@@ -147,8 +147,8 @@ class Agent:
         for socket in self._stand_in.sockets:
             watch(socket, lambda: self._stand_in.serve(time.monotonic()))
         watch(self._signals.fileno(), lambda: self._on_signal(self._signals.read()))
-        watch(self._witness.answers.fileno(), lambda: self._reports.testimony(self._witness.answers.take()))
-        watch(self._line.results.fileno(), lambda: [result() for result in self._line.results.take()])
+        watch(self._witness.answers.fileno(), lambda: self._reports.testimony(self._witness.answers.take_all()))
+        watch(self._line.results.fileno(), lambda: [result() for result in self._line.results.take_all()])
         watch(self._copies.results.fileno(), self._copies_news)
         watch(self._files.results.fileno(), self._files_news)
 
@@ -325,7 +325,7 @@ class Agent:
             self._send_status()
 
     def _files_news(self) -> None:
-        for iteration in self._files.results.take():
+        for iteration in self._files.results.take_all():
             self._to_all(wire.Saved(iteration=iteration))
 
     def _explain(self, rank: Rank) -> None:

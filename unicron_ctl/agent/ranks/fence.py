@@ -68,7 +68,7 @@ class Fence:
         """What is due by time. connected: to the controller; muted: this node has lost its network. pids: the processes
         of the world. True when they have to end now."""
         connected = connected and not muted
-        for world, count, began in self._answers.take():
+        for world, count, began in self._answers.take_all():
             self._trying, self._answered = False, world
             if world == self._world and not muted:
                 self._lease.on_answers(count, began)

@@ -206,7 +206,7 @@ class Copies:
     def finish(self, now: float) -> bool:
         """Take in what the threads have done; True when the controller is to know of it."""
         news = False
-        for done in self.results.take():
+        for done in self.results.take_all():
             if isinstance(done, transfer.News):
                 news = True
                 self._say_once(*done)

@@ -1,5 +1,5 @@
-"""Munge on the controller's side: who registers or asks, and the controller's own word for its key. All of it in
-threads, and no more of it at once than is worth waiting for."""
+"""Munge on the controller's side: it verifies who registers or asks, and makes the credential for the controller's own
+key. Threads call munge, and only so many at once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Where = tuple[socket.socket, Any]  # by which socket, and where to
 
 @dataclass(frozen=True)
 class Unproven:
-    """No credential that counts; the text says why, and what to do. verdict: on the credential itself, which may be
-    good yet after an outage."""
+    """Why a credential does not count, and what to do. verdict: on the credential itself; after an outage it may still
+    be good."""
 
     reason: str
     verdict: Literal["used", "invalid", "outage"] = "used"
@@ -41,10 +41,10 @@ USED = Unproven("this munge credential was used before")
 
 
 class Verifier:
-    """admins: names of users who may do what a job's owner may.
+    """Verifies credentials in threads. admins: names of users who may do what a job's owner may.
 
-    Threads take turns among machines, their addresses and their connections: who sends many credentials waits for
-    himself. One that was used, or that is none, is not shown to munge again.
+    The threads serve machines, their addresses and their connections in turn, so a peer that sends many credentials
+    delays only itself. A credential that was used, or is invalid, is not shown to munge again.
     """
 
     def __init__(self, worker: Worker, admins: Callable[[], Sequence[str]]) -> None:
@@ -74,15 +74,14 @@ class Verifier:
 
 
 def path(key: str, address: str) -> tuple[str, str, str]:
-    """Whose turn a credential takes: the machine's, the address's, the connection's. All loopback addresses are one
-    machine, and in IPv6 so is a network of 64 bits (see `origin`)."""
+    """The queue path of a credential: machine, address, connection. All loopback addresses are one machine, and in IPv6
+    so is a network of 64 bits (see `origin`)."""
     where = origin(address)
     return "loopback" if is_loopback(address) else where, where, key
 
 
 class Spent:
-    """Credentials that are good for nothing any more, those that came last: by their digests, for they are long. One
-    thread notes them, any may read."""
+    """The last credentials that are used or invalid, by their digests. One thread adds them, any may read."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Unproven] = OrderedDict()
@@ -91,8 +90,8 @@ class Spent:
         return self._known.get(_digest(credential))
 
     def note(self, credential: str, found: Asker | Unproven) -> None:
-        """munge has looked at it. Where it could not, the credential may be good yet; one that was good is munge's to
-        refuse the next time."""
+        """Remembers munge's verdict. After an outage the credential may still be good; munge itself refuses one that
+        is used twice."""
         if isinstance(found, Asker) or found.verdict == "outage":
             return
         self._known[_digest(credential)] = found if found.verdict == "invalid" else USED
@@ -105,7 +104,7 @@ def _digest(credential: str) -> bytes:
 
 
 def asker_of(credential: str, claim: str, admins: Sequence[str]) -> Asker | Unproven:
-    """Who made the credential, if it holds this claim and nobody has used it before."""
+    """The user who made the credential, if it holds this claim and nobody has used it before."""
     try:
         found = unmunge(credential)
     except MungeError as error:
@@ -123,8 +122,8 @@ def asker_of(credential: str, claim: str, admins: Sequence[str]) -> Asker | Unpr
 
 
 class Introducer:
-    """Answers whoever asks for the controller's public key: by one credential a minute, however many ask. key: empty
-    for a controller that encrypts nothing."""
+    """Answers questions for the controller's public key, with one credential a minute however many ask. key: empty for
+    a controller that encrypts nothing."""
 
     def __init__(self, worker: Worker, key: str, send: Callable[[bytes, Where], None]) -> None:
         self._worker, self._key, self._send = worker, key, send
@@ -132,8 +131,8 @@ class Introducer:
         self._until = 0.0 if key else float("inf")
         self._waiting: list[Where] = []
 
-    def hello(self, where: Where, now: float) -> None:
-        """Somebody asks."""
+    def on_hello(self, where: Where, now: float) -> None:
+        """Answers one question, or puts it off until the credential is made."""
         if now < self._until:
             self._send(self._answer, where)
             return

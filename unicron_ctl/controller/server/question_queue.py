@@ -1,4 +1,4 @@
-"""Questions that wait for their answers: by turns of those who ask. Pure."""
+"""Questions that wait for their answers; askers are served in turn. Pure."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Question:
 
     @property
     def whose(self) -> str:
-        """Whose turn it takes: a user's, or an address's where nobody is proven."""
+        """The asker whose turn it takes: a user, or an address where nobody is proven."""
         return f"address {origin(self.address)}" if self.asker.uid is None else f"user {self.asker.uid}"
 
     @property
     def pays(self) -> str:
-        """Whose quota the answer is taken from; empty where nobody is proven. An admin has one at each address: root's
-        checks run on all nodes at once."""
+        """The name of the quota that pays for the answer; empty where nobody is proven. An admin has one at each
+        address: root's checks run on all nodes at once."""
         if self.asker.uid is None:
             return ""
         return f"{self.asker.uid} {origin(self.address)}" if self.asker.admin else f"{self.asker.uid}"
@@ -55,8 +55,8 @@ class Asked:
 
 
 class Answered:
-    """Answers that took long to make, for whoever asks the same with the same rights in the next moment: as `watch
-    unicronctl status` on each node of a job does. Whatever goes into the log, or an order, makes all of them old."""
+    """A cache of answers that took long to make, for the same question with the same rights: `watch unicronctl status`
+    may run on each node of a job. A new event or an order empties it."""
 
     READ_ONLY = frozenset(("status", "jobs", "nodes", "explain", "scenario"))
     LONG_SECONDS, KEPT_TIMES, KEPT_SECONDS, MOST_BYTES = 0.005, 20.0, 0.5, 16 << 20
@@ -73,8 +73,8 @@ class Answered:
         until, data = self._kept.get(_key(question), (0.0, b""))
         return data if now < until else None
 
-    def keep(self, question: Question, data: bytes, seconds: float, now: float) -> None:
-        """It took so long to make."""
+    def keep_answer(self, question: Question, data: bytes, seconds: float, now: float) -> None:
+        """Keeps an answer that took `seconds` to make, if that was long."""
         if question.ask.what not in self.READ_ONLY:
             self._forget()
         elif seconds >= self.LONG_SECONDS and len(data) <= self.MOST_BYTES:

@@ -332,7 +332,7 @@ class Server:
             try:
                 if len(data) >= HELLO_BYTES:
                     wire.decode(data, datagrams.Hello)
-                    self._introducer.hello((hints, where), self.now())
+                    self._introducer.on_hello((hints, where), self.now())
                 else:
                     self.core.hint(datagrams.hint(data), self.now())
             except wire.BadMessage as error:
@@ -390,7 +390,7 @@ class Server:
         data = self._answered.get(question, began, self.core.state.last_event)
         if data is None:
             data = self._made(question)
-            self._answered.keep(question, data, self.now() - began, self.now())
+            self._answered.keep_answer(question, data, self.now() - began, self.now())
         if self._munge:
             now = self.now()
             self._quotas.answered(question.pays, question.address, now, cost(len(data), now - began) - 1.0)
@@ -502,7 +502,7 @@ def _listen(listen: str) -> tuple[list[socket.socket], list[socket.socket], str]
 
 
 def _datagrams(sockets: Sequence[socket.socket]) -> list[socket.socket]:
-    """The same addresses for datagrams. Raises OSError."""
+    """Sockets for datagrams at the addresses of these. Raises OSError."""
     opened: list[socket.socket] = []
     try:
         for one in sockets:

@@ -55,8 +55,8 @@ RUN_SECONDS = 10.0  # for the actions of one request; then Slurm is listed again
 
 
 class Order:
-    """Whose turn it is to change an element or a node: whoever was submitted first. A lane carries out what it gets in
-    the order of submission, so no two of them ever wait for each other."""
+    """The order in which lanes may change an element or a node: that of submission. Each lane works in that order as
+    well, so no two of them ever wait for each other."""
 
     def __init__(self) -> None:
         self._waiting: dict[Target, deque[int]] = {}
@@ -73,8 +73,8 @@ class Order:
                 tickets.append(self._next)
             return tickets
 
-    def wait(self, target: Target, ticket: int) -> None:
-        """Until those before it are through: each is one call of Slurm's, which has its own time limit."""
+    def wait_for_turn(self, target: Target, ticket: int) -> None:
+        """Waits until the actions before it are through: each is one call of Slurm's, which has its own time limit."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting[target][0] == ticket)
 
@@ -89,8 +89,8 @@ class Order:
 
 
 class Others:
-    """The elements of jobs that are not planned for: of the whole queue, which is read as seldom as it takes long, and
-    meanwhile what the nodes themselves show."""
+    """The elements of jobs that are not planned for. The whole queue is read the less often the longer that takes;
+    meanwhile the nodes themselves show what runs on them."""
 
     def __init__(self, client: SlurmClient) -> None:
         self._client = client
@@ -99,7 +99,7 @@ class Others:
         self._before: set[str] = set()  # nodes that had one of ours in the last listing
 
     def read(self, nodes: Sequence[NodeInfo], own: Sequence[ElementInfo], poll: Poll) -> list[ElementInfo]:
-        """Those that occupy nodes or wait for some. own: the elements of `poll.jobs`."""
+        """The elements of others that occupy nodes or wait for some. own: the elements of `poll.jobs`."""
         age, least = time.monotonic() - self._read_at, self._took / QUEUE_SHARE
         fresh = age >= min(LONGEST_QUEUE, least / 6 if poll.all else least)
         if fresh:
@@ -179,8 +179,8 @@ class Worker:
     def verify(
         self, work: Callable[[], Any], then: Callable[[Any], None], whose: tuple[str, str, str] = OURSELVES
     ) -> bool:
-        """The same, in threads of their own: a munge that hangs must not keep probes waiting. They take turns among
-        machines, the addresses of each, and the connections of each address. False when there is no room for more."""
+        """Runs `work` in the threads for munge, which may hang without keeping probes waiting. Machines, the addresses
+        of each and the connections of each address are served in turn. False when there is no room for more."""
         with self._turns:
             if not self._credentials.add(whose, partial(_run, work, then, self.verified)):
                 return False
@@ -237,7 +237,7 @@ class Worker:
         failed: set[Target] = set()
         until, over = time.monotonic() + RUN_SECONDS, False
         for action, ticket in zip(request.actions, tickets, strict=True):
-            self._order.wait(action.target, ticket)
+            self._order.wait_for_turn(action.target, ticket)
             try:
                 if over:
                     error = PUT_OFF

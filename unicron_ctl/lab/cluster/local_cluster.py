@@ -97,11 +97,11 @@ class LocalCluster:
         check_host(host, self.spec.node_names)
         return self.spec.address(host)
 
-    def enter(self, host: str) -> list[str]:
+    def command_prefix(self, host: str) -> list[str]:
         """What to put before a command so that it runs on a node or on `head`. Raises UserError (wrong use)."""
         self._check_links()
         check_host(host, self.spec.node_names)
-        return self.layout.network.enter(host)
+        return self.layout.network.command_prefix(host)
 
     def _check_links(self) -> None:
         if not self.spec.links:
@@ -394,7 +394,7 @@ class LocalCluster:
     def _launch(self, name: str, command: list[str], host: str) -> int:
         """Starts a daemon in a session of its own, as a child of init, and returns its process id."""
         if self.spec.links:
-            command = self.enter(host) + command
+            command = self.command_prefix(host) + command
         # The daemons run in the foreground of a background shell job: the id is known before anything can fail, and
         # init, not a long-living caller, collects what is left of them. No stream is inherited: a reader would hang.
         script = 'out=$1; shift; setsid "$@" </dev/null >"$out" 2>&1 & echo $!'

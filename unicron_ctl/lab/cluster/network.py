@@ -142,7 +142,7 @@ class Network:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def enter(self, host: str) -> list[str]:
+    def command_prefix(self, host: str) -> list[str]:
         """What to put before a command's words so that it runs on that host."""
         namespace = f"--net={MOUNTS / self.namespace(host)}"
         settle = ["/bin/sh", "-c", _SETTLE, "sh", host, str(self.folder / "hosts"), str(self.folder / "cgroup")]

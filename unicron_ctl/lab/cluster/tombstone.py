@@ -41,7 +41,7 @@ def ports_of(pids: Iterable[int]) -> list[int]:
     return sorted(found)
 
 
-def hold(port: int) -> socket.socket | None:
+def hold_port(port: int) -> socket.socket | None:
     """A socket that answers nobody; None while the port is somebody's."""
     with contextlib.suppress(OSError):
         one = socket.create_server(("", port))
@@ -57,7 +57,7 @@ def main() -> None:
     wanted, deadline = [int(word) for word in sys.argv[3:]], time.monotonic() + ENDING_SECONDS
     while len(held) < len(wanted) and time.monotonic() < deadline:
         for port in [port for port in wanted if port not in held]:
-            if (one := hold(port)) is not None:
+            if (one := hold_port(port)) is not None:
                 held[port] = one
         time.sleep(AGAIN_SECONDS)
     signal.pause()

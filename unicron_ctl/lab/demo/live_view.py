@@ -35,7 +35,7 @@ class Living:
 
 
 class View(Living):
-    """`tell` adds a line to the story, `show` redraws the tables."""
+    """`add_line` adds a line to the story, `show` redraws the tables."""
 
     def __init__(self, console: Console):
         super().__init__(console, refresh_per_second=8, transient=True)
@@ -49,7 +49,7 @@ class View(Living):
             for line in self._lines:
                 self._console.print(Text(line))
 
-    def tell(self, text: str) -> None:
+    def add_line(self, text: str) -> None:
         """One line of the story, with the seconds since the start."""
         line = f"{time.time() - self._began:6.1f} s  {text}"
         self._lines.append(line)
@@ -61,7 +61,7 @@ class View(Living):
         last = max(status.failures, key=lambda failure: failure.id, default=None)
         if last and last.reason != self._last_event:
             self._last_event = last.reason
-            self.tell(f"    unicron: SEV{last.severity} {last.cause}: {last.reason}")
+            self.add_line(f"    unicron: SEV{last.severity} {last.cause}: {last.reason}")
         if self._live:
             self._live.update(Group(_jobs(status), _nodes(status), Text("\n".join(self._lines))))
 

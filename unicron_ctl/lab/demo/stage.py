@@ -21,7 +21,7 @@ from unicron.ctl.lab.cluster import LocalCluster, protection
 from unicron.ctl.lab.cluster.cluster_layout import Layout
 from unicron.ctl.lab.cluster.health_program import health_lines
 from unicron.ctl.protocol.answer_schema import Element, Job, Status
-from unicron.ctl.protocol.client import as_struct, ask
+from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.errors import UserError
 
 ROOT = Path(unicron.__file__).resolve().parent.parent
@@ -198,7 +198,7 @@ class Stage:
         return self.ids[job.name]
 
     def start_reference(self, job: DemoJob) -> None:
-        """The same script, data and seed in one undisturbed process outside Slurm, at a lower priority."""
+        """Starts the job's script, data and seed in one undisturbed process outside Slurm, at a lower priority."""
         work = self.folder / f"{job.name}-reference"
         work.mkdir(exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("UNICRON", "SLURM"))}
@@ -251,7 +251,7 @@ class Stage:
     def status(self) -> Status:
         """What `unicronctl status` shows, not older than FRESH_SECONDS: the cores are for the training."""
         if self._status is None or time.monotonic() - self._asked_at > FRESH_SECONDS:
-            answer = ask({"kind": "status"}, address=self.address, timeout=ANSWER_SECONDS)
+            answer = ask_controller({"kind": "status"}, address=self.address, timeout=ANSWER_SECONDS)
             self._status = as_struct(answer, Status)
             self._asked_at = time.monotonic()
         return self._status

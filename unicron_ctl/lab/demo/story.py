@@ -34,8 +34,8 @@ class Injury:
 class Story:
     """Plays the chapters on `stage`; `tell(text)` is called at every turn and `show(status)` at every poll."""
 
-    def __init__(self, stage: Stage, tell: Callable[[str], None], show: Callable[[Status], None]):
-        self.stage, self.tell, self.show = stage, tell, show
+    def __init__(self, stage: Stage, add_line: Callable[[str], None], show: Callable[[Status], None]):
+        self.stage, self.add_line, self.show = stage, add_line, show
         self.injuries: list[Injury] = []
 
     def play(self) -> None:
@@ -52,7 +52,7 @@ class Story:
         lost = self._node_dies_with_spare(large)
         self._node_dies_without_spare(large, small)
         self._node_returns(lost, small)
-        self.tell("all is healed: both jobs are asked to end")
+        self.add_line("all is healed: both jobs are asked to end")
         for job in self.stage.jobs:
             self.stage.finish(job)
         self._wait(
@@ -61,7 +61,7 @@ class Story:
             "the jobs did not finish",
         )
         trained = {job.name: self.stage.known_job(job.name).iteration + 1 for job in self.stage.jobs}
-        self.tell(
+        self.add_line(
             "waiting for the undisturbed runs to reach "
             f"{', '.join(f'iteration {count} of {name}' for name, count in trained.items())}"
         )
@@ -143,7 +143,7 @@ class Story:
 
     def _injured(self, kind: str, job: DemoJob, what: str, when: float) -> None:
         self.injuries.append(Injury(kind, job.name, what, when))
-        self.tell(what)
+        self.add_line(what)
 
     def _healed(self, done: Callable[[], bool], complaint: str) -> None:
         injury = self.injuries[-1]
@@ -151,7 +151,7 @@ class Story:
             self._wait(lambda: self.record(injury) is not None, HEAL_SECONDS, f"nobody noticed: {injury.what}")
         self._wait(done, HEAL_SECONDS, complaint)
         injury.healed_at = injury.healed_at or time.time()
-        self.tell(f"healed after {injury.healed_at - injury.injected_at:.1f} s")
+        self.add_line(f"healed after {injury.healed_at - injury.injected_at:.1f} s")
 
     def _plan(self) -> str:
         """Why each job has the nodes it has, as the controller says."""

@@ -52,7 +52,7 @@ def test_what_is_set_aside_becomes_files_of_which_the_newest_stay(memory: Memory
     writer = Files(memory, lambda key: (), 0.0, said.append)
     wait_for(lambda: not any(name.exists() for name in names), "the files")
     wait_for(lambda: iterations(tmp_path / "saves") == [6, 4], "the oldest has gone")
-    assert writer.results.take() == [2, 4, 6] and not said
+    assert writer.results.take_all() == [2, 4, 6] and not said
     writer.ask(rests=False)
     aside(memory, 7)
     writer.close(20.0)

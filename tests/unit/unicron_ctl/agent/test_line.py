@@ -54,7 +54,7 @@ def lines(controller: socket.socket) -> Iterator[Line]:
 
 def served(lines: Line) -> bool:
     """As the agent's loop does."""
-    results = lines.results.take()
+    results = lines.results.take_all()
     for result in results:
         result()
     return bool(results)

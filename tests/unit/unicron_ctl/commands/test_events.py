@@ -35,7 +35,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         heard = wire.decode(sent)
         return answers.answer(None, store, heard.what, heard.args, EVERYBODY)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(events, "ask", ask)
+    monkeypatch.setattr(events, "ask_controller", ask)
 
 
 def shown(*words: str) -> list[str]:

@@ -195,17 +195,17 @@ def test_one_credential_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None
         return found
 
     for port in range(5000):
-        introducer.hello(("10.0.0.1", port), 100.0)
+        introducer.on_hello(("10.0.0.1", port), 100.0)
     assert len(later.todo) == 1 and not sent
     later.run()
     assert {answer.credential for answer in answers()} == {"credential 1"} and len(made) == 1
-    introducer.hello(("10.0.0.1", 1), 159.0)
+    introducer.on_hello(("10.0.0.1", 1), 159.0)
     assert [answer.credential for answer in answers()] == ["credential 1"] and not later.todo
-    introducer.hello(("10.0.0.1", 1), 161.0)
+    introducer.on_hello(("10.0.0.1", 1), 161.0)
     later.run()
     (answer,) = answers()
     assert not answer.credential and "Socket communication error" in answer.error
-    introducer.hello(("10.0.0.1", 1), 162.5)
+    introducer.on_hello(("10.0.0.1", 1), 162.5)
     later.run()
     assert [answer.credential for answer in answers()] == ["credential 3"]
 

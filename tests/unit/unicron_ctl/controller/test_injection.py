@@ -103,7 +103,7 @@ def test_punish_is_reproducible_and_ends_when_the_time_is_up(monkeypatch):
             asked.append((round(now[0], 3), question["fault"], question["slot"]))
             return {**question, "node": "n", "seconds": 0.0, "dry_run": False}
 
-        monkeypatch.setattr(commands, "ask", answer)
+        monkeypatch.setattr(commands, "ask_controller", answer)
         done = CliRunner().invoke(commands.punish, ["--mtbf", "5", "--minutes", "2", "--seed", "7"])
         assert done.exit_code == 0 and f"{len(asked)} faults in 2 minutes (seed 7)" in done.output
         assert now[0] == pytest.approx(120.0)
@@ -152,18 +152,18 @@ class Controller:
 
 
 def test_a_refused_fault_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(commands, "ask", Controller())
+    monkeypatch.setattr(commands, "ask_controller", Controller())
     assert run("unicronctl", commands.command, ["oom-kill", "--job", "1"]) == 1
     assert "it takes root" in capsys.readouterr().err
 
 
 def test_a_node_elsewhere_is_for_its_admin_and_nothing_is_logged(monkeypatch, capsys, tmp_path):
     asked = Controller()
-    monkeypatch.setattr(commands, "ask", asked)
+    monkeypatch.setattr(commands, "ask_controller", asked)
     assert run("unicronctl", commands.command, ["lost-node", "--node", "n1", "--state-dir", str(tmp_path)]) == 1
     assert "ipmitool -H n1-bmc chassis power off" in capsys.readouterr().err
     assert [question["dry_run"] for question in asked.asked if question["kind"] == "inject"] == [True]
-    monkeypatch.setattr(commands, "ask", Controller(nodes=()))
+    monkeypatch.setattr(commands, "ask_controller", Controller(nodes=()))
     assert run("unicronctl", commands.command, ["lost-node", "--node", "n9"]) == 2
     assert "no jobs run on n9" in capsys.readouterr().err
 
@@ -185,7 +185,7 @@ def test_a_lost_node_of_the_local_cluster_is_powered_off_and_on_again(monkeypatc
             calls.append(("on", node, now[0]))
 
     monkeypatch.setattr(commands, "LocalCluster", Local)
-    monkeypatch.setattr(commands, "ask", Controller())
+    monkeypatch.setattr(commands, "ask_controller", Controller())
     monkeypatch.setattr(commands, "time", clock(now))
     assert CliRunner().invoke(commands.command, ["lost-node", "--node", "n1"]).exit_code == 0
     assert calls == [("off", "n1", 0.0)]

@@ -113,7 +113,7 @@ class Bench:
 
     def heard(self, count: int) -> list[tuple[str, str]]:
         def enough() -> bool:
-            for result in self.worker.results.take():
+            for result in self.worker.results.take_all():
                 result()
             return len(self.core.heard) >= count
 

@@ -84,7 +84,7 @@ def test_links_need_root_and_a_cluster_that_was_started_with_them(
     with pytest.raises(UserError, match="need root; leave --links away") as raised:
         LocalCluster(tmp_path, links=True).up()
     assert raised.value.exit_code == 1
-    for use in (lambda cluster: cluster.links, lambda cluster: cluster.enter("n1")):
+    for use in (lambda cluster: cluster.links, lambda cluster: cluster.command_prefix("n1")):
         with pytest.raises(UserError, match="no links; start one with: unicronctl cluster up --links") as raised:
             use(LocalCluster(tmp_path))
         assert raised.value.exit_code == 2

@@ -96,7 +96,7 @@ def test_a_controller_that_does_not_answer_is_only_said(tmp_path, monkeypatch) -
 
 def test_the_report_says_what_was_found(tmp_path, monkeypatch) -> None:
     told: list[dict] = []
-    monkeypatch.setattr(admission, "ask", lambda question, where, timeout: told.append(question))
+    monkeypatch.setattr(admission, "ask_controller", lambda question, where, timeout: told.append(question))
     run(tmp_path, "--controller", "tcp://h:1", "--at", "prolog", config="[health]\ngpus = 99\n")
     assert [(t["kind"], t["node"], t["source"], t["verdict"]) for t in told] == [("health", "n1", "prolog", "bad")]
     assert "99 GPUs expected" in told[0]["reason"] and isinstance(checked(told[0]), Report)
@@ -110,7 +110,7 @@ def test_a_report_that_cannot_be_sent_is_one_line() -> None:
 def test_reports_go_to_the_address_of_the_configuration(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("UNICRON_CONTROLLER", raising=False)
     told = []
-    monkeypatch.setattr(admission, "ask", lambda question, where, timeout: told.append(where))
+    monkeypatch.setattr(admission, "ask_controller", lambda question, where, timeout: told.append(where))
     skip = '[health]\nskip = ["all"]\n'
     assert run(tmp_path, config=skip)[0] == 0 and told == []
     assert run(tmp_path, config=f'{skip}[controller]\naddress = "tcp://head:7451"\n')[0] == 0
