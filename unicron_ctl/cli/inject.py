@@ -1,7 +1,4 @@
-"""`unicronctl inject` and `unicronctl punish`: break training on purpose, once or at random.
-
-JSON (`--json`) of inject, one line of it per fault of punish: fault, job, slot, node, seconds, at, dry_run, event.
-"""
+"""`unicronctl inject` and `unicronctl punish`: break training on purpose, once or at random."""
 
 from __future__ import annotations
 
@@ -12,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.lab.cluster import LocalCluster
 from unicron.ctl.lab.cluster.cluster_layout import default_state_dir
-from unicron.ctl.protocol.client import ask_controller
+from unicron.ctl.protocol.answer_schema import Injected
+from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.detector.chaos.inject import EXCEPTIONS, FAULTS, InjectError, parse
 
@@ -46,10 +45,18 @@ def _checked(fault: str) -> str:
     return fault
 
 
-def _line(done: dict[str, Any]) -> str:
-    verb = "would inject" if done["dry_run"] else "injected"
-    lasts = f" for {done['seconds']:g} s" if done["seconds"] else ""
-    return f"{verb} {done['fault']} into job {done['job']}, slot {done['slot']} on {done['node']}{lasts}"
+def _print(done: Injected, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(msgspec.to_builtins(done)))
+        return
+    verb = "would inject" if done.dry_run else "injected"
+    lasts = f" for {done.seconds:g} s" if done.seconds else ""
+    click.echo(f"{verb} {done.fault} into job {done.job}, slot {done.slot} on {done.node}{lasts}")
+
+
+def _order(question: dict[str, Any], controller: str | None) -> Injected:
+    """Asks the controller to inject a fault."""
+    return as_struct(ask_controller({"kind": "inject", **question}, controller), Injected)
 
 
 @click.command(name="inject", epilog=f"{_HELP}\n\n{_CLASSES}")
@@ -74,7 +81,7 @@ def command(
     controller: str | None,
 ) -> None:
     """Break one rank of a job; refused unless the controller's configuration allows it."""
-    question = {"kind": "inject", "fault": _checked(fault), "seconds": seconds, "dry_run": dry_run}
+    question = {"fault": _checked(fault), "seconds": seconds, "dry_run": dry_run}
     question["job"] = job if job is not None else _only_job(controller, node)
     if slot is not None:
         question["slot"] = slot
@@ -89,7 +96,7 @@ def command(
         done = _lose_node(done, controller, state_dir)
     if not dry_run and fault in REFUSABLE:
         _raise_refusal(done, controller)
-    click.echo(json.dumps(done) if as_json else _line(done))
+    _print(done, as_json)
 
 
 def _only_job(controller: str | None, node: str | None) -> str:
@@ -105,9 +112,9 @@ def _only_job(controller: str | None, node: str | None) -> str:
     return str(found[0])
 
 
-def _lose_node(done: dict[str, Any], controller: str | None, state_dir: Path) -> dict[str, Any]:
+def _lose_node(done: Injected, controller: str | None, state_dir: Path) -> Injected:
     """Cuts the node's power where that can be done here: on the local cluster. The order stands in the log first."""
-    node = done["node"]
+    node = done.node
     try:
         cluster = LocalCluster.load(state_dir)
         local = node in cluster.spec.node_names
@@ -118,19 +125,19 @@ def _lose_node(done: dict[str, Any], controller: str | None, state_dir: Path) ->
             f"{node} is no node of a local cluster in {state_dir}: cut its power yourself, for example with "
             f"`ipmitool -H {node}-bmc chassis power off` or `ssh {node} 'echo b > /proc/sysrq-trigger'`"
         )
-    kept = {key: done[key] for key in ("fault", "job", "slot", "node", "seconds")}
-    done = ask_controller({"kind": "inject", **kept}, controller)
+    kept = {"fault": done.fault, "job": done.job, "slot": done.slot, "node": node, "seconds": done.seconds}
+    done = _order(kept, controller)
     cluster.power_off(node)
     return done
 
 
-def _raise_refusal(done: dict[str, Any], controller: str | None) -> None:
+def _raise_refusal(done: Injected, controller: str | None) -> None:
     """Raises UserError when the agent says that it cannot do it."""
     deadline = time.monotonic() + REFUSED_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        for event in ask_controller({"kind": "events", "after": done["event"]}, controller):
-            if event["kind"] == "inject_refused" and event["slot"] == done["slot"]:
+        for event in ask_controller({"kind": "events", "after": done.event}, controller):
+            if event["kind"] == "inject_refused" and event["slot"] == done.slot:
                 raise UserError(event["reason"])
 
 
@@ -170,21 +177,21 @@ def punish(
                 idle += 1
                 continue
             name, slot = rng.choice(victims)
-            question = {"kind": "inject", "fault": rng.choice(kinds), "job": name, "slot": slot}
+            question: dict[str, Any] = {"fault": rng.choice(kinds), "job": name, "slot": slot}
             if question["fault"] == "corrupt-checkpoint":
                 question["slot"] = None  # of whoever sends the state next
             try:
                 if question["fault"] == LOST_NODE:
-                    done = _lose_node(ask_controller({**question, "dry_run": True}, controller), controller, state_dir)
-                    off[done["node"]] = time.monotonic() + done["seconds"]
+                    done = _lose_node(_order({**question, "dry_run": True}, controller), controller, state_dir)
+                    off[done.node] = time.monotonic() + done.seconds
                 else:
-                    done = ask_controller(question, controller)
+                    done = _order(question, controller)
             except UserError as error:  # the rank may have died meanwhile
                 refused += 1
                 click.echo(f"not injected: {error}", err=True)
                 continue
             count += 1
-            click.echo(json.dumps(done) if as_json else _line(done))
+            _print(done, as_json)
         time.sleep(max(0.0, until - time.monotonic()))
     finally:
         _restore(off, state_dir, float("inf"))

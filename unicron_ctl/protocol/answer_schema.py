@@ -322,7 +322,7 @@ class Event(msgspec.Struct, kw_only=True):
 
 
 class Injected(msgspec.Struct, kw_only=True):
-    """A fault that was injected on purpose, or would be. event: the log's id after which its record comes."""
+    """A fault that was injected on purpose, or would be. event: the id of its record; none in a dry run."""
 
     fault: str
     job: str
@@ -331,7 +331,7 @@ class Injected(msgspec.Struct, kw_only=True):
     seconds: float
     at: float
     dry_run: bool
-    event: int
+    event: int | UnsetType = UNSET
 
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)

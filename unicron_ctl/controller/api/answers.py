@@ -137,7 +137,7 @@ def _job_id(core: Core, text: str, asker: Asker) -> str:
     raise Unanswerable(f"{'several jobs are' if living else 'no job is'} called {text[:100]!r}: jobs are {known}")
 
 
-def inject(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
+def inject(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> schema.Injected:
     """Breaks a rank on purpose: args fault, job, slot, node, seconds, dry_run."""
     slot, node, seconds = args.get("slot"), args.get("node"), args.get("seconds", 0.0)
     if not (slot is None or isinstance(slot, int)) or not (node is None or isinstance(node, str)):
@@ -154,7 +154,8 @@ def inject(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict
         raise Unanswerable(str(error)) from None
     core.take(outcome)
     if not dry_run:
-        core.desk(state).injected.add(done["slot"])
+        core.desk(state).injected.add(done.slot)
+        done.event = core.state.last_event
     return done
 
 

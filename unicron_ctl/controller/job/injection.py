@@ -4,13 +4,13 @@ it."""
 from __future__ import annotations
 
 import random
-from typing import Any
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.answer_schema import Injected
 from unicron.detector.chaos import inject
 
 LIVING = ("waiting", "entering", "running", "stopped", "starting")
@@ -28,26 +28,26 @@ def perform(
     node: str | None = None,
     seconds: float = 0.0,
     dry_run: bool = False,
-) -> tuple[dict[str, Any], Outcome]:
+) -> tuple[Injected, Outcome]:
     """Breaks one rank of the job: the named slot, one on the named node, or any. Raises NotInjected.
 
-    Returns {"fault", "job", "slot", "node", "seconds", "at", "dry_run"}, and what is to be done. A fault that the
-    command itself carries out (a node's power) is only logged here.
+    Returns the answer and what is to be done. A fault that the command itself carries out (a node's power) is only
+    logged here.
     """
     name = _checked(view, job, fault)
     if name == "corrupt-checkpoint" and slot is None and node is None and job.state.members:
         slot = min(job.state.members)  # the next newcomer gets the state from it
     agent, slot = _target(job, slot, node)
     lasts = seconds or inject.FAULTS[name][1]
-    done: dict[str, Any] = {
-        "fault": fault,
-        "job": job.state.job,
-        "slot": slot,
-        "node": agent.node,
-        "seconds": lasts,
-        "at": view.now,
-        "dry_run": dry_run,
-    }
+    done = Injected(
+        fault=fault,
+        job=job.state.job,
+        slot=slot,
+        node=agent.node,
+        seconds=lasts,
+        at=view.now,
+        dry_run=dry_run,
+    )
     out = Outcome()
     if job.state.restart_mode and inject.FAULTS[name][0] != "agent":
         plain = "its ranks are plain programs: rank-kill breaks them, too"

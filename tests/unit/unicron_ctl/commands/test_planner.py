@@ -64,7 +64,7 @@ def test_plan_live_asks_the_controller(files, capsys, monkeypatch):
         asked.append((question["kind"], controller))
         return to_dict(case(2)) if question["kind"] == "scenario" else [{"job": "task6-13b", "name": "gpt"}]
 
-    module.ask = ask
+    module.ask_controller = ask
     monkeypatch.setitem(sys.modules, "unicron.ctl.protocol.client", module)
     where = ("--controller", "tcp://head:1")
     for name in ("task6-13b", "gpt"):

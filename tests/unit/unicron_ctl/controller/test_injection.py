@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from tests.support.questions import told
 from tests.support.world import World
 from unicron.ctl.cli import inject as commands
 from unicron.ctl.cli.unicronctl import COMMANDS
 from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.protocol import wire
 from unicron.ctl.system.program import run
 
@@ -24,7 +24,7 @@ def world():
 
 
 def ask(world: World, **args) -> dict:
-    done = answers.answer(world.core, None, "inject", {"job": "1", **args}, EVERYBODY)
+    done = told(world.core, "inject", **{"job": "1", **args})
     world.deliver()
     return done
 
@@ -101,7 +101,7 @@ def test_punish_is_reproducible_and_ends_when_the_time_is_up(monkeypatch):
             if question["kind"] == "jobs":
                 return [{"job": "1", "name": "gpt", "ended": None, "members": [0, 1] if now[0] > 20 else []}]
             asked.append((round(now[0], 3), question["fault"], question["slot"]))
-            return {**question, "node": "n", "seconds": 0.0, "dry_run": False}
+            return {**question, "node": "n", "seconds": 0.0, "dry_run": False, "at": 0.0}
 
         monkeypatch.setattr(commands, "ask_controller", answer)
         done = CliRunner().invoke(commands.punish, ["--mtbf", "5", "--minutes", "2", "--seed", "7"])
@@ -147,7 +147,7 @@ class Controller:
             return [{"job": "1", "name": "gpt", "ended": None, "members": [0, 1], "elements": elements}]
         if question["kind"] == "events":
             return [{"kind": "inject_refused", "slot": 0, "reason": "oom-kill was not injected: it takes root"}]
-        done = {"slot": 0, "node": "n1", "dry_run": False, "seconds": 20.0, "event": 5, "job": "1"}
+        done = {"slot": 0, "node": "n1", "dry_run": False, "seconds": 20.0, "event": 5, "job": "1", "at": 0.0}
         return done | {key: value for key, value in question.items() if key != "kind"}
 
 

@@ -401,4 +401,4 @@ def test_hooks_of_ranks_cannot_be_asked_of_plain_programs():
     start(world)
     with pytest.raises(injection.NotInjected, match="restart mode, its ranks are plain programs"):
         injection.perform(world.core.view, world.core.view.job(world.job()), "exception:python")
-    assert injection.perform(world.core.view, world.core.view.job(world.job()), "rank-kill")[0]["job"] == "1"
+    assert injection.perform(world.core.view, world.core.view.job(world.job()), "rank-kill")[0].job == "1"
