@@ -22,7 +22,7 @@ import msgspec
 from unicron.ctl.controller.core.intake import Intake
 from unicron.ctl.controller.core.turn import Turns
 from unicron.ctl.controller.failure_detector import ending_nodes, leases, network_partitions, probes, self_suspicion
-from unicron.ctl.controller.job import adoption, candidates, confirmation
+from unicron.ctl.controller.job import adoption, confirmation
 from unicron.ctl.controller.job.desk import JobDesk
 from unicron.ctl.controller.job.modes import mode_of
 from unicron.ctl.controller.judge import agent_failures as judge_agents
@@ -459,9 +459,7 @@ class Core:
         self.take(network_partitions.check_partitions(self.view, view, view.live.survey))
         period = self.config.metrics_seconds
         self.take(outliers.look(job, desk.peers, desk.times.phases.comparable, period, self.now))
-        if job.restart_mode:
-            waiting = candidates.waiting_elements(self.view, view)
-            self.take(mode_of(job).look(self.view, view, waiting, desk.told))
+        self.take(mode_of(job).report(self.view, view, desk.told))
         self.turns.advance(job)
         self.take(adoption.say_awaited(self.view, view, desk))
 

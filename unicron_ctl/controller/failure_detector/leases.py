@@ -115,7 +115,7 @@ def _missing(view: View, job: JobState) -> Iterator[Suspicion]:
 
 def _needed_again(job: JobState, record: AgentRecord) -> bool:
     """Restart mode: a world that breaks needs the agents again whose ranks had ended well."""
-    again = job.restart_mode and job.phase is Phase.BREAKING and record.gone == "finished"
+    again = not job.mode.finishes_alone and job.phase is Phase.BREAKING and record.gone == "finished"
     return again and any(s in job.members and s not in job.lost and s not in job.condemned for s in record.slots)
 
 

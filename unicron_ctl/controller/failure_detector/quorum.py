@@ -41,7 +41,7 @@ def no_majority_missing(view: View, job: JobState, missing: list[int] | None = N
     gone = set(missing_elements(view, job) if missing is None else missing)
     if not gone:
         return True
-    if job.restart_mode:  # nobody votes
+    if not job.mode.agents_agree:
         return 2 * len(gone) <= len(job.inside)
     votes = {who for who in _voters(job) if not _votes_here(view, job, *who)}
     return all(2 * len(votes & group) <= len(group) for group in _groups(job))
@@ -52,7 +52,7 @@ def majority_may_run(view: View, job: JobState, missing: list[int] | None = None
 
     A plain program cannot go on without all of its processes, and a job on a single node has no two halves.
     """
-    if job.restart_mode or all(len(group) < 2 for group in _groups(job)):
+    if not job.mode.agents_agree or all(len(group) < 2 for group in _groups(job)):
         return False
     return not no_majority_missing(view, job, missing)
 
@@ -104,7 +104,7 @@ def agents_with_free_votes(view: View, job: JobView) -> list[AgentView]:
     Only giving up the vote keeps them from voting for the others once they cannot be heard any more.
     """
     state = job.state
-    if state.phase not in BETWEEN or state.restart_mode or no_majority_missing(view, state):
+    if state.phase not in BETWEEN or not state.mode.agents_agree or no_majority_missing(view, state):
         return []
     speaking = (_speaking(view, state, element, name) for element, name in sorted(_voters(state)))
     free = (a for a in speaking if a is not None and not any(_goes_on(state, slot) for slot in a.slots))

@@ -242,7 +242,7 @@ def _known(view: View, job: JobView) -> list[int]:
 
 def _too_many(view: View, job: JobView, absent: list[int], count: int, out: Outcome) -> bool:
     """More than half of the elements are missing, and only time speaks against them: they may go on by themselves."""
-    if job.state.restart_mode or count < 2 or 2 * len(absent) <= count:
+    if not job.state.mode.agents_agree or count < 2 or 2 * len(absent) <= count:
         return False
     reason = (
         f"elements {absent[:20]} of job {job.state.job} have not been heard, and may go on by themselves: nothing is "
@@ -329,10 +329,12 @@ def recalled(job: JobView, agent: AgentView, message: wire.Held) -> None:
 def may_come_back(view: View, job: JobView) -> list[int]:
     """Lost members that may live and hold the training state, when nobody else does: nothing has shown them dead.
 
-    Nobody waits for them longer than `_patience` says. In restart mode there is no state.
+    Nobody waits for them longer than `_patience` says.
     """
     state = job.state
-    if state.restart_mode or state.phase is not Phase.BREAKING or job.waited(view.now) > _patience(view, job):
+    if not state.mode.keeps_state or state.phase is not Phase.BREAKING:
+        return []
+    if job.waited(view.now) > _patience(view, job):
         return []
     found = []
     for slot, identity in state.lost.items():
@@ -352,7 +354,7 @@ def _patience(view: View, job: JobView) -> float:
 def _say_incomplete(view: View, job: JobView) -> Outcome:
     """A job that is to be formed anew, of which ranks have kept their state, lacks ranks for other places."""
     out, state, live = Outcome(), job.state, job.live
-    if view.now < live.nobody_until or state.restart_mode:
+    if view.now < live.nobody_until or not state.mode.keeps_state:
         return out
     live.nobody_until = look_again(view.now, len(live.agents), LOOK_SECONDS)
     slots = forming_slots(view, job, waiting_elements(view, job, True))

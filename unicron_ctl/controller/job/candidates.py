@@ -74,7 +74,7 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
         if element in state.leaving or not may_work(view, job, element):
             continue
         outside = [slot for slot in agent.slots if slot not in state.members]
-        inside = len(outside) < len(agent.slots) and not state.restart_mode
+        inside = state.mode.joins and len(outside) < len(agent.slots)
         if inside or any(status.state == "standby" for status in agent.ranks.values()):
             outside = [slot for slot in outside if able(job, agent, slot)]
         elif not _whole(job, agent) or len(outside) < len(agent.slots):
@@ -82,7 +82,7 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
         if outside:
             waited = view.now - max(agent.came.get(slot, 0.0) for slot in outside)
             (found if waited >= delay else late)[element] = outside
-    if late and not state.restart_mode and not _coming(view, job):
+    if late and state.mode.joins and not _coming(view, job):
         found = dict(sorted((found | late).items()))
     taken = spares.admitted(view, job, found) if found else ()
     chosen = [slot for element, slots in found.items() if element in taken for slot in slots]

@@ -49,7 +49,7 @@ def perform(
         dry_run=dry_run,
     )
     out = Outcome()
-    if job.state.restart_mode and inject.FAULTS[name][0] != "agent":
+    if not job.state.mode.reports and inject.FAULTS[name][0] != "agent":
         plain = "its ranks are plain programs: rank-kill breaks them, too"
         raise NotInjected(f"job {job.state.job} is in restart mode, {plain}")
     if not dry_run:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unicron.ctl.controller.job.candidates import waiting_elements
 from unicron.ctl.controller.job.deciding import decided
 from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model import mode
 from unicron.ctl.controller.model.agent_view import keeps
 from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
@@ -68,8 +70,8 @@ class Session:
         """Why it is no use to form another generation; empty while it is."""
         return ""
 
-    def look(self, view: View, job: JobView, waiting: Sequence[int], told: Told) -> Outcome:
-        """What a running job's mode has to say. Called at every tick."""
+    def report(self, view: View, job: JobView, told: Told) -> Outcome:
+        """What goes on record of a running job. Called at every tick."""
         return Outcome()
 
 
@@ -126,17 +128,17 @@ class Restart:
         short += ", and saved nothing new"
         return f"{short}, the last time because: {last}" if last else short
 
-    def look(self, view: View, job: JobView, waiting: Sequence[int], told: Told) -> Outcome:
-        """Records that a world has proved itself, and why newcomers (elements) are kept waiting."""
+    def report(self, view: View, job: JobView, told: Told) -> Outcome:
+        """Records that a world has proved itself, and why newcomers are kept waiting."""
         out, state = Outcome(), job.state
         if state.phase is not Phase.RUNNING or state.plan is None:
             return out
         age, generation = view.now - state.since, state.plan.generation
         if state.steady != generation and (proof := _proof(job, age)) is not None:
             out.record(state, proof, generation)
-        if not waiting or job.room <= 0:  # then they are spares
+        if job.room <= 0:  # whoever waits is a spare
             return out
-        inside = set(state.inside)
+        inside, waiting = set(state.inside), waiting_elements(view, job)
         newcomers = tuple(e for e in waiting if e not in inside and e not in state.leaving)
         if newcomers and told.newcomers != (generation, newcomers):
             good, reason = worth(len(inside), len(newcomers), age, view.config)
@@ -182,4 +184,4 @@ SESSION, RESTART = Session(), Restart()
 
 def mode_of(job: JobState) -> Session | Restart:
     """The job's strategy."""
-    return RESTART if job.restart_mode else SESSION
+    return RESTART if job.mode is mode.RESTART else SESSION

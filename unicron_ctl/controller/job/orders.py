@@ -96,7 +96,7 @@ class Letter:
         """The agent's part of the plan, of which there must be one."""
         assert self.plan is not None
         peers = self.peers if agent.element in self._proposing else ()
-        doors = self._doors(agent.element) if self._job.restart_mode else ()
+        doors = self._doors(agent.element) if self._job.mode.fenced else ()
         return shared_plans.share(self.plan, self.common, agent.slots, peers, self._heads, doors)
 
     @cached_property
@@ -169,7 +169,7 @@ def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:
         return False
     breaking = job.phase is Phase.BREAKING
     for slot, status in agent.ranks.items():
-        stops = status.state in BREAKABLE or (job.restart_mode and status.state == "finished")
+        stops = status.state in BREAKABLE or (not job.mode.finishes_alone and status.state == "finished")
         if not stops or max(status.generation, status.entering) > job.broken:
             continue
         if status.broken >= job.broken:

@@ -74,7 +74,7 @@ def released(job: JobState) -> bool:
 
 
 def _unformed(job: JobState) -> bool:
-    return job.phase is Phase.FORMING or (job.restart_mode and job.phase is Phase.BREAKING)
+    return job.phase is Phase.FORMING or (not job.mode.keeps_state and job.phase is Phase.BREAKING)
 
 
 def _others(view: View, message: wire.Register) -> bool:
@@ -206,7 +206,7 @@ def join(job: JobState, message: wire.Register, key: str, confirmed: bool = True
 def ready_ranks(job: JobState, agent: AgentView, slots: list[int]) -> Outcome:
     """Processes of the agent that can enter a generation for the first time. A plain program says nothing of it."""
     out = Outcome()
-    if job.restart_mode:
+    if not job.mode.reports:
         return out
     found = {}
     for slot in slots:

@@ -79,7 +79,7 @@ def break_(view: View, job: JobView, happening: Happening) -> Outcome:
         if slot in inside
     ]
     tries = state.tries + 1 if happening.event is Event.TIMEOUT else 0
-    planned = state.restart_mode and happening.event is Event.FAULT and not state.regroup
+    planned = not state.mode.joins and happening.event is Event.FAULT and not state.regroup
     reached = saved.iteration if (saved := newest_saved(job)) is not None else -1
     record = records.Break(number, lost, tries, planned, reached, reason=happening.reason)
     out.record(state, record, number)

@@ -76,13 +76,13 @@ def exited(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def _apart(job: JobState, slot: int) -> bool:
-    """The job trains without the slot. In restart mode nobody does."""
-    return job.phase is not Phase.FORMING and not job.restart_mode and bool(job.members) and slot not in job.members
+    """The job trains without the slot, which may come in again."""
+    return job.phase is not Phase.FORMING and job.mode.joins and bool(job.members) and slot not in job.members
 
 
 def _own_word(job: JobState, verdict: Verdict, end: Exit) -> Verdict:
     """Restart mode: an exit status that no rule knows is the plain program's own word."""
-    if job.restart_mode and verdict.scope == "unknown" and 0 < end.code < 128:
+    if not job.mode.reports and verdict.scope == "unknown" and 0 < end.code < 128:
         return replace(verdict, scope="application")
     return verdict
 
@@ -93,7 +93,7 @@ def _not_its_doing(view: View, job: JobState, verdict: Verdict, end: Exit) -> De
     A plain program dies when a peer dies. What it says then is an error of the network; and who ends while the world is
     breaking, unless it had just begun, ends of that. Neither may cost a healthy node its place.
     """
-    if not job.restart_mode:
+    if job.mode.reports:
         return None
     late = job.phase is Phase.BREAKING and bool(job.lost) and end.lived > view.state.history.policy.quick_seconds
     if verdict.scope != "network" and not late:
@@ -274,7 +274,7 @@ def to_restart(job: JobState) -> set[int]:
     elements = job.elements(job.members)
     if len(elements) < 2:
         stays = max(job.members, key=lambda slot: (job.members[slot].incarnation, -slot), default=None)
-        return {slot for slot in job.members if slot != stays or job.restart_mode}
+        return {slot for slot in job.members if slot != stays or not job.mode.keeps_state}
     since: dict[int, int] = {}
     for slot, member in job.members.items():
         element = job.element(slot)

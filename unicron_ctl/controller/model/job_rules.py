@@ -167,9 +167,9 @@ def break_(job: JobState, event: Event, record: records.Break) -> None:
 
 
 def _leave(job: JobState) -> None:
-    """What follows the present generation is not entered by all yet. In restart mode nobody goes on in it."""
+    """What follows the present generation is not entered by all yet: agents may go on in it."""
     group = job.agents_of(job.members)
-    if group and not job.restart_mode and group not in job.former:
+    if group and job.mode.agents_agree and group not in job.former:
         job.former = [*job.former, group]
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unicron.ctl.controller.log.thinning import RECENT_STEPS
+from unicron.ctl.controller.model import mode as modes
+from unicron.ctl.controller.model.mode import Mode
 from unicron.ctl.protocol.wire import RESTART, Plan, Settings
 from unicron.transition.generations.layout import replicas
 
@@ -278,9 +280,9 @@ class JobState:
         return {**self.measured_before, self.layout: self.measured}
 
     @property
-    def restart_mode(self) -> bool:
-        """Its processes know nothing of generations: all are ended and started again together."""
-        return self.settings.mode == RESTART
+    def mode(self) -> Mode:
+        """How the job is healed."""
+        return modes.RESTART if self.settings.mode == RESTART else modes.SESSION
 
     @property
     def replica(self) -> int:

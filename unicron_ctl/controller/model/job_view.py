@@ -135,12 +135,13 @@ class JobView:
     def finished(self, slot: int) -> bool:
         """The slot's present process trained to the end (or its script ended without an error).
 
-        In restart mode nobody has while a world is breaking: all start again, until all end well together.
+        Where ranks do not finish alone nobody has while a world is breaking: all start again, until all end well
+        together.
         """
         status = self.status(slot)
         if status is not None and status.state not in ("finished", "exited"):
             return False
-        if self.state.restart_mode and self.state.phase is Phase.BREAKING:
+        if not self.state.mode.finishes_alone and self.state.phase is Phase.BREAKING:
             return False
         member = self.state.members.get(slot)
         if status is None:

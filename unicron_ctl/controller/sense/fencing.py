@@ -19,7 +19,7 @@ def fell_silent(view: View, job: JobView, element: int) -> str:
     state, live = job.state, job.live
     record, agent = state.agents.get(element), job.agents.get(element)
     nodes = len(state.inside)
-    if not state.restart_mode or record is None or nodes < 2 or element not in state.inside:
+    if not state.mode.fenced or record is None or nodes < 2 or element not in state.inside:
         return ""  # alone it has no others to miss
     seen = agent is not None and agent.agent == record.agent
     fenced = agent is None or not seen or agent.fenced
@@ -32,7 +32,7 @@ def fell_silent(view: View, job: JobView, element: int) -> str:
 def holds(view: View, job: JobView) -> bool:
     """Processes of the last world may live."""
     state, live = job.state, job.live
-    if not state.restart_mode:
+    if not state.mode.fenced:
         return False
     _recall(view, job)
     for name, fence in list(live.fences.items()):

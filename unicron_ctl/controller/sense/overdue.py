@@ -92,7 +92,7 @@ def pending(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -
         return ""  # it waits for the other ranks of a replica
     if known.settings.spares and slot not in known.members and status.state in CAN_ENTER:
         return ""  # it waits as a spare
-    if known.restart_mode and status.state == "waiting":
+    if not known.mode.joins and status.state == "waiting":
         return ""  # newcomers may be kept waiting for the next world (`job.modes.worth`)
     return f"it is {status.state} while the job is {known.phase}"
 

@@ -176,9 +176,9 @@ def _last_copies(job: JobView, awaited: Collection[int]) -> set[int]:
 
 
 def _holds(job: JobView, slot: int) -> bool:
-    """The member's process holds the training state, for it has been in a generation. In restart mode none does."""
+    """The member's process holds the training state, for it has been in a generation."""
     state, status = job.state, job.status(slot)
-    if state.restart_mode or status is None or job.identity(slot) != state.members.get(slot):
+    if not state.mode.keeps_state or status is None or job.identity(slot) != state.members.get(slot):
         return False
     return status.generation > 0 and status.state in ("running", "entering", "stopped", "standby")
 

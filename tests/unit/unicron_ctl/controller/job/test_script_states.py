@@ -53,7 +53,7 @@ def started(nodes: int, mark: str = "", **settings) -> tuple[World, list[Node]]:
         agent.register()
         agent.status()
     world.run(3.0)
-    assert world.job().phase == "running" and world.job().restart_mode
+    assert world.job().phase == "running" and not world.job().mode.reports
     return world, agents
 
 
