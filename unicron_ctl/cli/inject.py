@@ -87,11 +87,7 @@ def command(
         question["slot"] = slot
     if node is not None:
         question["node"] = node
-    done = (
-        ask_controller({**question, "dry_run": True}, controller)
-        if fault == LOST_NODE
-        else ask_controller(question, controller)
-    )
+    done = _order({**question, "dry_run": True} if fault == LOST_NODE else question, controller)
     if fault == LOST_NODE and not dry_run:
         done = _lose_node(done, controller, state_dir)
     if not dry_run and fault in REFUSABLE:

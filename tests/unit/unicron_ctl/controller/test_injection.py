@@ -101,7 +101,8 @@ def test_punish_is_reproducible_and_ends_when_the_time_is_up(monkeypatch):
             if question["kind"] == "jobs":
                 return [{"job": "1", "name": "gpt", "ended": None, "members": [0, 1] if now[0] > 20 else []}]
             asked.append((round(now[0], 3), question["fault"], question["slot"]))
-            return {**question, "node": "n", "seconds": 0.0, "dry_run": False, "at": 0.0}
+            chosen = {"slot": question["slot"] or 0, "node": "n", "seconds": 0.0, "dry_run": False, "at": 0.0}
+            return {**question, **chosen}
 
         monkeypatch.setattr(commands, "ask_controller", answer)
         done = CliRunner().invoke(commands.punish, ["--mtbf", "5", "--minutes", "2", "--seed", "7"])
