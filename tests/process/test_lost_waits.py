@@ -26,10 +26,10 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LIMIT))
 if os.environ["HOW"] == "given up":
-    from unicron.transition.generations import waiting
+    from unicron.transition.seams import gloo
 
-    waiting.install(lambda: True)
-    waiting.GRACE_SECONDS = 3.0  # before which the other is dead
+    gloo.abandon_lost_messages(lambda: True)
+    gloo.GRACE_SECONDS = 3.0  # before which the other is dead
 other, big, small = 1 - dist.get_rank(), torch.zeros(1 << 26), torch.ones(4)
 for _ in range(3):  # what goes well is as ever
     for move in (dist.isend, dist.irecv) if dist.get_rank() else (dist.irecv, dist.isend):
@@ -54,7 +54,7 @@ def written(rank: subprocess.Popen) -> int:
 @pytest.mark.parametrize("survivor", ["sender", pytest.param("receiver", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("how", [pytest.param("gloo", marks=pytest.mark.long), "given up"])
 def test_a_peer_dies_while_its_message_is_on_its_way(how, survivor):
-    """gloo's own wait goes on until its time-out; when this fails, `generations.waiting` is not needed any more."""
+    """gloo's own wait goes on until its time-out; when this fails, `abandon_lost_messages` is not needed any more."""
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK], env=each | {"HOW": how}, stdout=subprocess.PIPE, text=True)
         for each in of_a_world(2)

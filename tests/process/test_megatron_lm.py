@@ -17,6 +17,7 @@ from tests.support.jobs import World
 from tests.support.processes import call, of_a_world, outside_slurm
 from tests.support.warm import Script
 from unicron.transition.seams import megatron_lm as seams
+from unicron.transition.seams import table
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 TENSOR = ["--tensor-model-parallel-size", "2"]
@@ -148,7 +149,7 @@ def test_a_release_that_is_not_known_is_refused(tmp_path):
     script.write_text(OTHER.format(folder=str(megatron_lm.HERE)))
     done = Script(script, environment=outside_slurm()).wait(PATIENCE)
     instead = "check that one out, or run the job with --unicron-mode=restart"
-    named = f"this is not Megatron-LM core_v{seams.RELEASES[-1]}, in which {seams.TRAINING}.train_step"
+    named = f"this is not Megatron-LM core_v{seams.RELEASES[-1]}, in which {table.TRAINING}.train_step"
     assert done.stdout.splitlines()[-3:] == [
         f"{named} takes (forward_step_func, data_iterator): {instead}",
         f"{named} is not there: {instead}",

@@ -40,11 +40,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from tests.support.sharded_states import merged  # noqa: E402
 from unicron.detector.chaos.inject import injector  # noqa: E402
 from unicron.transition.generations import groups, preparing, sharding, unblock  # noqa: E402
-from unicron.transition.generations.abort import Aborter  # noqa: E402
 from unicron.transition.generations.layout import Layout  # noqa: E402
 from unicron.transition.iteration.gradient_copies import Snapshots, Where  # noqa: E402
 from unicron.transition.megatron.gradient_slices import own_parts_only  # noqa: E402
-from unicron.transition.seams import elastic_buckets  # noqa: E402
+from unicron.transition.seams import elastic_buckets, megatron_core, process_groups  # noqa: E402
+from unicron.transition.seams.nccl import Aborter  # noqa: E402
 from unicron.transition.sharded import shard_exchange, shards  # noqa: E402
 
 VOCABULARY, SEQUENCE, SIZE, MICRO_BATCHES = 96, 16, 2, 12
@@ -90,7 +90,7 @@ class Training:
         if self.settings.get("fresh"):
             place = self.rank % self.size
             rank = self.layout.megatron_rank(self.replica(), place, self.replicas())
-            groups.init_world("gloo", store, rank, len(members))
+            process_groups.init_world("gloo", store, rank, len(members), groups.ENTERING)
             parallel_state.destroy_model_parallel()
             self.model_parallel()
         else:
@@ -439,7 +439,7 @@ class Training:
             elastic_buckets.prepare()
             self.prepare()
             self.build()
-            self.groups.note_holders(groups.group_holders(self.model, self.optimizer))
+            self.groups.note_holders(megatron_core.group_holders(self.model, self.optimizer))
             self.shards = shards.Shards(self.model, self.optimizer, self.over)
             self.before(self.shards._exchange, "send", "exchange")
             if self.kills:
@@ -468,7 +468,7 @@ class Training:
             self.wait_for(number, members)
 
     def build_anew(self, members: list[int], number: int, before: list[int]) -> None:
-        groups.tear_down()
+        process_groups.tear_down()
         self.world(members)
         self.build()
         if number:

@@ -239,11 +239,11 @@ def forward_step(data_iterator, model):
 def gather_gradients(chunks) -> None:
     """With a distributed optimizer each rank has reduced its own part only: the others' come beside it, and what was
     there is put back, since a recovery goes on from it."""
-    from unicron.transition.generations import groups
     from unicron.transition.seams.elastic_buckets import own_part
+    from unicron.transition.seams.megatron_core import bucket_groups
 
     for chunk in chunks:
-        for group in groups.bucket_groups(chunk):
+        for group in bucket_groups(chunk):
             for bucket in group.buckets:
                 full = torch.empty_like(bucket.grad_data)
                 members = group.intra_distributed_optimizer_instance_group

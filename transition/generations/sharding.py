@@ -7,14 +7,14 @@ buckets' sizes and the number of shards alone, so shards of a generation that is
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from unicron.transition.seams.bucket_cut import QUANTUM, padded
+
 TRIED = 8  # distances of whole nodes that are tried before all others
 MARK_BITS = 20  # of a base that are chosen at random; above them is the number of the generation
-QUANTUM = 128  # elements; Megatron starts buckets at 256-byte boundaries for parameters of two bytes
 
 
 def named(generation: int, mark: int) -> int:
@@ -25,21 +25,6 @@ def named(generation: int, mark: int) -> int:
 
 class Uncovered(RuntimeError):
     """Nobody here holds some shard of the state that is asked for."""
-
-
-def padded(elements: int, count: int, quantum: int = QUANTUM) -> int:
-    """The size of a bucket that is cut into `count` parts: Megatron's own rule, whatever the bucket's place."""
-    divisor = math.lcm(count, quantum)
-    return -(-elements // divisor) * divisor
-
-
-def capacity(elements: int, most: int, quantum: int = QUANTUM) -> int:
-    """The room that a bucket needs so that it can be cut into any number of parts up to `most`.
-
-    At most 2 * `most` * `quantum` elements more than there are. It is a multiple of what Megatron asks of a bucket that
-    is cut into `most`.
-    """
-    return padded(max(padded(elements, count, quantum) for count in range(1, most + 1)), most, quantum)
 
 
 @dataclass(frozen=True)

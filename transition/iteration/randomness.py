@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import sys
 from typing import Any
 
 import torch
 
+from unicron.transition.seams import megatron_core
+
 # The same in all tensor ranks of a stage, as their activations there are: Megatron's name for the default generator's.
 SHARED = "data-parallel-rng"
-_TRACKER = "megatron.core.tensor_parallel.random"
 
 
 def seed(
@@ -34,7 +34,7 @@ def seed(
     on_cuda = bool(torch.cuda.is_initialized())
     if on_cuda:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(shared)
-    tracker = getattr(sys.modules.get(_TRACKER), "_CUDA_RNG_STATE_TRACKER", None)
+    tracker = megatron_core.rng_tracker()
     if tracker is None:
         return
     generator = torch.Generator("cuda" if on_cuda else "cpu")

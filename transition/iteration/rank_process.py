@@ -9,13 +9,14 @@ import torch.distributed as dist
 
 from unicron.detector.chaos.inject import injector
 from unicron.detector.processes.rank_channel import RankChannel
-from unicron.transition.generations import groups, preparing, waiting
-from unicron.transition.generations.abort import Aborter, settle
+from unicron.transition.generations import groups, preparing
 from unicron.transition.generations.layout import Layout, Stated, stated
 from unicron.transition.generations.pulse import Pulse
 from unicron.transition.generations.unblock import Unblocker
 from unicron.transition.generations.watch import Watch
-from unicron.transition.seams import elastic_buckets
+from unicron.transition.iteration.rank_log import say
+from unicron.transition.seams import elastic_buckets, gloo, nccl, process_groups
+from unicron.transition.seams.table import UnsupportedLayout
 
 
 class Process:
@@ -25,15 +26,15 @@ class Process:
     def __init__(self, backend: str, layout: Layout):
         self.backend, self.layout = backend, layout
         self.slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
-        self.aborter = Aborter()
-        self.unblocker = Unblocker(self.aborter)
+        self.aborter = nccl.Aborter()
+        self.unblocker = Unblocker(self.aborter.abort)
         self.watch = Watch(self.slot, self.unblocker.unblock)
         injector.break_connections = self.unblocker.unblock
         self.channel = RankChannel.from_environment(self.watch.on_message)
         if self.channel is not None:
             self.channel.install_excepthook()
             if backend == "gloo":  # NCCL talks to its store all the time
-                waiting.install(lambda: self.watch.disturbed(True))
+                gloo.abandon_lost_messages(lambda: self.watch.disturbed(True))
                 self._pulse = Pulse(self.unblocker.own)
                 self.channel.on_quiet = self._quiet
 
@@ -62,7 +63,7 @@ def current() -> Process:
 def _compare(layout: Layout) -> None:
     wanted = os.environ.get("UNICRON_LAYOUT", "")
     if wanted and stated(wanted).layout != layout:
-        raise groups.UnsupportedLayout(
+        raise UnsupportedLayout(
             f"the job runs as {wanted} now, and the script gives {Stated(layout).text}: take the layout from "
             "UNICRON_LAYOUT, or submit without UNICRON_LAYOUTS"
         )
@@ -75,12 +76,15 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
     into the job's generations. Without an agent it is torch's own call with the usual environment variables; a single
     process needs none.
 
-    Raises :class:`groups.UnsupportedLayout` where the job has stated several layouts (UNICRON_LAYOUTS) and
-    this is not the one in which it is to run now.
+    Raises :class:`UnsupportedLayout` where the job has stated several layouts (UNICRON_LAYOUTS) and this is not the one
+    in which it is to run now, and for a torch that this release does not know.
     """
     global _process
     _compare(layout or Layout())
-    settle(backend)
+    process_groups.check_torch(peers="UNICRON_AGENT" not in os.environ)
+    if backend == "nccl":
+        for line in nccl.keep_torch_from_aborting():
+            say(line)
     _process = Process(backend, layout or Layout())
     elastic_buckets.prepare_when_imported()
     if _process.channel is None:

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from unicron.transition.generations import groups
+from unicron.transition.seams import megatron_core
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def own_parts_only(model: Sequence[Any]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for chunk in model:
-            for buffer in groups.buffers(chunk):
+            for buffer in megatron_core.buffers(chunk):
                 stack.enter_context(_own_parts_of(buffer))
         yield
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from unicron.transition.generations import groups
 from unicron.transition.iteration.accumulation import Accumulation, PeerLost, Work, wait_out
 from unicron.transition.iteration.ledger import Ledger
 from unicron.transition.megatron.auxiliary import Auxiliary
 from unicron.transition.megatron.gradient_slices import own_parts_only
-from unicron.transition.seams import elastic_buckets
+from unicron.transition.seams import elastic_buckets, megatron_core
+from unicron.transition.seams.table import UnsupportedLayout
 
 UNBLOCK_SECONDS = 0.02  # between two tries to free what is waited for
 
@@ -71,7 +71,7 @@ class Gradients(Accumulation):
             self._wrap_start(group)
 
     def _bucket_groups(self) -> list[Any]:
-        return [group for chunk in self.model for group in groups.bucket_groups(chunk)]
+        return [group for chunk in self.model for group in megatron_core.bucket_groups(chunk)]
 
     # ------------------------------------------------------------ computing
     def begin(self, ordered: bool) -> None:
@@ -188,7 +188,7 @@ class Gradients(Accumulation):
         """What Megatron gets of the script's (loss, log) or (sum of losses, tokens, log); the ledger notes it."""
         tokens = others[0] if len(others) == 2 else None
         if self.per_token and tokens is None:
-            raise groups.UnsupportedLayout(
+            raise UnsupportedLayout(
                 "calculate_per_token_loss needs a loss function that returns (sum of losses, tokens, log)"
             )
         if real:
@@ -299,7 +299,7 @@ class Gradients(Accumulation):
     def adopt_groups(self) -> None:
         """After the groups were re-pointed: forget handles and sizes that belong to the old ones."""
         for chunk in self.model:
-            for buffer in groups.buffers(chunk):
+            for buffer in megatron_core.buffers(chunk):
                 buffer.data_parallel_world_size = buffer.data_parallel_group.size()
         for group in self._bucket_groups():
             group.grad_reduce_handle = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from unicron.transition.generations.groups import refuse
 from unicron.transition.generations.layout import Layout
 from unicron.transition.seams import elastic_buckets
+from unicron.transition.seams.table import refuse
 
 
 def check(model: Sequence[Any], optimizer: Any, layout: Layout) -> None:

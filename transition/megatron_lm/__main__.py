@@ -25,9 +25,9 @@ def main() -> int:
     # A single plain process needs no launcher.
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)
-    from unicron.transition.generations.groups import UnsupportedLayout
     from unicron.transition.megatron_lm import alone, data, loop, world
     from unicron.transition.seams import megatron_lm
+    from unicron.transition.seams.table import UnsupportedLayout
     from unicron.transition.snapshot.checkpoint import CheckpointError
 
     try:

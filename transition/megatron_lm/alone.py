@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from unicron.transition.seams.megatron_lm import TIMERS, TRAINING, replace
+from unicron.transition.seams.megatron_lm import known_timers, replace
+from unicron.transition.seams.table import TIMERS, TRAINING
 
 
 def install() -> None:
@@ -42,7 +43,7 @@ def _stop(original: Callable[..., None]) -> Callable[..., None]:
 def _own_times(timers: Any, names: list[str], reset: bool, barrier: bool) -> torch.Tensor | None:
     if not names:
         return None
-    known = timers._timers
+    known = known_timers(timers)
     times = [known[name].elapsed(reset=reset) if name in known else 0.0 for name in names]
     return torch.tensor([times], dtype=torch.float, device="cpu")
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from unicron.transition.megatron_lm.world import lock
-from unicron.transition.seams.megatron_lm import TRAINING, replace
+from unicron.transition.seams.megatron_lm import replace
+from unicron.transition.seams.table import TRAINING
 
 
 class Samples:

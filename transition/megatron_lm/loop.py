@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from unicron.transition.generations.groups import UnsupportedLayout
 from unicron.transition.iteration.result import StepResult
 from unicron.transition.megatron_lm.save_load import checkpoints
 from unicron.transition.megatron_lm.world import World
-from unicron.transition.seams.megatron_lm import TRAINING, Refused, replace
+from unicron.transition.seams.megatron_lm import Refused, end_was_signalled, replace
+from unicron.transition.seams.table import TRAINING, UnsupportedLayout
 from unicron.transition.session.session import Session
 from unicron.transition.snapshot.checkpoint import CheckpointError
 
@@ -159,10 +159,8 @@ class Loop:
 
     def _ask_for_the_end(self, args: Any) -> None:
         """All ranks end after the same iteration, if one of them is to."""
-        from megatron.training import get_signal_handler
-
         assert self._session is not None
-        signalled = args.exit_signal_handler and get_signal_handler()._signal_received
+        signalled = args.exit_signal_handler and end_was_signalled()
         late = args.exit_duration_in_mins and time.time() - self._began > 60 * args.exit_duration_in_mins
         if signalled or late:
             self._session.request_stop()

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from unicron.transition.generations.layout import Layout
 from unicron.transition.iteration import rank_process
 from unicron.transition.megatron_lm import arguments as options
-from unicron.transition.seams.megatron_lm import GLOBALS, INITIALIZE, TRAINING, replace
+from unicron.transition.seams.megatron_lm import replace
+from unicron.transition.seams.table import GLOBALS, INITIALIZE, TRAINING
 
 HELPERS = "megatron.core.datasets.helpers_cpp"
 LOCK_SECONDS = 1800.0  # an index of a large dataset takes minutes; whoever holds the lock longer is frozen

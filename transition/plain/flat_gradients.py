@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from unicron.transition.generations.groups import UnsupportedLayout
 from unicron.transition.iteration.accumulation import Accumulation, PeerLost, Sum, Work, wait_out
 from unicron.transition.iteration.ledger import Ledger
+from unicron.transition.seams import modules
+from unicron.transition.seams.table import UnsupportedLayout
 
 BUCKET_BYTES = 1 << 25  # a larger parameter has a bucket of its own
 BYTES = 8  # of a number, each of which is an element of its own: bf16, too, has whole numbers up to 256 exactly
@@ -68,7 +69,7 @@ class Bucket:
 
     def versions(self) -> list[int]:
         """One of each view has changed if its parameter got a gradient since."""
-        return [view._version for view in self.views]
+        return [modules.version(view) for view in self.views]
 
     def mark(self, used: Sequence[bool]) -> None:
         """Before the reduce: which of the parameters got a gradient here."""
@@ -133,7 +134,7 @@ class PlainGradients(Accumulation):
     def _note_there(self, parameter: torch.Tensor) -> None:
         """A gradient is there."""
         number = self._number[id(parameter)]
-        if torch._C._current_graph_task_id() != self._task:  # reentrant checkpointing may come to it again
+        if modules.backward_pass() != self._task:  # reentrant checkpointing may come to it again
             self._nested.add(number)
         if number < len(self._sums):
             self._deferred = UnsupportedLayout(
@@ -169,7 +170,7 @@ class PlainGradients(Accumulation):
         """The backward pass of this loss begins. last: of the iteration, in which reduces may begin."""
 
         def note(gradient: torch.Tensor) -> None:
-            self._task = torch._C._current_graph_task_id()
+            self._task = modules.backward_pass()
 
         if loss.requires_grad:  # else torch says so
             loss.register_hook(note)
@@ -281,14 +282,6 @@ def _shown(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that belong to the model's state, by name: the others are caches."""
-    for path, module in model.named_modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            if key not in module._non_persistent_buffers_set:
-                yield f"{path}.{key}" if path else key, buffer
-
-
 def _versions(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     """What changes whenever a buffer does."""
-    return {name: (id(buffer), buffer._version) for name, buffer in persistent_buffers(model)}
+    return {name: (id(buffer), modules.version(buffer)) for name, buffer in modules.persistent_buffers(model)}

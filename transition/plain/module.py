@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unicron.transition.generations.groups import UnsupportedLayout
 from unicron.transition.generations.layout import Layout
 from unicron.transition.iteration.accumulation import Work
-from unicron.transition.plain.flat_gradients import PlainGradients, persistent_buffers
+from unicron.transition.plain.flat_gradients import PlainGradients
 from unicron.transition.plain.supported_modules import check
+from unicron.transition.seams import modules
+from unicron.transition.seams.table import UnsupportedLayout
 from unicron.transition.snapshot.migrate import TrainingState, as_before, as_plain, can_be_told, transfer
 
 
@@ -32,7 +33,7 @@ class Plain:
         clip_grad: float | None = None,
         scaler: Any = None,
     ):
-        self._model, self._module = model, getattr(model, "_orig_mod", model)  # torch.compile's, and what is inside
+        self._model, self._module = model, modules.original_module(model)
         self._scaler = scaler
         self.chunks: Sequence[Any] = [SimpleNamespace(module=self._module)]
         self.optimizer = PlainOptimizer(optimizer, self._module, clip_grad, scaler)
@@ -69,7 +70,7 @@ class PlainState(TrainingState):
     def model_tensors(self) -> Iterator[torch.Tensor]:
         for chunk in self.model:
             yield from chunk.module.parameters()
-            yield from (buffer for _, buffer in persistent_buffers(chunk.module))
+            yield from (buffer for _, buffer in modules.persistent_buffers(chunk.module))
 
 
 class PlainOptimizer:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from unicron.transition.generations.groups import refuse
+from unicron.transition.seams import modules
+from unicron.transition.seams.table import refuse
 from unicron.transition.snapshot.migrate import as_plain, can_be_told, plain
 
 
@@ -37,7 +37,7 @@ def _wrappers(module: torch.nn.Module) -> Iterator[str]:
 
 def _statistics(module: torch.nn.Module) -> Iterator[str]:
     for name, each in module.named_modules():
-        if isinstance(each, _NormBase) and each.track_running_stats and each.training:
+        if modules.keeps_running_statistics(each):
             yield (
                 f"the running statistics of {name or 'the model'} ({type(each).__name__}), which depend on who "
                 "computes what: use GroupNorm or LayerNorm, or set track_running_stats=False, or put it into eval()"
@@ -57,7 +57,7 @@ def _parameters(module: torch.nn.Module) -> Iterator[str]:
             yield f"{name}, which is sharded (FSDP2, tensor parallelism): a rank holds the whole model"
         if parameter.is_complex():
             yield f"{name}, which is complex: use torch.view_as_complex on a real parameter"
-        if hasattr(parameter, "_in_backward_optimizers"):
+        if modules.steps_in_backward(parameter):
             yield "optimizers that step in the backward pass: step after it"
 
 

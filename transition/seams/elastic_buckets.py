@@ -23,13 +23,12 @@ from typing import Any
 
 import torch
 
-from unicron.transition.generations import groups
-from unicron.transition.generations.sharding import QUANTUM, Buckets, capacity, padded
+from unicron.transition.seams import megatron_core, table
+from unicron.transition.seams.bucket_cut import NCCL_QUANTUM, QUANTUM, capacity, padded
+from unicron.transition.seams.table import OPTIMIZER, UnsupportedLayout
 
-NCCL_QUANTUM = 2**16  # elements; Megatron's `pad_buckets_for_high_nccl_busbw`
 _PARAMETERS = "unicron_parameters"  # of a distributed optimizer: the model's parameters in each of its groups
 _ROOMY = "unicron_roomy"
-OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 
 
 def prepare() -> None:
@@ -40,6 +39,7 @@ def prepare() -> None:
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    table.check("megatron-core", table.MEGATRON_CORE)
     buffer = param_and_grad_buffer._ParamAndGradBuffer
     if not hasattr(buffer, _ROOMY):
         setattr(buffer, _ROOMY, True)
@@ -159,18 +159,18 @@ def distributed(optimizer: Any) -> list[Any]:
 
 
 def check(model: Sequence[Any], optimizer: Any) -> None:
-    """Raises :class:`groups.UnsupportedLayout` for a distributed optimizer that cannot be healed."""
+    """Raises :class:`UnsupportedLayout` for a distributed optimizer that cannot be healed."""
     for chunk in model:
         for wrong, what in (
             (chunk.ddp_config.use_megatron_fsdp, "Megatron-FSDP"),
             (chunk.ddp_config.num_distributed_optimizer_instances > 1, "num_distributed_optimizer_instances > 1"),
             (chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag, "reuse_grad_buf_for_mxfp8_param_ag"),
             (chunk.ddp_config.nccl_ub, "nccl_ub"),
-            (any(buffer.param_dtype == torch.uint8 for buffer in groups.buffers(chunk)), "fp8 parameters"),
+            (any(buffer.param_dtype == torch.uint8 for buffer in megatron_core.buffers(chunk)), "fp8 parameters"),
             (bool(chunk.expert_parallel_buffers), "expert parallelism"),
         ):
             if wrong:
-                raise groups.UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
+                raise UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
     for each in distributed(optimizer):
         for wrong, what in (
             (each.config.use_precision_aware_optimizer, "use_precision_aware_optimizer"),
@@ -178,9 +178,9 @@ def check(model: Sequence[Any], optimizer: Any) -> None:
             (each.config.overlap_param_gather_with_optimizer_step, "overlap_param_gather_with_optimizer_step"),
         ):
             if wrong:
-                raise groups.UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
+                raise UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
         if not hasattr(each, _PARAMETERS):
-            raise groups.UnsupportedLayout(
+            raise UnsupportedLayout(
                 "the distributed optimizer was not built as a session needs it: import megatron.core, call "
                 "unicron.init_process_group, and build the model after that"
             )
@@ -206,11 +206,23 @@ def optimizer_buckets(optimizer: Any) -> Iterator[tuple[Any, int, Any, Any]]:
                 yield each, number, buffer, bucket
 
 
-def bucket_sizes(optimizer: Any) -> Buckets:
-    """The sizes of those buckets, the same whatever the data-parallel size."""
+def bucket_sizes(optimizer: Any) -> tuple[tuple[int, ...], int]:
+    """(the elements of each of those buckets, what cuts are multiples of), whatever the data-parallel size."""
     found = list(optimizer_buckets(optimizer))
     unit = quantum(found[0][2].ddp_config) if found else QUANTUM
-    return Buckets(tuple(bucket.numel_unpadded for *_, bucket in found), unit)
+    return tuple(bucket.numel_unpadded for *_, bucket in found), unit
+
+
+def own_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
+    """The range of a parameter's elements that this rank's optimizer steps."""
+    span = optimizer._get_model_param_range_map(parameter)["param"]
+    return span.start, span.end
+
+
+def own_state(optimizer: Any, parameter: Any) -> dict[str, torch.Tensor]:
+    """The main parameter and Adam's state of this rank's part of a parameter: `param`, `exp_avg`, `exp_avg_sq`."""
+    found: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
+    return found
 
 
 def drain(model: Sequence[Any]) -> None:
@@ -221,7 +233,7 @@ def drain(model: Sequence[Any]) -> None:
     complete, only when they are waited for.
     """
     for chunk in model:
-        for group in groups.bucket_groups(chunk):
+        for group in megatron_core.bucket_groups(chunk):
             for handle in (group.grad_reduce_handle, group.param_gather_handle):
                 for work in getattr(handle, "works", ()):
                     with contextlib.suppress(RuntimeError):
@@ -235,13 +247,13 @@ def resize(model: Sequence[Any], optimizer: Any) -> None:
 
     Afterwards the optimizer has this rank's shard of the new size with Adam's state of no step: main parameters as
     the model's are, moments zero. Adopt the state, unless training begins. With the same size and rank as before
-    nothing is lost. Unreduced gradients, parameters and all objects stay. Raises :class:`groups.UnsupportedLayout` when
+    nothing is lost. Unreduced gradients, parameters and all objects stay. Raises :class:`UnsupportedLayout` when
     the new size is larger than the one that the buffers were built for.
     """
     for chunk in model:
-        for buffer in groups.buffers(chunk):
+        for buffer in megatron_core.buffers(chunk):
             _resize_buffer(buffer)
-        for group in groups.bucket_groups(chunk):
+        for group in megatron_core.bucket_groups(chunk):
             _resize_bucket_group(group)
     for each in distributed(optimizer):
         if _shard(each) != getattr(each, "unicron_shard", None):
@@ -259,7 +271,7 @@ def _resize_buffer(buffer: Any) -> None:
     for number, (bucket, room) in enumerate(zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True)):
         end = bucket.offset + padded(bucket.numel_unpadded, size, quantum(buffer.ddp_config))
         if end > room:
-            raise groups.UnsupportedLayout(f"{size} replicas are more than the job's buffers were built for")
+            raise UnsupportedLayout(f"{size} replicas are more than the job's buffers were built for")
         buffer.bucket_indices[number] = (bucket.offset, end)
         bucket.grad_data = buffer.grad_data[bucket.offset : end]
         if buffer.param_data is not None:

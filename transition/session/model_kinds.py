@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import torch
 
-from unicron.transition.generations import groups
 from unicron.transition.generations.layout import Layout
 from unicron.transition.iteration.accumulation import Accumulation, Work
 from unicron.transition.megatron import supported
 from unicron.transition.megatron.gradients import Gradients
 from unicron.transition.plain.module import Plain
+from unicron.transition.seams import elastic_buckets, megatron_core
 from unicron.transition.snapshot.migrate import TrainingState
 
 
@@ -25,7 +25,7 @@ class Trained(Protocol):
     scheduler: Any
 
     def check(self, layout: Layout) -> None:
-        """Raises :class:`groups.UnsupportedLayout` for the first thing that this release cannot heal."""
+        """Raises :class:`UnsupportedLayout` for the first thing that this release cannot heal."""
 
     def holders(self) -> list[Any]:
         """Every object that may have a process group."""
@@ -48,10 +48,11 @@ class Megatron:
         self.optimizer, self.scheduler = optimizer, scheduler
 
     def check(self, layout: Layout) -> None:
+        megatron_core.check(self.chunks, elastic_buckets.distributed(self.optimizer))
         supported.check(self.chunks, self.optimizer, layout)
 
     def holders(self) -> list[Any]:
-        return groups.group_holders(self.chunks, self.optimizer)
+        return megatron_core.group_holders(self.chunks, self.optimizer)
 
     def state(self, seed: int) -> TrainingState:
         return TrainingState(self.chunks, self.optimizer, self.scheduler, seed)

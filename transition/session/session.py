@@ -26,6 +26,7 @@ from unicron.transition.iteration.gradient_copies import chosen
 from unicron.transition.iteration.ledger import Ledger, LedgerError, deal
 from unicron.transition.iteration.pending import Pending, hold_scalers
 from unicron.transition.iteration.result import StepResult
+from unicron.transition.seams.table import UnsupportedLayout
 from unicron.transition.session.handover import Handover
 from unicron.transition.session.member import Member
 from unicron.transition.session.model_kinds import Trained, kind_of
@@ -38,7 +39,7 @@ from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
 FATAL = (  # never answered by another try
     migrate.StateMismatch,
     migrate.CorruptTransfer,
-    groups.UnsupportedLayout,
+    UnsupportedLayout,
     PlanTimeout,
     LedgerError,
     CheckpointError,
@@ -70,7 +71,7 @@ class Session:
     function of nothing else. seq_length, micro_batch_size: Megatron's schedule needs them, else they count FLOPs.
     checkpoints: where to go on from, and where the first member saves. seed: of the training's random numbers, by
     default torch's own. clip_grad, scaler: the largest norm and a `torch.amp.GradScaler`, for a plain module. Raises
-    :class:`groups.UnsupportedLayout` for what it cannot heal, and :class:`CheckpointError` when there are checkpoints
+    :class:`UnsupportedLayout` for what it cannot heal, and :class:`CheckpointError` when there are checkpoints
     and none can be used.
     """
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 import torch
 
-from unicron.transition.generations import groups, sharding
+from unicron.transition.generations import sharding
 from unicron.transition.generations.layout import replicas
 from unicron.transition.generations.sharding import MARK_BITS, named
 from unicron.transition.iteration.exchange import Exchange
@@ -21,6 +21,7 @@ from unicron.transition.iteration.rank_log import say
 from unicron.transition.iteration.rank_process import Process
 from unicron.transition.megatron import auxiliary
 from unicron.transition.seams import elastic_buckets
+from unicron.transition.seams.table import UnsupportedLayout
 from unicron.transition.sharded.shard_files import Rooms
 from unicron.transition.sharded.shards import Shards
 from unicron.transition.snapshot import contents
@@ -55,10 +56,10 @@ class Safekeeping:
         self._version = -1
 
     def check_untouched(self) -> None:
-        """Raises :class:`groups.UnsupportedLayout` where the script has loaded a state of the optimizer by itself: it
+        """Raises :class:`UnsupportedLayout` where the script has loaded a state of the optimizer by itself: it
         is of a shard that this rank will not have."""
         if any(each.optimizer.state for each in elastic_buckets.distributed(self._state.optimizer)):
-            raise groups.UnsupportedLayout(
+            raise UnsupportedLayout(
                 "unicron can't go on from an optimizer state that the script loaded: let unicron.Checkpoints do it"
             )
 

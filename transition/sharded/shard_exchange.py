@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from unicron.detector.chaos.inject import injector
+from unicron.transition.seams import modules
 from unicron.transition.snapshot.migrate import broadcast_bytes, checksum
 
 PIECE = 1 << 24  # elements between two ranks at a time, 64 MiB: what does not lie as it is sent is staged by pieces
@@ -125,8 +126,7 @@ class ShardExchange:
 
 def fill(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy each of `values` into its place, all in one call."""
-    if into:
-        torch._foreach_copy_(into, values)
+    modules.copy_all(into, values)
 
 
 def _messages(

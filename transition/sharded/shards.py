@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 import torch
 
-from unicron.transition.generations.sharding import MARK_BITS, Uncovered, named
+from unicron.transition.generations.sharding import MARK_BITS, Buckets, Uncovered, named
 from unicron.transition.seams import elastic_buckets
 from unicron.transition.sharded.shard_exchange import CopyFailed, ShardExchange, fill
 from unicron.transition.sharded.shard_files import Claimed, Room, Rooms
@@ -73,7 +73,7 @@ class Shards:
         self.rooms = rooms or Rooms(None, 0, here)
         self._exchange = ShardExchange(lambda: self.group, wire or here, lost)
         self._place, self._size = place, size
-        self.buckets = elastic_buckets.bucket_sizes(optimizer)
+        self.buckets = Buckets(*elastic_buckets.bucket_sizes(optimizer))
         self.base = self.count = self.index = 0
         self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
         self._confirmed: tuple[int, int] | None = None
@@ -294,7 +294,7 @@ class Shards:
             ranges = optimizer.gbuf_ranges[number][buffer.param_dtype, buffer.grad_dtype][bucket.bucket_id]
             for parameter, where in ranges["param_map"].items():
                 local = where["gbuf_local"]
-                tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+                tensors = elastic_buckets.own_state(optimizer, parameter)
                 yield tensors, _pieces_of(flat, base + local.start, local.size)
             base += part
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgpack
 import torch
 
+from unicron.transition.seams import modules
 from unicron.transition.snapshot import files, parts
 from unicron.transition.snapshot.images import BadImage, Found
 from unicron.transition.snapshot.migrate import TrainingState, as_plain, plain
@@ -159,7 +160,7 @@ class Copier:
             tensor, begin = tensors[number].contiguous().view(torch.uint8), self._offsets[number]
             self.into[begin : begin + tensor.numel()].copy_(tensor, non_blocking=tensor.is_cuda)
         if self._small:
-            torch._foreach_copy_(self._places, self._small)
+            modules.copy_all(self._places, self._small)
 
 
 def fill(tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Tensor) -> None:

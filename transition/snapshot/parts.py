@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from unicron.transition.seams import elastic_buckets
+
 PARAMETER = "parameter"
 
 
@@ -126,8 +128,7 @@ def _mains(optimizer: Any, inner: Any) -> Iterator[tuple[Any, torch.Tensor, int,
             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         ):
             for parameter, main in _pairs(models, mains):
-                span = optimizer._get_model_param_range_map(parameter)["param"]
-                yield parameter, main, span.start, span.end
+                yield parameter, main, *elastic_buckets.own_range(optimizer, parameter)
     elif hasattr(optimizer, "float16_groups"):
         for parameter, main in _pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups):
             yield parameter, main, 0, main.numel()

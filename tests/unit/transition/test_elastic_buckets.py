@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from sbatch_templates import cpu_adapter
-from unicron.transition.generations import groups
-from unicron.transition.seams import elastic_buckets
+from unicron.transition.seams import elastic_buckets, process_groups
+from unicron.transition.seams.table import UnsupportedLayout
 from unicron.transition.sharded.shard_files import Rooms
 from unicron.transition.sharded.shards import STATES, Shards, named
 from unicron.transition.snapshot import contents, files, images
@@ -58,7 +58,7 @@ def build():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def go(size, rank, dtype=torch.float32, wide=False, frozen=False):
-        groups.tear_down()
+        process_groups.tear_down()
         parallel_state.destroy_model_parallel()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -78,7 +78,7 @@ def build():
         return model, get_megatron_optimizer(adam, [model], use_gloo_process_groups=False)
 
     yield go
-    groups.tear_down()
+    process_groups.tear_down()
     parallel_state.destroy_model_parallel()
 
 
@@ -174,7 +174,7 @@ def test_the_same_place_loses_nothing(build):
 def test_more_replicas_than_there_is_room_for(build):
     elastic_buckets.prepare()
     model, optimizer = build(2, 0)
-    with pytest.raises(groups.UnsupportedLayout, match="9 replicas are more"):
+    with pytest.raises(UnsupportedLayout, match="9 replicas are more"):
         become(model, optimizer, 9, 0)
 
 
@@ -195,7 +195,7 @@ def test_what_cannot_be_healed_is_refused_by_name(build, where, setting, value):
     model, optimizer = build(2, 0)
     elastic_buckets.check([model], optimizer)
     setattr(model.ddp_config if where == "ddp" else optimizer.chained_optimizers[0].config, setting, value)
-    with pytest.raises(groups.UnsupportedLayout, match=setting if "fsdp" not in setting else "FSDP"):
+    with pytest.raises(UnsupportedLayout, match=setting if "fsdp" not in setting else "FSDP"):
         elastic_buckets.check([model], optimizer)
 
 
@@ -203,7 +203,7 @@ def test_an_optimizer_that_was_built_too_early_is_refused(build):
     elastic_buckets.prepare()
     model, optimizer = build(2, 0)
     del optimizer.chained_optimizers[0].unicron_parameters
-    with pytest.raises(groups.UnsupportedLayout, match="build the model after that"):
+    with pytest.raises(UnsupportedLayout, match="build the model after that"):
         elastic_buckets.check([model], optimizer)
 
 

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unicron.transition.generations import groups
-from unicron.transition.generations.abort import Aborter
 from unicron.transition.generations.layout import Layout
 from unicron.transition.generations.unblock import Unblocker
+from unicron.transition.seams import megatron_core, process_groups
+from unicron.transition.seams.nccl import Aborter
 
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
 SHAPE = Layout(tensor=2, pipeline=2)
@@ -28,7 +29,9 @@ PLACES = {  # of Megatron's groups, as rank 0 of two replicas sees them
 def built(monkeypatch):
     """built(replicas) -> (parallel_state, the groups inside the replica) of the first rank, without peers."""
     state = SimpleNamespace()
-    monkeypatch.setattr(groups, "megatron", lambda module: state if module == "parallel_state" else SimpleNamespace())
+    monkeypatch.setattr(
+        megatron_core, "module", lambda module: state if module == "parallel_state" else SimpleNamespace()
+    )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     for name, ranks in PLACES.items():
         setattr(state, name, dist.new_group(ranks))
@@ -41,7 +44,7 @@ def built(monkeypatch):
         return state, aborter.inside
 
     yield build
-    groups.tear_down()
+    process_groups.tear_down()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from unicron.transition.generations.groups import UnsupportedLayout
 from unicron.transition.generations.layout import Layout
 from unicron.transition.plain.module import Plain
+from unicron.transition.seams.table import UnsupportedLayout
 from unicron.transition.session import model_kinds
 from unicron.transition.snapshot.checkpoint import Checkpoints
 from unicron.transition.snapshot.migrate import TrainingState

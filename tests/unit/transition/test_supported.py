@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from megatron.core import parallel_state
 
-from unicron.transition.generations.groups import UnsupportedLayout
 from unicron.transition.generations.layout import Layout
 from unicron.transition.megatron import supported
+from unicron.transition.seams.table import UnsupportedLayout
 
 
 def session_of(monkeypatch, sizes: dict[str, int], tied: bool = True, **settings) -> None:

@@ -1,4 +1,4 @@
-"""A group that cannot be connected any more is left behind."""
+"""What gloo does not end is left behind: groups that cannot be connected, messages whose connection was cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from unicron.transition.generations.connecting import interruptible, run_until
+from unicron.transition.seams import gloo
+from unicron.transition.seams.gloo import abandonable_connections, run_until
 
 GONE = ConnectionError("gone")
 
@@ -31,7 +32,7 @@ def test_a_group_that_hangs_says_that_a_member_was_lost(monkeypatch):
     free = threading.Event()
     monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", free.wait)
     lost = pytest.raises(ConnectionError, match="lost while the groups were connected")
-    with lost, interruptible(lambda: True):
+    with lost, abandonable_connections(lambda: True):
         distributed_c10d.ProcessGroupGloo()
     free.set()
 
@@ -49,10 +50,28 @@ def test_torch_gets_its_own_class_back():
 
     original = distributed_c10d.ProcessGroupGloo
     group = original(torch.distributed.HashStore(), 0, 1)
-    with pytest.raises(KeyError), interruptible(lambda: False):
+    with pytest.raises(KeyError), abandonable_connections(lambda: False):
         assert distributed_c10d.ProcessGroupGloo is not original
         made = distributed_c10d.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1)
         assert type(made) is original and isinstance(group, distributed_c10d.ProcessGroupGloo)
         assert not isinstance(7, distributed_c10d.ProcessGroupGloo)
         raise KeyError
     assert distributed_c10d.ProcessGroupGloo is original
+
+
+@pytest.mark.parametrize(
+    ("looks", "over"),
+    [
+        ([(0.0, False), (9.0, False)], False),
+        ([(0.0, True), (0.2, True)], False),
+        ([(0.0, True), (0.31, True)], True),
+        ([(0.0, True), (0.2, False), (0.4, True)], False),
+        ([(5.0, False), (6.0, True), (6.4, True)], True),
+    ],
+)
+def test_it_is_over_when_the_connections_have_been_cut_for_a_while(monkeypatch, looks, over):
+    clock = iter([now for now, _ in looks])
+    monkeypatch.setattr(gloo.time, "monotonic", lambda: next(clock))
+    cuts = iter([cut for _, cut in looks])
+    found = gloo._CutForAWhile(lambda: next(cuts))
+    assert [found() for _ in looks][-1] == over

@@ -1,51 +1,52 @@
-"""The end of NCCL communicators whose peers are gone. Not yet run on a GPU."""
+"""Abort NCCL communicators whose peers are gone."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unicron.transition.seams import process_groups
 
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch's own watchdog ends the process
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # the same, for a watchdog that waits for an abort
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else the same for a watchdog that waits for an abort
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # a communicator that is being made can be aborted
 }
 
 
-def settle(backend: str) -> None:
-    """Before the first group: what torch must not do by itself when a collective fails. A site that sets it otherwise
-    is overruled, and told."""
-    if backend != "nccl":
-        return
+def keep_torch_from_aborting() -> list[str]:
+    """Before the first group: set what torch must not do by itself when a collective fails. Returns a line for each
+    variable that the site has set otherwise; these are overruled."""
+    overruled = []
     for name, value in SETTINGS.items():
         before = os.environ.get(name, value)
         if before != value:
-            print(f"unicron: {name}={before} would end healthy ranks: it is {value} here", file=sys.stderr, flush=True)
+            overruled.append(f"{name}={before} would end healthy ranks: it is {value} here")
         os.environ[name] = value
+    return overruled
 
 
 class Aborter:
     """Aborts communicators all together, each once, from one place. `inside`: the groups inside the replica.
 
-    A group has no communicator before its first collective, and may get one after an abort that found none: it is
-    tried again with the next call, as long as somebody still waits.
+    A group has no communicator before its first collective, and may get one after an abort that found none: the next
+    call tries it again, as long as somebody still waits.
     """
 
     def __init__(self) -> None:
         self.inside: set[Any] = set()
         self._aborted: set[int] = set()
 
-    def __call__(self, inside: bool) -> int:
+    def abort(self, inside: bool) -> int:
         """Abort the generation's communicators, those inside the replica only if so; returns how many."""
-        import torch
-        import torch.distributed as dist
-
         if not (dist.is_available() and dist.is_initialized() and dist.is_nccl_available()):
             return 0
-        names = dict(dist.distributed_c10d._world.pg_names)
+        names = process_groups.names()
         due = [
             group
             for group in sorted(names, key=lambda group: str(names[group]), reverse=True)
@@ -66,22 +67,18 @@ class Aborter:
         self._aborted |= had
         return len(had)
 
-    def forget(self) -> None:
+    def forget_aborted(self) -> None:
         """New groups may have the identities of old ones."""
         self._aborted.clear()
 
 
 def _has_communicator(group: Any) -> bool:
-    """Made, or being made: only one that is wholly there says so, hence a second abort of the same, which torch
-    leaves out."""
-    import torch
-
+    """Only a communicator that is wholly made says that it is there. So one in the making is aborted twice; torch
+    leaves the second abort out."""
     return bool(group._get_backend(torch.device("cuda"))._is_initialized())
 
 
 def _is_nccl(group: Any) -> bool:
-    import torch.distributed as dist
-
     try:
         return dist.get_backend(group) == "nccl"
     except (RuntimeError, ValueError):  # torn down meanwhile

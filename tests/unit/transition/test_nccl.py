@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from unicron.transition.generations.abort import SETTINGS, Aborter, settle
+from unicron.transition.seams.nccl import SETTINGS, Aborter, keep_torch_from_aborting
 
 
 class Group:
@@ -52,46 +52,44 @@ def groups(monkeypatch, calls):
 
 def test_all_are_aborted_in_one_group_call_and_once(groups, calls):
     aborter = Aborter()
-    assert aborter(True) == 3
+    assert aborter.abort(True) == 3
     assert calls == ["start", "tensor", "data", "world", "end"]
-    assert aborter(True) == 0 and calls.count("start") == 1
+    assert aborter.abort(True) == 0 and calls.count("start") == 1
 
 
 def test_those_inside_a_healthy_replica_are_left_alone(groups, calls):
     aborter = Aborter()
     aborter.inside.add(groups["tensor"])
-    assert aborter(False) == 2 and "tensor" not in calls
-    assert aborter(True) == 1 and calls[-2] == "tensor"
+    assert aborter.abort(False) == 2 and "tensor" not in calls
+    assert aborter.abort(True) == 1 and calls[-2] == "tensor"
 
 
 def test_one_that_fails_does_not_spare_the_others(groups, calls):
     groups["data"].fails = True
-    assert Aborter()(True) == 3 and calls[-2:] == ["world", "end"]
+    assert Aborter().abort(True) == 3 and calls[-2:] == ["world", "end"]
 
 
 def test_a_group_without_a_communicator_is_tried_again(groups, calls):
     """It gets one with its first collective, in which the main thread would wait for ever."""
     aborter = Aborter()
     groups["data"].made = False
-    assert aborter(True) == 2
+    assert aborter.abort(True) == 2
     groups["data"].made = True
-    assert aborter(True) == 1 and calls[-3:] == ["start", "data", "end"]
+    assert aborter.abort(True) == 1 and calls[-3:] == ["start", "data", "end"]
 
 
 def test_new_groups_may_have_the_identities_of_old_ones(groups):
     aborter = Aborter()
-    aborter(True)
-    aborter.forget()
-    assert aborter(True) == 3
+    aborter.abort(True)
+    aborter.forget_aborted()
+    assert aborter.abort(True) == 3
 
 
-def test_settings_that_would_end_healthy_ranks_are_overruled_and_told(monkeypatch, capsys):
+def test_settings_that_would_end_healthy_ranks_are_overruled_and_told(monkeypatch):
     for name in SETTINGS:
         monkeypatch.setenv(name, "0")  # so that it is put back
         monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    settle("gloo")
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
-    settle("nccl")
+    (line,) = keep_torch_from_aborting()
     assert {name: os.environ[name] for name in SETTINGS} == SETTINGS
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 would end healthy ranks" in capsys.readouterr().err
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 would end healthy ranks" in line

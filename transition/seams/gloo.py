@@ -1,0 +1,126 @@
+"""Let go of waits that gloo does not end: for a connection, and for a message.
+
+A rank that waits for the connection of a peer that died waits inside gloo for five times the group's time-out, and has
+no socket by which it could be freed (measured, torch 2.13). When a connection ends, gloo tells whoever waits for a
+queued message, but not whoever waits for one that was on its way (`Pair::signalException`; docs/design/generations.md,
+"What gloo forgets"). So both waits run in a thread, and the main thread leaves it behind when the generation breaks.
+The thread stays until the time-out; it keeps the memory that a late rest of the message may still be written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+
+POLL_SECONDS = 0.005
+GRACE_SECONDS = 0.3  # in which a wait whose connection was cut ends by itself, with gloo's own reason
+_types: Any = _distributed_c10d.OpType  # type: ignore[attr-defined]
+MESSAGES = frozenset(map(int, (_types.SEND, _types.RECV, _types.RECVANYSOURCE)))
+_work: Any = dist.Work
+_original_wait = _work.wait
+
+
+class LostWait(RuntimeError):
+    """The generation is over, and nobody will end this wait."""
+
+
+@contextlib.contextmanager
+def abandonable_connections(lost: Callable[[], bool]) -> Iterator[None]:
+    """Inside, a gloo group that is being connected is given up as soon as `lost()`: ConnectionError."""
+    if not dist.is_gloo_available():
+        yield
+        return
+    original = distributed_c10d.ProcessGroupGloo
+    module: Any = distributed_c10d  # whose class is replaced for a while
+
+    class Connecting(type):
+        def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+            error = ConnectionError("a member was lost while the groups were connected")
+            return run_until(lambda: original(*arguments, **keywords), lost, error)
+
+        def __instancecheck__(cls, candidate: Any) -> bool:
+            return isinstance(candidate, original)
+
+    module.ProcessGroupGloo = Connecting("ProcessGroupGloo", (), {})
+    try:
+        yield
+    finally:
+        module.ProcessGroupGloo = original
+
+
+def abandon_lost_messages(cut: Callable[[], bool]) -> None:
+    """From now on waits of the main thread for messages, whoever sends them, raise :class:`LostWait` GRACE_SECONDS
+    after `cut()`: the connections that they are for have been broken."""
+
+    def wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
+        main = threading.current_thread() is threading.main_thread()
+        if not main or int(work._get_op_type()) not in MESSAGES:
+            return _original_wait(work, *arguments, **keywords)
+        error = LostWait("a message was on its way when its connection was cut")
+        return run_until(lambda: _original_wait(work, *arguments, **keywords), _CutForAWhile(cut), error)
+
+    _work.wait = wait
+
+
+class _CutForAWhile:
+    """Says whether `cut()` has been true for GRACE_SECONDS."""
+
+    def __init__(self, cut: Callable[[], bool]):
+        self._cut = cut
+        self._since: float | None = None
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if not self._cut():
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        return now - self._since > GRACE_SECONDS
+
+
+class _Worker(threading.Thread):
+    """Does one thing after the other. A daemon: what it hangs in must not keep the process from ending."""
+
+    def __init__(self) -> None:
+        super().__init__(name="unicron-wait", daemon=True)
+        self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.tasks.get()()
+
+
+_idle: list[_Worker] = []
+
+
+def run_until(work: Callable[[], Any], lost: Callable[[], bool], error: Exception) -> Any:
+    """What `work()` returns or raises, in a thread of its own. Raises `error` as soon as `lost()`; what becomes of the
+    work then is dropped."""
+    outcome: dict[str, Any] = {}
+    over = threading.Event()
+
+    def target() -> None:
+        try:
+            outcome["value"] = work()
+        except BaseException as failed:
+            outcome["error"] = failed
+        over.set()
+
+    worker = _idle.pop() if _idle else _Worker()
+    worker.tasks.put(target)
+    while not over.wait(POLL_SECONDS):
+        if lost():
+            raise error
+    _idle.append(worker)
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]

@@ -1,0 +1,247 @@
+"""The table of the private and replaced names of torch and Megatron: where each is, the parameters it takes, its use.
+
+A rank compares the table with what is installed: torch's rows when it starts, Megatron's as soon as Megatron is
+imported. A release that differs is refused in one line, before the first iteration.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple, NoReturn
+
+KNOWN = {"torch": "2.13.0", "megatron-core": "0.16.1"}  # as setup.cfg pins them
+C10D = "torch.distributed.distributed_c10d"
+PEERLESS = "torch.testing._internal.distributed.fake_pg"
+BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+OPTIMIZERS = "megatron.core.optimizer.optimizer"
+TRAINING = "megatron.training.training"
+INITIALIZE = "megatron.training.initialize"
+GLOBALS = "megatron.training.global_vars"
+TIMERS = "megatron.core.timers"
+
+
+class Seam(NamedTuple):
+    """One name. parameters: None where only its presence is checked (it is written in C++, or is no function). In
+    `name`, `()` calls what is before it, for attributes that only instances have."""
+
+    module: str
+    name: str
+    parameters: str | None
+    use: str
+
+
+TORCH = (
+    Seam(C10D, "_world.pg_map", None, "groups that outlive their world are registered again"),
+    Seam(C10D, "_world.pg_names", None, "groups that outlive their world are registered again"),
+    Seam(C10D, "_world.pg_group_ranks", None, "groups that outlive their world are registered again"),
+    Seam(C10D, "_world.pg_backend_config", None, "groups that outlive their world are registered again"),
+    Seam(C10D, "_world.group_count", None, "reset, or a world that failed to connect shifts the keys of the next"),
+    Seam(C10D, "_get_default_group", "", "the world's store, from which groups are built"),
+    Seam(C10D, "GroupName", None, "names of groups"),
+    Seam(C10D, "Backend", "name", "backends of groups"),
+    Seam(C10D, "BackendConfig", "backend", "backends of groups"),
+    Seam(
+        C10D,
+        "_new_process_group_helper",
+        "group_size group_rank global_ranks_in_group backend store group_name backend_options timeout pg_tag device_id "
+        "group_desc",
+        "builds a group by its own ranks alone",
+    ),
+    Seam(C10D, "_set_pg_timeout", "timeout group", "a group's time-out after it has connected"),
+    Seam(C10D, "ProcessGroupGloo?", None, "replaced while groups connect, so that the connection can be given up"),
+    Seam(C10D, "ProcessGroupNCCL?._is_initialized", None, "whether there is a communicator to abort"),
+    Seam(C10D, "ProcessGroupNCCL?._group_start", None, "communicators are aborted together"),
+    Seam(C10D, "ProcessGroupNCCL?._group_end", None, "communicators are aborted together"),
+    Seam("torch.distributed", "ProcessGroup._get_backend", None, "the backend whose communicators are aborted"),
+    Seam("torch.distributed", "Work.wait", None, "replaced, so that a wait for a lost message can be given up"),
+    Seam("torch.distributed", "Work._get_op_type", None, "tells waits for messages from others"),
+    Seam("torch._C._distributed_c10d", "OpType.SEND", None, "tells waits for messages from others"),
+    Seam("torch._C._distributed_c10d", "OpType.RECV", None, "tells waits for messages from others"),
+    Seam("torch._C._distributed_c10d", "OpType.RECVANYSOURCE", None, "tells waits for messages from others"),
+    Seam(PEERLESS, "FakeStore", None, "the world in which a rank builds its model has no peers"),
+    Seam("torch", "_foreach_copy_", None, "many tensors are copied in one call"),
+    Seam("torch._C", "_current_graph_task_id", None, "tells nested backward passes"),
+    Seam("torch", "Tensor()._version", None, "whether a tensor was written to"),
+    Seam("torch.nn", "Module()._non_persistent_buffers_set", None, "buffers that are mere caches are no state"),
+    Seam("torch.nn.modules.batchnorm", "_NormBase", None, "layers with running statistics are refused"),
+)
+MEGATRON_CORE = (
+    Seam(
+        BUFFERS,
+        "_ParamAndGradBuffer.__init__",
+        "self ddp_config param_dtype grad_dtype params data_parallel_group bucket_size param_to_name "
+        "gradient_scaling_factor param_indices nccl_ub pg_collection",
+        "replaced, so that buckets have room for every number of replicas",
+    ),
+    Seam(BUFFERS, "math.lcm", None, "replaced while a buffer is laid out"),
+    Seam(
+        BUFFERS, "_ParamAndGradBucketGroup.start_grad_sync", "self force_all_reduce", "wrapped: copies before reduces"
+    ),
+    Seam(BUFFERS, "_ParamAndGradBucketGroup.finish_param_sync", "self skip_next_bucket_dispatch", "gathers parameters"),
+    Seam(
+        OPTIMIZER,
+        "DistributedOptimizer.__init__",
+        "self optimizer config grad_scaler init_state_fn model_chunks per_model_buffers data_parallel_group "
+        "data_parallel_group_gloo data_parallel_group_idx distributed_optimizer_instance_id",
+        "wrapped: it forgets the model's parameters, which a change of size needs",
+    ),
+    Seam(OPTIMIZER, "DistributedOptimizer._build_gbuf_range_map", "param_and_grad_buffer", "a change of size"),
+    Seam(OPTIMIZER, "DistributedOptimizer._build_model_param_gbuf_map", "gbuf_ranges", "a change of size"),
+    Seam(
+        OPTIMIZER, "DistributedOptimizer._build_optimizer_group_ranges", "param_groups gbuf_ranges", "a change of size"
+    ),
+    Seam(
+        OPTIMIZER,
+        "DistributedOptimizer._build_model_and_main_param_groups",
+        "gbuf_ranges param_gbuf_map opt_group_ranges config",
+        "a change of size",
+    ),
+    Seam(
+        OPTIMIZER, "DistributedOptimizer._copy_main_params_to_model_params", "self", "parameters from main parameters"
+    ),
+    Seam(OPTIMIZER, "DistributedOptimizer._get_model_param_range_map", "self param", "a rank's part of a parameter"),
+    Seam(
+        OPTIMIZER,
+        "DistributedOptimizer._get_main_param_and_optimizer_states",
+        "self model_param",
+        "the optimizer's state of a parameter",
+    ),
+    Seam(OPTIMIZERS, "MixedPrecisionOptimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
+    Seam(OPTIMIZERS, "FP32Optimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
+    Seam(OPTIMIZERS, "ChainedOptimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
+    Seam(
+        "megatron.core.pipeline_parallel.p2p_communication",
+        "_p2p_ops",
+        "tensor_send_prev tensor_recv_prev tensor_send_next tensor_recv_next group prev_pipeline_rank "
+        "next_pipeline_rank",
+        "replaced: with two stages it would send over the world",
+    ),
+    Seam(
+        "megatron.core.tensor_parallel.random",
+        "_CUDA_RNG_STATE_TRACKER",
+        None,
+        "random numbers belong to micro-batches",
+    ),
+    Seam("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler.set_loss_scale", "scale", "equal weights"),
+    Seam(
+        "megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler.set_loss_scale", "scale", "equal weights"
+    ),
+)
+MEGATRON_LM = (
+    Seam(INITIALIZE, "parse_args", "extra_args_provider ignore_unknown_args", "the world it is told of"),
+    Seam(INITIALIZE, "validate_args", "args defaults", "options that cannot be healed"),
+    Seam(
+        INITIALIZE,
+        "_initialize_distributed",
+        "get_embedding_ranks get_position_embedding_ranks store",
+        "the job's groups",
+    ),
+    Seam(INITIALIZE, "_compile_dependencies", "", "no wait for rank 0"),
+    Seam(GLOBALS, "_set_tensorboard_writer", "args", "one rank writes"),
+    Seam(GLOBALS, "_set_wandb_writer", "args", "one rank writes"),
+    Seam(GLOBALS, "_set_one_logger", "args", "one rank writes"),
+    Seam(
+        TRAINING,
+        "train",
+        "forward_step_func model optimizer opt_param_scheduler train_data_iterator valid_data_iterator "
+        "process_non_loss_data_func config checkpointing_context non_loss_data_func inference_model",
+        "the loop begins where the others are",
+    ),
+    Seam(
+        TRAINING,
+        "train_step",
+        "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func iteration",
+        "a step is the session's",
+    ),
+    Seam(
+        TRAINING,
+        "checkpoint_and_decide_exit",
+        "model optimizer opt_param_scheduler iteration num_floating_point_operations_so_far checkpointing_context "
+        "train_data_iterator",
+        "checkpoints and the end are the session's",
+    ),
+    Seam(
+        TRAINING,
+        "training_log",
+        "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter grad_norm "
+        "params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration",
+        "the first iteration is logged once",
+    ),
+    Seam(
+        TRAINING,
+        "build_train_valid_test_data_iterators",
+        "build_train_valid_test_datasets_provider",
+        "samples by index",
+    ),
+    Seam(
+        TRAINING,
+        "build_train_valid_test_datasets",
+        "build_train_valid_test_datasets_provider train_valid_test_num_samples",
+        "samples by index",
+    ),
+    Seam(TRAINING, "print_datetime", "string override_timestamp", "no barrier"),
+    Seam(TRAINING, "should_disable_forward_pre_hook", "args", "all iterations gather alike"),
+    Seam(TRAINING, "reduce_max_stat_across_model_parallel_group", "stat", "no collective between iterations"),
+    Seam(TIMERS, "Timer.start", "self barrier", "no barrier"),
+    Seam(TIMERS, "Timer.stop", "self barrier", "no barrier"),
+    Seam(TIMERS, "Timers._get_elapsed_time_all_ranks", "self names reset barrier", "no collective between iterations"),
+)
+
+
+class UnsupportedLayout(RuntimeError):
+    """This release cannot heal the job: its parallel layout, its model, or the torch or Megatron below it."""
+
+
+def refuse(findings: Iterable[str]) -> None:
+    """Raises :class:`UnsupportedLayout` for the first one."""
+    for found in findings:
+        raise UnsupportedLayout(f"unicron can't heal {found}; or run the job with --no-unicron")
+
+
+def check(package: str, seams: Iterable[Seam], needed: Collection[str] = ()) -> None:
+    """Compare the rows with `package`: those of modules that are imported, or `needed`. Raises
+    :class:`UnsupportedLayout`."""
+    if (found := difference(seam for seam in seams if seam.module in sys.modules or seam.module in needed)) is not None:
+        refuse_release(package, found)
+
+
+def refuse_release(package: str, found: str) -> NoReturn:
+    """Raises :class:`UnsupportedLayout` for a release in which this was found."""
+    release = getattr(sys.modules[package.replace("-", ".")], "__version__", "of no known release")
+    raise UnsupportedLayout(
+        f"unicron does not know this {package} ({release}): {found}; install {package}=={KNOWN[package]}, or run the "
+        "job with --unicron-mode=restart"
+    )
+
+
+def difference(seams: Iterable[Seam]) -> str | None:
+    """The first row that differs from what is installed, in words; None where all are as expected."""
+    for seam in seams:
+        parameters = None
+        try:
+            found = find(seam)
+            if seam.parameters is not None and found is not ABSENT:
+                parameters = list(inspect.signature(found).parameters)
+        except (ImportError, AttributeError, ValueError, TypeError):
+            return f"{seam.module}.{seam.name} is not there"
+        if parameters is not None and seam.parameters is not None and parameters != seam.parameters.split():
+            return f"{seam.module}.{seam.name} takes ({', '.join(parameters)})"
+    return None
+
+
+ABSENT = object()  # a class that this build of torch does not have
+
+
+def find(seam: Seam) -> Any:
+    """What the row names. Raises AttributeError where it is missing; :data:`ABSENT` for a part that ends with `?`."""
+    found: Any = importlib.import_module(seam.module)
+    for part in seam.name.split("."):
+        if part.endswith("?") and not hasattr(found, part[:-1]):
+            return ABSENT
+        found = getattr(found, part.rstrip("?()"))
+        found = found() if part.endswith("()") else found
+    return found
