@@ -1,7 +1,7 @@
 """A whole node, and all ranks, of a DP2 x TP2 job with the distributed optimizer: from the kill to the next step.
 
 The job writes no checkpoint, so there is no file to go on from. The ranks are forks of a process that has imported
-everything, as an agent's template is. For each case the median seconds from the last kill to the first step after it,
+everything, as an agent's zygote is. For each case the median seconds from the last kill to the first step after it,
 the iterations that were lost, and the largest difference of a gradient to the undisturbed run's, relative to its
 largest element.
 """

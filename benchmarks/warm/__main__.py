@@ -38,8 +38,8 @@ class Figures:
     """Memory of a rank that it shares with nobody."""
     proportional: list[float] = field(default_factory=list)
     """Memory of a rank, what is shared divided by those who share it."""
-    template: list[float] = field(default_factory=list)
-    """Resident memory of a template."""
+    zygote: list[float] = field(default_factory=list)
+    """Resident memory of a zygote."""
 
 
 def memory(pid: int) -> dict[str, float]:
@@ -61,8 +61,8 @@ def work(agents: set[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def template(rank: int) -> int | None:
-    """The template process beside a rank: the oldest of those with its command line, the others are its forks."""
+def zygote(rank: int) -> int | None:
+    """The zygote process beside a rank: the oldest of those with its command line, the others are its forks."""
     parent = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -98,8 +98,8 @@ def life(figures: Figures, warm: bool, deaths: int) -> None:
                 held = memory(pid)
                 figures.private.append(held["Private_Dirty"] + held["Private_Clean"])
                 figures.proportional.append(held["Pss"])
-                if (known := template(pid)) is not None:
-                    figures.template.append(memory(known)["Rss"])
+                if (known := zygote(pid)) is not None:
+                    figures.zygote.append(memory(known)["Rss"])
 
 
 def _death(world: World, slot: int) -> float:
@@ -136,7 +136,7 @@ def main() -> int:
         ("kill -9 -> whole again, s", "again"),
         ("private memory of a rank, MiB", "private"),
         ("proportional memory of a rank, MiB", "proportional"),
-        ("resident memory of a template, MiB", "template"),
+        ("resident memory of a zygote, MiB", "zygote"),
     )
     print(f"{SIZE} agents with a rank each on {os.cpu_count()} cores, {options.rounds} jobs, median (and largest)")
     print(f"{'':<38}{'cold':>18}{'warm':>18}")

@@ -1,5 +1,5 @@
 """Random numbers of forked ranks: what a new process draws from the system, unless an import has chosen a seed
-(docs/design/warm-processes.md). The template runs it by its path: the standard library only."""
+(docs/design/warm-processes.md). The zygote runs it by its path: the standard library only."""
 
 from __future__ import annotations
 

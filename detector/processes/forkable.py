@@ -1,4 +1,4 @@
-"""Whether a fork of this process is as good as a new one. The template loads this file by its path: standard library
+"""Whether a fork of this process is as good as a new one. The zygote loads this file by its path: standard library
 only."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The template: a process that has imported what a job's script needs, and forks a rank of itself on demand
+"""The zygote: a process that has imported what a job's script needs, and forks a rank of itself on demand
 (docs/design/warm-processes.md).
 
-    python [FLAGS] template.py DESCRIPTOR SCRIPT|-m MODULE [ARGUMENTS]
+    python [FLAGS] zygote.py DESCRIPTOR SCRIPT|-m MODULE [ARGUMENTS]
 
 It is run by its path with the job's own interpreter and environment, so at its top it has the standard library only.
 Over the SOCK_SEQPACKET socket DESCRIPTOR come one task (:class:`Task`), then requests; every message is a JSON map. A
@@ -217,8 +217,8 @@ class Files:
                 yield path
 
 
-# ---------------------------------------------------------------- the template
-class Template:
+# ---------------------------------------------------------------- the zygote
+class Zygote:
     """What serves requests on `line`, for the command `words`. deaf: signals that it ignores, and ranks do not. first:
     what leads sys.path for it."""
 
@@ -274,7 +274,7 @@ class Template:
                 statements = leading_imports(importlib.util.decode_source(file.read()), path)
         except (OSError, SyntaxError, ValueError) as error:
             raise Cold(f"{path}: {error}") from None
-        space = {"__name__": "__template__", "__package__": package, "__file__": path}
+        space = {"__name__": "__zygote__", "__package__": package, "__file__": path}
         for statement in statements:
             self._import(statement, space, f"line {statement.lineno} of {path}")
 
@@ -289,7 +289,7 @@ class Template:
 
     def _import(self, statement: ast.stmt, space: dict[str, Any], where: str) -> None:
         try:
-            exec(compile(ast.Module([statement], []), "<template>", "exec", dont_inherit=True), space)
+            exec(compile(ast.Module([statement], []), "<zygote>", "exec", dont_inherit=True), space)
         except BaseException as error:  # SystemExit, too
             raise Cold(f"{where}: {type(error).__name__}: {error}") from None
 
@@ -314,7 +314,7 @@ class Template:
                 if pid == 0:
                     words: list[str] = request["words"]
                     return words
-                answer = {"pid": pid} if pid > 0 else {"cold": "the template could not fork it"}
+                answer = {"pid": pid} if pid > 0 else {"cold": "the zygote could not fork it"}
             for descriptor in files[1:]:
                 os.close(descriptor)
             self.tell(number=message["number"], **answer)
@@ -396,7 +396,7 @@ def adopt(agent: int, between: int) -> None:
 
 # ---------------------------------------------------------------- the rank
 def run(words: list[str], first: str) -> None:
-    """The command as `__main__`, as the interpreter would run it; raises what it does. first: see :class:`Template`."""
+    """The command as `__main__`, as the interpreter would run it; raises what it does. first: see :class:`Zygote`."""
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=__builtins__, __annotations__={})
     sys.modules["__main__"] = main
@@ -445,27 +445,27 @@ def leave(code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """The template, and in each fork the rank."""
+    """The zygote, and in each fork the rank."""
     line = socket.socket(fileno=int(sys.argv[1]))
     words = sys.argv[2:]
     # What is ignored already, SIGHUP under nohup(1), ranks ignore, too.
     deaf = [number for number in FOR_RANKS if signal.getsignal(number) is not signal.SIG_IGN]
     for number in deaf:
         signal.signal(number, signal.SIG_IGN)
-    template = Template(line, words, deaf)
+    zygote = Zygote(line, words, deaf)
     task = json.loads(line.recv(ANSWER_BYTES))
     sys.argv = ["-m", *words[2:]] if words[0] == "-m" else words
     try:
         if os.getppid() != task["agent"]:  # whose children forks could not become
             raise Cold("the interpreter is started by a wrapper that stays in front of it")
-        template.load(task["preload"], task["told"])
+        zygote.load(task["preload"], task["told"])
     except Cold as reason:
-        template.tell(off=" ".join(str(reason).split())[:1000])
+        zygote.tell(off=" ".join(str(reason).split())[:1000])
         sys.exit(0)
     sys.stdout.flush()
     sys.stderr.flush()
-    template.tell(ready=True)
-    leave(end_of(template.serve(), template.first))
+    zygote.tell(ready=True)
+    leave(end_of(zygote.serve(), zygote.first))
 
 
 if __name__ == "__main__":

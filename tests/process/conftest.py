@@ -13,8 +13,8 @@ from tests.support.jobs import Job
 
 
 @pytest.fixture(scope="session", autouse=True)
-def lent_templates() -> Iterator[None]:
-    """Agents of this tier are lent their first templates, and controllers are forks. Those of benchmarks import all by
+def lent_zygotes() -> Iterator[None]:
+    """Agents of this tier are lent their first zygotes, and controllers are forks. Those of benchmarks import all by
     themselves, as users' do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Job, "lent", True)

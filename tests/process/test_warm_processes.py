@@ -1,4 +1,4 @@
-"""Processes that are forked from a template are what processes of their own would be; where not, it is said."""
+"""Processes that are forked from a zygote are what processes of their own would be; where not, it is said."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.processes import is_alive, state_of, wait_for
 from tests.support.warm import Warm
-from unicron.ctl.agent.ranks.zygote_client import TRIES, Template
+from unicron.ctl.agent.ranks.zygote_client import TRIES, ZygoteClient
 from unicron.detector.processes.supervise import Child, adopt_orphans, reap_orphans
 
 pytestmark = pytest.mark.process
@@ -28,7 +28,7 @@ def script(tmp_path):
     def write(text: str, name: str = "script.py") -> Path:
         path = tmp_path / name
         path.write_text(textwrap.dedent(text))
-        old = time.time() - 60  # it was there before the template began
+        old = time.time() - 60  # it was there before the zygote began
         os.utime(path, (old, old))
         return path
 
@@ -37,7 +37,7 @@ def script(tmp_path):
 
 @pytest.fixture
 def begin():
-    """Begins templates, which end with the test."""
+    """Begins zygotes, which end with the test."""
     begun: list[Warm] = []
 
     def one(*words: object, **settings) -> Warm:
@@ -162,8 +162,8 @@ def test_a_fork_ends_as_a_process_of_its_own_does(script, begin, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     path = script(ENDS[name])
     warm = begin(path) if name != "syntax" else begin(script("import os\n"))
-    if name == "syntax":  # its imports cannot even be read: it is another that the template was made for
-        warm.template._words = [str(path)]
+    if name == "syntax":  # its imports cannot even be read: it is another that the zygote was made for
+        warm.zygote._words = [str(path)]
     found = run_warm(warm, tmp_path)
     left = (tmp_path / "left-open").read_text() if name == "atexit" else ""
     assert found == run_cold(warm, path)
@@ -189,7 +189,7 @@ def test_imports_whose_doings_a_fork_would_share_keep_the_ranks_cold(script, beg
     code, says = UNSAFE[name]
     script(code, "doing.py")
     warm = begin(script("import os\nimport doing\n"))
-    assert says in refused(warm) and warm.template.pid is None
+    assert says in refused(warm) and warm.zygote.pid is None
     assert says in refused(warm), "and so it stays"
 
 
@@ -207,16 +207,16 @@ def test_what_imports_read_of_the_environment_must_be_the_ranks(script, begin, t
 
 @pytest.mark.parametrize("edited", ["script.py", "module.py"])
 def test_code_that_was_edited_is_run_as_it_is_now(script, begin, tmp_path, edited):
-    """By the rank itself, started cold, and by the next from a new template."""
+    """By the rank itself, started cold, and by the next from a new zygote."""
     script("WORD = 'old'\n", "module.py")
     path = script("import module\nprint(module.WORD, 'old')\n")
     warm = begin(path)
     assert run_warm(warm, tmp_path) == (0, "old old\n", "")
-    before = warm.template.pid
+    before = warm.zygote.pid
     text = (tmp_path / edited).read_text()
     (tmp_path / edited).write_text(text.replace("'old'", "'new!'"))
     assert refused(warm) == f"{tmp_path / edited} has changed since it was read"
-    assert warm.template.pid != before and not is_alive(before)
+    assert warm.zygote.pid != before and not is_alive(before)
     assert run_warm(warm, tmp_path) == (0, "new! old\n" if edited == "module.py" else "old new!\n", "")
 
 
@@ -226,11 +226,9 @@ def test_only_imports_at_the_top_are_made_before_and_the_script_itself_is_not(sc
     path = script(
         "'''A script.'''\nimport early\nSIZE = 3\nUNICRON_PRELOAD = ('named',)\nprint('runs')\nimport late, early\n"
     )
-    out = tmp_path / "of the template"
+    out = tmp_path / "of the zygote"
     command = f"import sys; sys.path[:0] = {sys.path!r}\nfrom tests.support.warm import Warm\n"
-    command += (
-        f"warm = Warm([{str(path)!r}], preload=['wanted']); warm.serve(lambda: warm.template.ready); warm.close()"
-    )
+    command += f"warm = Warm([{str(path)!r}], preload=['wanted']); warm.serve(lambda: warm.zygote.ready); warm.close()"
     with out.open("wb") as file:
         subprocess.run([sys.executable, "-c", command], stdout=file, check=True, timeout=60)
     assert out.read_text().split() == ["wanted", "early", "named"]
@@ -271,49 +269,49 @@ def test_random_numbers_are_each_processes_own_unless_an_import_chose_them(scrip
     assert len(set(said)) == 1
 
 
-# ---------------------------------------------------------------- a template that fails
+# ---------------------------------------------------------------- a zygote that fails
 SLEEPS = "import os, time\nprint('up', flush=True)\ntime.sleep(600)\n"
 
 
-def test_a_template_that_is_killed_costs_its_lead_only(script, begin, tmp_path):
+def test_a_zygote_that_is_killed_costs_its_lead_only(script, begin, tmp_path):
     warm = begin(script(SLEEPS))
-    template: Template = warm.template
-    warm.serve(lambda: template.ready)
-    dead = template.pid
+    zygote: ZygoteClient = warm.zygote
+    warm.serve(lambda: zygote.ready)
+    dead = zygote.pid
     os.kill(dead, signal.SIGKILL)
-    coming = template.ask(warm.environment)  # it is not known yet
+    coming = zygote.ask(warm.environment)  # it is not known yet
     assert coming is not None
     warm.serve(lambda: coming.settled)
     assert coming.child() is None and "ended with -9" in coming.cold
-    assert template.ask(warm.environment) is None, "it rests first"
-    warm.serve(lambda: template.ready)
-    assert template.pid != dead
+    assert zygote.ask(warm.environment) is None, "it rests first"
+    warm.serve(lambda: zygote.ready)
+    assert zygote.pid != dead
 
 
-def test_a_template_that_dies_in_the_middle_of_a_fork(script, begin, tmp_path):
+def test_a_zygote_that_dies_in_the_middle_of_a_fork(script, begin, tmp_path):
     warm = begin(script(SLEEPS))
-    template = warm.template
-    warm.serve(lambda: template.ready)
-    os.kill(template.pid, signal.SIGSTOP)
-    wait_for(lambda: state_of(template.pid) == "T", "it has stopped")
-    coming = template.ask(warm.environment)
-    os.kill(template.pid, signal.SIGKILL)
+    zygote = warm.zygote
+    warm.serve(lambda: zygote.ready)
+    os.kill(zygote.pid, signal.SIGSTOP)
+    wait_for(lambda: state_of(zygote.pid) == "T", "it has stopped")
+    coming = zygote.ask(warm.environment)
+    os.kill(zygote.pid, signal.SIGKILL)
     warm.serve(lambda: coming.settled)
     assert coming.child() is None and "ended with -9" in coming.cold
 
 
 @pytest.mark.wide
-def test_a_template_that_hangs_is_not_waited_for_and_is_replaced(script, begin):
+def test_a_zygote_that_hangs_is_not_waited_for_and_is_replaced(script, begin):
     warm = begin(script(SLEEPS))
-    template = warm.template
-    warm.serve(lambda: template.ready)
-    hangs = template.pid
+    zygote = warm.zygote
+    warm.serve(lambda: zygote.ready)
+    hangs = zygote.pid
     os.kill(hangs, signal.SIGSTOP)
-    coming = template.ask(warm.environment)
+    coming = zygote.ask(warm.environment)
     warm.serve(lambda: coming.settled)
     assert coming.child() is None and "not answered within" in coming.cold
-    assert template.ask(warm.environment) is None and template.why == "the template does not answer"
-    warm.serve(lambda: template.pid not in (hangs, None) and template.ready)
+    assert zygote.ask(warm.environment) is None and zygote.why == "the zygote does not answer"
+    warm.serve(lambda: zygote.pid not in (hangs, None) and zygote.ready)
 
 
 def test_a_fork_that_is_not_wanted_any_more_never_begins(script, begin, tmp_path):
@@ -328,28 +326,28 @@ def test_a_fork_that_is_not_wanted_any_more_never_begins(script, begin, tmp_path
     assert not note.exists()
 
 
-def test_a_template_that_dies_again_and_again_is_given_up(script, begin, monkeypatch):
+def test_a_zygote_that_dies_again_and_again_is_given_up(script, begin, monkeypatch):
     monkeypatch.setattr("unicron.ctl.agent.ranks.zygote_client.REST_SECONDS", 0.01)
     script("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "dies.py")
     warm = begin(script("import dies\n"))
-    warm.serve(lambda: warm.template._tries == TRIES)
-    assert warm.template._again is None and "ended with -9" in refused(warm)
+    warm.serve(lambda: warm.zygote._tries == TRIES)
+    assert warm.zygote._again is None and "ended with -9" in refused(warm)
 
 
 def test_fifty_processes_in_a_row_leave_nothing_behind(script, begin, tmp_path):
     warm = begin(script("import json\nprint(len(json.__name__))\n"))
 
     def held() -> tuple[int, int, int]:
-        pages = int(Path(f"/proc/{warm.template.pid}/statm").read_text().split()[1])
-        return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{warm.template.pid}/fd")), pages
+        pages = int(Path(f"/proc/{warm.zygote.pid}/statm").read_text().split()[1])
+        return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{warm.zygote.pid}/fd")), pages
 
     for _ in range(5):
         assert run_warm(warm, tmp_path)[0] == 0
-    before, pid = held(), warm.template.pid
+    before, pid = held(), warm.zygote.pid
     for _ in range(50):
         assert run_warm(warm, tmp_path) == (0, "4\n", "")
     after = held()
-    assert warm.template.pid == pid and after[:2] == before[:2]
+    assert warm.zygote.pid == pid and after[:2] == before[:2]
     assert after[2] - before[2] < 64, "pages"
     assert os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, "nobody waits to be reaped"
 
@@ -360,9 +358,9 @@ def test_imports_that_take_too_long_are_not_waited_for(script, begin, tmp_path, 
     script(f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n", "slow.py")
     warm = begin(script("import slow\nprint('here')\n"))
     assert "not imported everything within 0.3 s" in refused(warm)
-    assert warm.template.wait(time.monotonic()) > 60, "nothing is due by time until it is ready"
+    assert warm.zygote.wait(time.monotonic()) > 60, "nothing is due by time until it is ready"
     gate.touch()
-    warm.serve(lambda: warm.template.ready)
+    warm.serve(lambda: warm.zygote.ready)
     assert run_warm(warm, tmp_path) == (0, "here\n", "")
 
 
@@ -390,7 +388,7 @@ def test_eight_that_are_asked_for_at_once_are_all_warm_however_slow_the_look_at_
     warm = begin(script("import slow\nprint('here')\n"))
     adopt_orphans()
     try:
-        comings = [warm.template.ask(warm.environment) for _ in range(8)]
+        comings = [warm.zygote.ask(warm.environment) for _ in range(8)]
         warm.serve(lambda: all(coming.settled for coming in comings))
     finally:
         adopt_orphans(False)

@@ -1,4 +1,4 @@
-"""Ranks of real agents are forked from their node's template; what is in the way of that is said, and costs no rank."""
+"""Ranks of real agents are forked from their node's zygote; what is in the way of that is said, and costs no rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAITS = "import os, sys, time\nprint('rank', os.environ['UNICRON_INCARNATION'], 
 
 
 @pytest.fixture(autouse=True)
-def templates_of_their_own(monkeypatch):
+def zygotes_of_their_own(monkeypatch):
     """From the first one on."""
     monkeypatch.setattr(Job, "lent", False)
 
@@ -64,21 +64,21 @@ def answers(address: str) -> bool:
 
 
 def warm_ones(agent: int) -> list[int]:
-    """The agent's template and its forks, which have the same command line; the oldest, the template, first."""
+    """The agent's zygote and its forks, which have the same command line; the oldest, the zygote, first."""
     paths = [(pid, Path(f"/proc/{pid}/cmdline")) for pid in children(agent)]
     found = [pid for pid, path in paths if path.is_file() and b"detector/processes/zygote.py" in path.read_bytes()]
     return sorted(found, key=began_at)
 
 
-def template_of(agent: int, rank: int) -> int:
-    """The agent's template, which has ended when its fork is the oldest."""
-    oldest = wait_for(lambda: warm_ones(agent), "its template")[0]
+def zygote_of(agent: int, rank: int) -> int:
+    """The agent's zygote, which has ended when its fork is the oldest."""
+    oldest = wait_for(lambda: warm_ones(agent), "its zygote")[0]
     assert oldest != rank
     return oldest
 
 
 def test_a_killed_rank_comes_back_warm_and_what_it_says_is_heard(tmp_path):
-    """Three deaths: by a signal, by an exception, with the template itself."""
+    """Three deaths: by a signal, by an exception, with the zygote itself."""
     wrong = [{"slot": 1, "incarnation": 1, "iteration": "any", "at": "fetch", "kind": "raise", "file": "now"}]
     settings = {"TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02", "TINY_FAULT": json.dumps(wrong)}
     with World(tmp_path, 2, **settings) as world:
@@ -95,14 +95,14 @@ def test_a_killed_rank_comes_back_warm_and_what_it_says_is_heard(tmp_path):
         (tmp_path / "now").touch()
         world.wait(lambda: world.rank(1, "7")["incarnation"] == 2 and world.trains([0, 1]), "it is back again")
         assert world.rank(1, "7")["start"] == "warm" and len(world.failures()) == 2
-        dead = template_of(agent, world.rank(1, "7")["pid"])
+        dead = zygote_of(agent, world.rank(1, "7")["pid"])
         os.kill(dead, signal.SIGKILL)
         os.kill(world.rank(1, "7")["pid"], signal.SIGKILL)
         world.wait(lambda: world.rank(1, "7")["incarnation"] == 3 and world.trains([0, 1]), "without it, too")
         ranks = world.rank(0, "7")["pid"], world.rank(1, "7")["pid"]
         world.agents[1].kill()
         wait_for(lambda: not is_alive(ranks[1]), "the rank ends with its agent")
-        wait_for(lambda: not any(is_alive(pid) for pid in children(agent)), "and its template")
+        wait_for(lambda: not any(is_alive(pid) for pid in children(agent)), "and its zygote")
 
 
 @pytest.mark.wide
@@ -132,15 +132,15 @@ def test_the_store_is_a_fork_too_and_a_process_of_its_own_when_that_has_ended(fa
         agent = job.agents[0].process.pid
         first = fake.status(lambda status: bool(status.store) and status.ranks[0].pid > 0, "its store and its rank")
         assert first.cold == {} and answers(first.store)
-        template, *forks = warm_ones(agent)
-        assert children(agent) == {template, *forks} and len(forks) == 2
+        zygote, *forks = warm_ones(agent)
+        assert children(agent) == {zygote, *forks} and len(forks) == 2
         (store,) = set(forks) - {first.ranks[0].pid}
         os.kill(store, signal.SIGKILL)
         second = fake.status(lambda status: status.store not in ("", first.store), "another store")
         assert answers(second.store) and second.ranks[0].pid == first.ranks[0].pid
-        (cold,) = children(agent) - {template, first.ranks[0].pid}
+        (cold,) = children(agent) - {zygote, first.ranks[0].pid}
         job.agents[0].kill()
-        wait_for(lambda: not any(map(is_alive, (template, cold, first.ranks[0].pid))), "none outlives the agent")
+        wait_for(lambda: not any(map(is_alive, (zygote, cold, first.ranks[0].pid))), "none outlives the agent")
     finally:
         job.close()
 
@@ -212,7 +212,7 @@ def test_a_value_that_says_neither_is_one_clear_line(fake, tmp_path):
 
 @pytest.mark.wide
 def test_fifty_restarts_in_a_row_leak_nothing(fake, tmp_path):
-    """Neither descriptors nor processes nor memory, of the agent and of the template."""
+    """Neither descriptors nor processes nor memory, of the agent and of the zygote."""
     script = tmp_path / "train.py"
     leaves = 'subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])\n'
     script.write_text(f"import subprocess\n{WAITS.replace('time.sleep', leaves + 'time.sleep')}")
@@ -224,19 +224,19 @@ def test_fifty_restarts_in_a_row_leak_nothing(fake, tmp_path):
         for incarnation in range(56):
             rank = fake.rank(lambda rank, n=incarnation: (rank.incarnation, rank.pid > 0) == (n, True), "a process")
             if incarnation in (5, 55):
-                template = template_of(agent, rank.pid)
+                zygote = zygote_of(agent, rank.pid)
                 fake.status(what="one more turn")
                 wait_for(lambda: len(children(agent)) <= 3, lambda: f"{children(agent)}")
-                memory = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (agent, template)]
-                held = [len(os.listdir(f"/proc/{pid}/fd")) for pid in (agent, template)]
-                counted.append((template, held, len(children(agent)), memory))
+                memory = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (agent, zygote)]
+                held = [len(os.listdir(f"/proc/{pid}/fd")) for pid in (agent, zygote)]
+                counted.append((zygote, held, len(children(agent)), memory))
             wait_for(lambda n=incarnation: f"rank {n}\n" in job.agents[0].log, "it runs")
             fake.send(wire.StopRank(slot=0, incarnation=incarnation, reason="test"))
             end = fake.rank(lambda rank: rank.state == "exited", "its end")
             assert end.exit.code == -signal.SIGKILL and not is_alive(rank.pid)
             fake.send(wire.StartRank(slot=0, incarnation=incarnation + 1, reason="test"))
-        (template, held, count, memory), last = counted
-        assert last[:3] == (template, held, count)
+        (zygote, held, count, memory), last = counted
+        assert last[:3] == (zygote, held, count)
         assert all(after - before < 256 for before, after in zip(memory, last[3], strict=True)), "pages"
     finally:
         job.close()

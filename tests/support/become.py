@@ -1,4 +1,4 @@
-"""A fork of the tests' template becomes one of the product's programs, as if it had been started."""
+"""A fork of the tests' zygote becomes one of the product's programs, as if it had been started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRAMS = {"unicron-agent": "unicron.ctl.agent.start.agent_main", "unicrond": "
 
 
 def become(name: str, environment: str, words: Sequence[str]) -> None:
-    """Run it to its end. environment: its own (JSON); what is imported already has read the template's."""
+    """Run it to its end. environment: its own (JSON); what is imported already has read the zygote's."""
     os.chdir(ROOT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()

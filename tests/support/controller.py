@@ -51,7 +51,7 @@ class Controller:
 
     settings: lines of [controller], in place of those of the same names in `usual`; it acts in all partitions unless
     they have tables of their own. environment: instead of the one
-    outside Slurm. `lent`: whether it is a fork of the tests' template, whatever its command is.
+    outside Slurm. `lent`: whether it is a fork of the tests' zygote, whatever its command is.
     """
 
     usual = CALM

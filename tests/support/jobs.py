@@ -22,7 +22,7 @@ SLEEPS = "import time\ntime.sleep(600)\n"
 
 
 def scripted(folder: Path, text: str) -> list[str]:
-    """A command that runs this text. Unlike `python -c` it starts from a lent template, and so does its node's store,
+    """A command that runs this text. Unlike `python -c` it starts from a lent zygote, and so does its node's store,
     which alone would import torch for two seconds."""
     path = folder / "script.py"
     path.write_text(text)
@@ -90,7 +90,7 @@ class Agent:
 class Job:
     """An array job: `count` agents, each with the same command, `tiny_gpt.py` unless another is given.
 
-    settings: environment variables of the agents and their ranks. `lent`: whether their first templates are.
+    settings: environment variables of the agents and their ranks. `lent`: whether their first zygotes are.
     """
 
     lent = False

@@ -1,4 +1,4 @@
-"""Agents whose template is lent to them: a fork of the tests' own (`tests.support.warm`). One of their own would import
+"""Agents whose zygote is lent to them: a fork of the tests' own (`tests.support.warm`). One of their own would import
 torch and Megatron for two seconds of CPU before anything can be seen. `lent_agent.py` says how. And controllers that
 are such forks themselves (`lent_controller.py`)."""
 
@@ -22,7 +22,7 @@ AGENT, CONTROLLER = (str(Path(__file__).resolve().with_name(f"lent_{name}.py")) 
 
 
 class Fork:
-    """A program that runs in a fork of the tests' template: a `subprocess.Popen`, as far as tests use it.
+    """A program that runs in a fork of the tests' zygote: a `subprocess.Popen`, as far as tests use it.
 
     words: those after the interpreter. output: of its standard output; where there is none it is read from `stdout`.
     """
@@ -86,7 +86,7 @@ class Fork:
 
 
 def agent(words: Sequence[str], environment: Mapping[str, str], log: int) -> Fork:
-    """`unicron-agent WORDS` with such a template."""
+    """`unicron-agent WORDS` with such a zygote."""
     return Fork([AGENT, json.dumps(dict(environment)), *words], log)
 
 
@@ -96,7 +96,7 @@ def controller(options: Sequence[str], environment: Mapping[str, str], log: Path
 
 
 def fits(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether a fork of the tests' template is what a template of this command's own would be: the same interpreter,
+    """Whether a fork of the tests' zygote is what a zygote of this command's own would be: the same interpreter,
     and the same of all that is read before the first import."""
     early = ({n: v for n, v in each.items() if READ_IN_C.fullmatch(n)} for each in (environment, warm().environment))
     return command[0] == sys.executable and command[1].endswith(".py") and next(early) == next(early)

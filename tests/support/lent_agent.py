@@ -1,10 +1,10 @@
-"""An agent, and the template that waits beside it until the agent starts one.
+"""An agent, and the zygote that waits beside it until the agent starts one.
 
     lent_agent.py ENVIRONMENT run -- COMMAND...
 
-It runs in a fork of the tests' template, forks the template-to-be, and becomes the agent, with ENVIRONMENT (JSON). The
-agent is the product's own; only the first template that it starts is the process that waits already, which runs the
-product's template program from there on. Templates after that one are started as ever.
+It runs in a fork of the tests' zygote, forks the zygote-to-be, and becomes the agent, with ENVIRONMENT (JSON). The
+agent is the product's own; only the first zygote that it starts is the process that waits already, which runs the
+product's zygote program from there on. Zygotes after that one are started as ever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """The agent, with the template-to-be as its child, in which this returns once it is none any more."""
+    """The agent, with the zygote-to-be as its child, in which this returns once it is none any more."""
     environment, *words = sys.argv[1:]
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent, pid = os.getpid(), os.fork()
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def wait(line: socket.socket, agent: int) -> None:
-    """Until the agent starts its template: then this is what it has started."""
+    """Until the agent starts its zygote: then this is what it has started."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     data, files, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 2)
     line.close()
@@ -58,7 +58,7 @@ def wait(line: socket.socket, agent: int) -> None:
     assert spec is not None and spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    program.given = lambda: task["environment"]  # what /proc shows is the tests' template's
+    program.given = lambda: task["environment"]  # what /proc shows is the tests' zygote's
     program.restore(os.environ, task["environment"], {})
     tempfile.tempdir = None  # TMPDIR may be another
     sys.path.remove(str(Path(__file__).resolve().parent))  # it leads the path for this script
@@ -68,7 +68,7 @@ def wait(line: socket.socket, agent: int) -> None:
 
 
 def lend(line: socket.socket, pid: int) -> None:
-    """The first template that this process starts is the one at the other end of `line`."""
+    """The first zygote that this process starts is the one at the other end of `line`."""
     from unicron.ctl.agent.ranks import zygote_client
     from unicron.detector.processes.supervise import Child
 

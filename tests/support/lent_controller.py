@@ -1,4 +1,4 @@
-"""A unicrond in a fork of the tests' template, which has imported what it needs:
+"""A unicrond in a fork of the tests' zygote, which has imported what it needs:
 
     lent_controller.py ENVIRONMENT LOG OPTIONS...
 

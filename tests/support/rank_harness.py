@@ -43,7 +43,7 @@ def store_address() -> str:
 
 
 class ForkedRank(Rank):
-    """A rank whose process is a fork of the template, from the first one on."""
+    """A rank whose process is a fork of the zygote, from the first one on."""
 
     def start(self, incarnation: int) -> None:
         self.starter = warm()

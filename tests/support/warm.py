@@ -1,5 +1,5 @@
 """Ranks that start in a blink: a test run starts dozens of them, whose imports take seconds each. They are forks of the
-product's own template, of which each process of the tests has one."""
+product's own zygote, of which each process of the tests has one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.support.processes import outside_slurm
-from unicron.ctl.agent.ranks.zygote_client import ANSWER_SECONDS, HUNG_SECONDS, Coming, Template
+from unicron.ctl.agent.ranks.zygote_client import ANSWER_SECONDS, HUNG_SECONDS, Coming, ZygoteClient
 from unicron.detector.processes.supervise import Child, adopt_orphans
 from unicron.detector.processes.zygote import READ_IN_C
 
@@ -25,7 +25,7 @@ PROGRAMS = ("unicron.ctl.agent.loop.plain_ranks", "unicron.ctl.controller.unicro
 
 
 class Warm:
-    """A template for a command, and its processes at once: :meth:`ask` waits for what it asks for.
+    """A zygote for a command, and its processes at once: :meth:`ask` waits for what it asks for.
 
     words: the command after the interpreter; told: what is imported beside its leading imports; settings: environment.
     """
@@ -43,7 +43,7 @@ class Warm:
         known = {name: value for name, value in outside_slurm().items() if not name.startswith("PYTEST")}
         self.environment = known | {"OMP_NUM_THREADS": "1"} | settings
         self._watched: dict[int, Callable[[], object]] = {}
-        self.template = Template(
+        self.zygote = ZygoteClient(
             [python, "-W", "ignore"],
             words,
             self.environment,
@@ -53,18 +53,18 @@ class Warm:
             lambda descriptor: self._watched.pop(descriptor, None),
             *self.patience,
         )
-        self.template.begin()
+        self.zygote.begin()
 
     @property
     def why(self) -> str:
-        """As of :class:`Template`."""
-        return self.template.why
+        """As of :class:`ZygoteClient`."""
+        return self.zygote.why
 
     def ask(self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1) -> Coming | None:
-        """As :meth:`Template.ask`; settled."""
+        """As :meth:`ZygoteClient.ask`; settled."""
         adopt_orphans()
         try:
-            coming = self.template.ask(environment, words, stdout)
+            coming = self.zygote.ask(environment, words, stdout)
             self.serve(lambda: coming is None or coming.settled)
         finally:
             adopt_orphans(False)
@@ -74,19 +74,19 @@ class Warm:
         """Its part of an agent's loop, until then."""
         deadline = time.monotonic() + LIMIT
         while not done():
-            assert time.monotonic() < deadline, f"the template does not answer: {self.why}"
+            assert time.monotonic() < deadline, f"the zygote does not answer: {self.why}"
             for descriptor in select.select(list(self._watched), [], [], 0.02)[0]:
                 if descriptor in self._watched:
                     self._watched[descriptor]()
-            self.template.turn(time.monotonic())
+            self.zygote.turn(time.monotonic())
 
     def close(self) -> None:
         """It ends."""
-        self.template.close()
+        self.zygote.close()
 
 
 class OfAll(Warm):
-    """Which any script of the tests may run from: what a process reads at its very start is the template's own.
+    """Which any script of the tests may run from: what a process reads at its very start is the zygote's own.
     Nothing starts cold here, however busy the machine is."""
 
     patience = (LIMIT, LIMIT)

@@ -2,7 +2,7 @@
 unicron.transition.generations.store_host [forked]`.
 
 Prints `port N` and serves until its standard input closes, so that it never outlives the agent; `forked` from the
-agent's template, it dies with the agent anyway. It is no part of the agent because it needs torch, whose import takes
+agent's zygote, it dies with the agent anyway. It is no part of the agent because it needs torch, whose import takes
 seconds.
 
 A job that heals for months forms many generations. Once a newer one is there nobody goes back to an older one, and

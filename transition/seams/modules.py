@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-
 backward_pass = torch._C._current_graph_task_id  # () -> the number of the backward pass that runs, -1 outside of one
 
 

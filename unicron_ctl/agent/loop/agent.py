@@ -186,7 +186,7 @@ class Agent:
         try:
             attempt("watch the node", self._watch_node)
             attempt("adopt what its ranks leave behind", adopt_orphans)
-            attempt("start the template", lambda: self._warmth.begin(*self._environments(), os.environ))
+            attempt("start the zygote", lambda: self._warmth.begin(*self._environments(), os.environ))
             attempt("start the rendezvous store", self._store.start)
             for rank in self.ranks.values():
                 if not rank.alive:
@@ -202,13 +202,13 @@ class Agent:
         self._polling.watch(self._reports.node.fileno(), self._reports.node_events)
 
     def close(self) -> None:
-        """End the ranks, their template and the store, leave no socket behind. What fails there stops nothing else."""
+        """End the ranks, their zygote and the store, leave no socket behind. What fails there stops nothing else."""
         for what, step in (
             ("end the ranks", lambda: stop_all(list(self.ranks.values()), self._stop_seconds)),
             ("end the files", lambda: self._files.close(FILES_SECONDS if self._ended else 0.0)),
             ("save the training state", self._save or (lambda: None)),
             ("end the store", self._store.close),
-            ("end the template", self._warmth.close),
+            ("end the zygote", self._warmth.close),
             ("give up what ranks left behind", partial(adopt_orphans, False)),
             ("end the metrics", self._reports.sampling.close),
             ("close the line to the controller", self._line.close),
@@ -237,7 +237,7 @@ class Agent:
             ("report", partial(self._reports.turn, now)),
             ("look after the memory", partial(self._memory.turn, now)),
             ("look after the copies", partial(self._copies.turn, now)),
-            ("look after the template", lambda: self._warmth.turn(now, self._child_pid)),
+            ("look after the zygote", lambda: self._warmth.turn(now, self._child_pid)),
             ("look after the processes", lambda: self._processes.turn(self.ranks.values())),
             ("begin what was forked", self._settle),
             ("answer at the door", self._witness.door.answer),
@@ -249,7 +249,7 @@ class Agent:
 
     @property
     def _child_pid(self) -> int | None:
-        """Of a child beside the ranks and their template, for which somebody waits."""
+        """Of a child beside the ranks and their zygote, for which somebody waits."""
         return self._store.pid
 
     def _wait(self) -> None:

@@ -42,10 +42,10 @@ class StoreProcess:
     ended.
 
     environment: for a process of its own. fork: a warm process that runs the words with that standard output, None
-    where there is no template. watch, unwatch: a descriptor, and what to call when it can be read. told: the port has
+    where there is no zygote. watch, unwatch: a descriptor, and what to call when it can be read. told: the port has
     changed. say: a line for people.
 
-    The ranks come from the same template, later than the store. So nobody waits for it longer than for them.
+    The ranks come from the same zygote, later than the store. So nobody waits for it longer than for them.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ AGENTS_OWN = ("pid", "incarnation", "exit", "changed", "process", "idle")  # of 
 _rank_fields = wire.RankStatus.__struct_fields__  # in the order of its array
 
 
-COLD = AlwaysCold("there is no template")
+COLD = AlwaysCold("there is no zygote")
 
 
 class Rank:

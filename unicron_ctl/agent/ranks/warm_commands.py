@@ -1,4 +1,4 @@
-"""Which commands' ranks can start warm, and what their template imports (docs/design/warm-processes.md). Pure."""
+"""Which commands' ranks can start warm, and what their zygote imports (docs/design/warm-processes.md). Pure."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def named_modules(environment: Mapping[str, str]) -> list[str]:
 
 
 def common(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
-    """What the environments of two ranks have in common, which is the template's."""
+    """What the environments of two ranks have in common, which is the zygote's."""
     return {name: value for name, value in one.items() if other.get(name) == value}

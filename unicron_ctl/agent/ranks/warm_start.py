@@ -1,4 +1,4 @@
-"""Whether and with what an agent's ranks start warm: it has the template made, and looks after what comes of it."""
+"""Whether and with what an agent's ranks start warm: it has the zygote made, and looks after what comes of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from unicron.ctl.agent.ranks import warm_commands
 from unicron.ctl.agent.ranks.ranks import Rank
-from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter, Template
+from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter, ZygoteClient
 from unicron.ctl.system.errors import UserError
 from unicron.detector.processes.supervise import reap_orphans
 
@@ -31,7 +31,7 @@ class Warmth:
     ):
         self._ranks, self._command = ranks, command
         self._watch, self._unwatch, self._attend, self._say = watch, unwatch, attend, say
-        self._template: Template | None = None
+        self._zygote: ZygoteClient | None = None
         self._said: set[str] = set()
         self._looked = 0.0
 
@@ -41,7 +41,7 @@ class Warmth:
         for rank in self._ranks.values():
             rank.starter = starter
 
-    def _starter(self, template: dict[str, str], environment: Mapping[str, str]) -> Starter:
+    def _starter(self, zygote: dict[str, str], environment: Mapping[str, str]) -> Starter:
         if not warm_commands.wanted(environment):
             return AlwaysCold(f"{warm_commands.WARM}=0")
         split = warm_commands.python_command(self._command)
@@ -52,14 +52,14 @@ class Warmth:
         except UserError as error:
             self._tell(str(error))
             return AlwaysCold(str(error))
-        told = [SESSION_NEEDS] if "UNICRON_AGENT" in template else []
-        self._template = Template(*split, template, named, told, self._watch, self._unwatch)
-        self._template.begin()
-        return self._template
+        told = [SESSION_NEEDS] if "UNICRON_AGENT" in zygote else []
+        self._zygote = ZygoteClient(*split, zygote, named, told, self._watch, self._unwatch)
+        self._zygote.begin()
+        return self._zygote
 
     def fork(self, words: list[str], stdout: int) -> Coming | None:
-        """A warm process with what all ranks have in common of their environment; None where there is no template."""
-        return self._template.ask(self._template.environment, words, stdout) if self._template is not None else None
+        """A warm process with what all ranks have in common of their environment; None where there is no zygote."""
+        return self._zygote.ask(self._zygote.environment, words, stdout) if self._zygote is not None else None
 
     # ------------------------------------------------------------ in the agent's loop
     def settle(self) -> None:
@@ -68,13 +68,13 @@ class Warmth:
             if rank.coming is not None and rank.coming.settled:
                 rank.arrive()
                 self._attend(rank)
-            if self._template is not None and rank.cold:
+            if self._zygote is not None and rank.cold:
                 self._tell(f"its ranks start cold: {rank.cold}")
 
     def turn(self, now: float, other: int | None) -> None:
         """What is due by time (monotonic); then :meth:`settle`. other: another process that somebody waits for."""
-        if self._template is not None:
-            self._template.turn(now)
+        if self._zygote is not None:
+            self._zygote.turn(now)
         coming = any(rank.coming is not None for rank in self._ranks.values())  # its process is not known yet
         if now - self._looked >= ORPHANS_SECONDS and not coming:
             self._looked = now
@@ -84,17 +84,17 @@ class Warmth:
 
     def wait(self, now: float) -> float:
         """Seconds until :meth:`turn` is to be called whatever happens."""
-        return self._template.wait(now) if self._template is not None else float("inf")
+        return self._zygote.wait(now) if self._zygote is not None else float("inf")
 
     @property
     def pid(self) -> int | None:
-        """The template's process."""
-        return self._template.pid if self._template is not None else None
+        """The zygote's process."""
+        return self._zygote.pid if self._zygote is not None else None
 
     def close(self) -> None:
-        """The template ends."""
-        if self._template is not None:
-            self._template.close()
+        """The zygote ends."""
+        if self._zygote is not None:
+            self._zygote.close()
         reap_orphans([])
 
     def _tell(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The agent's side of the template (`detector/processes/zygote.py`): a process of the job's own interpreter that has
+"""The agent's side of the zygote (`detector/processes/zygote.py`): a process of the job's own interpreter that has
 imported what the script needs, and forks the ranks. When something goes wrong with it the ranks start cold.
 """
 
@@ -18,8 +18,8 @@ from unicron.detector.processes.supervise import Child
 
 LOAD_SECONDS = 120.0  # for the imports; then ranks that wait for them start cold
 ANSWER_SECONDS = 2.0  # for the next fork, which takes 10 ms unless the machine is busy; then those asked for start cold
-HUNG_SECONDS = 10.0  # the same; then another template is started
-REST_SECONDS = 1.0  # before a template that died is started again, and twice as long each time
+HUNG_SECONDS = 10.0  # the same; then another zygote is started
+REST_SECONDS = 1.0  # before a zygote that died is started again, and twice as long each time
 STEADY_SECONDS = 600.0  # of life after which earlier deaths are forgotten
 TRIES = 5
 
@@ -29,7 +29,7 @@ class Coming:
     """A rank's process that is being forked; settled with its pid, or with the reason why it has to start cold.
 
     stderr: the reading end of its standard error; leave: the writing end of the pipe by which it learns that it may
-    begin; theirs: the other ends. asked: when the template was (monotonic). late: it has not answered in time.
+    begin; theirs: the other ends. asked: when the zygote was (monotonic). late: it has not answered in time.
     """
 
     words: list[str]
@@ -99,7 +99,7 @@ class Starter(Protocol):
 
 
 class AlwaysCold:
-    """No template."""
+    """No zygote."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -109,12 +109,12 @@ class AlwaysCold:
         return None
 
 
-class Template:
-    """One template process after another, and the requests to it.
+class ZygoteClient:
+    """One zygote process after another, and the requests to it.
 
-    python: the interpreter with its options; words: the command after it; environment: the template's. preload: modules
+    python: the interpreter with its options; words: the command after it; environment: the zygote's. preload: modules
     that the user has named; told: further ones. watch, unwatch: a descriptor, and what to call when it can be read.
-    answer: seconds without the next fork, after which the ranks start cold; hung: after which another template is
+    answer: seconds without the next fork, after which the ranks start cold; hung: after which another zygote is
     started.
     """
 
@@ -156,7 +156,7 @@ class Template:
         if self._child is None:
             return None
         if any(coming.late for coming in self._asked.values()):
-            self.why = "the template does not answer"
+            self.why = "the zygote does not answer"
             return None
         coming = Coming.of(words or self._words, environment, stdout)
         self._number += 1
@@ -171,7 +171,7 @@ class Template:
         return coming
 
     def _send(self, number: int, coming: Coming, now: float) -> None:
-        """Asks for one; a template that is gone is noticed by its end of the line. Raises OSError, without a
+        """Asks for one; a zygote that is gone is noticed by its end of the line. Raises OSError, without a
         descriptor. now: one for all that are asked for
         together (monotonic); a look at the files that begins after it counts for each of them."""
         assert self._line is not None
@@ -192,7 +192,7 @@ class Template:
             coming.forget()
 
     def _send_late(self, number: int, coming: Coming, now: float) -> None:
-        """What was wanted before the template was ready."""
+        """What was wanted before the zygote was ready."""
         self._asked[number] = coming
         try:
             self._send(number, coming, now)
@@ -246,7 +246,7 @@ class Template:
         child, lasted = self._child, time.monotonic() - self._began
         code = child.reap(1.0) if child is not None else None
         words = child.tail().splitlines()[-1:] if child is not None else []
-        self._end(f"the template has ended with {code}" + "".join(f": {word}" for word in words))
+        self._end(f"the zygote has ended with {code}" + "".join(f": {word}" for word in words))
         self._tries = 1 if lasted > STEADY_SECONDS else self._tries + 1
         if self._tries < TRIES:
             self._again = time.monotonic() + REST_SECONDS * 2 ** (self._tries - 1)
@@ -261,7 +261,7 @@ class Template:
             if not coming.settled and now >= self._since(coming) + limit:
                 what = "imported everything" if coming.asked is None else "answered"
                 coming.late = True
-                self.why = coming.cold = f"the template has not {what} within {limit:g} s"
+                self.why = coming.cold = f"the zygote has not {what} within {limit:g} s"
         asked = [coming for coming in self._asked.values() if coming.asked is not None]
         if any(now >= self._since(coming) + self._hung for coming in asked):
             assert self._child is not None
@@ -288,7 +288,7 @@ class Template:
         try:
             mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
-            self.why = f"no template could be started: {error.strerror}"
+            self.why = f"no zygote could be started: {error.strerror}"
             return
         command = [*self._python, program.__file__, str(its.fileno()), *self._words]
         try:

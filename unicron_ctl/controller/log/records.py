@@ -202,7 +202,7 @@ class RankStart(Record, frozen=True, tag="rank_start"):
 
 
 class StartedCold(Record, frozen=True, tag="started_cold"):
-    """Ranks of the job were not forked from their node's template. Once for each reason."""
+    """Ranks of the job were not forked from their node's zygote. Once for each reason."""
 
     element: int
 

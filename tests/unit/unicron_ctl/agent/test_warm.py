@@ -1,4 +1,4 @@
-"""Which commands can have a template, and what users may say of it."""
+"""Which commands can have a zygote, and what users may say of it."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def test_what_users_may_say():
             named_modules({"UNICRON_PRELOAD": wrong})
 
 
-def test_a_template_has_what_two_ranks_have_in_common():
+def test_a_zygote_has_what_two_ranks_have_in_common():
     assert common({"A": "1", "RANK": "0", "MINE": ""}, {"A": "1", "RANK": "1"}) == {"A": "1"}

@@ -36,11 +36,11 @@ def test_each_reason_is_recorded_once_for_a_job():
     for _ in range(3):
         says(world, one, slot0=WHY)
         says(world, two, slot1=WHY)
-    says(world, two, slot1="its template has died")
+    says(world, two, slot1="its zygote has died")
     said = [(event.record.element, event.record.reason) for event in events(world, "started_cold")]
     assert said == [
         (0, f"slot 0 on {one.node} started cold: {WHY}"),
-        (1, f"slot 1 on {two.node} started cold: its template has died"),
+        (1, f"slot 1 on {two.node} started cold: its zygote has died"),
     ]
 
 

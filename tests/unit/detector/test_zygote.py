@@ -1,4 +1,4 @@
-"""What a template imports, and when a rank's environment does not fit what it has read."""
+"""What a zygote imports, and when a rank's environment does not fit what it has read."""
 
 from __future__ import annotations
 

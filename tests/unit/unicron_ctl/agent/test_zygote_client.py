@@ -1,4 +1,4 @@
-"""How long the agent waits for forks of its template. The test has the template's end of the line, and the clock."""
+"""How long the agent waits for forks of its zygote. The test has the zygote's end of the line, and the clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from unicron.ctl.agent.ranks import zygote_client
-from unicron.ctl.agent.ranks.zygote_client import Coming, Template
+from unicron.ctl.agent.ranks.zygote_client import Coming, ZygoteClient
 from unicron.detector.processes.zygote import ANSWER_BYTES
 
 ANSWER, HUNG = 2.0, 10.0
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Standing:
-    """In place of the template's process."""
+    """In place of the zygote's process."""
 
     pid = 4242
 
@@ -59,33 +59,33 @@ class Standing:
 
 
 class Made:
-    """A template, asked for ranks."""
+    """A zygote, asked for ranks."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.comings = clock, []
         ways = (lambda descriptor, call: None), (lambda descriptor: None)
-        self.template = Template(["python"], ["script.py"], {}, [], [], *ways, ANSWER, HUNG)
-        self.template.begin()
-        self.process = self.template._child
+        self.zygote = ZygoteClient(["python"], ["script.py"], {}, [], [], *ways, ANSWER, HUNG)
+        self.zygote.begin()
+        self.process = self.zygote._child
         self.process.line.recv(ANSWER_BYTES)  # its task
 
     def ask(self, count: int = 1) -> list[Coming]:
-        asked = [self.template.ask({}) for _ in range(count)]
+        asked = [self.zygote.ask({}) for _ in range(count)]
         self.comings += asked
         return asked
 
     def says(self, **message: object) -> None:
-        """The template does."""
+        """The zygote does."""
         self.process.line.send(json.dumps(message).encode())
-        self.template.read()
+        self.zygote.read()
 
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
-        self.template.turn(self.clock.now)
+        self.zygote.turn(self.clock.now)
 
     @property
     def due(self) -> float:
-        return self.template.wait(self.clock.now)
+        return self.zygote.wait(self.clock.now)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def made(monkeypatch) -> Iterator[Made]:
     monkeypatch.setattr(zygote_client, "Child", Standing)
     one = Made(clock)
     yield one
-    one.template.close()
+    one.zygote.close()
     for coming in one.comings:
         coming.drop()
 
@@ -114,10 +114,10 @@ def test_each_of_those_that_are_asked_for_together_has_its_time_after_the_one_be
         assert made.due == 0.5
         made.says(number=number, pid=1000 + number)
     assert [coming.pid for coming in comings] == list(range(1001, 1010)) and not any(coming.late for coming in comings)
-    assert not made.process.signals and made.due == float("inf") and not made.template.why
+    assert not made.process.signals and made.due == float("inf") and not made.zygote.why
 
 
-def test_a_template_that_stops_answering_is_waited_for_no_longer_than_before(made: Made):
+def test_a_zygote_that_stops_answering_is_waited_for_no_longer_than_before(made: Made):
     made.says(ready=True)
     one, *others = made.ask(3)
     made.wait(1.5)
@@ -125,8 +125,8 @@ def test_a_template_that_stops_answering_is_waited_for_no_longer_than_before(mad
     made.wait(1.5)
     assert one.pid == 1001 and made.due == 0.5 and not any(coming.settled for coming in others)
     made.wait(0.5)
-    assert [coming.cold for coming in others] == ["the template has not answered within 2 s"] * 2
-    assert made.template.ask({}) is None and made.due == HUNG - ANSWER
+    assert [coming.cold for coming in others] == ["the zygote has not answered within 2 s"] * 2
+    assert made.zygote.ask({}) is None and made.due == HUNG - ANSWER
     made.wait(7.5)
     assert not made.process.signals
     made.wait(0.5)
@@ -169,9 +169,9 @@ class Gone(Standing):
 
 def test_an_interpreter_that_ends_before_it_has_its_task_is_one_that_died(made: Made, monkeypatch):
     """Defect: a broken pipe ended the agent."""
-    made.template.close()
+    made.zygote.close()
     monkeypatch.setattr(zygote_client, "Child", Gone)
-    made.template.begin()
-    made.template.read()
-    assert made.template.ask({}) is None and made.template.why.endswith("no module named encodings")
+    made.zygote.begin()
+    made.zygote.read()
+    assert made.zygote.ask({}) is None and made.zygote.why.endswith("no module named encodings")
     assert made.due == zygote_client.REST_SECONDS, "it is tried again"
