@@ -1,7 +1,7 @@
 """A rank's line to its agent: a thread of its own, so that messages flow while the main thread is stuck in a
 collective.
 
-MessagePack maps over a ZeroMQ Unix socket. The thread owns the socket; the main thread only puts messages into a queue.
+Messages go over a ZeroMQ Unix socket. The thread owns the socket; the main thread only puts messages into a queue.
 How far the main thread has come beside that, the thread looks up by itself: each message wakes a thread here and a
 process there, just when all ranks of a job go on together.
 """
@@ -18,15 +18,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgpack
 import zmq
 
 from unicron.detector.chaos.inject import injector
 from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.root_cause import one_line
-from unicron.detector.processes import stacks
+from unicron.detector.processes import rank_messages, stacks
+from unicron.detector.processes.rank_messages import Fault, FromRank, Inject, Moved, Status, ToRank
 
-VERSION = 1
 LINGER_MS = 1000  # how long the end of a process waits for its last words to be sent
 PROGRESS_SECONDS = 0.2  # after a message, until mere progress is told
 QUIET_SECONDS = 0.5  # between two looks of `on_quiet`
@@ -34,18 +33,17 @@ MAX_TRACEBACK = 8000  # characters: the end of a traceback says what happened
 
 
 class RankChannel:
-    """Connects to the agent's `endpoint` as rank `slot`; `on_message(map)` is called in the channel's thread for each
-    message."""
+    """Connects to the agent's `endpoint` as rank `slot`; `on_message(message)` is called in the channel's thread."""
 
-    def __init__(self, endpoint: str, slot: int, incarnation: int, on_message: Callable[[dict[str, Any]], None]):
+    def __init__(self, endpoint: str, slot: int, incarnation: int, on_message: Callable[[ToRank], None]):
         self.slot, self.incarnation = slot, incarnation
         self._on_message = on_message
-        self.on_quiet: Callable[[bool], dict[str, Any] | None] | None = None
+        self.on_quiet: Callable[[bool], Moved | None] | None = None
         """Called in the channel's thread whenever the main thread has said nothing for a while; fresh: for the first
-        time since it did. What it returns is sent as a message about the rank."""
-        self.progress: Callable[[], dict[str, Any] | None] | None = None
+        time since it did. What it returns is sent."""
+        self.progress: Callable[[], Status | None] | None = None
         """Called in the channel's thread whenever the main thread has said nothing for PROGRESS_SECONDS. What it
-        returns, if there is news, is sent as the rank's status."""
+        returns, if there is news, is sent."""
         self._outgoing: deque[bytes] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -60,7 +58,7 @@ class RankChannel:
         self._thread.start()
 
     @classmethod
-    def from_environment(cls, on_message: Callable[[dict[str, Any]], None]) -> RankChannel | None:
+    def from_environment(cls, on_message: Callable[[ToRank], None]) -> RankChannel | None:
         """The channel that the agent's environment names, or None outside an agent."""
         endpoint = os.environ.get("UNICRON_AGENT")
         if not endpoint:
@@ -70,33 +68,21 @@ class RankChannel:
             endpoint, int(os.environ["UNICRON_SLOT"]), int(os.environ.get("UNICRON_INCARNATION", "0")), on_message
         )
 
-    def send(self, kind: str, **fields: Any) -> None:
+    def send(self, message: FromRank) -> None:
         """Queue one message; never blocks, never raises for a missing agent."""
         self._idle.clear()
-        self._outgoing.append(self._packed(kind, fields))
+        self._outgoing.append(rank_messages.encode(message, self.slot, self.incarnation))
         try:
             os.write(self._wake_write, b"x")
         except BlockingIOError:
             pass  # the pipe is full of wake-ups already
 
-    def _packed(self, kind: str, fields: dict[str, Any]) -> bytes:
-        who = {"v": VERSION, "kind": kind, "slot": self.slot, "incarnation": self.incarnation, "pid": os.getpid()}
-        data: bytes = msgpack.packb({**who, **fields})
-        return data
-
-    def fault(self, error: BaseException, at: float | None = None) -> None:
+    def send_fault(self, error: BaseException, at: float | None = None) -> None:
         """Report an exception (detection method 3) with its type, text and the end of its traceback."""
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        at = at or time.time()
-        self.send(
-            "fault",
-            type=type(error).__name__,
-            text=str(error)[:2000],
-            at=at,
-            traceback=lines[-MAX_TRACEBACK:],
-            cause=_cause(lines),
-            **micro_batch_of(error),
-        )
+        fault = fault_of(error, at)
+        fault.traceback, fault.cause = lines[-MAX_TRACEBACK:], _cause(lines)
+        self.send(fault)
 
     def install_excepthook(self) -> None:
         """Report an exception that ends the main thread before the process dies of it."""
@@ -106,7 +92,7 @@ class RankChannel:
             at = time.time()
             previous(kind, error, trace)  # first: once the fault is known, nobody waits for this process's end
             if not issubclass(kind, KeyboardInterrupt):
-                self.fault(error, at)
+                self.send_fault(error, at)
                 self.close()  # the process ends: what ZeroMQ still holds would end with it
 
         sys.excepthook = hook
@@ -130,9 +116,9 @@ class RankChannel:
         while not self._closing:
             events = dict(poller.poll(int(1000 * PROGRESS_SECONDS)))
             if not events:
-                self._tell(self.progress)
+                self._send_now(self.progress)
                 if time.monotonic() - quiet_since >= QUIET_SECONDS:
-                    self._look_around(fresh)
+                    self._send_now(None if self.on_quiet is None else partial(self.on_quiet, fresh))
                     fresh, quiet_since = False, time.monotonic()
             if self._wake_read in events:
                 fresh, quiet_since = True, time.monotonic()
@@ -145,26 +131,21 @@ class RankChannel:
         self._socket.close()
         self._context.term()
 
-    def _look_around(self, fresh: bool) -> None:
-        self._tell(None if self.on_quiet is None else partial(self.on_quiet, fresh))
-
-    def _tell(self, source: Callable[[], dict[str, Any] | None] | None) -> None:
+    def _send_now(self, source: Callable[[], FromRank | None] | None) -> None:
         """Send what it has to say of the rank."""
         try:
             said = source() if source is not None else None
-            if said:
-                self._socket.send(self._packed("rank", said))
+            if said is not None:
+                self._socket.send(rank_messages.encode(said, self.slot, self.incarnation))
         except Exception as error:  # the main thread changes what is looked at: the next look tells
             _complain(f"rank {self.slot} could not say how far it is", error)
 
     def _deliver(self, data: bytes) -> None:
         try:
-            message = msgpack.unpackb(data, strict_map_key=False)  # slots are integer keys
-            if message["v"] != VERSION:
-                return
-            if message["kind"] == "inject":
-                injector.take(message)
-            else:
+            message = rank_messages.decode(data)
+            if isinstance(message, Inject):
+                injector.take(vars(message))
+            elif message is not None:
                 self._on_message(message)
         except Exception as error:  # a bad message must not end the line to the agent
             _complain(f"rank {self.slot} dropped a message", error)
@@ -176,15 +157,20 @@ def name_micro_batch(error: BaseException, iteration: int, index: int) -> None:
     error.add_note(f"in micro-batch {index} of iteration {iteration}")
 
 
-def micro_batch_of(error: BaseException | None) -> dict[str, int]:
-    """`iteration` and `micro_batch` of an error, or of one that it was raised from; nothing where none is named."""
+def fault_of(error: BaseException, at: float | None = None) -> Fault:
+    """The error as a message, with its micro-batch. at: when it came, now by default."""
+    return Fault(type(error).__name__, str(error)[:2000], at or time.time(), "", "", *micro_batch_of(error))
+
+
+def micro_batch_of(error: BaseException | None) -> tuple[int | None, int | None]:
+    """(iteration, micro-batch) of an error, or of one that it was raised from; None where none is named."""
     for _ in range(10):
         if error is None:
             break
         if named := getattr(error, "micro_batch", None):
-            return {"iteration": named[0], "micro_batch": named[1]}
+            return named[0], named[1]
         error = error.__cause__ or error.__context__
-    return {}
+    return None, None
 
 
 def _cause(lines: str) -> str:

@@ -196,9 +196,10 @@ def test_a_script_that_fails_at_its_start_ends_the_job(controller, tmp_path):
 RANK = """
 import os, signal, sys, time
 from unicron.detector.processes.rank_channel import RankChannel
+from unicron.detector.processes.rank_messages import Status
 heard = []
 channel = RankChannel.from_environment(heard.append)
-channel.send("rank", state=os.environ.get("SAYS", "running"), iteration=3)
+channel.send(Status(os.environ.get("SAYS", "running"), iteration=3))
 channel.flush(5)
 """
 SLEEPS = RANK + "time.sleep(600)\n"

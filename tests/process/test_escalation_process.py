@@ -65,10 +65,11 @@ def test_state_that_arrives_corrupted_is_never_trained_with(tmp_path, reference)
 BUGGY = """
 import threading
 from unicron.detector.processes.rank_channel import RankChannel
+from unicron.detector.processes.rank_messages import Status
 planned = threading.Event()
-channel = RankChannel.from_environment(lambda message: planned.set() if message["kind"] == "plan" else None)
+channel = RankChannel.from_environment(lambda message: planned.set() if message.kind == "plan" else None)
 channel.install_excepthook()
-channel.send("rank", state="waiting", micro_batches=4, train_iterations=10)
+channel.send(Status("waiting", micro_batches=4, train_iterations=10))
 assert planned.wait(60)
 raise ValueError("shapes (4, 8) and (3, 8) cannot be multiplied")
 """
@@ -90,10 +91,11 @@ def test_a_job_that_fails_by_its_own_bug_on_every_node_is_ended(tmp_path):
 STUCK = """
 import os, time
 from unicron.detector.processes.rank_channel import RankChannel
+from unicron.detector.processes.rank_messages import Status
 channel = RankChannel.from_environment(lambda message: None)
 if os.environ["UNICRON_INCARNATION"] == "1" and os.environ["UNICRON_SLOT"] == "1":
     time.sleep(600)  # stuck in its start, as on a file system that does not answer
-channel.send("rank", state="waiting", micro_batches=4, train_iterations=10)
+channel.send(Status("waiting", micro_batches=4, train_iterations=10))
 channel.flush(5)
 if os.environ["UNICRON_INCARNATION"] == "0" and os.environ["UNICRON_SLOT"] == "1":
     raise SystemExit(3)

@@ -182,10 +182,11 @@ def full_pipe() -> Iterator[int]:
 LOUD = """
 import os, signal, sys, threading, time
 from unicron.detector.processes.rank_channel import RankChannel
+from unicron.detector.processes.rank_messages import Status
 saved = threading.Event()
 channel = RankChannel.from_environment(lambda message: None)
 signal.signal(signal.SIGTERM, lambda *_: (open(os.environ["NOTE"], "w").write("saved"), os._exit(0)))
-channel.send("rank", state="running", iteration=1)
+channel.send(Status("running", iteration=1))
 channel.flush(5)
 written = 0
 while True:
@@ -193,7 +194,7 @@ while True:
     sys.stderr.flush()
     written += 1
     if written % 1000 == 0:
-        channel.send("rank", state="running", iteration=written)
+        channel.send(Status("running", iteration=written))
     if written > 30000:
         time.sleep(0.1)
 """
@@ -259,8 +260,9 @@ def test_a_log_that_is_read_late_and_slowly_loses_nothing(fake, tmp_path):
 SLEEPS = """
 import time
 from unicron.detector.processes.rank_channel import RankChannel
+from unicron.detector.processes.rank_messages import Status
 channel = RankChannel.from_environment(lambda message: None)
-channel.send("rank", state="running", iteration=3)
+channel.send(Status("running", iteration=3))
 channel.flush(5)
 time.sleep(600)
 """

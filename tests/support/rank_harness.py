@@ -13,7 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import msgpack
 import msgspec
 import zmq
 
@@ -21,11 +20,12 @@ from tests.support import lent
 from tests.support.processes import outside_slurm, state_of
 from tests.support.warm import warm
 from unicron.ctl.agent.connections.identity import Place
-from unicron.ctl.agent.connections.rank_socket import for_rank
+from unicron.ctl.agent.connections.rank_socket import for_rank, from_rank
 from unicron.ctl.agent.ranks.ranks import Rank, rank_environment, stop_all
 from unicron.ctl.consensus import resume
 from unicron.ctl.controller.replication.forming import formed
 from unicron.ctl.protocol import shared_plans, wire
+from unicron.detector.processes.rank_messages import Step, Timing
 from unicron.transition.generations import layout
 
 HERE = Path(__file__).resolve().parent
@@ -178,17 +178,20 @@ class Ranks:
                 self.ended.setdefault(slot, time.time())
         while self.socket.poll(0):
             identity, data = self.socket.recv_multipart()
-            message = msgpack.unpackb(data)
-            if message["kind"] == "step":
-                self.steps.append(message)
-            elif message["kind"] == "timing":
-                self.timings.append(message)
+            head, message = from_rank(data)
+            if isinstance(message, Step):
+                self.steps.append({**vars(message), "slot": head.slot, "incarnation": head.incarnation})
+                assert message.status is not None
+                message = message.status
+            if isinstance(message, Timing):
+                self.timings.append({**vars(message), "slot": head.slot})
             else:
-                rank = self.ranks[message["slot"]]
-                if message["incarnation"] == rank.status.incarnation:
-                    self.identities[rank.slot] = identity
+                rank = self.ranks[head.slot]
+                if head.incarnation != rank.status.incarnation:
+                    continue
+                self.identities[rank.slot] = identity
                 before = rank.status.fault
-                rank.heard(message)
+                rank.on_message(message)
                 if rank.status.fault is not None and rank.status.fault != before:
                     self.faults.append((rank.slot, rank.status.fault.type, rank.status.fault.text))
         self._disturb()

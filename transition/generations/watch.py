@@ -8,37 +8,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from unicron.detector.processes.rank_messages import (
+    Break,
+    Cut,
+    Fetch,
+    MemoryMessage,
+    Plan,
+    Save,
+    Saved,
+    StopRank,
+    ToRank,
+    Withdraw,
+)
+
 KICK_SECONDS = 0.02  # how often a main thread that enters a collective late is freed again
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A generation as the controller planned it; the fields are those of `unicron.ctl.protocol.wire.Plan`."""
-
-    generation: int
-    members: list[int]
-    store: str
-    prefix: str
-    replica: int = 1
-    boundary: bool = False
-    joiners: list[int] = field(default_factory=list)
-    source: int | None = None
-    step: int | None = None
-    iteration: int | None = None
-    state: tuple[int, int] | None = None
-    assignment: dict[int, list[int]] = field(default_factory=dict)
-    reason: str = ""
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Plan:
-        """From the agent's message; unknown keys are ignored. Raises KeyError or TypeError for a malformed one."""
-        known = {name: message[name] for name in cls.__dataclass_fields__ if name in message}
-        known["assignment"] = {int(slot): list(indices) for slot, indices in (message.get("assignment") or {}).items()}
-        return cls(**known)
 
 
 def _newer(plan: Plan, held: Plan | None) -> Plan:
@@ -80,29 +66,29 @@ class Watch:
         self._held_off = False  # the main thread changes the parameters
         self._dismissed = False
         self._came = False  # something into the node's memory that this rank may say of
-        self.on_memory: Callable[[Mapping[str, Any]], None] = lambda message: None  # called in the channel's thread
+        self.on_memory: Callable[[MemoryMessage], None] = lambda message: None  # called in the channel's thread
         self.broken_at = 0.0  # on the monotonic clock, for the timing of a recovery
         threading.Thread(target=self._kick, name="unicron-unblock", daemon=True).start()
 
     # ------------------------------------------------------------ the channel's thread
-    def on_message(self, message: Mapping[str, Any]) -> None:
-        """Take in a `break`, a `withdraw`, a `plan`, a `stop_rank`, or what is said of the node's memory; other kinds
-        are not for the rank."""
-        if message["kind"] == "break":
-            self._on_break(int(message["generation"]), frozenset(message.get("lost") or ()))
-        elif message["kind"] == "withdraw":
-            self._on_withdraw(int(message["generation"]))
-        elif message["kind"] == "plan":
-            self._on_plan(Plan.from_message(message))
-        elif message["kind"] == "stop_rank":
-            with self._changed:
-                self._dismissed = True
-                self._changed.notify_all()
-        elif message["kind"] in ("cut", "fetch", "save", "saved"):
-            self.on_memory(message)
-            with self._changed:
-                self._came = self._came or message["kind"] == "fetch"
-                self._changed.notify_all()
+    def on_message(self, message: ToRank) -> None:
+        """Take in what the agent says of generations and of the node's memory."""
+        match message:
+            case Break():
+                self._on_break(message.generation, frozenset(message.lost))
+            case Withdraw():
+                self._on_withdraw(message.generation)
+            case Plan():
+                self._on_plan(message)
+            case StopRank():
+                with self._changed:
+                    self._dismissed = True
+                    self._changed.notify_all()
+            case Cut() | Fetch() | Save() | Saved():
+                self.on_memory(message)
+                with self._changed:
+                    self._came = self._came or isinstance(message, Fetch)
+                    self._changed.notify_all()
 
     def _on_break(self, generation: int, lost: frozenset[int]) -> None:
         with self._changed:

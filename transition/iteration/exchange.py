@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unicron.transition.generations.watch import Plan
+from unicron.detector.processes.rank_messages import Plan
 from unicron.transition.iteration.accumulation import PeerLost, Sum
 from unicron.transition.iteration.rank_process import Process
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from unicron.detector.chaos.inject import injector
 from unicron.detector.processes.rank_channel import RankChannel
+from unicron.detector.processes.rank_messages import Moved
 from unicron.transition.generations import groups, preparing
 from unicron.transition.generations.layout import Layout, Stated, stated
 from unicron.transition.generations.pulse import Pulse
@@ -38,9 +39,9 @@ class Process:
                 self._pulse = Pulse(self.unblocker.own)
                 self.channel.on_quiet = self._quiet
 
-    def _quiet(self, fresh: bool) -> dict[str, int] | None:
+    def _quiet(self, fresh: bool) -> Moved | None:
         moved = self._pulse.look(fresh)
-        return {"moved": moved} if moved else None
+        return Moved(moved) if moved else None
 
     @property
     def device(self) -> torch.device:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from unicron.detector.processes.rank_messages import Plan
 from unicron.transition.generations.layout import replica_of, replicas
-from unicron.transition.generations.watch import Plan
 from unicron.transition.iteration.exchange import Exchange
 from unicron.transition.session.member import Member
 from unicron.transition.sharded.safekeeping import Safekeeping

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unicron.detector.processes.rank_channel import micro_batch_of
+from unicron.detector.processes.rank_channel import fault_of
+from unicron.detector.processes.rank_messages import Fault, Plan, Status
 from unicron.transition.generations import groups
 from unicron.transition.generations.layout import replica_of
 from unicron.transition.generations.time_limits import PLAN_TIMEOUT
-from unicron.transition.generations.watch import Dismissed, Plan, PlanTimeout
+from unicron.transition.generations.watch import Dismissed, PlanTimeout
 from unicron.transition.iteration.accumulation import PeerLost
 from unicron.transition.iteration.rank_process import Process
 from unicron.transition.snapshot import migrate
@@ -24,7 +25,7 @@ NEVER_KEPT = -1  # of the groups inside the replica: they are broken, or were ne
 class Member:
     """What the session is for the generations. Set by whoever owns it:
 
-    report(state): the fields of the rank's status that are the session's. take(plan, newcomer): the groups of `plan`
+    report(state): a status with what the session knows. take(plan, newcomer): the groups of `plan`
     are there, so take them into use and, where ranks join, move the training state. rescue(why): the rank ends
     before its time. fatal: errors that another try does not answer.
     """
@@ -34,7 +35,7 @@ class Member:
         self.watch, self.channel = process.watch, process.channel
         self._fatal = fatal
         self.groups: groups.Groups | None = None
-        self.report: Callable[[str], dict[str, Any]] = lambda state: {}
+        self.report: Callable[[str], Status] = Status
         self.take: Callable[[Plan, bool], None] = lambda plan, newcomer: None
         self.rescue: Callable[[str], None] = lambda why: None
         self.generation = 0
@@ -42,10 +43,10 @@ class Member:
         self.inside = False  # it has a place in the job, and the training state
         self.came_new = False  # with its last entry it began an iteration of which nobody has a part
         self.half_received = False  # of the training state
-        self.note: dict[str, Any] | None = None
+        self.note: Fault | None = None
         self.moments: dict[str, float] = {}  # of the recovery at hand, on the monotonic clock
         self.state = "starting"  # what the agent was told last
-        self._resting: tuple[str, dict[str, Any] | None] = ("waiting", None)
+        self._resting: tuple[str, Fault | None] = ("waiting", None)
         self._built = NEVER_KEPT  # the generation for which the groups inside the replica were built
 
     # ------------------------------------------------------------ where it is
@@ -82,17 +83,9 @@ class Member:
             self._built = NEVER_KEPT
         self.process.unblocker.unblock(not clean)  # the neighbours learn of it at once
         drain(lambda: self.process.unblocker.unblock(not clean))
-        fault = None
-        if not isinstance(error, PeerLost):
-            fault = {
-                "type": type(error).__name__,
-                "text": str(error)[:2000],
-                "at": time.time(),
-                **micro_batch_of(error),
-            }
-        self.rest("stopped", fault)
+        self.rest("stopped", None if isinstance(error, PeerLost) else fault_of(error))
 
-    def rest(self, state: str, fault: dict[str, Any] | None = None) -> None:
+    def rest(self, state: str, fault: Fault | None = None) -> None:
         """Say that this rank has stopped, and remember it: it is said again whenever one more Break comes
         before a plan."""
         self._resting = (state, fault)
@@ -212,26 +205,19 @@ class Member:
             raise PeerLost("a member was lost while the generation was entered")
 
     # ------------------------------------------------------------ telling the agent
-    def publish(self, state: str, entering: int = 0, fault: dict[str, Any] | None = None, moved: int = 0) -> None:
+    def publish(self, state: str, entering: int = 0, fault: Fault | None = None, moved: int = 0) -> None:
         """Send the rank's status, at once."""
         if self.channel is not None:
             self.state = state
-            self.channel.send("rank", **{**self.status(state, entering, fault), "moved": moved})
+            self.channel.send(self.status(state, entering, fault, moved))
 
-    def status(self, state: str, entering: int = 0, fault: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The rank's status, as the agent has it."""
-        return {
-            "state": state,
-            "generation": self.generation,
-            "entering": entering,
-            "broken": self.watch.broken,
-            "replica": self.layout.size,
-            "layout": self.layout.text,
-            "fault": fault,
-            "note": self.note,
-            "moved": 0,
-            **self.report(state),
-        }
+    def status(self, state: str, entering: int = 0, fault: Fault | None = None, moved: int = 0) -> Status:
+        """The rank's status, for its agent."""
+        status = self.report(state)
+        status.generation, status.entering, status.broken = self.generation, entering, self.watch.broken
+        status.replica, status.layout = self.layout.size, self.layout.text
+        status.fault, status.note, status.moved = fault, self.note, moved
+        return status
 
 
 def slots_of(members: Sequence[int], size: int, slot: int) -> list[int]:

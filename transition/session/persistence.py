@@ -3,9 +3,7 @@ of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from unicron.detector.processes.rank_messages import MemoryMessage, Save, Saved
 from unicron.transition.session.member import RELAID, Member
 from unicron.transition.session.save_schedule import Saving
 from unicron.transition.sharded.safekeeping import Safekeeping
@@ -25,10 +23,10 @@ class Persistence:
         self.saving = Saving(checkpoints, self.remembered, kept)
         member.watch.on_memory = self._hear
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
+    def _hear(self, message: MemoryMessage) -> None:
         """What the agent says of the node's memory, in the channel's thread: of files to one alone, whoever keeps this
         rank's state."""
-        if self._kept is not None and message["kind"] not in ("save", "saved"):
+        if self._kept is not None and not isinstance(message, Save | Saved):
             self._kept.hear(message)
         else:
             self.remembered.hear(message)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from unicron.detector.processes.rank_messages import Status, Step, Timing
 from unicron.transition.iteration.accumulation import Accumulation
 from unicron.transition.iteration.gradient_copies import SETTING, chosen
 from unicron.transition.iteration.ledger import Ledger
@@ -75,7 +76,7 @@ class Telling:
         return at.ledger.iteration + (at.phase == "stepped") if self._member.inside else at.iteration
 
     # ------------------------------------------------------------ to the agent
-    def progress(self) -> dict[str, Any] | None:
+    def progress(self) -> Status | None:
         """The status of a rank that trains, if it has come further than the last one says. Called in the channel's
         thread."""
         member, (ledger, phase) = self._member, self._at.moment
@@ -84,28 +85,29 @@ class Telling:
         status = member.status("running")
         return status if member.state == "running" else None
 
-    def status(self, state: str) -> dict[str, Any]:
-        """The session's part of the rank's status."""
+    def status(self, state: str) -> Status:
+        """The rank's status, as far as the session knows it."""
         at, member, persistence = self._at, self._member, self._persistence
         (ledger, phase), rests = at.moment, state in ("stopped", "standby", "waiting")
         self._told = ledger.iteration, phase, len(ledger.done)
         keeps = member.inside and (self._gradients.undoable or not rests)
-        return {
-            "shards": self._kept.held() if self._kept is not None and rests else [],
-            "iteration": ledger.iteration if member.inside else at.iteration,
-            "phase": phase if member.inside else "computing",
-            "done": list(ledger.done) if keeps else [],
-            "micro_batches": ledger.total,
-            "train_iterations": at.train_iterations,
-            "flops_per_iteration": self._flops,
-            "iteration_seconds": at.seconds,
-            "loss": at.loss,
-            "saved": -1 if persistence.checkpoints is None else persistence.checkpoints.newest,
+        return Status(
+            state,
+            shards=self._kept.held() if self._kept is not None and rests else [],
+            iteration=ledger.iteration if member.inside else at.iteration,
+            phase=phase if member.inside else "computing",
+            done=list(ledger.done) if keeps else [],
+            micro_batches=ledger.total,
+            train_iterations=at.train_iterations,
+            flops_per_iteration=self._flops,
+            iteration_seconds=at.seconds,
+            loss=at.loss,
+            saved=-1 if persistence.checkpoints is None else persistence.checkpoints.newest,
             **persistence.remembered.status(),
-            "kept": self._has(state),
-            "sharded": self._kept is not None,
-            "remembers": persistence.remembered.active,
-        }
+            kept=self._has(state),
+            sharded=self._kept is not None,
+            remembers=persistence.remembered.active,
+        )
 
     def _has(self, state: str) -> list[tuple[int, str]]:
         """(iteration, mark) of the states with which this rank can go on where nobody trains any more."""
@@ -122,20 +124,21 @@ class Telling:
         at, member = self._at, self._member
         speaks = member.slot % member.layout.size == 0  # one of the replica's ranks says what all of them have computed
         self._channel.send(
-            "step",
-            generation=member.generation,
-            iteration=at.ledger.iteration,
-            micro_batches=at.ledger.done if speaks else [],
-            computed=at.ledger.computed if speaks else [],
-            total=at.ledger.total,
-            seconds=at.seconds,
-            loss=at.loss,
-            phases={**self._gradients.seconds, **phases},
-            at=time.time(),
-            status=member.status("running"),
+            Step(
+                generation=member.generation,
+                iteration=at.ledger.iteration,
+                micro_batches=at.ledger.done if speaks else [],
+                computed=at.ledger.computed if speaks else [],
+                total=at.ledger.total,
+                seconds=at.seconds,
+                loss=at.loss or 0.0,
+                at=time.time(),
+                phases={**self._gradients.seconds, **phases},
+                status=member.status("running"),
+            )
         )
         if member.moments:
-            self._channel.send("timing", generation=member.generation, at=time.time(), seconds=self._recovery_parts())
+            self._channel.send(Timing(member.generation, time.time(), self._recovery_parts()))
 
     def _recovery_parts(self) -> dict[str, float]:
         """When each part of the recovery ended, in seconds since it began: broken, caught, planned, grouped, entered,

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unicron.detector.processes.rank_messages import Plan
 from unicron.transition.generations import groups
-from unicron.transition.generations.watch import Plan, PlanTimeout
+from unicron.transition.generations.watch import PlanTimeout
 from unicron.transition.iteration import rank_process
 from unicron.transition.iteration.accumulation import PeerLost, Work
 from unicron.transition.iteration.exchange import Exchange, at_commit

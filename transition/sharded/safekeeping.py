@@ -6,12 +6,12 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgpack
 import torch
 
+from unicron.detector.processes.rank_messages import Cut, Fetch, MemoryMessage
 from unicron.transition.generations import sharding
 from unicron.transition.generations.layout import replicas
 from unicron.transition.generations.sharding import MARK_BITS, named
@@ -73,15 +73,16 @@ class Safekeeping:
         """The newest version that earlier processes left in the memory of this node; -1 for none."""
         return max((version for _, version, _, _ in self.held()), default=-1)
 
-    def hear(self, message: Mapping[str, Any]) -> None:
+    def hear(self, message: MemoryMessage) -> None:
         """What the agent says of the node's memory, in the channel's thread: a cut that is to be kept, or an image that
         has come."""
-        if message["kind"] == "fetch":
-            self._came = True
-        elif message["kind"] == "cut" and message.get("none"):
-            self._cuts.wanted, self._cuts.none = Wanted(), True
-        elif message["kind"] == "cut":
-            self._cuts.wanted = Wanted(int(message.get("iteration", -1)), int(message.get("good", -1)))
+        match message:
+            case Fetch():
+                self._came = True
+            case Cut(none=True):
+                self._cuts.wanted, self._cuts.none = Wanted(), True
+            case Cut():
+                self._cuts.wanted = Wanted(message.iteration, message.good)
 
     def held(self) -> list[tuple[int, int, int, list[int]]]:
         """What this rank, at rest, could give, for its report."""

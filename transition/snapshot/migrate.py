@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from unicron.detector.chaos.inject import injector
+from unicron.detector.processes.rank_messages import Fault
 from unicron.transition.iteration.pending import scalers
 from unicron.transition.snapshot.images import digest
 
@@ -262,11 +263,11 @@ def _nothing(tensor: torch.Tensor) -> bool:
     return False
 
 
-def note(members: Sequence[int], sender: int, parts: int, following: int) -> dict[str, Any]:
+def note(members: Sequence[int], sender: int, parts: int, following: int) -> Fault:
     """What :func:`transfer` notes, for the rank's status; `members` are the slots of its ranks."""
     text = f"training state (checkpoint of slot {members[sender]}) corrupt: checksum mismatch in {parts} parts"
     text += f"; taken again from slot {members[following]}"
-    return {"type": CorruptTransfer.__name__, "text": text, "at": time.time()}
+    return Fault(CorruptTransfer.__name__, text, time.time())
 
 
 def _send_once(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unicron.transition.generations.watch import Plan
+from unicron.detector.processes.rank_messages import Cut, Fetch, MemoryMessage, Plan, Save, Saved
 from unicron.transition.snapshot import contents
 from unicron.transition.snapshot.beginnings import Beginnings
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
@@ -69,20 +69,20 @@ class Remembered:
         note_destination(folder, Destination(checkpoints.destination, checkpoints.keep))
         return True
 
-    def hear(self, message: Mapping[str, Any]) -> None:
+    def hear(self, message: MemoryMessage) -> None:
         """What the agent says of the node's memory: a cut that is to be kept, an image that has come, a checkpoint that
         is wanted or was made of what this rank has set aside."""
-        if message["kind"] == "fetch":
-            self._came = True
-        elif message["kind"] == "save":
-            self._asked = True
-        elif message["kind"] == "saved":
-            if self._checkpoints is not None:
-                self._checkpoints.newest = max(self._checkpoints.newest, int(message["iteration"]))
-        elif self._keeper is not None:
-            none = self._keeper.none = bool(message.get("none", False))
-            self._keeper.good = -1 if none else int(message.get("good", -1))
-            self._keeper.cut = -1 if none else int(message.get("iteration", -1))
+        match message:
+            case Fetch():
+                self._came = True
+            case Save():
+                self._asked = True
+            case Saved() if self._checkpoints is not None:
+                self._checkpoints.newest = max(self._checkpoints.newest, message.iteration)
+            case Cut() if self._keeper is not None:
+                self._keeper.none = message.none
+                self._keeper.good = -1 if message.none else message.good
+                self._keeper.cut = -1 if message.none else message.iteration
 
     def told(self, own: int, writer: Writer) -> list[tuple[int, str]]:
         """With what this rank, at rest, could go on, the newest first. own: the iteration that comes next for the state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from unicron.transition.iteration import randomness
 
+TRACKER = "megatron.core.tensor_parallel.random"
 NAMES = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
 
 
@@ -28,7 +30,7 @@ class Tracker:
 @pytest.fixture
 def tracker(monkeypatch):
     found = Tracker()
-    monkeypatch.setitem(randomness.sys.modules, randomness._TRACKER, SimpleNamespace(_CUDA_RNG_STATE_TRACKER=found))
+    monkeypatch.setitem(sys.modules, TRACKER, SimpleNamespace(_CUDA_RNG_STATE_TRACKER=found))
     return found
 
 
@@ -50,7 +52,7 @@ def drawn(tracker: Tracker, *which: int, **coordinate: int) -> dict[str, tuple[f
 
 
 def test_without_megatron_torch_alone_is_seeded(monkeypatch):
-    monkeypatch.delitem(randomness.sys.modules, randomness._TRACKER, raising=False)
+    monkeypatch.delitem(sys.modules, TRACKER, raising=False)
     randomness.seed(1234, 7, 3)
     first = torch.rand(4)
     torch.rand(100)

@@ -8,21 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron.transition.generations.watch import Dismissed, Plan, PlanTimeout, Watch
-
-MESSAGE = {"kind": "plan", "v": 1, "generation": 3, "members": [0, 2], "store": "h:1", "prefix": "p/3"}
-
-
-def plan(generation: int, boundary: bool = False) -> dict:
-    return MESSAGE | {"generation": generation, "boundary": boundary}
+from unicron.detector.processes.rank_messages import Break, Plan, StopRank, Withdraw
+from unicron.transition.generations.watch import Dismissed, PlanTimeout, Watch
 
 
-def withdrawn(generation: int) -> dict:
-    return {"kind": "withdraw", "v": 1, "generation": generation, "reason": "test"}
+def plan(generation: int, boundary: bool = False, **more) -> Plan:
+    return Plan(generation, [0, 2], "h:1", "p/3", boundary=boundary, **more)
 
 
-def broken(generation: int) -> dict:
-    return {"kind": "break", "v": 1, "generation": generation, "lost": [1], "reason": "test"}
+def withdrawn(generation: int) -> Withdraw:
+    return Withdraw(generation)
+
+
+def broken(generation: int, *lost: int) -> Break:
+    return Break(generation, list(lost or (1,)))
 
 
 class Kicks:
@@ -51,24 +50,6 @@ def inside(watch: Watch, generation: int) -> None:
     entered = watch.wait_plan(0.0)
     assert entered is not None and entered.generation == generation
     watch.enter(entered)
-
-
-# ---------------------------------------------------------------- plans from messages
-def test_a_plan_is_read_from_its_message():
-    read = Plan.from_message(MESSAGE | {"assignment": {"0": (1, 2), 2: [0]}, "source": 0, "tag": "unknown keys"})
-    assert read.assignment == {0: [1, 2], 2: [0]} and read.members == [0, 2] and read.source == 0
-    assert Plan.from_message(MESSAGE | {"assignment": None}).assignment == {}
-    for missing in ("generation", "members", "store", "prefix"):
-        with pytest.raises(TypeError):
-            Plan.from_message({key: value for key, value in MESSAGE.items() if key != missing})
-    with pytest.raises(ValueError):
-        Plan.from_message(MESSAGE | {"assignment": {"first": [0]}})
-
-
-def test_other_kinds_are_not_for_the_rank(watch):
-    watch.on_message({"kind": "welcome", "v": 1})
-    with pytest.raises(PlanTimeout):
-        watch.wait_plan(0.0)
 
 
 # ---------------------------------------------------------------- old, repeated, crossing
@@ -155,7 +136,7 @@ def test_who_trains_forgets_an_offer_that_is_withdrawn(watch):
 
 def newcomer(watch: Watch, generation: int) -> None:
     """It waits for the others at their boundary."""
-    watch.on_message(plan(generation, boundary=True) | {"joiners": [0]})
+    watch.on_message(plan(generation, boundary=True, joiners=[0]))
     watch.enter(watch.wait_plan(0.0))
 
 
@@ -221,7 +202,7 @@ def test_no_order_of_messages_leads_back(events):
 def test_a_rank_that_is_to_end_does_so_where_it_waits_for_a_plan():
     watch = Watch(0, lambda inside: None)
     watch.on_message(plan(3))
-    watch.on_message({"kind": "stop_rank", "slot": 0, "incarnation": 0, "reason": "test", "save": True})
+    watch.on_message(StopRank())
     with pytest.raises(Dismissed) as ended:
         watch.wait_plan(5.0)
     assert ended.value.code == 75

@@ -1,4 +1,4 @@
-"""The agent's line to its ranks, a Unix socket of its own, and how a message looks to them."""
+"""The agent's line to its ranks, a Unix socket of its own, and the messages on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import msgspec
 import zmq
 
 from unicron.ctl.protocol import wire
-from unicron.detector.processes.rank_channel import VERSION as RANK_VERSION
+from unicron.detector.processes import rank_messages
+from unicron.detector.processes.rank_messages import FROM_RANK, FromRank
 
 PLACES = ("/tmp", "/dev/shm")  # where an epilog looks for what is left
 MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
@@ -65,10 +66,27 @@ class RankLine:
 
 
 def for_rank(message: wire.Message) -> bytes:
-    """The message as ranks understand it: a map with the version of their protocol (:mod:`processes.rank_channel`)."""
+    """The message as ranks understand it: a map with the version of their protocol (:mod:`processes.rank_messages`)."""
     fields: dict[str, Any] = msgspec.to_builtins(message, str_keys=False)
-    data: bytes = msgpack.packb(fields | {"v": RANK_VERSION})
+    data: bytes = msgpack.packb(fields | {"v": rank_messages.VERSION})
     return data
+
+
+class Head(msgspec.Struct):
+    """Which process of which slot has sent a message."""
+
+    kind: str
+    slot: int
+    incarnation: int
+
+
+def from_rank(data: bytes) -> tuple[Head, FromRank]:
+    """A rank's message. Raises msgspec.MsgspecError for what does not fit."""
+    fields = msgspec.msgpack.decode(data)
+    head = msgspec.convert(fields, Head)
+    if head.kind not in FROM_RANK:
+        raise msgspec.ValidationError(f"{head.kind!r} is no message of a rank")
+    return head, msgspec.convert(fields, FROM_RANK[head.kind])
 
 
 def socket_folder(job: str, environment: Mapping[str, str]) -> str:

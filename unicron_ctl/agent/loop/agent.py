@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import msgpack
 import msgspec
 import zmq
 
@@ -24,7 +23,7 @@ from unicron.ctl.agent.connections.controller_connection import Line
 from unicron.ctl.agent.connections.identity import Place, memory_rate
 from unicron.ctl.agent.connections.job_log import JobLog
 from unicron.ctl.agent.connections.polling import Polling
-from unicron.ctl.agent.connections.rank_socket import RankLine, socket_folder
+from unicron.ctl.agent.connections.rank_socket import RankLine, from_rank, socket_folder
 from unicron.ctl.agent.connections.signals import ENDING, ENDING_SECONDS, FORWARDED, SAVES, SignalPipe
 from unicron.ctl.agent.loop.dumps import Dumps
 from unicron.ctl.agent.loop.plans import AT_WORK, Plans
@@ -44,6 +43,7 @@ from unicron.ctl.agent.snapshots.peer_copies import Copies
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.limits import ORPHAN_SECONDS
 from unicron.ctl.system.addresses import join
+from unicron.detector.processes.rank_messages import Step, Timing
 from unicron.detector.processes.supervise import adopt_orphans, shell_status
 
 REGISTER_SECONDS = 0.5
@@ -369,25 +369,26 @@ class Agent:
 
     def _from_rank(self, identity: bytes, data: bytes) -> None:
         try:
-            message = msgpack.unpackb(data)
-            rank = self.ranks[message["slot"]]
-            if message["kind"] == "step":
-                self._reports.stepped(message)
-                if "status" not in message:
+            head, message = from_rank(data)
+            rank = self.ranks[head.slot]
+            match message:
+                case Timing():
+                    told = {**vars(message), "job": self.place.job, "slot": rank.slot}
+                    self._send(msgspec.convert(told, wire.Timing))
                     return
-                who = {name: message[name] for name in ("slot", "incarnation")}
-                message = {**message["status"], **who, "kind": "rank"}
-            if message["kind"] == "timing":
-                self._send(msgspec.convert({**message, "job": self.place.job, "v": wire.VERSION}, wire.Timing))
-                return
-            if message["incarnation"] != rank.status.incarnation:
+                case Step():
+                    self._reports.add_step(rank.slot, message)
+                    if message.status is None:
+                        return
+                    message = message.status
+            if head.incarnation != rank.status.incarnation:
                 return  # of a process that has been replaced
-            if rank.heard(message):
+            if rank.on_message(message):
                 self._send_status()
             else:
                 self._reports.dirty = True
             self._rank_line.know(rank.slot, identity)
-        except (ValueError, KeyError, TypeError, msgspec.ValidationError, msgpack.UnpackException) as error:
+        except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
             self._log.drop("a rank", f"{type(error).__name__}: {error}")
 
     def _call(self) -> None:

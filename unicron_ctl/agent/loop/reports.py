@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from unicron.ctl.agent.connections.identity import Place
 from unicron.ctl.agent.loop.step_reports import StepReports
@@ -17,6 +16,7 @@ from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.protocol import ranges, wire
 from unicron.ctl.protocol.wire import MERGE_SECONDS
 from unicron.ctl.system.addresses import join
+from unicron.detector.processes.rank_messages import Step
 
 COLD_TEXT = 400  # characters of a reason
 
@@ -112,9 +112,9 @@ class Reports:
             )
         )
 
-    def stepped(self, message: Mapping[str, Any]) -> None:
-        """Takes a rank's `step` message in. Raises msgspec.ValidationError for one that does not fit."""
-        self._steps.add(message, time.monotonic())
+    def add_step(self, slot: int, step: Step) -> None:
+        """Takes in that this slot's rank has stepped."""
+        self._steps.add(slot, step, time.monotonic())
 
     def send_steps(self, now: float) -> None:
         """Step reports that can wait no longer."""

@@ -12,29 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
 
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.wire import MERGE_SECONDS
+from unicron.detector.processes.rank_messages import Step
 
 MOST_HELD = 4  # iterations that wait: of more than a few that are open the controller takes the oldest as it is
-
-
-class Report(msgspec.Struct):
-    """A rank's `step` message, as far as the controller is told of it. Times in seconds; `at` by the rank's clock."""
-
-    slot: int
-    generation: int
-    iteration: int
-    micro_batches: list[int]
-    computed: list[int]
-    total: int
-    seconds: float
-    loss: float
-    at: float
-    phases: dict[str, float] = {}
 
 
 Key = tuple[int, int, int]  # generation, iteration, total: what the reports of one message have in common
@@ -42,11 +25,11 @@ Key = tuple[int, int, int]  # generation, iteration, total: what the reports of 
 
 @dataclass
 class _Group:
-    """The ranks' reports that become one. since: when the first of them came."""
+    """The ranks' steps that become one report. since: when the first of them came."""
 
     key: Key
     since: float
-    reports: dict[int, Report] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)  # by slot
 
 
 class StepReports:
@@ -70,13 +53,12 @@ class StepReports:
         self._with_status = wire.with_status(period, progress)
         self._hold = wire.hold_seconds(period, progress)
 
-    def add(self, message: Mapping[str, Any], now: float) -> None:
-        """Take in a rank's `step` message. Raises msgspec.ValidationError for one that does not fit."""
-        report = msgspec.convert(message, Report)
-        key = report.generation, report.iteration, report.total
-        if key in self._open and report.slot in self._open[key].reports:
+    def add(self, slot: int, step: Step, now: float) -> None:
+        """Take in that this slot's rank has stepped."""
+        key = step.generation, step.iteration, step.total
+        if key in self._open and slot in self._open[key].steps:
             self._repeated.append(self._open.pop(key))
-        self._open.setdefault(key, _Group(key, now)).reports[report.slot] = report
+        self._open.setdefault(key, _Group(key, now)).steps[slot] = step
 
     def take(self, now: float, running: Mapping[int, int], hold: bool = False) -> list[wire.StepReport]:
         """The reports that are due, oldest iteration first.
@@ -114,7 +96,7 @@ class StepReports:
     @staticmethod
     def _ended(group: _Group, running: Mapping[int, int]) -> bool:
         """A rank that has reported it runs no more in its generation."""
-        return any(running.get(slot) != group.key[0] for slot in group.reports)
+        return any(running.get(slot) != group.key[0] for slot in group.steps)
 
     def wait(self, now: float) -> float:
         """Seconds until a report is due even if nothing more is reported; infinity when there is none."""
@@ -128,32 +110,32 @@ class StepReports:
             return True
         told = self._told if self._last == (generation, iteration) else set()
         members = {slot for slot, in_generation in running.items() if in_generation == generation}
-        return members <= told | group.reports.keys()
+        return members <= told | group.steps.keys()
 
     def _merged(self, group: _Group) -> wire.StepReport:
         generation, iteration, total = group.key
         if self._last != (generation, iteration):
             self._last, self._told = (generation, iteration), set()
-        self._told |= group.reports.keys()
+        self._told |= group.steps.keys()
         self._number += 1
         return wire.StepReport(
             generation=generation,
             iteration=iteration,
             total=total,
-            at=max(report.at for report in group.reports.values()),
-            ranks=[_rank_step(group.reports[slot]) for slot in sorted(group.reports)],
+            at=max(step.at for step in group.steps.values()),
+            ranks=[_rank_step(slot, group.steps[slot]) for slot in sorted(group.steps)],
             number=self._number,
         )
 
 
-def _rank_step(report: Report) -> wire.RankStep:
+def _rank_step(slot: int, step: Step) -> wire.RankStep:
     """The rank's part of the report, without what goes without saying."""
-    measured = all(name in report.phases for name in wire.PHASES)
+    measured = all(name in step.phases for name in wire.PHASES)
     return wire.RankStep(
-        slot=report.slot,
-        micro_batches=report.micro_batches,
-        seconds=report.seconds,
-        loss=report.loss,
-        computed=None if report.computed == report.micro_batches else report.computed,
-        phases=[report.phases[name] for name in wire.PHASES] if measured else [],
+        slot=slot,
+        micro_batches=step.micro_batches,
+        seconds=step.seconds,
+        loss=step.loss,
+        computed=None if step.computed == step.micro_batches else step.computed,
+        phases=[step.phases[name] for name in wire.PHASES] if measured else [],
     )

@@ -8,16 +8,16 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 import unicron
 from unicron.ctl.agent.connections.identity import Place
 from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import ranges, wire
 from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.root_cause import one_line
+from unicron.detector.processes.rank_messages import Fault, FromRank, Moved, Status
 from unicron.detector.processes.supervise import Child
 
 QUIET_STATES = ("running",)  # a change within these may wait for the next beat of the agent's clock
@@ -137,30 +137,34 @@ class Rank:
         """It trains in its generation, and nothing says that it is about to end."""
         return self.status.state == "running" and self.status.end is None
 
-    def heard(self, message: dict[str, Any]) -> bool:
-        """Take in a `rank` or `fault` message of the rank's process; True when the controller should know at once.
+    def on_message(self, message: FromRank) -> bool:
+        """Take in what the rank's process says of itself; True when the controller should know at once.
 
-        Raises msgspec.ValidationError, KeyError or ValueError for a message that does not fit.
+        Raises msgspec.ValidationError or ValueError for a message that does not fit.
         """
-        if message["incarnation"] != self.status.incarnation or self.status.state in ("exited", "finished"):
-            return False  # of a process that has been replaced
-        if message["kind"] == "fault":
-            said = ("type", "text", "at", "traceback", "cause", "iteration", "micro_batch")
-            fields: dict[str, Any] = {name: message[name] for name in said if name in message}
-            fields |= {"fatal": True, "lived": time.monotonic() - self.child.started if self.child else 0.0}
-            self.status.fault = msgspec.convert(fields, wire.Fault)
-            self.status.changed = time.time()
-            return True
         before = self.status
-        state = message.get("state", before.state)
-        if message["kind"] != "rank" or state not in RANK_STATES:
-            raise ValueError(f"{message['kind']!r} with the state {state!r}")
-        told = message.keys() - AGENTS_OWN
-        values = [message[name] if name in told else getattr(before, name) for name in _rank_fields]
-        self.status = msgspec.convert(msgspec.to_builtins(values), wire.RankStatus)
-        self.status.changed = time.time()
-        quiet = self.status.state in QUIET_STATES or before.moved != self.status.moved
-        return before.state != self.status.state or not quiet
+        if before.state in ("exited", "finished"):
+            return False  # of a process that has been replaced
+        match message:
+            case Fault():
+                lived = time.monotonic() - self.child.started if self.child else 0.0
+                before.fault = msgspec.convert({**vars(message), "fatal": True, "lived": lived}, wire.Fault)
+                before.changed = time.time()
+                return True
+            case Moved():
+                before.moved, before.changed = msgspec.convert(message.moved, ranges.Count), time.time()
+                return False
+            case Status():
+                if message.state not in RANK_STATES:
+                    raise ValueError(f"{message.state!r} is no state that a rank may have")
+                told = [getattr(before if name in AGENTS_OWN else message, name) for name in _rank_fields]
+                self.status = msgspec.convert(msgspec.to_builtins(told), wire.RankStatus)
+                if before.fault is not None and before.fault.fatal:
+                    self.status.fault = before.fault  # nothing that the process says later takes it back
+                self.status.changed = time.time()
+                quiet = self.status.state in QUIET_STATES or before.moved != self.status.moved
+                return before.state != self.status.state or not quiet
+        raise ValueError(f"{message.kind!r} says nothing of the rank")
 
     def collect(self) -> None:
         """The process has ended: record how. A rank that trained to the end stays finished, whatever came after."""

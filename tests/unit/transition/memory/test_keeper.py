@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.kept import WRITER, beginnings, everything, iterations, kept, same, spoil, step, training
+from unicron.detector.processes.rank_messages import Cut, Save
 from unicron.transition.iteration.exchange import Said
 from unicron.transition.session.save_schedule import Saving
 from unicron.transition.snapshot import contents, files, images
@@ -339,14 +340,14 @@ def test_the_training_does_not_wait_while_much_is_removed(tmp_path, remembered, 
         gone.append(path)
         unlink(path, **how)
 
-    remembered.hear({"kind": "cut", "iteration": 1})
+    remembered.hear(Cut(1))
     for iteration in (1, 2, 3):
         remembered.keep(iteration, [1], 1, WRITER)
         remembered.wait()
     kept(tmp_path, training(), 4)
     remembered._keeper._done.wait()
     monkeypatch.setattr(os, "unlink", slowly)
-    remembered.hear({"kind": "cut", "none": True})
+    remembered.hear(Cut(-1, none=True))
     remembered.keep(4, [1], 1, WRITER)
     remembered._keeper._done.wait()
     assert iterations(tmp_path) == [1, 3, 4, 4] and not gone
@@ -369,7 +370,7 @@ def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remembered:
 
 
 def test_cuts_go_though_another_rank_of_the_node_keeps_the_state_by_now(tmp_path, remembered):
-    remembered.hear({"kind": "cut", "iteration": 1})
+    remembered.hear(Cut(1))
     for iteration in (1, 2):
         remembered.keep(iteration, [1], 1, WRITER)
         remembered.wait()
@@ -377,7 +378,7 @@ def test_cuts_go_though_another_rank_of_the_node_keeps_the_state_by_now(tmp_path
     remembered.keep(4, [0, 1], 2, WRITER)
     remembered.close()
     assert [path.name for path in tmp_path.glob("*-1-*")] == ["cut-1-0.image"]
-    remembered.hear({"kind": "cut", "none": True})
+    remembered.hear(Cut(-1, none=True))
     remembered.keep(4, [0, 1], 2, WRITER)
     remembered.close()
     assert not list(tmp_path.glob("*-1-*")) and "/cut-1-" not in Path("/proc/self/maps").read_text()
@@ -386,7 +387,7 @@ def test_cuts_go_though_another_rank_of_the_node_keeps_the_state_by_now(tmp_path
 def test_a_checkpoint_that_could_not_be_set_aside_is_asked_for_again(tmp_path, remembered, monkeypatch, capsys):
     here = [1], 1, WRITER
     saving = Saving(Checkpoints(tmp_path / "saves"), remembered)
-    remembered.hear({"kind": "save"})
+    remembered.hear(Save())
     saving.hear(Said(save=saving.wanted))
     assert saving.due(1) and not saving.wanted and remembered.files(*here)
 

@@ -7,6 +7,7 @@ import pytest
 
 from unicron.ctl.agent.ranks.ranks import Rank
 from unicron.ctl.protocol import wire
+from unicron.detector.processes.rank_messages import Fault, Moved, Status
 
 
 @pytest.fixture
@@ -16,14 +17,11 @@ def rank() -> Rank:
     return made
 
 
-def says(**fields) -> dict:
-    return {"kind": "rank", "incarnation": 2, "slot": 3, **fields}
-
-
-def test_each_message_changes_what_it_names(rank):
-    assert rank.heard(says(state="waiting", micro_batches=8)), "a new state is told at once"
-    rank.heard(says(state="running", generation=4, iteration=9, done=[1, 5]))
-    assert not rank.heard(says(phase="reducing", loss=2.5)), "progress is not"
+def test_each_status_is_what_the_rank_says(rank):
+    assert rank.on_message(Status("waiting", micro_batches=8)), "a new state is told at once"
+    rank.on_message(Status("running", generation=4, iteration=9, done=[1, 5], micro_batches=8))
+    said = Status("running", generation=4, iteration=9, done=[1, 5], micro_batches=8, phase="reducing", loss=2.5)
+    assert not rank.on_message(said), "progress is not"
     status = rank.status
     assert (status.state, status.generation, status.iteration, status.phase) == ("running", 4, 9, "reducing")
     assert (status.micro_batches, status.done, status.loss) == (8, [1, 5], 2.5)
@@ -31,34 +29,44 @@ def test_each_message_changes_what_it_names(rank):
     assert wire.decode(wire.encode(made)).ranks == {3: status}
 
 
-def test_what_the_agent_knows_better_is_not_the_ranks_to_say(rank):
-    rank.heard(says(state="waiting", pid=1, process="T", idle=9.0, changed=-1.0))
-    assert (rank.status.pid, rank.status.process, rank.status.idle) == (7, "S", 0.0) and rank.status.changed > 0
-
-
-def test_a_message_of_a_process_that_was_replaced_is_ignored(rank):
-    assert not rank.heard(says(state="running") | {"incarnation": 1})
-    assert rank.status.state == "starting"
+def test_what_the_agent_knows_better_stays_as_it_is(rank):
+    rank.on_message(Status("waiting"))
+    assert (rank.status.pid, rank.status.process, rank.status.incarnation) == (7, "S", 2) and rank.status.changed > 0
 
 
 def test_progress_of_a_transfer_is_told_with_the_next_status(rank):
-    assert rank.heard(says(state="entering", entering=4))
-    assert not rank.heard(says(state="entering", entering=4, moved=1 << 30)) and rank.status.moved == 1 << 30
-    assert not rank.heard(says(moved=1 << 31)), "from the channel's own thread"
-    assert rank.status.state == "entering" and rank.status.entering == 4
-    assert rank.heard(says(state="running", entering=0, moved=0)) and rank.status.moved == 0
+    assert rank.on_message(Status("entering", entering=4))
+    assert not rank.on_message(Status("entering", entering=4, moved=1 << 30)) and rank.status.moved == 1 << 30
+    assert not rank.on_message(Moved(1 << 31)), "from the channel's own thread"
+    assert rank.status.state == "entering" and rank.status.entering == 4 and rank.status.moved == 1 << 31
+    assert rank.on_message(Status("running")) and rank.status.moved == 0
 
 
-def test_an_error_is_kept_beside_the_status(rank):
-    rank.heard(says(state="running", generation=4))
-    assert rank.heard({"kind": "fault", "incarnation": 2, "slot": 3, "type": "OSError", "text": "no", "at": 5.0})
-    rank.heard(says(phase="stepped"))
+def test_an_exception_that_ends_the_process_is_kept_beside_the_status(rank):
+    rank.on_message(Status("running", generation=4))
+    assert rank.on_message(Fault("OSError", "no", 5.0))
+    rank.on_message(Status("running", generation=4, phase="stepped"))
     assert rank.status.fault is not None and rank.status.fault.type == "OSError" and rank.status.end is not None
 
 
-@pytest.mark.parametrize("fields", [{"state": "flying"}, {"state": "exited"}, {"state": "running", "done": "all"}])
+def test_a_fault_that_was_put_right_is_gone_with_the_next_status(rank):
+    rank.on_message(Status("stopped", fault=Fault("RuntimeError", "a peer is gone", 5.0, iteration=3, micro_batch=1)))
+    assert rank.status.fault is not None and rank.status.fault.micro_batch == 1 and rank.status.end is None
+    rank.on_message(Status("running"))
+    assert rank.status.fault is None
+
+
+def test_a_process_that_has_ended_says_nothing_more(rank):
+    rank.status.state = "finished"
+    assert not rank.on_message(Status("running")) and rank.status.state == "finished"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"state": "flying"}, {"state": "exited"}, {"state": "running", "done": "all"}, {"state": "running", "moved": -1}],
+)
 def test_a_message_that_does_not_fit_changes_nothing(rank, fields):
     before = rank.status
     with pytest.raises((ValueError, msgspec.ValidationError)):
-        rank.heard(says(**fields))
+        rank.on_message(Status(**fields))
     assert rank.status is before
