@@ -60,14 +60,14 @@ def abandon_lost_messages(cut: Callable[[], bool]) -> None:
     """From now on waits of the main thread for messages, whoever sends them, raise :class:`LostWait` GRACE_SECONDS
     after `cut()`: the connections that they are for have been broken."""
 
-    def wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
+    def abandonable_wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
         main = threading.current_thread() is threading.main_thread()
         if not main or int(work._get_op_type()) not in MESSAGES:
             return _original_wait(work, *arguments, **keywords)
         error = LostWait("a message was on its way when its connection was cut")
         return run_until(lambda: _original_wait(work, *arguments, **keywords), _CutForAWhile(cut), error)
 
-    _work.wait = wait
+    _work.wait = abandonable_wait
 
 
 class _CutForAWhile:

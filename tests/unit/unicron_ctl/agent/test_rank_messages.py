@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import msgpack
 import msgspec
@@ -91,7 +92,5 @@ def test_a_rank_passes_over_what_is_not_for_it():
 
 
 def test_what_is_part_of_no_message_is_not_sent():
-    with pytest.raises(TypeError, match="Path is part of no message|PosixPath is part of no message"):
-        from pathlib import Path
-
+    with pytest.raises(TypeError, match="PosixPath is part of no message"):
         rank_messages.encode(Timing(1, 0.0, {"where": Path("/")}), 0, 0)
