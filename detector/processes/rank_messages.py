@@ -23,7 +23,7 @@ class Break:
 
     kind: ClassVar[str] = "break"
     generation: int
-    lost: list[int] = field(default_factory=list)
+    lost: list[int]
 
 
 @dataclass(frozen=True)
