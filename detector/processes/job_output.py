@@ -15,6 +15,8 @@ import threading
 import time
 from collections import deque
 
+from unicron.detector.processes.log_format import log_line
+
 FULL_BYTES = 4 << 20  # from here on who can hold back does
 MOST_BYTES = 2 * FULL_BYTES
 STALL_SECONDS = 5.0
@@ -126,9 +128,9 @@ class JobOutput:
         with self._changed:
             lost, self._dropped = self._dropped, 0
             why, self._why = self._why or "it took nothing for too long", ""
-        line = f"unicron: {lost} bytes of output were lost here, for the job's log did not take them: {why}\n"
+        text = f"{lost} bytes of output were lost here, for the job's log did not take them: {why}"
         with contextlib.suppress(OSError):
-            os.write(self._descriptor, line.encode())
+            os.write(self._descriptor, f"{log_line('warning', 'unicron', text)}\n".encode())
 
 
 standard_error = JobOutput(2)

@@ -24,6 +24,7 @@ from unicron.detector.chaos.inject import injector
 from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.root_cause import one_line
 from unicron.detector.processes import rank_messages, stacks
+from unicron.detector.processes.log_format import log_line
 from unicron.detector.processes.rank_messages import Fault, FromRank, Inject, Moved, Status, ToRank
 
 LINGER_MS = 1000  # how long the end of a process waits for its last words to be sent
@@ -183,4 +184,5 @@ def _cause(lines: str) -> str:
 
 
 def _complain(what: str, error: Exception) -> None:
-    print(f"unicron: {what}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    text = f"{what}: {type(error).__name__}: {error}"
+    print(log_line("warning", "unicron", text), file=sys.stderr, flush=True)

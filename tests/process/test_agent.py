@@ -14,7 +14,7 @@ import zmq
 
 from tests.support.controller import Controller
 from tests.support.jobs import AGENT, FOREVER, Job, scripted
-from tests.support.processes import ROOT, call, is_alive, outside_slurm, wait_for
+from tests.support.processes import ROOT, call, is_alive, outside_slurm, undated, wait_for
 from tests.support.scripted import FakeController
 from unicron.ctl.protocol import wire
 
@@ -185,7 +185,7 @@ def test_a_script_that_fails_at_its_start_ends_the_job(controller, tmp_path):
         dataset.close()
     log = crashes.agents[0].log
     assert log.count("Traceback") == log.count("\nRuntimeError: no such tokenizer") == 3, log
-    reasons = [line for line in log.splitlines() if line.startswith("unicron: 9_") and "mode:" not in line]
+    reasons = [line for line in log.splitlines() if " unicron job=9_" in line and "mode:" not in line]
     assert len(reasons) == 1, log
     assert "never finished an iteration" in reasons[0] and "RuntimeError: no such tokenizer" in reasons[0]
     assert "no dataset at /nowhere/data.idx" in dataset.agents[0].log and "Traceback" not in dataset.agents[0].log
@@ -230,7 +230,10 @@ def test_an_agent_that_is_refused_for_good_runs_its_command_unprotected(fake, tm
     fake.registration()
     fake.send(wire.Refused(reason="job 20 has 2 ranks per node", final=True))
     assert job.agents[0].wait() == 5
-    assert job.agents[0].log == "unicron: 20_0 on n0: job 20 has 2 ranks per node; the job runs unprotected\n"
+    assert (
+        undated(job.agents[0].log)
+        == "WARNING unicron job=20_0 node=n0: job 20 has 2 ranks per node; the job runs unprotected\n"
+    )
 
 
 def test_an_agent_that_is_refused_for_good_before_it_has_a_world_starts_again_without_one(fake, tmp_path):
@@ -242,7 +245,9 @@ def test_an_agent_that_is_refused_for_good_before_it_has_a_world_starts_again_wi
     pid = fake.rank(lambda rank: rank.state == "waiting", "its rank waits").pid
     fake.send(wire.Refused(reason="element 2 is different", final=True))
     assert job.agents[0].wait() == 5 and not is_alive(pid)
-    assert job.agents[0].log.endswith("unicron: 24_0 on n0: element 2 is different; the job runs unprotected\n")
+    assert undated(job.agents[0].log).endswith(
+        "WARNING unicron job=24_0 node=n0: element 2 is different; the job runs unprotected\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,7 +262,7 @@ def test_an_agent_whose_element_is_not_its_to_train_ends(fake, tmp_path, refused
     fake.registration()
     fake.send(refused)
     assert job.agents[0].wait() == 1
-    assert job.agents[0].log == f"unicron: 25_0 on n0: {refused.reason}\n"
+    assert undated(job.agents[0].log) == f"WARNING unicron job=25_0 node=n0: {refused.reason}\n"
 
 
 def test_an_agent_whose_job_failed_ends(fake, tmp_path):
@@ -265,7 +270,7 @@ def test_an_agent_whose_job_failed_ends(fake, tmp_path):
     fake.registration()
     fake.send(wire.End(code=3, reason="the script itself fails"))
     assert job.agents[0].wait() == 3
-    assert job.agents[0].log == "unicron: 22_0 on n0: the script itself fails\n"
+    assert undated(job.agents[0].log) == "WARNING unicron job=22_0 node=n0: the script itself fails\n"
 
 
 @pytest.mark.parametrize("code", [0, 7])
@@ -382,7 +387,9 @@ def test_without_a_controller_the_command_runs_unprotected(tmp_path):
     for job, reason in zip(jobs, why.values(), strict=True):
         agent = job.agents[0]
         assert agent.wait() == 7, agent.log
-        assert agent.log == f"unicron: {job.name}_0 on n0: {reason}; the job runs unprotected\n0 1\n"
+        assert (
+            undated(agent.log) == f"WARNING unicron job={job.name}_0 node=n0: {reason}; the job runs unprotected\n0 1\n"
+        )
         assert not list(agent.folder.glob("unicron-*"))
     silent.close()
 
@@ -393,7 +400,7 @@ def test_where_the_admin_wants_no_job_protected_the_command_runs_unprotected(tmp
     try:
         assert job.agents[0].wait() == 7, job.agents[0].log
         said = 'partition default is "off" in the configuration of unicrond; the job runs unprotected'
-        assert job.agents[0].log == f"unicron: {job.name}_0 on n0: {said}\n0 1\n"
+        assert undated(job.agents[0].log) == f"WARNING unicron job={job.name}_0 node=n0: {said}\n0 1\n"
         assert controller.ask("status")["jobs"] == []
     finally:
         controller.close()

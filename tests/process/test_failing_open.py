@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import AGENT, Job, scripted
-from tests.support.processes import ROOT, call, is_alive, outside_slurm, wait_for
+from tests.support.processes import ROOT, call, is_alive, outside_slurm, undated, wait_for
 from tests.support.scripted import FakeController
 from tests.support.users import User
 from unicron.ctl.agent.node.rendezvous_store import StoreProcess
@@ -95,7 +95,10 @@ def test_what_the_user_has_set_for_python_is_the_commands_not_the_agents(fake, t
 def test_with_too_few_open_files_the_command_runs_unprotected(fake, tmp_path, files, ranks):
     done = run_shell(f"ulimit -n {files}; exec {agent()}", agents_of(fake, tmp_path, UNICRON_RANKS_PER_NODE=ranks))
     assert done.returncode == CODE and "ran 0" in done.stdout, done
-    assert re.fullmatch(r"unicron: 30_0 on n0: only \d+ more files can be opened .*raise `ulimit -n`.*\n", done.stderr)
+    assert re.fullmatch(
+        r"WARNING unicron job=30_0 node=n0: only \d+ more files can be opened .*raise `ulimit -n`.*\n",
+        undated(done.stderr),
+    )
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user, whose processes are limited")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -55,6 +56,11 @@ def outside_slurm() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def undated(log: str) -> str:
+    """The lines of a log without their times: "WARNING unicron job=20_0 node=n0: text"."""
+    return re.sub(r"(?m)^(<\d>)?\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d ", r"\1", log)
 
 
 def of_a_world(ranks: int) -> list[dict[str, str]]:

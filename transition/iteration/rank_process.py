@@ -15,7 +15,7 @@ from unicron.transition.generations.layout import Layout, Stated, stated
 from unicron.transition.generations.pulse import Pulse
 from unicron.transition.generations.unblock import Unblocker
 from unicron.transition.generations.watch import Watch
-from unicron.transition.iteration.rank_log import say
+from unicron.transition.iteration.rank_log import warn
 from unicron.transition.seams import elastic_buckets, gloo, nccl, process_groups
 from unicron.transition.seams.table import UnsupportedLayout
 
@@ -85,7 +85,7 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
     process_groups.check_torch(peers="UNICRON_AGENT" not in os.environ)
     if backend == "nccl":
         for line in nccl.keep_torch_from_aborting():
-            say(line)
+            warn(line)
     _process = Process(backend, layout or Layout())
     elastic_buckets.prepare_when_imported()
     if _process.channel is None:

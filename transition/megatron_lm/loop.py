@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from unicron.transition.iteration.rank_log import inform
 from unicron.transition.iteration.result import StepResult
 from unicron.transition.megatron_lm.save_load import checkpoints
 from unicron.transition.megatron_lm.world import World
@@ -172,7 +173,7 @@ class Loop:
         interval = get_args().exit_interval
         if not self._session.stopping and not (interval and iteration % interval == 0):
             return False
-        print(f"unicron: the training ends after iteration {iteration}", flush=True)
+        inform(f"the training ends after iteration {iteration}")
         self._finish()
         return True
 

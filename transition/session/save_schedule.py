@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unicron.transition.iteration.exchange import Said
-from unicron.transition.iteration.rank_log import say
+from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.sharded.safekeeping import Safekeeping
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron.transition.snapshot.migrate import TrainingState
@@ -59,7 +59,7 @@ class Saving:
         if self._said.busy:
             if self.busy and not self._told:
                 self._told = True
-                say(
+                warn(
                     f"no checkpoint of iteration {iteration}: the one before is still being written; give a longer "
                     "interval or a faster file system"
                 )
@@ -85,5 +85,5 @@ class Saving:
         assert self._checkpoints is not None
         self._checkpoints.save(state, iteration, writer)
         if self._asked:
-            say(f"the checkpoint of iteration {iteration} goes to {self._checkpoints.folder}")
+            inform(f"the checkpoint of iteration {iteration} goes to {self._checkpoints.folder}")
         return False

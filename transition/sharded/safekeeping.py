@@ -17,7 +17,7 @@ from unicron.transition.generations.layout import replicas
 from unicron.transition.generations.sharding import MARK_BITS, named
 from unicron.transition.iteration.exchange import Exchange
 from unicron.transition.iteration.gradient_copies import Where
-from unicron.transition.iteration.rank_log import say
+from unicron.transition.iteration.rank_log import warn
 from unicron.transition.iteration.rank_process import Process
 from unicron.transition.megatron import auxiliary
 from unicron.transition.seams import elastic_buckets
@@ -44,10 +44,10 @@ class Safekeeping:
         here: torch.device = next(state.model[0].parameters()).device
         memory = torch.device("cpu") if where is Where.HOST else here
         images = memory_folder() if memory.type == "cpu" else None
-        self._cuts = Cutting(images, slot, say)
+        self._cuts = Cutting(images, slot, warn)
         rooms = Rooms(images, slot, memory, pinned=memory.type == "cpu" and here.type == "cuda", cuts=self._cuts)
         self.shards = Shards(state.model, state.optimizer, process.watch.lost, rooms, process.device, slot % size, size)
-        self._untrained = Untrained(state, images, slot, slot % size, size, say)
+        self._untrained = Untrained(state, images, slot, slot % size, size, warn)
         first = slot // self._per_node * self._per_node
         self._here = [each for each in range(first, first + self._per_node) if each % size == slot % size]
         self.shards.claim(self._here)
@@ -128,7 +128,7 @@ class Safekeeping:
         has = not mark or not lacking or untrained.find(mark) is not None
         nowhere = not untrained.somewhere(has, self._process.device, self._exchange.data_parallel)
         if nowhere:
-            say(
+            warn(
                 f"training state in memory passed over: of iteration {version} what is not trained (parameters, "
                 "buffers) is in no node's memory; an older state is taken, or a checkpoint"
             )

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from unicron.transition.iteration.rank_log import say
+from unicron.transition.iteration.rank_log import warn
 from unicron.transition.snapshot import contents, files
 from unicron.transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
 from unicron.transition.snapshot.cutting import Cutting
@@ -65,7 +65,7 @@ class Rooms:
         cuts: Cutting | None = None,
     ):
         self._folder = folder if device.type == "cpu" else None
-        self.slot, self._device, self._pinned, self._tell = slot, device, pinned, tell or say
+        self.slot, self._device, self._pinned, self._tell = slot, device, pinned, tell or warn
         self._own = f"{SHARD}-{slot}."  # how the names of this rank's files begin
         self._cuts = cuts
         self._spare: list[Room] = []

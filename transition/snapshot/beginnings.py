@@ -8,7 +8,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from unicron.transition.iteration.rank_log import say
+from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import contents, images
 from unicron.transition.snapshot.checkpoint import Checkpoints, load_image
 from unicron.transition.snapshot.folders import Found
@@ -67,14 +67,14 @@ class Beginnings:
         for found in [each for each in self._images if (each.key.iteration, each.key.mark) == (wanted, mark)]:
             self.untouched = False
             if self._take_image(state, found):
-                say(f"goes on from the memory of its node, with iteration {wanted}")
+                inform(f"goes on from the memory of its node, with iteration {wanted}")
                 return wanted
         files = [each for each in self._files if (each.iteration, each.mark) == (wanted, mark)]
         for each in files:
             self.untouched = False
             assert self._checkpoints is not None
             if self._checkpoints.load_one(state, each):
-                say(f"goes on from {each.paths[0].parent}, with iteration {wanted}")
+                inform(f"goes on from {each.paths[0].parent}, with iteration {wanted}")
                 return wanted
         if wanted == self._start and self.untouched:
             return wanted
@@ -94,7 +94,7 @@ class Beginnings:
 
     def _passed_over(self, error: images.BadImage) -> None:
         if self.untouched:  # once, at the start: later on others are writing theirs
-            say(f"passed over in memory: {error}")
+            warn(f"passed over in memory: {error}")
 
     def _is_mine(self, found: images.Found) -> bool:
         """It is of this rank's place in this layout."""
@@ -104,14 +104,14 @@ class Beginnings:
         try:
             return bool(contents.opened(found).head["layout"] == writer.layout)
         except (images.BadImage, OSError) as error:
-            say(f"passed over in memory: {error}")
+            warn(f"passed over in memory: {error}")
             return False
 
     def _take_image(self, state: TrainingState, found: images.Found) -> bool:
         try:
             load_image(state, found.path)
         except (images.BadImage, OSError) as error:
-            say(f"passed over in memory: {error}")
+            warn(f"passed over in memory: {error}")
             with contextlib.suppress(OSError, images.BadImage):
                 if images.read_page(found.path) == found:  # nobody has overwritten it meanwhile
                     found.path.unlink()

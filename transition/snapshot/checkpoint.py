@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from unicron.transition.iteration.rank_log import say
+from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import contents, folders, parts
 from unicron.transition.snapshot.files import DAMAGED, finished, folder_name, stem, unfinished
 from unicron.transition.snapshot.folders import Found
@@ -124,7 +124,7 @@ class Checkpoints:
         try:
             _load(state, found)
         except (OSError, BadImage) as error:
-            say(f"checkpoint of iteration {found.iteration} passed over: {error}")
+            warn(f"checkpoint of iteration {found.iteration} passed over: {error}")
             return False
         self.newest = found.iteration
         return True
@@ -230,7 +230,7 @@ class Checkpoints:
                 return
             if time.monotonic() >= waiting.until:
                 self._save_now(state, iteration, writer)
-                say(f"{why}: the state was saved in {self.folder} by this rank, to go on with iteration {iteration}")
+                inform(f"{why}: the state was saved in {self.folder} by this rank, to go on with iteration {iteration}")
                 return
             time.sleep(LOOK_SECONDS)
 
@@ -256,7 +256,7 @@ class Checkpoints:
             self._error = error
             with contextlib.suppress(OSError):  # a file system that fails may fail at this too
                 new.unlink()
-            say(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
+            warn(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
 
     def _pruned(self, iteration: int, writer: Writer) -> bool:
         """What is older is removed, if that is this rank's to do; False while the one of `iteration` is not whole."""

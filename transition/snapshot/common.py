@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from unicron.transition.iteration.rank_log import say
+from unicron.transition.iteration.rank_log import warn
 from unicron.transition.snapshot import contents
 from unicron.transition.snapshot.images import FOLDER, SAME, USER, BadImage, inventory, memory_folder, read_page
 from unicron.transition.snapshot.migrate import PIECE
@@ -134,7 +134,7 @@ class World(NamedTuple):
         try:
             return contents.read(read_page(self.folder / name))
         except (BadImage, OSError) as error:
-            say(f"passed over in memory: {error}")
+            warn(f"passed over in memory: {error}")
             return None
 
     # ------------------------------------------------------------ to each its own
@@ -236,7 +236,7 @@ def _sound(head: bytes, data: torch.Tensor, front: torch.Tensor, source: int) ->
     """What has come from another rank, if it is what was sent."""
     if torch.equal(_front((head, data)), front):
         return head, data
-    say(f"what rank {source} has sent of the state in its node's memory was spoiled on its way")
+    warn(f"what rank {source} has sent of the state in its node's memory was spoiled on its way")
     return None
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from unicron.transition.iteration.rank_log import say
+from unicron.transition.iteration.rank_log import warn
 from unicron.transition.snapshot import contents, files
 from unicron.transition.snapshot.double_buffer import BUFFERS, Turns
 from unicron.transition.snapshot.images import STATE, SUFFIX, Image, Key, inventory, memory_folder
@@ -73,7 +73,7 @@ class _Task:
 class Keeper:
     """Of one rank. What is not private is called by the main thread."""
 
-    def __init__(self, folder: Path, slot: int, every: int, tell: Callable[[str], None] = say):
+    def __init__(self, folder: Path, slot: int, every: int, tell: Callable[[str], None] = warn):
         self.folder, self.slot, self.every = folder, slot, every
         self._say = tell
         self.newest = -1  # the iteration of the last whole image of this process

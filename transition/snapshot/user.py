@@ -18,7 +18,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from unicron.transition.iteration.rank_log import say
+from unicron.transition.iteration.rank_log import warn
 from unicron.transition.snapshot import contents
 from unicron.transition.snapshot.common import World, choices
 from unicron.transition.snapshot.cuts import CUT_PREFIX, noted
@@ -112,7 +112,7 @@ class _Keeper:
                 self._finish(*task)
         except OSError as error:
             if not self._quiet:
-                say(f"the state is not kept in memory, the training goes on: {error}")
+                warn(f"the state is not kept in memory, the training goes on: {error}")
             self._quiet = True
 
     def _beside(self, task: tuple[Any, ...]) -> bool:

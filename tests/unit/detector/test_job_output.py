@@ -53,7 +53,7 @@ def test_a_log_that_takes_nothing_is_not_waited_for_and_what_is_lost_is_said(pip
     os.close(writing)
     reader.join(30.0)
     text = b"".join(found)
-    lost = re.search(rb"unicron: (\d+) bytes of output were lost here", text)
+    lost = re.search(rb"WARNING unicron: (\d+) bytes of output were lost here", text)
     assert lost is not None and text.endswith(b"again\n")
     assert text.count(b"x" * 1000) * 1000 + int(lost[1]) >= written + 2 * len(piece)
 

@@ -12,6 +12,7 @@ from typing import TextIO
 
 import pytest
 
+from tests.support.processes import undated
 from unicron.ctl.controller.server import journal
 
 log = logging.getLogger("unicron.controller")
@@ -37,7 +38,7 @@ def in_the_journal(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
 
 def written(stream: TextIO) -> list[str]:
     stream.seek(0)
-    return stream.read().splitlines()
+    return undated(stream.read()).splitlines()
 
 
 def test_a_line_has_the_program_and_the_level() -> None:
@@ -46,7 +47,7 @@ def test_a_line_has_the_program_and_the_level() -> None:
     log.debug("not asked for")
     log.info("two\nlines  of %s", "text")
     log.warning("look")
-    assert written(stream) == ["unicrond: info: two lines of text", "unicrond: warning: look"]
+    assert written(stream) == ["INFO unicrond: two lines of text", "WARNING unicrond: look"]
 
 
 def test_the_level_can_be_chosen() -> None:
@@ -55,14 +56,15 @@ def test_the_level_can_be_chosen() -> None:
     log.warning("no")
     journal.start("unicrond", "debug", stream)
     log.debug("yes")
-    assert written(stream) == ["unicrond: debug: yes"]
+    assert written(stream) == ["DEBUG unicrond: yes"]
 
 
 def test_priorities_in_the_journal(in_the_journal: TextIO) -> None:
     journal.start("unicrond", "debug", in_the_journal)
     for level in (logging.CRITICAL, logging.ERROR, logging.WARNING, logging.INFO, logging.DEBUG):
         log.log(level, "text")
-    assert written(in_the_journal) == ["<2>text", "<3>text", "<4>text", "<6>text", "<7>text"]
+    marks = {"CRITICAL": 2, "ERROR": 3, "WARNING": 4, "INFO": 6, "DEBUG": 7}
+    assert written(in_the_journal) == [f"<{mark}>{level} unicrond: text" for level, mark in marks.items()]
 
 
 def test_each_line_of_a_traceback_has_the_priority(in_the_journal: TextIO) -> None:
@@ -72,7 +74,7 @@ def test_each_line_of_a_traceback_has_the_priority(in_the_journal: TextIO) -> No
     except ValueError:
         log.exception("job 7 is set aside")
     lines = written(in_the_journal)
-    assert lines[0] == "<3>job 7 is set aside" and lines[-1] == "<3>ValueError: bad"
+    assert lines[0] == "<3>ERROR unicrond: job 7 is set aside" and lines[-1] == "<3>ERROR unicrond: ValueError: bad"
     assert all(line.startswith("<3>") for line in lines)
 
 

@@ -17,10 +17,10 @@ Result = TypeVar("Result")
 
 
 class Containment:
-    """say: one line for the job's log."""
+    """warn: writes one line into the job's log."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
         self._told: set[str] = set()
 
     def attempt(self, what: str, work: Callable[[], Result]) -> Result | None:
@@ -28,17 +28,17 @@ class Containment:
         try:
             return work()
         except Exception as error:
-            self._tell(what, error)
+            self._warn_once(what, error)
             time.sleep(ERROR_SECONDS)
             return None
 
-    def _tell(self, what: str, error: Exception) -> None:
+    def _warn_once(self, what: str, error: Exception) -> None:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{place.filename.rpartition('/')[2]}:{place.lineno}"
         text = f"couldn't {what}: {reason(error)} ({where}); the training goes on"
         if text not in self._told and len(self._told) < MOST_TOLD:
             self._told.add(text)
-            self._say(text)
+            self._warn(text)
 
 
 def reason(error: BaseException) -> str:

@@ -35,7 +35,7 @@ _OPTIONS = (
 
 
 class Peers:
-    """host: where others reach this node. keys: this agent's, public and secret. say: one line for people.
+    """host: where others reach this node. keys: this agent's, public and secret. warn: writes a line of the log.
 
     :attr:`address` is host:port, empty when it cannot be reached.
     """
@@ -45,7 +45,7 @@ class Peers:
         context: zmq.Context[zmq.Socket[bytes]],
         host: str,
         keys: tuple[str, str],
-        say: Callable[[str], None] = lambda _: None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._known: dict[bytes, wire.Peer] = {}
         self._dialed: dict[bytes, str] = {}  # key -> endpoint
@@ -56,7 +56,7 @@ class Peers:
         self._out.curve_publickey, self._out.curve_secretkey = (key.encode() for key in keys)
         self.address, sockets = _listen(host)
         self._in = Listener(
-            sockets, Keys(*keys), _most(), wire.MAX_BYTES, self._admits, warn=lambda text: say(f"agents' port: {text}")
+            sockets, Keys(*keys), _most(), wire.MAX_BYTES, self._admits, warn=lambda text: warn(f"agents' port: {text}")
         )
 
     @property

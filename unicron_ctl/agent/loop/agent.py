@@ -75,12 +75,12 @@ class Agent:
     def _build(self, place: Place, address: str) -> None:
         """All parts. What is missing here, the command runs without: its caller sees to that."""
         self._line = Line(self._context, address)
-        self._log = JobLog(place)
-        self._containment = Containment(self._log.say)
-        self._memory = Memory(place, os.environ, self._log.say)
-        self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._log.say)
+        self.log = self._log = JobLog(place)
+        self._containment = Containment(self._log.warn)
+        self._memory = Memory(place, os.environ, self._log.warn)
+        self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._log.warn)
         self._plans = Plans(place.slots)
-        self._files = Files(self._memory, self._plans.keeps, memory_rate(os.environ), self._log.say)
+        self._files = Files(self._memory, self._plans.keeps, memory_rate(os.environ), self._log.warn)
         self._controller = self._line.socket
         self._folder = socket_folder(place.job, os.environ)
         self._rank_line = RankLine(self._context, self._folder)
@@ -100,12 +100,9 @@ class Agent:
             self.AGREES,
             self._to_ranks,
             lambda: self._trials.muted,
-            self._log.drop,
-            self._log.say,
+            self._log,
         )
-        self._trials = Trials(
-            place.job, self._line, self._witness.door, self.ranks, self._tell, self._send, self._log.say
-        )
+        self._trials = Trials(place.job, self._line, self._witness.door, self.ranks, self._tell, self._send, self._log)
         participant, sampling = self._stand_in.participant, Sampling(self._rank_line.folder)
         self._reports = Reports(place, self.identity, self.ranks, participant, sampling, self._copies, self._send)
         self._dumps = Dumps(place.job, self.ranks, self._rank_line.endpoint, self._send)
@@ -124,10 +121,10 @@ class Agent:
         self._signals = SignalPipe()
         self._watch_all()
         self._processes = Processes(
-            self._polling, self._rank_line, self._from_ranks, self._explain, self._send_status, self._log.say
+            self._polling, self._rank_line, self._from_ranks, self._explain, self._send_status, self._log
         )
         watch, unwatch = self._polling.watch, self._polling.unwatch
-        self._warmth = Warmth(self.ranks, self.command, watch, unwatch, self._processes.attend, self._log.say)
+        self._warmth = Warmth(self.ranks, self.command, watch, unwatch, self._processes.attend, self._log)
         self._store: Store = StoreProcess(
             self.command,
             {**os.environ, "PYTHONPATH": package_path(os.environ)},
@@ -135,7 +132,7 @@ class Agent:
             watch,
             unwatch,
             self._send_status,
-            self._log.say,
+            self._log.warn,
         )
 
     def _watch_all(self) -> None:
@@ -151,10 +148,6 @@ class Agent:
         watch(self._line.results.fileno(), lambda: [result() for result in self._line.results.take_all()])
         watch(self._copies.results.fileno(), self._copies_news)
         watch(self._files.results.fileno(), self._files_news)
-
-    def say(self, text: str) -> None:
-        """One line in the job's log."""
-        self._log.say(text)
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
@@ -198,7 +191,7 @@ class Agent:
         return self.exit_code
 
     def _watch_node(self) -> None:
-        self._reports.node = node_watch.start(self._log.say, os.environ)
+        self._reports.node = node_watch.start(self._log.warn, os.environ)
         self._polling.watch(self._reports.node.fileno(), self._reports.node_events)
 
     def close(self) -> None:
@@ -306,7 +299,7 @@ class Agent:
             for rank in self.ranks.values():
                 if rank.status.state == "exited" and rank.status.exit is not None:
                     silent = f"no controller for {ORPHAN_SECONDS:.0f} s and rank {rank.slot} is dead"
-                    self._log.say(f"{silent}; the element ends, requeue it with `scontrol requeue`")
+                    self._log.warn(f"{silent}; the element ends, requeue it with `scontrol requeue`")
                     self._leave(shell_status(rank.status.exit.code) or 1, "no controller")
                     return
 
@@ -419,7 +412,7 @@ class Agent:
             proof = isinstance(message, wire.Steps) or (isinstance(message, wire.Status) and message.steps)
             if proof and not self._lost_steps:
                 self._lost_steps = True
-                self._log.say("the controller has been away for too long: reports of steps are lost until it is back")
+                self._log.warn("the controller has been away for too long: reports of steps are lost until it is back")
 
     def _from_controller(self) -> None:
         while self._controller.poll(0) and self.exit_code is None:
@@ -515,7 +508,7 @@ class Agent:
         if self._over and message.code == 0:
             return
         if message.code or message.reason:
-            self._log.say(message.reason)
+            (self._log.warn if message.code else self._log.inform)(message.reason)
         if message.code:
             self._ended, self._save = True, self._saving(ended=True)
             self._leave(message.code & 0xFF or 1, "ended by the controller")
@@ -531,13 +524,13 @@ class Agent:
         if message.alone and not message.final and self._registered:
             self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
         elif message.replaced or message.apart:
-            self._log.say(message.reason)
+            self._log.warn(message.reason)
             self._leave(1, "refused by the controller")
         elif message.final:
             self._unprotected = True
             if self._registered and not self.released:
                 what = "this step goes on" if message.alone else "the job trains on"
-                self._log.say(f"{message.reason}; {what} unprotected")
+                self._log.warn(f"{message.reason}; {what} unprotected")
         elif self._welcomed:
             self._welcomed = False  # a restarted controller does not know this agent: register again
             self._register()

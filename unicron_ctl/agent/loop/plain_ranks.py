@@ -142,7 +142,7 @@ class RestartAgent(Agent):
         self.ranks.update(self._plain)
         self._store = FreePort()
         self._copies.plain = True
-        self._fence = Fence(self._log.say, self._polling.watch, self._polling.unwatch)
+        self._fence = Fence(self._polling.watch, self._polling.unwatch)
         self._base = {
             **{name: value for name, value in outside_the_step(os.environ).items() if name not in NOT_FOR_PROGRAMS},
             "PYTHONPATH": package_path(os.environ),
@@ -258,7 +258,7 @@ class RestartAgent(Agent):
         # What the controller has given up for good it forms no other world of.
         connected = self._line.up or self._unprotected
         if self._fence.turn(connected, self._trials.muted and not self._unprotected, pids, time.monotonic()):
-            self._log.say(self._fence.told())
+            self._log.warn(self._fence.told())
             for rank in inside:
                 rank.kill()
         if self._reports.fenced != self._fence.holds:

@@ -8,6 +8,7 @@ from typing import Any
 import zmq
 
 from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_log import JobLog
 from unicron.ctl.agent.connections.peer_connections import Peers
 from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.protocol import peer_messages, wire
@@ -15,8 +16,7 @@ from unicron.ctl.protocol import peer_messages, wire
 
 class StandIn:
     """pair: the agent's CURVE keys, public and secret. reachable: False where the job waits for the controller. obey:
-    hands a Break or a plan to the ranks. muted: the network is lost. drop(who, why): of a bad message. say: one line
-    into the job's log.
+    hands a Break or a plan to the ranks. muted: the network is lost.
     """
 
     def __init__(
@@ -28,11 +28,10 @@ class StandIn:
         reachable: bool,
         obey: Callable[[wire.Break | wire.Plan], None],
         muted: Callable[[], bool],
-        drop: Callable[[str, str], None],
-        say: Callable[[str], None],
+        log: JobLog,
     ) -> None:
-        self._obey, self._muted, self._drop, self._say = obey, muted, drop, say
-        self._line = Peers(context, place.address, pair, say) if reachable else None
+        self._obey, self._muted, self._log = obey, muted, log
+        self._line = Peers(context, place.address, pair, log.warn) if reachable else None
         self.address = self._line.address if self._line is not None else ""
         self.key = pair[0] if self.address else ""
         me = wire.Peer(place.element, identity, self.address, self.key)
@@ -47,7 +46,7 @@ class StandIn:
     def serve(self, now: float) -> None:
         """Messages of the others have come."""
         if self._line is not None:
-            self._line.receive(lambda message: self._take(message, now), self._drop)
+            self._line.receive(lambda message: self._take(message, now), self._log.drop)
             self.carry_out()
 
     def _take(self, message: peer_messages.AnyPeer, now: float) -> None:
@@ -73,7 +72,7 @@ class StandIn:
         orders, self.participant.orders = self.participant.orders, []
         for order in orders:
             if isinstance(order, wire.Plan):
-                self._say(f"generation {order.generation}: {order.reason}")
+                self._log.inform(f"generation {order.generation}: {order.reason}")
             self._obey(order)
 
     def close(self) -> None:

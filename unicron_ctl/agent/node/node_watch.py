@@ -29,15 +29,15 @@ TICK_SECONDS = 1.0  # files that cannot be polled, and the memory cgroup
 KEPT, KEPT_SECONDS = 100, 300.0  # events that are sent again to a controller that was restarted
 LINES_PER_SECOND = 500  # above it the kernel log is looked at once a second only
 
-Say = Callable[[str], None]
+Warn = Callable[[str], None]
 
 
 class NodeWatch:
     """Watches the node. Its descriptor becomes readable when `take` has something new; `oom` knows the kills of its
     cgroup."""
 
-    def __init__(self, say: Say, options: AgentConfig, classifier: Classifier, links: Path | None = None):
-        self._say, self._seconds = say, options.link_seconds
+    def __init__(self, warn: Warn, options: AgentConfig, classifier: Classifier, links: Path | None = None):
+        self._warn, self._seconds = warn, options.link_seconds
         self._new: deque[wire.NodeEvent] = deque(maxlen=KEPT)
         self._kept: deque[wire.NodeEvent] = deque(maxlen=KEPT)
         self._number = 0
@@ -92,7 +92,7 @@ class NodeWatch:
         try:
             self._log = KernelLog(path)
         except OSError as error:
-            self._say(why_not(error, path))
+            self._warn(why_not(error, path))
 
     def _run(self, links: Path | None) -> None:
         poll = select.poll()
@@ -116,7 +116,7 @@ class NodeWatch:
                     for name, rises in watched.look().items():
                         self._tell("link", describe(name, rises, self._seconds), name, rises)
         except Exception as error:  # the watch is a help, never a reason to lose the agent
-            self._say(f"the node is not watched any more: {type(error).__name__}: {error}")
+            self._warn(f"the node is not watched any more: {type(error).__name__}: {error}")
 
     def _read_log(self, poll: select.poll) -> None:
         if self._log is None or self._lines >= LINES_PER_SECOND:
@@ -126,7 +126,7 @@ class NodeWatch:
         except OSError as error:
             self._unpoll(poll, self._log)
             self._log.close()
-            self._say(why_not(error, self._log.path))
+            self._warn(why_not(error, self._log.path))
             self._log = None
             return
         self._lines += len(lines)
@@ -168,7 +168,7 @@ class NodeWatch:
             os.write(self._wake, b".")
 
 
-def start(say: Say, environment: Mapping[str, str]) -> NodeWatch:
+def start(warn: Warn, environment: Mapping[str, str]) -> NodeWatch:
     """The watch as the node's unicron.toml and the environment want it: UNICRON_KMSG names the kernel log,
     UNICRON_NODE_EVENTS=0 turns the watch off, UNICRON_LINKS stands for /sys/class. Never raises."""
     options, classifier = AgentConfig(), default_classifier()
@@ -178,9 +178,9 @@ def start(say: Say, environment: Mapping[str, str]) -> NodeWatch:
         if loaded.severity:
             classifier = classifier.load({"severity": loaded.severity})
     except (UserError, SeverityTableError) as error:
-        say(f"the node is watched with the defaults: {error}")
+        warn(f"the node is watched with the defaults: {error}")
     options.kmsg = environment.get("UNICRON_KMSG") or options.kmsg or KMSG
     if environment.get("UNICRON_NODE_EVENTS") == "0":
         options.node_events = False
     links = environment.get("UNICRON_LINKS")
-    return NodeWatch(say, options, classifier, Path(links) if links else None)
+    return NodeWatch(warn, options, classifier, Path(links) if links else None)

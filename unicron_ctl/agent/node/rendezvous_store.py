@@ -43,7 +43,7 @@ class StoreProcess:
 
     environment: for a process of its own. fork: a warm process that runs the words with that standard output, None
     where there is no zygote. watch, unwatch: a descriptor, and what to call when it can be read. told: the port has
-    changed. say: a line for people.
+    changed. warn: writes a line into the job's log.
 
     The ranks come from the same zygote, later than the store. So nobody waits for it longer than for them.
     """
@@ -56,12 +56,12 @@ class StoreProcess:
         watch: Callable[[int, Callable[[], object]], None],
         unwatch: Callable[[int], None],
         told: Callable[[], None],
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
     ):
         self._python = python_of(command)
         # -m puts the working folder first in sys.path; a folder `transition` of the user's there must not be taken.
         self._environment = {**environment, "PYTHONSAFEPATH": "1"}
-        self._fork, self._watch, self._unwatch, self._told, self._say = fork, watch, unwatch, told, say
+        self._fork, self._watch, self._unwatch, self._told, self._warn = fork, watch, unwatch, told, warn
         self._coming: Coming | None = None
         self._process: Child | subprocess.Popen[bytes] | None = None
         self._output = self._its_output = -1  # the agent's end of a pipe, and the store's until it has begun
@@ -84,7 +84,7 @@ class StoreProcess:
         except OSError as error:  # no descriptor is left: there may be one soon
             self._again = time.monotonic() + AGAIN_SECONDS
             if not self._short:
-                self._say(f"couldn't start the rendezvous store: {error.strerror}; it is tried again")
+                self._warn(f"couldn't start the rendezvous store: {error.strerror}; it is tried again")
             self._short = True
             return
         self._tries += 1
@@ -144,10 +144,10 @@ class StoreProcess:
         again = self.port is not None or isinstance(self._process, Child)
         self.close()
         if again:
-            self._say("the rendezvous store ended, it is started again")
+            self._warn("the rendezvous store ended, it is started again")
             self.start()
         else:
-            self._say(
+            self._warn(
                 f"couldn't start the rendezvous store with {self._python}: is torch installed there? "
                 "Other nodes' stores are used"
             )

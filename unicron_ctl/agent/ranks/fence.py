@@ -30,15 +30,14 @@ NEVER = 1e18  # an `until` that does not come
 
 
 class Fence:
-    """say: one line into the job's log. watch, unwatch: a descriptor, and what to call when it can be read."""
+    """watch, unwatch: a descriptor, and what to call when it can be read."""
 
     def __init__(
         self,
-        say: Callable[[str], None],
         watch: Callable[[int, Callable[[], object]], None],
         unwatch: Callable[[int], None],
     ) -> None:
-        self._say, self._watch, self._unwatch = say, watch, unwatch
+        self._watch, self._unwatch = watch, unwatch
         self._lease = Lease()
         self._doors: list[str] = []
         self._world = self._answered = 0  # counts them; the last one of which the doors were tried

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import zmq
 
 from unicron.ctl.agent.connections.controller_connection import Line
+from unicron.ctl.agent.connections.job_log import JobLog
 from unicron.ctl.agent.ranks.ranks import Rank
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.reach import Door
@@ -19,7 +20,7 @@ from unicron.detector.chaos.memory_cage import Cage, CageError
 
 
 class Trials:
-    """tell(slot, message): to a rank. send: to the controller. say: one line into the job's log."""
+    """tell(slot, message): to a rank. send: to the controller."""
 
     def __init__(
         self,
@@ -29,10 +30,10 @@ class Trials:
         ranks: Mapping[int, Rank],
         tell: Callable[[int, wire.Message], None],
         send: Callable[[wire.Message], None],
-        say: Callable[[str], None],
+        log: JobLog,
     ) -> None:
         self._job, self._line, self._door, self._ranks = job, line, door, ranks
-        self._tell, self._send, self._say = tell, send, say
+        self._tell, self._send, self._log = tell, send, log
         self._until = 0.0
         self._hole: set[int] | None = None
         self._cages: dict[int, Cage] = {}
@@ -49,7 +50,7 @@ class Trials:
         except inject.InjectError as error:
             self._refuse(order, str(error))
             return
-        self._say(f"injected on the controller's order: {order.fault} into slot {order.slot}")
+        self._log.inform(f"injected on the controller's order: {order.fault} into slot {order.slot}")
         rank = self._ranks.get(order.slot)
         if name == "corrupt-message":
             for garbage in (b"", b"\xc1" * 100, os.urandom(1000), wire.encode(wire.Ping())):
@@ -106,5 +107,5 @@ class Trials:
         self._tell(rank.slot, order)
 
     def _refuse(self, order: wire.Inject, why: str) -> None:
-        self._say(f"cannot inject {order.fault}: {why}")
+        self._log.warn(f"cannot inject {order.fault}: {why}")
         self._send(wire.InjectRefused(job=self._job, slot=order.slot, fault=order.fault, reason=why))

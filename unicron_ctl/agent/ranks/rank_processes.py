@@ -9,6 +9,7 @@ from functools import partial
 import zmq
 
 from unicron.ctl.agent.connections.containment import reason
+from unicron.ctl.agent.connections.job_log import JobLog
 from unicron.ctl.agent.connections.polling import Polling
 from unicron.ctl.agent.connections.rank_socket import RankLine
 from unicron.ctl.agent.ranks.ranks import Rank
@@ -20,7 +21,7 @@ HOLD_SECONDS = 0.02  # between two looks whether the job's log has taken what wa
 
 class Processes:
     """hear(): takes in what the ranks have said. ended(rank): its process has, and its status says so. tell(): the
-    controller, of all ranks. say: one line into the job's log."""
+    controller, of all ranks."""
 
     def __init__(
         self,
@@ -29,21 +30,20 @@ class Processes:
         hear: Callable[[], None],
         ended: Callable[[Rank], None],
         tell: Callable[[], None],
-        say: Callable[[str], None],
+        log: JobLog,
     ) -> None:
         self._polling, self._line = polling, line
-        self._hear, self._ended, self._tell, self._say = hear, ended, tell, say
+        self._hear, self._ended, self._tell, self._log = hear, ended, tell, log
         self._held: list[Child] = []  # whose output waits until the job's log has taken more
-        self._told: set[str] = set()
 
     def start(self, rank: Rank, incarnation: int) -> None:
         """The rank's next process."""
         folder = self._line.folder
         try:
             if self._line.bind_again():
-                self._say(f"{folder} is gone, and is made again: a cleaner of old files must leave it alone")
+                self._log.warn(f"{folder} is gone, and is made again: a cleaner of old files must leave it alone")
         except (OSError, zmq.ZMQError) as error:
-            self._say(f"{folder} is gone, and could not be made again: {reason(error)}")
+            self._log.warn(f"{folder} is gone, and could not be made again: {reason(error)}")
         rank.start(incarnation)
         self.attend(rank)
 
@@ -69,15 +69,10 @@ class Processes:
             self._polling.watch(rank.child.pidfd, partial(self._collect, rank))
             self._polling.watch(rank.child.stderr, partial(self._pass_stderr, rank.child))
         elif rank.again is not None:
-            self._tell_once(f"couldn't start the process of slot {rank.slot}: {rank.short}; it is tried again")
+            self._log.warn_once(f"couldn't start the process of slot {rank.slot}: {rank.short}; it is tried again")
         elif rank.status.exit is not None:
-            self._say(rank.status.exit.last_line)
+            self._log.warn(rank.status.exit.last_line)
         self._tell()
-
-    def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._say(text)
 
     def _pass_stderr(self, child: Child) -> None:
         if standard_error.full:

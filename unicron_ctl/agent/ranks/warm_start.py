@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from unicron.ctl.agent.connections.job_log import JobLog
 from unicron.ctl.agent.ranks import warm_commands
 from unicron.ctl.agent.ranks.ranks import Rank
 from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter, ZygoteClient
@@ -18,7 +19,7 @@ SESSION_NEEDS = (
 
 class Warmth:
     """watch, unwatch: a descriptor, and what to call when it can be read. attend: for a rank that has its process at
-    last. say: a line for people, once each."""
+    last."""
 
     def __init__(
         self,
@@ -27,12 +28,11 @@ class Warmth:
         watch: Callable[[int, Callable[[], object]], None],
         unwatch: Callable[[int], None],
         attend: Callable[[Rank], None],
-        say: Callable[[str], None],
+        log: JobLog,
     ):
         self._ranks, self._command = ranks, command
-        self._watch, self._unwatch, self._attend, self._say = watch, unwatch, attend, say
+        self._watch, self._unwatch, self._attend, self._log = watch, unwatch, attend, log
         self._zygote: ZygoteClient | None = None
-        self._said: set[str] = set()
         self._looked = 0.0
 
     def begin(self, one: Mapping[str, str], other: Mapping[str, str], environment: Mapping[str, str]) -> None:
@@ -50,7 +50,7 @@ class Warmth:
         try:
             named = warm_commands.named_modules(environment)
         except UserError as error:
-            self._tell(str(error))
+            self._log.warn_once(str(error))
             return AlwaysCold(str(error))
         told = [SESSION_NEEDS] if "UNICRON_AGENT" in zygote else []
         self._zygote = ZygoteClient(*split, zygote, named, told, self._watch, self._unwatch)
@@ -69,7 +69,7 @@ class Warmth:
                 rank.arrive()
                 self._attend(rank)
             if self._zygote is not None and rank.cold:
-                self._tell(f"its ranks start cold: {rank.cold}")
+                self._log.warn_once(f"its ranks start cold: {rank.cold}")
 
     def turn(self, now: float, other: int | None) -> None:
         """What is due by time (monotonic); then :meth:`settle`. other: another process that somebody waits for."""
@@ -96,8 +96,3 @@ class Warmth:
         if self._zygote is not None:
             self._zygote.close()
         reap_orphans([])
-
-    def _tell(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)

@@ -118,7 +118,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         return run_unprotected(place, words, f"the agent failed: {reason(error)}")
     if connected:
         for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", place.warning)):
-            agent.say(told)
+            agent.log.inform(told)
         status = agent.run()
         standard_error.flush(FLUSH_SECONDS)
         place = place.alone() if agent.alone else place

@@ -32,7 +32,7 @@ def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
         world = static_world(place)
     except UserError as error:
         raise UserError(f"{why}; {error}", error.exit_code) from None
-    JobLog(place).say(f"{why}; the job runs unprotected")
+    JobLog(place).warn(f"{why}; the job runs unprotected")
     standard_error.flush(FLUSH_SECONDS)  # a log that takes nothing keeps no command from running
     # The step of a job that is no array has the job's nodes, and what it says of them is true.
     mine = outside_the_step(os.environ) if "SLURM_ARRAY_TASK_ID" in os.environ else dict(os.environ)
@@ -42,7 +42,7 @@ def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
         _become(command, environments[0])
     if descriptors_short(FOR_A_RANK * (len(environments) + 1)):
         return bare.run_all(command, environments)
-    return _Ranks(command, environments).run()
+    return _Ranks(command, environments, JobLog(place)).run()
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -55,7 +55,7 @@ def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 class _Ranks:
     """The node's ranks as children: the first that fails ends the others, signals are passed on."""
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]):
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], log: JobLog):
         self._signals = SignalPipe()
         self._poll = select.poll()
         self._poll.register(self._signals, select.POLLIN)
@@ -66,7 +66,7 @@ class _Ranks:
             try:
                 child = Child(command, environment)
             except OSError as error:
-                standard_error.write(f"unicron: couldn't start {command[0]}: {error.strerror}\n".encode())
+                log.warn(f"couldn't start {command[0]}: {error.strerror}")
                 self._status = CANNOT_START
                 break
             self._running.append(child)

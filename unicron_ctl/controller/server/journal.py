@@ -1,7 +1,8 @@
 """Messages of unicrond on standard error, by the standard `logging`.
 
-Under systemd each line begins with its priority as sd-daemon(3) has it, so that `journalctl -p warning` works;
-elsewhere it reads "unicrond: warning: text". One message is one line; a traceback follows in lines of its own.
+Lines have the format of all logs (:mod:`unicron.detector.processes.log_format`). Under systemd the priority is before
+it, as sd-daemon(3) has it, so that `journalctl -p warning` works. One message is one line; a traceback follows in lines
+of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from unicron.ctl.system.errors import one_line
+from unicron.detector.processes.log_format import log_line
 
 ROOT = "unicron"  # the loggers are called unicron.controller and so on
 LEVELS = ("debug", "info", "warning", "error")
@@ -33,11 +35,12 @@ class Formatter(logging.Formatter):
         self._program, self._journal = program, journal
 
     def format(self, record: logging.LogRecord) -> str:
-        start = mark(record.levelno) if self._journal else f"{self._program}: {record.levelname.lower()}: "
         lines = [one_line(record.getMessage())]
         if record.exc_info:
             lines += self.formatException(record.exc_info).splitlines()
-        return "\n".join(start + line for line in lines)
+        start = mark(record.levelno) if self._journal else ""
+        level, at = record.levelname, record.created
+        return "\n".join(start + log_line(level, self._program, line, at) for line in lines)
 
 
 class Handler(logging.StreamHandler[TextIO]):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import undated
 from unicron.ctl.cli import unicronctl
 from unicron.ctl.controller import unicrond as main
 from unicron.ctl.controller.server import journal
@@ -137,8 +138,10 @@ def test_a_life_from_start_to_stop(
     assert (status, out) == (0, ["unicrond: listening on tcp://here:1"]), err
     assert [config.controller.offer_delay for config in servers[0].taken] == [0.5]
     assert servers[0].calls[-1] == "close" and hear() == "STOPPING=1" and not (state / "address").exists()
-    assert err[0].startswith("unicrond: warning: 1024 open files are granted")
-    assert err[1].startswith("unicrond: error: configuration not reloaded, the old one stays: ") and len(err) == 2
+    assert undated(err[0]).startswith("WARNING unicrond: 1024 open files are granted")
+    assert (
+        undated(err[1]).startswith("ERROR unicrond: configuration not reloaded, the old one stays: ") and len(err) == 2
+    )
     manager.close()
 
 
