@@ -313,14 +313,14 @@ def test_an_error_names_the_micro_batch_in_which_it_came():
     ledger = Ledger(7, TOTAL, [0, 2])
     with pytest.raises(FloatingPointError) as caught:
         gradients(Model(), fails).compute(ledger)
-    assert micro_batch_of(caught.value) == {"iteration": 7, "micro_batch": 2}
+    assert micro_batch_of(caught.value) == (7, 2)
     assert caught.value.__notes__ == ["in micro-batch 2 of iteration 7"]
     wrapped = RuntimeError("step")
     wrapped.__cause__ = caught.value
-    assert micro_batch_of(wrapped) == {"iteration": 7, "micro_batch": 2} and micro_batch_of(ValueError()) == {}
+    assert micro_batch_of(wrapped) == (7, 2) and micro_batch_of(ValueError()) == (None, None)
 
 
 def test_a_peers_loss_names_no_micro_batch():
     with pytest.raises(PeerLost) as caught:
         gradients(Model(), lost=lambda: True).compute(Ledger(0, TOTAL, [0]))
-    assert micro_batch_of(caught.value) == {}
+    assert micro_batch_of(caught.value) == (None, None)
