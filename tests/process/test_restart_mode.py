@@ -59,7 +59,7 @@ def test_a_torch_script_goes_on_from_its_checkpoint_after_a_kill(controller, tmp
     plain = Plain(tmp_path, controller.address, "60", 2, PLAIN_BACKEND="gloo", UNICRON_MIN_NODES="2")
     try:
         before = plain.world(2)
-        assert "60_0 on n0: restart mode: plain_train.py does not import unicron" in plain.job.agents[0].log
+        assert "job=60_0 node=n0: restart mode: plain_train.py does not import unicron" in plain.job.agents[0].log
         pids = [plain.steps(element)[-1]["pid"] for element in range(2)]
         os.kill(pids[1], signal.SIGKILL)
         after = plain.world(2, before["generation"])
