@@ -17,7 +17,7 @@ from unicron.ctl.agent.connections.containment import reason
 from unicron.ctl.agent.ranks.warm_commands import wanted
 from unicron.ctl.agent.start import untouched
 from unicron.ctl.agent.start.bare import without_agent
-from unicron.ctl.agent.start.mode import Mode, asked_mode, choose_mode, launched, only_helps
+from unicron.ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, launched, only_helps
 from unicron.ctl.agent.start.resources import shortage
 from unicron.ctl.protocol.wire import SESSION
 from unicron.ctl.system import program as programs

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from unicron.ctl.agent.start import bare
-from unicron.ctl.agent.start.mode import Mode
+from unicron.ctl.agent.start.command_mode import Mode
 from unicron.ctl.protocol.wire import SESSION
 
 BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agent here, and nobody's --unicron

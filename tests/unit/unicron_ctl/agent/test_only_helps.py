@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.ctl.agent.start.mode import only_helps
+from unicron.ctl.agent.start.command_mode import only_helps
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from unicron.ctl.agent.loop.plain_ranks import FreePort, PlainRank, world_of
 from unicron.ctl.agent.ranks.ranks import last_words
 from unicron.ctl.agent.ranks.static_world import World
 from unicron.ctl.agent.start.agent_main import import_folders
-from unicron.ctl.agent.start.mode import Mode, asked_mode, choose_mode, launched
+from unicron.ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, launched
 from unicron.ctl.protocol import wire
 from unicron.ctl.system.errors import UserError
 

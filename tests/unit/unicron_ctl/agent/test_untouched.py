@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.ctl.agent.start.mode import Mode
+from unicron.ctl.agent.start.command_mode import Mode
 from unicron.ctl.agent.start.untouched import meant, why_by_shape
 from unicron.ctl.protocol.wire import RESTART, SESSION
 
