@@ -334,6 +334,41 @@ class Injected(msgspec.Struct, kw_only=True):
     event: int | UnsetType = UNSET
 
 
+class ScenarioCluster(msgspec.Struct, kw_only=True):
+    """The section [cluster] of a scenario."""
+
+    nodes: int
+    mtbf_node_hours: float
+    transition_seconds: float
+
+
+class ScenarioJob(msgspec.Struct, kw_only=True):
+    """A [[job]] of a scenario: see planner/problem/scenario.py."""
+
+    name: str
+    weight: float
+    min_nodes: int
+    max_nodes: int
+    nodes: int
+    lost_worker: bool
+    owner: str
+    unit: int
+    keep: int
+    node_names: list[str]
+    flops: dict[str, float] | UnsetType = UNSET
+    layouts: dict[str, dict[str, float]] | UnsetType = UNSET
+    layout: str | UnsetType = UNSET
+    transition: dict[str, float] | UnsetType = UNSET
+    spares: dict[str, float] | UnsetType = UNSET
+
+
+class Scenario(msgspec.Struct, kw_only=True):
+    """The planner's input of this moment, in the structure of a scenario file."""
+
+    cluster: ScenarioCluster
+    job: list[ScenarioJob]
+
+
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 

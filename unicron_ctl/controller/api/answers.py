@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from unicron.ctl.controller.api import privacy
 from unicron.ctl.controller.api.job_answers import explanation, plain, visible_jobs
 from unicron.ctl.controller.api.live_scenario import scenario
 from unicron.ctl.controller.api.node_answers import visible_nodes
 from unicron.ctl.controller.api.observed_savings import observed_lines
+from unicron.ctl.controller.api.questions import EventsQuestion, ExplainQuestion, InjectOrder, NoArguments
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.job import injection
 from unicron.ctl.controller.log.store import Store
@@ -26,17 +29,20 @@ class Unanswerable(Exception):
     """The question makes no sense; the text says what would."""
 
 
-def answer(core: Core, store: Store, what: str, args: dict[str, Any], asker: Asker) -> Any:
+def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: Asker) -> Any:
     """The data for a question of `asker`. Raises Unanswerable."""
-    ask = QUESTIONS.get(what)
-    if ask is None:
-        raise Unanswerable(
-            f"this controller does not know the question {what!r}: it knows {', '.join(sorted(QUESTIONS))}"
-        )
-    return ask(core, store, args, asker)
+    if what not in QUESTIONS:
+        known = ", ".join(sorted(QUESTIONS))
+        raise Unanswerable(f"this controller does not know the question {what!r}: it knows {known}")
+    kind, function = QUESTIONS[what]
+    try:
+        question = msgspec.convert(args, kind)
+    except msgspec.ValidationError as error:
+        raise Unanswerable(f"{what}: {error}") from None
+    return function(core, store, question, asker)
 
 
-def status(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> schema.Status:
+def status(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Status:
     """Everything at a glance."""
     listed = visible_jobs(core, asker)
     mine = [job for job in core.state.jobs.values() if asker.may_order(job)]
@@ -78,34 +84,24 @@ def modes(core: Core) -> dict[str, str]:
     return {name: core.config.rules(name).mode for name in sorted({DEFAULT, *shown, *core.config.partitions})}
 
 
-def jobs(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[schema.Job]:
+def jobs(core: Core, store: Store, question: NoArguments, asker: Asker) -> list[schema.Job]:
     """All jobs of which the asker may know, the ended ones last."""
     return visible_jobs(core, asker)
 
 
-def nodes(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[schema.Node]:
+def nodes(core: Core, store: Store, question: NoArguments, asker: Asker) -> list[schema.Node]:
     """All nodes that Slurm shows, and those on which an agent speaks."""
     return visible_nodes(core, asker)
 
 
-def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list[dict[str, Any]]:
-    """The log after an id: args after, limit, job, without (kinds that do not count, a space between them). Where it
-    is too much for one answer an item of the kind CUT stands for the rest, with the id of the event up to which
-    the log was read."""
-    after, limit, only = args.get("after", 0), args.get("limit", 200), args.get("job")
-    without = args.get("without", "")
-    if not isinstance(after, int) or not isinstance(limit, int) or not (only is None or isinstance(only, str)):
-        raise Unanswerable("events: after and limit must be whole numbers, job a job id")
-    if not 0 <= after < 2**63:
-        raise Unanswerable("events: after must be the id of an event")
-    if not isinstance(without, str) or len(without.split()) > 20:
-        raise Unanswerable("events: without must be up to 20 kinds with a space between them")
-    unwanted = without.split()
-    limit, name = max(1, min(limit, 5000)), _job_id(core, only, asker) if only else None
+def events(core: Core, store: Store, question: EventsQuestion, asker: Asker) -> list[dict[str, Any]]:
+    """The log after an id. Where it is too much for one answer an item of the kind CUT stands for the rest, with the
+    id of the event up to which the log was read."""
+    after, name = question.after, _job_id(core, question.job, asker) if question.job else None
     of_jobs = [name] if name is not None else None
     if not asker.admin:  # Events of a job are its owner's; those of nodes and of the controller the admins'.
         of_jobs = [job.job for job in core.state.jobs.values() if asker.owns(job) and name in (None, job.job)]
-    found = store.tail(after, limit, of_jobs, unwanted)
+    found = store.tail(after, question.limit, of_jobs, question.without.split())
     told = [event.as_dict() for event in found.events]
     if found.cut:
         reason = f"{'later' if after else 'earlier'} events are left out: they are too much for one answer"
@@ -115,9 +111,9 @@ def events(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> list
     return told
 
 
-def explain(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> schema.Explanation:
+def explain(core: Core, store: Store, question: ExplainQuestion, asker: Asker) -> schema.Explanation:
     """Why a job is treated as it is; for its owner and admins."""
-    state = core.state.jobs[_job_id(core, str(args.get("job", "")), asker)]
+    state = core.state.jobs[_job_id(core, question.job, asker)]
     if not asker.may_order(state):
         raise Unanswerable(f"{asker} may not read this: only the job's owner and admins")
     return explanation(core, state)
@@ -137,55 +133,48 @@ def _job_id(core: Core, text: str, asker: Asker) -> str:
     raise Unanswerable(f"{'several jobs are' if living else 'no job is'} called {text[:100]!r}: jobs are {known}")
 
 
-def inject(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> schema.Injected:
-    """Breaks a rank on purpose: args fault, job, slot, node, seconds, dry_run."""
-    slot, node, seconds = args.get("slot"), args.get("node"), args.get("seconds", 0.0)
-    if not (slot is None or isinstance(slot, int)) or not (node is None or isinstance(node, str)):
-        raise Unanswerable("inject: slot must be a whole number, node a name")
-    if not isinstance(seconds, int | float) or not 0 <= seconds <= 86400:
-        raise Unanswerable("inject: seconds must be 0 to 86400")
-    state = core.state.jobs[_job_id(core, str(args.get("job", "")), asker)]
+def inject(core: Core, store: Store, order: InjectOrder, asker: Asker) -> schema.Injected:
+    """Breaks a rank on purpose."""
+    state = core.state.jobs[_job_id(core, order.job, asker)]
     if not asker.may_order(state):
         raise Unanswerable(f"{asker} may not inject here: only the job's owner and admins")
-    fault, dry_run = str(args.get("fault", "")), bool(args.get("dry_run"))
+    target = order.fault, order.slot, order.node, order.seconds, order.dry_run
     try:
-        done, outcome = injection.perform(core.view, core.view.job(state), fault, slot, node, float(seconds), dry_run)
+        done, outcome = injection.perform(core.view, core.view.job(state), *target)
     except injection.NotInjected as error:
         raise Unanswerable(str(error)) from None
     core.take(outcome)
-    if not dry_run:
+    if not order.dry_run:
         core.desk(state).injected.add(done.slot)
         done.event = core.state.last_event
     return done
 
 
-def health(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
-    """Takes a node's health report: args node, source, verdict, reason, at."""
+def health(core: Core, store: Store, report: readmission.Report, asker: Asker) -> dict[str, bool]:
+    """Takes a node's health report."""
     if not asker.admin:
         raise Unanswerable(f"{asker} may not report health here: only root and admins")
-    report = readmission.checked(args)
-    if isinstance(report, str):
-        raise Unanswerable(report)
     seen = core.view.slurm.seen
     if seen is not None and report.node not in seen.by_name:
         raise Unanswerable(f"health: Slurm shows no node {report.node!r}")
-    core.take(readmission.take(core.view, core.slurm.gate, report))
+    core.take(readmission.on_health_report(core.view, core.slurm.gate, report))
     return {"taken": True}
 
 
-def ping(core: Core, store: Store, args: dict[str, Any], asker: Asker) -> dict[str, Any]:
+def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> dict[str, bool]:
     """Whether the controller answers, and how soon: through the same queue and loop as every message."""
     return {"pong": True}
 
 
-QUESTIONS: dict[str, Callable[[Core, Store, dict[str, Any], Asker], Any]] = {
-    "status": status,
-    "jobs": jobs,
-    "nodes": nodes,
-    "events": events,
-    "explain": explain,
-    "scenario": scenario,
-    "inject": inject,
-    "health": health,
-    "ping": ping,
+# What is asked -> the type of its arguments, and the function that answers.
+QUESTIONS: dict[str, tuple[type[msgspec.Struct], Callable[[Core, Store, Any, Asker], Any]]] = {
+    "status": (NoArguments, status),
+    "jobs": (NoArguments, jobs),
+    "nodes": (NoArguments, nodes),
+    "events": (EventsQuestion, events),
+    "explain": (ExplainQuestion, explain),
+    "scenario": (NoArguments, scenario),
+    "inject": (InjectOrder, inject),
+    "health": (readmission.Report, health),
+    "ping": (NoArguments, ping),
 }

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.node_state import PASSING, HealthReport, NodeState
@@ -19,8 +22,6 @@ from unicron.ctl.protocol import answer_schema
 from unicron.ctl.slurm.slurm_client import NodeInfo
 
 REFRESH_SECONDS = 3600.0  # a report that says nothing new is recorded this often; in between only its age is kept
-VERDICTS = ("good", "warning", "unknown", "bad")
-SOURCES = ("prolog", "interval", "pair-test")
 # slurmd runs its checks as it starts, before or after the moment that Slurm calls its start, which has whole seconds.
 START_SLACK = 5.0
 REACH_SECONDS = 5.0  # between two tries to reach the slurmd of a node that was set down
@@ -83,8 +84,23 @@ class Gate:
     """node -> whether checks had passed when it was decided to resume it."""
 
 
-def take(view: View, gate: Gate, report: Report) -> Outcome:
-    """A report that was checked at the edge."""
+class Report(msgspec.Struct, kw_only=True):
+    """A node's health as an admission check or a paired test reports it; `at` is the node's clock. drain: a bad node is
+    to be drained."""
+
+    node: Annotated[str, Meta(min_length=1, max_length=256)]
+    source: Literal["prolog", "interval", "pair-test"]
+    verdict: Literal["good", "warning", "unknown", "bad"]
+    reason: str = ""
+    at: Annotated[float, Meta(ge=0, lt=1e11)]
+    drain: bool = False
+
+    def __post_init__(self) -> None:
+        self.reason = " ".join(self.reason.split())[:400]
+
+
+def on_health_report(view: View, gate: Gate, report: Report) -> Outcome:
+    """Records a report that says something new."""
     known = view.state.node(report.node)
     paired = report.source == "pair-test"
     last = known.paired if paired else known.health
@@ -242,28 +258,3 @@ def _ours(node: NodeInfo) -> bool:
 def pair_test_command(node: str) -> str:
     """What an admin can do about a suspect."""
     return f"unicronctl pair-test --nodes {node}"
-
-
-@dataclass(frozen=True)
-class Report:
-    """A node's health as somebody reports it; `at` is the node's clock. drain: a bad node is to be drained."""
-
-    node: str
-    source: str
-    verdict: str
-    reason: str
-    at: float
-    drain: bool = False
-
-
-def checked(args: dict[str, Any]) -> Report | str:
-    """The report in these arguments, or what is wrong with it."""
-    node, source, verdict, reason = (str(args.get(key, "")) for key in ("node", "source", "verdict", "reason"))
-    at = args.get("at")
-    if not node or len(node) > 256:
-        return "health: a report must name its node"
-    if source not in SOURCES or verdict not in VERDICTS:
-        return f"health: source is one of {', '.join(SOURCES)}, verdict one of {', '.join(VERDICTS)}"
-    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < 1e11:
-        return "health: at must be seconds since the epoch"
-    return Report(node, source, verdict, " ".join(reason.split())[:400], float(at), args.get("drain") is True)

@@ -59,21 +59,21 @@ def test_who_asks_is_told_which_ranks_and_why():
     one.ranks[0].pid = two.ranks[1].pid = 77
     says(world, one, slot0=WHY)
     says(world, two)
-    data = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)  # type: ignore[arg-type]
+    data = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)  # type: ignore[arg-type]
     assert data.cold == {WHY: [0]}
     assert f"started cold: slot 0: {WHY}" in tables.explanation(data)[0].plain
-    (job,) = answers.jobs(world.core, None, {}, EVERYBODY)  # type: ignore[arg-type]
+    (job,) = answers.answer(world.core, None, "jobs", {}, EVERYBODY)  # type: ignore[arg-type]
     assert [rank.start for element in job.elements for rank in element.ranks] == [f"cold: {WHY}", "warm"]
     says(world, one)
-    assert answers.explain(world.core, None, {"job": "1"}, EVERYBODY).cold == {}  # type: ignore[arg-type]
+    assert answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY).cold == {}  # type: ignore[arg-type]
 
 
 def test_a_rank_whose_state_is_not_kept_in_memory_is_shown_with_the_reason():
     world = World()
     agents = world.start_job(nodes=2)
     agents[1].set(1, forgets="OSError: No space left on device")
-    data = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)  # type: ignore[arg-type]
+    data = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)  # type: ignore[arg-type]
     assert data.forgets == {"OSError: No space left on device": [1]}
     assert "keeps no state in memory: slot 1: OSError" in tables.explanation(data)[0].plain
-    status = answers.status(world.core, None, {}, EVERYBODY)  # type: ignore[arg-type]
+    status = answers.answer(world.core, None, "status", {}, EVERYBODY)  # type: ignore[arg-type]
     assert any("1 of 2 ranks keep no state in memory" in note for note in tables._notes(status.jobs[0]))

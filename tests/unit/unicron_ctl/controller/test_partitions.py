@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.model.asker import EVERYBODY
@@ -127,7 +127,7 @@ def test_a_weight_counts_for_no_more_than_its_account_or_qos_may_claim() -> None
         run(world, slurm, "1", 2, weight=1e6, **facts)
         world.run(3.0)
         assert f"w{counts:g} " in world.core.state.plan_inputs
-        said = answers.explain(world.core, None, {"job": "1"}, EVERYBODY).bounds  # type: ignore[arg-type]
+        said = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY).bounds  # type: ignore[arg-type]
         assert f"weight {counts:g} of the 1e+06 asked for: partition main" in said
 
 
@@ -161,7 +161,7 @@ def test_an_element_is_not_sent_where_slurm_would_not_start_it() -> None:
         agent.silent = agent.node == "n1"
     world.run(4.0)
     assert "n4" not in {call[3] for call in slurm.calls if call[0] == "pin"}
-    said = answers.explain(world.core, None, {"job": "1"}, EVERYBODY).bounds  # type: ignore[arg-type]
+    said = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY).bounds  # type: ignore[arg-type]
     assert "in reach (partition main, gpu:1)" in said and "out of reach: 1 without gpu:1" in said
 
 
@@ -300,7 +300,7 @@ def test_flops_are_bounded_by_what_the_nodes_gpus_can_do() -> None:
     job = world.job()
     job.measured[2] = 1e30
     job.members = dict(job.members)
-    found = answers.scenario(world.core, SimpleNamespace(), {}, EVERYBODY)["job"][0]["flops"]  # type: ignore[arg-type]
+    found = told(world.core, "scenario")["job"][0]["flops"]
     assert agents and found["2"] == pytest.approx(4 * 65e12)
     shown = replace(slurm.nodes()[0], gres="")
     assert shown.gpus == 1

@@ -83,7 +83,7 @@ def test_a_node_that_stands_out_is_said_shown_and_over_again_and_nothing_is_done
     status = job_answer(world.core, world.job("1"), EVERYBODY)
     assert status.anomalies[0].peer == "n3"
     assert "odd: n3 file_latency" in tables._slow(status)
-    shown = {node.node: node for node in answers.nodes(world.core, None, {}, EVERYBODY)}
+    shown = {node.node: node for node in answers.answer(world.core, None, "nodes", {}, EVERYBODY)}
     assert "file_latency" in tables._remarks(shown["n3"]) and not shown["n2"].anomalies
     rounds(world, 4)
     assert [event.record.node for event in events(world, "anomaly_over")] == ["n3"]

@@ -72,7 +72,7 @@ def test_where_slurm_keeps_jobs_private_others_do_not_hear_of_them(site, asker):
     assert all(node["used_by"] == [] for node in ask(site, "nodes", asker))
     for what in ("explain", "events", "inject"):
         with pytest.raises(answers.Unanswerable, match="no job is called '1': jobs are none yet"):
-            ask(site, what, asker, job="1")
+            ask(site, what, asker, job="1", fault="rank-kill")
     assert ask(site, "jobs", ANN) and any(node["used_by"] for node in ask(site, "nodes", ANN))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.cli import tables
-from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.job import transitions
 from unicron.ctl.controller.log import records
@@ -280,7 +280,7 @@ def test_a_model_rules_out_what_does_not_fit():
     """A model of 13 billion parameters on nodes of one GPU."""
     stage = Stage(nodes=4, elements=4, layouts=("TP1", "TP4", "PP4"), model=MODEL, gres="gpu:h100:1")
     assert stage.job.layout == "PP4" and stage.job.plan.members == [0, 1, 2, 3]
-    (job,) = answers.scenario(stage.world.core, None, {}, EVERYBODY)["job"]
+    (job,) = told(stage.world.core, "scenario")["job"]
     assert list(job["layouts"]) == ["TP4", "PP4"]
 
 
@@ -296,7 +296,7 @@ def test_agents_with_other_layouts_are_refused():
 def test_the_planner_is_told_of_them(layouts):
     stage = Stage(layouts=layouts)
     stage.train(3)
-    (job,) = answers.scenario(stage.world.core, None, {}, EVERYBODY)["job"]
+    (job,) = told(stage.world.core, "scenario")["job"]
     assert ("flops" in job) is not bool(layouts)
     if layouts:
         assert job["layout"] == "TP2" and job["layouts"]["TP2"]["1"] == 0.0

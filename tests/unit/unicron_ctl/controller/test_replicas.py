@@ -367,5 +367,5 @@ def test_people_are_told_of_replicas_and_standbys():
     job = job_answer(world.core, world.job(), EVERYBODY)
     assert (job.layout, job.replica, job.replicas, job.standbys) == ("TP2", 2, 1, [2])
     assert tables.replicas(job) == "TP2: 1 replica of 2 ranks, standbys: slots 2"
-    explained = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)
+    explained = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)
     assert "replicas: TP2: 1 replica" in str(tables.explanation(explained)[0])

@@ -382,16 +382,16 @@ def test_a_node_that_the_plan_takes_leaves_and_the_others_start_again():
 
 
 def test_status_names_the_mode(tmp_path):
-    from unicron.ctl.controller.api.answers import explain, jobs
+    from unicron.ctl.controller.api.answers import answer
     from unicron.ctl.controller.log.store import Store
 
     world = World()
     start(world)
     store = Store(tmp_path / "events.sqlite")
-    assert jobs(world.core, store, {}, EVERYBODY)[0].mode == "restart"
-    told = explain(world.core, store, {"job": "1"}, EVERYBODY)
+    assert answer(world.core, store, "jobs", {}, EVERYBODY)[0].mode == "restart"
+    told = answer(world.core, store, "explain", {"job": "1"}, EVERYBODY)
     assert told.mode == "restart" and told.mode_reason == "train.py does not import it"
-    listed = tables.jobs(jobs(world.core, store, {}, EVERYBODY))
+    listed = tables.jobs(answer(world.core, store, "jobs", {}, EVERYBODY))
     shown = "\n".join([*listed.lines(), str(tables.explanation(told)[0])])
     assert "1: restart mode" in shown and "all processes start again when one fails (train.py does not" in shown
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.test_reconcile import follow, power_off
 from unicron.ctl.cli import tables
@@ -388,7 +389,7 @@ def test_the_spare_goes_to_a_job_that_gains_more_from_its_node_and_nobody_stops_
     assert slurm.queue["1", spare]["reason"] == "job requeued in held state"
     assert slurm.queue["2", 1]["state"] == "RUNNING"
     assert sorted(world.job().members) == members and world.job().generation == generation
-    explained = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)
+    explained = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)
     assert "gives up 1 hot spare" in explained.plan_reason
     world.check_replay()
 
@@ -405,17 +406,17 @@ def test_status_jobs_nodes_and_explain_tell_the_spare():
     world, _ = on_slurm(4)
     (spare,) = standing(world)
     node = world.job().agents[spare].node
-    (job,) = answers.jobs(world.core, None, {}, EVERYBODY)
+    (job,) = answers.answer(world.core, None, "jobs", {}, EVERYBODY)
     assert job.spares == [Spare(element=spare, node=node, state="ready")]
     assert (job.spares_wanted, job.spares_ready) == (1, 1)
     assert f"element {spare} ({node}): spare, ready" in tables.spares(job)
-    listed = {item.node: item.spare_of for item in answers.nodes(world.core, None, {}, EVERYBODY)}
+    listed = {item.node: item.spare_of for item in answers.answer(world.core, None, "nodes", {}, EVERYBODY)}
     assert {name: waits for name, waits in listed.items() if waits} == {node: {f"1_{spare}": "ready"}}
-    explained = answers.explain(world.core, None, {"job": "1"}, EVERYBODY)
+    explained = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)
     assert explained.spares_ready == 1
-    planned = answers.scenario(world.core, None, {}, EVERYBODY)["job"][0]
+    planned = told(world.core, "scenario")["job"][0]
     assert sorted(planned["flops"]) == ["1", "2", "3"] and list(planned["spares"]) == ["4"]
     world.agents[spare].die(spare)
     world.run(0.3)
-    (job,) = answers.jobs(world.core, None, {}, EVERYBODY)
+    (job,) = answers.answer(world.core, None, "jobs", {}, EVERYBODY)
     assert f"element {spare} ({node}): spare, starting" in tables.spares(job) and job.spares_ready == 0

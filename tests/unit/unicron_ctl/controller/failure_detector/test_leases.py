@@ -39,7 +39,7 @@ def heal(world: World) -> None:
 
 
 def _shown(world: World) -> str:
-    told = answers.status(world.core, None, {}, EVERYBODY)
+    told = answers.answer(world.core, None, "status", {}, EVERYBODY)
     return "\n".join(str(part) for part in tables.status(told))
 
 
@@ -137,7 +137,7 @@ def test_an_agent_that_others_reach_is_not_lost():
     assert not world.job().failures and not taken(world)
     assert (
         "silent, and not taken for lost: element 1 (n2)"
-        in tables.jobs(answers.jobs(world.core, None, {}, EVERYBODY)).lines()[-1]
+        in tables.jobs(answers.answer(world.core, None, "jobs", {}, EVERYBODY)).lines()[-1]
     )
     assert any("others reach it" in event.record.reason for event in world.log if event.kind == "silence")
 

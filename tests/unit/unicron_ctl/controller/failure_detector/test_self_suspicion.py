@@ -63,7 +63,7 @@ def kinds(world: World) -> list[str]:
 
 
 def foot(world: World) -> str:
-    return str(tables.status(answers.status(world.core, None, {}, EVERYBODY))[-1])
+    return str(tables.status(answers.answer(world.core, None, "status", {}, EVERYBODY))[-1])
 
 
 def one_of_each(world: World) -> list[FakeAgent]:

@@ -13,7 +13,7 @@ from unicron.ctl.controller.api.node_answers import visible_nodes
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.node_state import HealthReport
-from unicron.ctl.controller.nodes.readmission import Admission, Report, checked, decide
+from unicron.ctl.controller.nodes.readmission import Admission, Report, decide
 from unicron.ctl.protocol.answer_schema import Node
 from unicron.detector.failures.escalation import Decision, Fault
 from unicron.detector.failures.severity import Severity
@@ -61,8 +61,10 @@ def test_who_may_come_back(policy, report, anybody, waited, admit, verified) -> 
 )
 def test_a_report_that_makes_no_sense_is_refused(wrong: dict) -> None:
     good = {"node": "n1", "source": "interval", "verdict": "good", "reason": "a\nb", "at": 5}
-    assert checked(good) == Report("n1", "interval", "good", "a b", 5.0)
-    assert isinstance(checked({**good, **wrong}), str)
+    report = Report(node="n1", source="interval", verdict="good", reason="a b", at=5.0)
+    assert msgspec.convert(good, Report) == report
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({**good, **wrong}, Report)
 
 
 # ---------------------------------------------------------------- in the running controller

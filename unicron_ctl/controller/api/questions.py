@@ -1,0 +1,38 @@
+"""The arguments of the questions that `unicronctl` and the health checks put to the controller."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class NoArguments(msgspec.Struct):
+    """Most questions have none."""
+
+
+class EventsQuestion(msgspec.Struct, kw_only=True):
+    """The log after an id. without: kinds that do not count, with spaces between them."""
+
+    after: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    limit: Annotated[int, Meta(ge=1, le=5000)] = 200
+    job: str | None = None
+    without: Annotated[str, Meta(pattern=r"^\s*(\S+\s*){0,20}$")] = ""
+
+
+class ExplainQuestion(msgspec.Struct, kw_only=True):
+    """Why a job, by id or name, is treated as it is."""
+
+    job: str
+
+
+class InjectOrder(msgspec.Struct, kw_only=True):
+    """Break a rank of the job: the slot, one on the node, or any. seconds: 0 for the fault's own duration."""
+
+    job: str
+    fault: str
+    slot: int | None = None
+    node: str | None = None
+    seconds: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    dry_run: bool = False
