@@ -80,7 +80,7 @@ class Alone:
         while self._arrived and self.now() < until:
             self._take(*self._arrived.popleft())
         heard = self.now()
-        core.settle()
+        core.advance_jobs()
         self._settled_in = self.now() - heard
         if core.pending:
             self._let_out()
@@ -99,7 +99,7 @@ class Alone:
         route = (index.to_bytes(4),)
         if isinstance(message, wire.Ask):
             self.core.now = self.now()
-            self.core.settle()
+            self.core.advance_jobs()
             self._let_out()
             found = answers.answer(self.core, self._store, message.what, message.args, EVERYBODY)
             self._post(route, wire.encode(wire.Answer(ok=True, data=found)))

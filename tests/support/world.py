@@ -554,7 +554,7 @@ class World:
 
     def to_core(self, agent: FakeAgent, message: wire.Message) -> None:
         self.core.receive(agent.route, message, self.now, asker=agent.asker)
-        self.core.settle()
+        self.core.advance_jobs()
         self.deliver()
 
     def deliver(self) -> None:
@@ -565,7 +565,7 @@ class World:
         core = self.core
         while core.events or core.outbox or core.requests or core.pending:
             if not core.outbox:
-                core.settle()
+                core.advance_jobs()
             self.log += core.events
             core.events = []
             outbox, core.outbox = core.outbox, []

@@ -143,7 +143,7 @@ def inject(core: Core, store: Store, order: InjectOrder, asker: Asker) -> schema
         done, outcome = injection.perform(core.view, core.view.job(state), *target)
     except injection.NotInjected as error:
         raise Unanswerable(str(error)) from None
-    core.take(outcome)
+    core.carry_out(outcome)
     if not order.dry_run:
         core.desk(state).injected.add(done.slot)
         done.event = core.state.last_event
@@ -157,7 +157,7 @@ def health(core: Core, store: Store, report: readmission.Report, asker: Asker) -
     seen = core.view.slurm.seen
     if seen is not None and report.node not in seen.by_name:
         raise Unanswerable(f"health: Slurm shows no node {report.node!r}")
-    core.take(readmission.on_health_report(core.view, core.slurm.gate, report))
+    core.carry_out(readmission.on_health_report(core.view, core.slurm.gate, report))
     return {"taken": True}
 
 

@@ -107,12 +107,12 @@ class Core:
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
         self.written = Written()
         self._steps: Counter[str] = Counter()
-        self.intake = Intake(self.view, self.desk, self.talk, self.take, self.written)
+        self.intake = Intake(self.view, self.desk, self.talk, self.carry_out, self.written)
         self._dirty: set[str] = set()
         self._complained: dict[str, float] = {}
         self._findings: deque[Finding] = deque()
         self._judging = False
-        self.turns = Turns(self.view, self.desk, self.take, self.judge, self._send)
+        self.turns = Turns(self.view, self.desk, self.carry_out, self.judge, self._send)
         for job in self.state.jobs.values():
             if not job.over:
                 self.view.job(job).begin_phase(self.started_at)
@@ -168,7 +168,7 @@ class Core:
         return event
 
     def _charge(self, event: Event, size: int) -> None:
-        """Whose agents caused it has so much less to come; of a run of steps only what thinning leaves counts."""
+        """Charges the event to the log quota of its job and of the job's owner. Steps that thinning drops are free."""
         name = event.job or getattr(event.record, "of_job", "")
         job = self.state.jobs.get(name)
         if job is None:
@@ -181,7 +181,7 @@ class Core:
             self._steps.pop(name, None)
         self.written.charge(name, job.owner, size, len(job.agents))
 
-    def take(self, outcome: Outcome) -> bool:
+    def carry_out(self, outcome: Outcome) -> bool:
         """Carries out what a decider wants. False when that is nothing."""
         if outcome.hurry:
             self.slurm.hurry(self.now)
@@ -222,13 +222,13 @@ class Core:
         recorded = self.state.last_event
         job = self.state.jobs.get(finding.job)
         self._read_for(finding.job)
-        self.take(self._with_peers(judge(self.view, finding)))
+        self.carry_out(self._with_peers(judge(self.view, finding)))
         if job is None or job.over or self.state.last_event == recorded:
             return
         self._dirty.add(finding.job)
         if finding.what in (What.HANG, What.COLLECTIVE):
             known = self.view.job(job)
-            self.take(network_partitions.start_survey(self.view, known, known.live.survey, finding.slots))
+            self.carry_out(network_partitions.start_survey(self.view, known, known.live.survey, finding.slots))
         if finding.what is What.HANG and not finding.seen:
             iterations.suspected(self.desk(job).watch, finding, job.failures[-1].id)
 
@@ -347,9 +347,9 @@ class Core:
     def hint(self, hint: datagrams.Hint, now: float) -> None:
         """A datagram of the plugin: never trusted alone."""
         self.now = now
-        self._contained(hint.job, "a hint", lambda: self.take(self.intake.hint(hint)))
+        self._contained(hint.job, "a hint", lambda: self.carry_out(self.intake.hint(hint)))
 
-    def settle(self) -> None:
+    def advance_jobs(self) -> None:
         """Brings every job that something happened to as far as it can go now.
 
         A Break and a plan go out first: `pending` says that what follows from them is still to be worked out.
@@ -381,25 +381,27 @@ class Core:
         self.last_tick = now
         self._contained("", "agents that wait for Slurm's word", self.intake.overdue)
         self._contained("", "what nodes said", self._settle_node_events)
-        self._contained("", "slurmds that may be asked", lambda: self.take(ending_nodes.greet_slurmds(self.view)))
+        self._contained("", "slurmds that may be asked", lambda: self.carry_out(ending_nodes.greet_slurmds(self.view)))
         self._contained("", "silent agents", self._silence)
         if self.view.alone:
             self._contained(
-                "", "Slurm's turn", lambda: self.take(self.slurm.tick(self.view, self.intake.waiting_jobs()))
+                "", "Slurm's turn", lambda: self.carry_out(self.slurm.tick(self.view, self.intake.waiting_jobs()))
             )
             return
         for job in list(self.state.jobs.values()):
             if not job.over:
                 self._contained(job.job, "a tick", self._tick, job)
-        self.settle()
+        self.advance_jobs()
         for job in list(self.state.jobs.values()):
             if not job.set_aside:
                 self._contained(job.job, "its orders", self.turns.repeat_orders, job)
-        self._contained("", "Slurm's turn", lambda: self.take(self.slurm.tick(self.view, self.intake.waiting_jobs())))
+        self._contained(
+            "", "Slurm's turn", lambda: self.carry_out(self.slurm.tick(self.view, self.intake.waiting_jobs()))
+        )
 
     def _settle_node_events(self) -> None:
         for outcome in judge_nodes.settle(self.view, self.talk):
-            self.take(outcome)
+            self.carry_out(outcome)
 
     def _notice_time(self, now: float) -> None:
         """After a stall everyone was waiting for this process: nobody has been silent."""
@@ -422,7 +424,7 @@ class Core:
         """Somebody is heard after nobody was."""
         since = self.view.suspicions.alone_since
         if since is not None:
-            self.take(self_suspicion.end_alone(self.view))
+            self.carry_out(self_suspicion.end_alone(self.view))
             self._excuse(self.now - since)
             self.view.live.renew(self.now)
             self.view.suspicions.renew_ending(self.now)
@@ -434,9 +436,9 @@ class Core:
         outcome = leases.check_leases(self.view)
         for finding in outcome.findings:
             self._fell_silent(finding)
-        self.take(outcome)
+        self.carry_out(outcome)
         if self.state.deferred:
-            self.take(isolation.deferred(self.view))
+            self.carry_out(isolation.deferred(self.view))
 
     def _fell_silent(self, finding: Finding) -> None:
         """An agent that is judged: nobody waits for its next word."""
@@ -455,13 +457,13 @@ class Core:
             return
         for finding in list(overdue.look(self.view, self.clocks, job)):
             self.judge(finding)
-        self.take(iterations.look(self.view, view, desk.times, desk.watch))
-        self.take(network_partitions.check_partitions(self.view, view, view.live.survey))
+        self.carry_out(iterations.look(self.view, view, desk.times, desk.watch))
+        self.carry_out(network_partitions.check_partitions(self.view, view, view.live.survey))
         period = self.config.metrics_seconds
-        self.take(outliers.look(job, desk.peers, desk.times.phases.comparable, period, self.now))
-        self.take(mode_of(job).report(self.view, view, desk.told))
+        self.carry_out(outliers.look(job, desk.peers, desk.times.phases.comparable, period, self.now))
+        self.carry_out(mode_of(job).report(self.view, view, desk.told))
         self.turns.advance(job)
-        self.take(adoption.say_awaited(self.view, view, desk))
+        self.carry_out(adoption.report_awaited(self.view, view, desk))
 
     # ------------------------------------------------------------ results of slow work
     def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
@@ -494,19 +496,19 @@ class Core:
             self._contained(job.job, "what Slurm says of it", self._slurm_said, listing, job)
         if not self.view.alone:
             self._contained("", "planning", self._plan, listing)
-        self.settle()
+        self.advance_jobs()
 
     def _slurm_said(self, listing: Listing, job: JobState) -> None:
-        self.take(confirmation.look(self.view, listing, job))
+        self.carry_out(confirmation.confirm_agents(self.view, listing, job))
         if job.over:
             return
         for agent in list(sense_slurm.ended_agents(self.view, listing, job)):
-            self.take(self.intake.suspect(agent))
+            self.carry_out(self.intake.suspect(agent))
         for said in list(sense_slurm.look(self.view, listing, job)):
-            self.take(judge_agents.slurm_said(self.view, said))
+            self.carry_out(judge_agents.slurm_said(self.view, said))
 
     def _plan(self, listing: Listing) -> None:
-        self.take(reconcile.before_planning(self.view, self.slurm, listing))
+        self.carry_out(reconcile.before_planning(self.view, self.slurm, listing))
         managed = reconcile.managed(self.view)
         there = around(self.view, listing, managed)
         for job in managed:  # one that cannot be planned for must not keep the others waiting
@@ -517,10 +519,10 @@ class Core:
         jobs = [job for job in jobs if listing.of(job.job) or job.job not in brief]
         planned = [job for job in jobs if permission.acts(self.view, job)]
         if planned:
-            self.take(replan(self.view, planned, self.slurm.aheads))
-            self.take(reconcile.placing(self.view, self.slurm, listing, planned))
+            self.carry_out(replan(self.view, planned, self.slurm.aheads))
+            self.carry_out(reconcile.placing(self.view, self.slurm, listing, planned))
         watched = [job for job in jobs if job not in planned]
-        self.take(reconcile.watching(self.view, self.slurm, listing, watched))
+        self.carry_out(reconcile.watching(self.view, self.slurm, listing, watched))
         self._dirty.update(job.job for job in jobs)
 
     def on_action(self, action: Action, error: str) -> None:
@@ -535,7 +537,7 @@ class Core:
 
     def _action_done(self, action: Action, error: str) -> None:
         self.slurm.under_way.discard(action.key)
-        self.take(reconcile.done(self.view, self.slurm, action, error))
+        self.carry_out(reconcile.done(self.view, self.slurm, action, error))
 
     def on_actions_done(self, urgent: bool = False) -> None:
         """All actions of a request are through: look at what became of them."""

@@ -35,17 +35,17 @@ OfAgent = wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
 
 
 class Intake:
-    """One per core. desk: what is remembered of a job. take: the core's door."""
+    """One per core. desk: what is remembered of a job. carry_out: the core's door."""
 
     def __init__(
         self,
         view: View,
         desk: Callable[[JobState], JobDesk],
         talk: judge_nodes.Talk,
-        take: Callable[[Outcome], bool],
+        carry_out: Callable[[Outcome], bool],
         written: Written,
     ) -> None:
-        self._view, self._desk, self._talk, self._take = view, desk, talk, take
+        self._view, self._desk, self._talk, self._carry_out = view, desk, talk, carry_out
         self._written = written
         self._waiting: dict[tuple[str, int, str], Waiting] = {}
         self._of_user: Counter[int | None] = Counter()  # of those that wait
@@ -78,7 +78,7 @@ class Intake:
                 if (agent := self._of_agent(route, key, message)) is not None:
                     whose = self._view.state.jobs[message.job].owner
                     room = self._written.allows(message.job, whose, self._view.now, OF_NODE_EVENTS)
-                    self._take(judge_nodes.take(self._view, agent, message, self._talk, room))
+                    self._carry_out(judge_nodes.take(self._view, agent, message, self._talk, room))
             case wire.StackTrace() | wire.Timing() | wire.InjectRefused():
                 if (known := self._speaker(route, key, message.job, message.slot)) is not None:
                     self._of_rank(known, message)
@@ -126,7 +126,7 @@ class Intake:
         whose = job.owner if job is not None else owner(asker.uid, message.settings.user)
         if not self._written.allows(message.job, whose, self._view.now):
             reason = f"job {message.job} or others of its user have made too many records: it has to wait"
-            self._take(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
+            self._carry_out(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
             return
         known = job.agents.get(message.element) if job is not None and not job.over else None
         if not self._view.slurm.used or (known is not None and known.agent == message.agent):
@@ -136,14 +136,14 @@ class Intake:
         first = self._waiting.get(name)
         if first is None and not self._room(asker):
             reason = f"too many agents of {asker} wait for Slurm's word: job {message.job} has to wait"
-            self._take(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
+            self._carry_out(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
             return
         since = first.since if first is not None else self._view.now
         if first is not None:
             self._count(first, -1)
         self._waiting[name] = Waiting(route, message, key, asker, since)
         self._count(self._waiting[name], 1)
-        self._take(Outcome(hurry=True))
+        self._carry_out(Outcome(hurry=True))
         self._compare(name)
 
     def _room(self, asker: Asker) -> bool:
@@ -158,7 +158,7 @@ class Intake:
         return True
 
     def _forget(self, name: tuple[str, int, str]) -> None:
-        """It waits no longer."""
+        """Stops waiting for Slurm's word on this registration."""
         self._count(self._waiting.pop(name), -1)
 
     def _count(self, waiting: Waiting, by: int) -> None:
@@ -177,8 +177,7 @@ class Intake:
             self._compare(name)
 
     def overdue(self) -> None:
-        """Those that have waited long enough are answered without Slurm's word; they are in the order in which they
-        came."""
+        """Answers registrations that have waited long enough without Slurm's word, in the order in which they came."""
         while self._waiting:
             name, first = next(iter(self._waiting.items()))
             if self._view.now - first.since < confirmation.CONFIRM_SECONDS:
@@ -193,7 +192,7 @@ class Intake:
             return
         self._forget(name)
         if isinstance(found, wire.Refused):
-            self._take(self._refusal(waiting, found))
+            self._carry_out(self._refusal(waiting, found))
         else:
             self._admit(route, message, key, asker, found, found is not None)
 
@@ -222,7 +221,7 @@ class Intake:
         """info: the element as Slurm shows it, where it was asked and has answered."""
         refused = self._admin_says(message) or registration.answer(self._view, message, key, asker, info)
         if refused is not None:
-            self._take(registration.turned_away(self._view, route, message, refused))
+            self._carry_out(registration.turned_away(self._view, route, message, refused))
             return
         seen = self._view.slurm.seen
         if registration.begins(self._view, message, info):
@@ -231,15 +230,15 @@ class Intake:
             if before is not None and registration.takes_over(before, message):
                 for element in before.agents:  # nothing of that step is this one's
                     self._view.live.remove(message.job, element)
-            self._take(registration.begin(self._view, message, asker, info, most))
+            self._carry_out(registration.begin_job(self._view, message, asker, info, most))
         job = self._view.state.jobs[message.job]
         known = job.agents.get(message.element)
         if known is None or known.agent != message.agent:
             self._view.live.remove(message.job, message.element)
-        self._take(registration.join(job, message, key, confirmed))
+        self._carry_out(registration.join(job, message, key, confirmed))
         if known is not None and known.agent != message.agent:
             found = adoption.replaced(self._view, self._view.job(job), message.element, known)
-            self._take(Outcome(findings=list(found)))
+            self._carry_out(Outcome(findings=list(found)))
         live, now = self._view.live, self._view.now
         agent = live.agent(message.job, message.element)
         record = job.agents[message.element]  # what it said when it was compared with Slurm counts
@@ -257,7 +256,7 @@ class Intake:
         mine = live.jobs[message.job]
         mine.touched.add(message.element)
         mine.changed.update(record.slots)
-        self._take(Outcome(sends=[Send(route, self._welcome(job))]))
+        self._carry_out(Outcome(sends=[Send(route, self._welcome(job))]))
 
     def _admin_says(self, message: wire.Register) -> wire.Refused | None:
         """A job of a partition whose mode is "off" is to run unprotected; which partition it is in Slurm has to say."""
@@ -268,7 +267,7 @@ class Intake:
         if OFF not in modes:
             return None
         if view.slurm.used and not (view.slurm.seen and view.slurm.seen.of(message.job)):
-            self._take(Outcome(hurry=True))
+            self._carry_out(Outcome(hurry=True))
             if len(modes) > 1:
                 return wire.Refused(reason=f"Slurm does not show job {message.job} yet: its partition is not known")
         rules = permission.of_job(view, message.job)
@@ -297,38 +296,38 @@ class Intake:
     def _status(self, route: Route, message: wire.Status, key: str) -> None:  # noqa: C901  (one step a field)
         job, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
         if job is not None and job.ended and self._had(job, message, key):
-            self._take(Outcome(sends=[Send(route, ending(job.ended))]))
+            self._carry_out(Outcome(sends=[Send(route, ending(job.ended))]))
             return
         if (message.job, message.element, message.agent) in self._waiting:
             return
         if job is not None and registration.released(job) and self._had(job, message, key):
-            self._take(Outcome(sends=[Send(route, wire.Refused(reason=job.set_aside, final=True))]))
+            self._carry_out(Outcome(sends=[Send(route, wire.Refused(reason=job.set_aside, final=True))]))
             return
         if job is None or agent is None or agent.agent != message.agent or agent.key != key:
-            self._take(Outcome(sends=[Send(route, self._unknown(job, message))]))
+            self._carry_out(Outcome(sends=[Send(route, self._unknown(job, message))]))
             return
         if message.steps and not job.over:
             self._take_steps(job, agent, message.steps)
         was_expired, agent.route, agent.expired = agent.expired, route, False
-        changed = agent.take(message, self._view.now)
+        changed = agent.on_status(message, self._view.now)
         self._view.live.heard(agent, self._view.now)
         if message.answer:
-            self._take(Outcome(sends=[Send(route, wire.Pong(number=message.number))]))
+            self._carry_out(Outcome(sends=[Send(route, wire.Pong(number=message.number))]))
         view = self._view.job(job)
         if was_expired:
             back = Outcome()
             back.record(job, records.AgentBack(element=agent.element, agent=agent.agent, node=agent.node))
-            self._take(back)
-            self._take(adoption.reinstate(view, agent))
+            self._carry_out(back)
+            self._carry_out(adoption.reinstate(view, agent))
             agent.progress.update(dict.fromkeys(agent.slots, self._view.now))  # it could not be told before
             changed = list(agent.slots)
         if agent.cold:
-            self._take(registration.started_cold(job, agent, self._desk(job).cold))
+            self._carry_out(registration.started_cold(job, agent, self._desk(job).cold))
         if message.leaving:
             self._view.live.silenced(agent)
             changed = list(agent.slots)
             if (left := members.leaving(self._view, view, agent)) is not None:
-                self._take(Outcome(findings=[left]))
+                self._carry_out(Outcome(findings=[left]))
         if adoption.unknown(job, agent):
             view.live.ahead.add(agent.element)
         if agent.agreed is not None:
@@ -338,7 +337,7 @@ class Intake:
             view.notice_agent(agent)
             if agent.fresh and not job.over:
                 view.live.shape(agent, changed)
-                self._take(registration.ready_ranks(job, agent, changed))
+                self._carry_out(registration.ready_ranks(job, agent, changed))
         elif job.phase is Phase.BREAKING:
             for slot in agent.slots:  # rest is also shown by having nothing new to say
                 if slot in view.live.awaited:
@@ -373,9 +372,9 @@ class Intake:
                 desk.unheard_until = max(desk.unheard_until, report.iteration)
                 continue
             if job.plan is not None and report.generation == job.plan.generation:
-                view.live.stepped.take(report.iteration, now, held)
+                view.live.stepped.note_iteration(report.iteration, now, held)
             if report.ranks:
-                self._take(desk.take_steps(view, report, now, whole))
+                self._carry_out(desk.take_steps(view, report, now, whole))
 
     def _of_rank(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
         """What was asked for goes into the log, once; what was not does not."""
@@ -383,7 +382,7 @@ class Intake:
             return
         out, desk = Outcome(), self._desk(job)
         if isinstance(message, wire.Timing):
-            self._take(desk.take_timing(job, message))
+            self._carry_out(desk.take_timing(job, message))
             return
         asked = desk.watch.due if isinstance(message, wire.StackTrace) else desk.injected
         if message.slot not in asked:
@@ -407,7 +406,7 @@ class Intake:
             told = f"{message.fault} was not injected into slot {message.slot}: {message.reason[:400]}"
             refused = records.InjectRefused(slot=message.slot, fault=message.fault, reason=told)
             out.record(job, refused, 0)
-        self._take(out)
+        self._carry_out(out)
 
     # ------------------------------------------------------------ hints
     def hint(self, hint: datagrams.Hint) -> Outcome:

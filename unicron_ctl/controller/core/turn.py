@@ -13,7 +13,7 @@ from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.job import adoption, job_events, spares, transitions
 from unicron.ctl.controller.job.desk import JobDesk
 from unicron.ctl.controller.job.modes import Happening
-from unicron.ctl.controller.job.orders import Letter, Order, due, later
+from unicron.ctl.controller.job.orders import Letter, Order, due_orders, next_start
 from unicron.ctl.controller.judge.rank_failures import revive
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.finding import Finding
@@ -36,17 +36,17 @@ class BrokenInvariant(Exception):
 
 
 class Turns:
-    """desk: what is remembered of a job. take, judge, send: the core's door."""
+    """desk: what is remembered of a job. carry_out, judge, send: the core's door."""
 
     def __init__(
         self,
         view: View,
         desk: Callable[[JobState], JobDesk],
-        take: Callable[[Outcome], bool],
+        carry_out: Callable[[Outcome], bool],
         judge: Callable[[Finding], None],
         send: Callable[[Send], None],
     ) -> None:
-        self._view, self._desk, self._take, self._judge, self._send = view, desk, take, judge, send
+        self._view, self._desk, self._carry_out, self._judge, self._send = view, desk, carry_out, judge, send
         self.later: set[str] = set()
         """Jobs whose turn goes on once what was decided has gone out."""
         self.begun: set[str] = set()
@@ -56,7 +56,7 @@ class Turns:
         """Sense, judge, decide, act."""
         view = self._view.job(job)
         if not job.over and view.live.ahead and adoption.ahead(view):
-            self._take(adoption.look(self._view, view))
+            self._carry_out(adoption.adopt_generation(self._view, view))
             if adoption.ahead(view):
                 return  # nothing is decided of what is not known
         if not job.over:
@@ -74,7 +74,7 @@ class Turns:
             else:
                 raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
             self._revive(job, view)
-            self._take(spares.say(self._view, view, self._desk(job).waiting))
+            self._carry_out(spares.report_spares(self._view, view, self._desk(job).waiting))
         if not job.set_aside and (view.live.touched or job.job in self.begun):
             self._send_orders(job)
 
@@ -118,7 +118,7 @@ class Turns:
             self._unblock(job, view)
             live.overdue = progress.late_to_enter(self._view, view, desk.times)
             for look in (progress.late_to_stop, progress.never_entered):
-                self._take(look(self._view, view, desk.times))
+                self._carry_out(look(self._view, view, desk.times))
             self._ask_witnesses(job, view)
             for agent in quorum.agents_with_free_votes(self._view, view):
                 over = quorum.last_vote(job, agent)
@@ -144,7 +144,7 @@ class Turns:
     def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
         """One step of the job's state machine. False when the event changes nothing in this phase."""
         action = ACTIONS[job.phase].get(happening.event)
-        return action is not None and self._take(transitions.PERFORM[action](self._view, view, happening))
+        return action is not None and self._carry_out(transitions.PERFORM[action](self._view, view, happening))
 
     def _revive(self, job: JobState, view: JobView) -> None:
         """Starts processes again that a plan went on without."""
@@ -156,7 +156,7 @@ class Turns:
             if agent is None or not agent.alive:
                 desk.outsiders.discard(slot)  # what comes in its place is looked at when it does
                 continue
-            self._take(revive(self._view, view, slot))
+            self._carry_out(revive(self._view, view, slot))
             if not desk.is_outsider(view, slot):
                 desk.outsiders.discard(slot)
 
@@ -175,7 +175,7 @@ class Turns:
         desk = self._desk(job)
         for agent, order in list(cut_orders(self._view, view, desk.cuts, desk.waiting.ready)):
             self._order(agent, f"cut {order.iteration}", order)
-        self._take(report_gaps(view, desk.cuts))
+        self._carry_out(report_gaps(view, desk.cuts))
         if view.live.touched:
             self._send_orders(job)
 
@@ -192,13 +192,13 @@ class Turns:
             if agent is None:
                 continue
             told = False
-            for key, message in due(view, agent, letter, now):
+            for key, message in due_orders(view, agent, letter, now):
                 told = True
                 if isinstance(message, wire.Break):  # everybody hears of a Break before anything else happens
                     self._recheck(view, element, self._order(agent, key, message))
                 else:
                     rest.append((agent, key, message))
-            starts = later(view, agent, now) if element in view.live.restarts else None
+            starts = next_start(view, agent, now) if element in view.live.restarts else None
             if starts is not None:
                 self._recheck(view, element, starts)
             elif not told:

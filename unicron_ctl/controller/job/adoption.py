@@ -65,7 +65,7 @@ def ahead(job: JobView) -> bool:
     return bool(live.ahead)
 
 
-def look(view: View, job: JobView) -> Outcome:
+def adopt_generation(view: View, job: JobView) -> Outcome:
     """Takes the generation over, or asks what it is; empty while answers are awaited."""
     out, shown = Outcome(), [job.agents[element] for element in sorted(job.live.ahead)]
     agreed = [agent.agreed for agent in shown if agent.agreed is not None and _foreign(job.state, agent.agreed)]
@@ -116,7 +116,7 @@ def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreed], out: Ou
 
 
 def _late(view: View, job: JobView) -> bool:
-    """It has been waited for long enough."""
+    """The job has waited long enough."""
     return view.now - job.live.ahead_since > view.config.state_wait_seconds
 
 
@@ -351,7 +351,7 @@ def _patience(view: View, job: JobView) -> float:
     return min(view.config.state_wait_seconds, behind(job))
 
 
-def _say_incomplete(view: View, job: JobView) -> Outcome:
+def _report_incomplete(view: View, job: JobView) -> Outcome:
     """A job that is to be formed anew, of which ranks have kept their state, lacks ranks for other places."""
     out, state, live = Outcome(), job.state, job.live
     if view.now < live.nobody_until or not state.mode.keeps_state:
@@ -369,7 +369,7 @@ def _say_incomplete(view: View, job: JobView) -> Outcome:
     return out
 
 
-def _say_unlike(view: View, job: JobView, out: Outcome) -> bool:
+def _report_unlike(view: View, job: JobView, out: Outcome) -> bool:
     """Whether ranks wait whose replicas are of another size."""
     live = job.live
     if view.now >= live.unlike_look_at:
@@ -385,13 +385,13 @@ def _say_unlike(view: View, job: JobView, out: Outcome) -> bool:
     return live.unlike
 
 
-def say_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:
+def report_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:
     """Puts on record, once, for whom a job waits that could be formed anew."""
     out, state = Outcome(), job.state
-    if state.phase in (Phase.FORMING, Phase.RUNNING) and _say_unlike(view, job, out):
+    if state.phase in (Phase.FORMING, Phase.RUNNING) and _report_unlike(view, job, out):
         return out
     if state.phase is Phase.FORMING:
-        return _say_incomplete(view, job)
+        return _report_incomplete(view, job)
     here = state.phase is Phase.BREAKING and not job.live.awaited and job.waited(view.now) > SAY_SECONDS
     if not here or desk.state_awaited == state.broken:
         return out

@@ -103,8 +103,8 @@ def _coming(view: View, job: JobView) -> bool:
 
 
 def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> list[int]:
-    """Those of the members, replica-major, who go on: the replicas without a leaver; where there is none, those that
-    the others compose."""
+    """The members, replica-major, who go on: the replicas without a leaver; where there is none, those that the others
+    compose."""
     gone = set(leavers)
     groups = layout.replicas(members, size)
     whole = [replica for replica in groups if gone.isdisjoint(replica)]

@@ -80,11 +80,11 @@ def size(seen: Listing, job: str) -> int:
 
 # ---------------------------------------------------------------- those that were taken in unconfirmed
 def confirmed_jobs(view: View, jobs: Sequence[JobState]) -> list[JobState]:
-    """Those of which Slurm has shown whose they are."""
+    """The jobs whose owner Slurm has shown."""
     return [job for job in jobs if job.submitted or not view.slurm.used]
 
 
-def look(view: View, listing: Listing, job: JobState) -> Outcome:
+def confirm_agents(view: View, listing: Listing, job: JobState) -> Outcome:
     """What the listing says of a job, or of agents of it, that Slurm had not confirmed."""
     out = Outcome()
     unsure = [element for element, agent in job.agents.items() if not agent.confirmed]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from unicron.ctl.controller.job.candidates import waiting_elements
 from unicron.ctl.controller.job.deciding import decided
 from unicron.ctl.controller.log import records
-from unicron.ctl.controller.model import mode
+from unicron.ctl.controller.model import healing_modes
 from unicron.ctl.controller.model.agent_view import keeps
 from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
@@ -184,4 +184,4 @@ SESSION, RESTART = Session(), Restart()
 
 def mode_of(job: JobState) -> Session | Restart:
     """The job's strategy."""
-    return RESTART if job.mode is mode.RESTART else SESSION
+    return RESTART if job.mode is healing_modes.RESTART else SESSION

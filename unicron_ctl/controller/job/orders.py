@@ -104,7 +104,7 @@ class Letter:
         return elements_of(self.plan.members, self._per_node) if self.plan is not None else []
 
     def _doors(self, element: int) -> list[str]:
-        """Those by which a plain world's agent sees that others of it are there: all, or some that are its own."""
+        """Doors by which a plain world's agent sees that others of it are there: all, or some that are its own."""
         if element not in self._elements:
             return []
         at = self._elements.index(element)
@@ -141,7 +141,7 @@ Order = wire.Message | Callable[[], wire.Message]
 """What is sent, or what makes it: an order that was sent a moment ago need not be made again."""
 
 
-def due(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, Order]]:
+def due_orders(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, Order]]:
     """(key, order) for every order to this agent that is not obeyed yet; the key is the same as long as the order is.
 
     A process that is not to start yet is no order; see :func:`later`.
@@ -237,7 +237,7 @@ def started(job: JobState, slot: int) -> wire.StartRank:
     return wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why, layout=job.layout)
 
 
-def later(job: JobView, agent: AgentView, now: float) -> float | None:
+def next_start(job: JobView, agent: AgentView, now: float) -> float | None:
     """When the next process of this agent is to start, or may be; None when none is to start later."""
     state = job.state
     first = job.live.saves_look_at if _saving(job, now) else now

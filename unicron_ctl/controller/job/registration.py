@@ -69,7 +69,7 @@ def turned_away(view: View, route: Route, message: wire.Register, answered: wire
 
 
 def released(job: JobState) -> bool:
-    """It was set aside while no rank has a world: its agents are to make a plain one."""
+    """The job was set aside while no rank has a world: its agents are to make a plain one."""
     return bool(job.set_aside) and _unformed(job)
 
 
@@ -160,7 +160,9 @@ def begins(view: View, message: wire.Register, info: ElementInfo | None = None) 
     return job.over and message.step > job.step
 
 
-def begin(view: View, message: wire.Register, asker: Asker, info: ElementInfo | None = None, most: int = 0) -> Outcome:
+def begin_job(
+    view: View, message: wire.Register, asker: Asker, info: ElementInfo | None = None, most: int = 0
+) -> Outcome:
     """`info` is Slurm's word on the element, `most` on how many the job has: they count, not the message's."""
     out = Outcome()
     own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for somebody else

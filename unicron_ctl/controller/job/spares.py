@@ -46,8 +46,8 @@ def pick(
 
 
 def admitted(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> set[int]:
-    """Those of the elements that can come in who are to: as many as there is room for. An element that has trained,
-    and whose processes were started again in place, comes first; so does one whose processes may be there before a
+    """The elements that come in, of those that can: as many as there is room for. An element that has trained, and
+    whose processes were started again in place, comes first; so does one whose processes may be there before a
     spare would have joined."""
     if not job.state.settings.spares:
         return set(found)
@@ -59,8 +59,8 @@ def admitted(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> se
 
 
 def formers(job: JobView, slots: Iterable[int]) -> list[int]:
-    """Of the slots that can form the job those that are to: all of as many elements as are wanted. Who has kept a
-    training state is never left out."""
+    """The slots that form the job, of those that can: all of as many elements as are wanted. Who has kept a training
+    state is never left out."""
     found: dict[int, list[int]] = {}
     for slot in slots:
         found.setdefault(slot // job.per_node, []).append(slot)
@@ -187,7 +187,7 @@ class Told:
         return [element for element, how in self.said if how == "ready"]
 
 
-def say(view: View, job: JobView, told: Told) -> Outcome:
+def report_spares(view: View, job: JobView, told: Told) -> Outcome:
     """Puts on record who waits as a spare, when that changes, and once that their number does not fit."""
     out, state = Outcome(), job.state
     if not state.settings.spares or state.phase not in HERE or view.now < told.look_at:

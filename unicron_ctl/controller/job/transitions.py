@@ -26,7 +26,7 @@ from unicron.transition.generations import layout
 SAVE_SECONDS = 600.0  # for ranks that are to end, to write what a checkpoint needs
 
 
-def form(view: View, job: JobView, happening: Happening) -> Outcome:
+def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
     """The first generation, or one after which nobody could go on: a replica whose ranks stand where most has been
     trained hands its state to all others. Where the ranks have no state in common those that have been in a generation
     start again, from the script's newest checkpoint if there is one."""
@@ -68,7 +68,7 @@ def form(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
-def break_(view: View, job: JobView, happening: Happening) -> Outcome:
+def break_generations(view: View, job: JobView, happening: Happening) -> Outcome:
     """All generations so far are over; who is lost is named."""
     out, state = Outcome(), job.state
     number = state.generation  # the highest ever used: an outstanding offer is over, too
@@ -86,7 +86,7 @@ def break_(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
-def resume_(view: View, job: JobView, happening: Happening) -> Outcome:
+def resume_training(view: View, job: JobView, happening: Happening) -> Outcome:
     """The survivors have stopped: decide how they go on."""
     out, state, decision = Outcome(), job.state, decided(job)
     unusable = decision.unusable if decision else dict.fromkeys(job.reports(), "its report cannot be worked with")
@@ -119,7 +119,7 @@ def resume_(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
-def reform(view: View, job: JobView, happening: Happening) -> Outcome:
+def reform_job(view: View, job: JobView, happening: Happening) -> Outcome:
     """Nobody knows the training state any more: wait for fresh ranks."""
     out = Outcome()
     reason = f"{happening.reason}: formed anew from the newest state in memory, a checkpoint, or the script"
@@ -127,7 +127,7 @@ def reform(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
-def relayout(view: View, job: JobView, happening: Happening) -> Outcome:
+def change_layout(view: View, job: JobView, happening: Happening) -> Outcome:
     """All ranks end and start again in the planned layout, from the newest checkpoint. Those that have the training
     state save it before."""
     out, state = Outcome(), job.state
@@ -141,7 +141,7 @@ def relayout(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
-def offer(view: View, job: JobView, happening: Happening) -> Outcome:
+def offer_generation(view: View, job: JobView, happening: Happening) -> Outcome:
     """A plan for the next iteration boundary, with newcomers or without leavers."""
     out, state = Outcome(), job.state
     assert state.plan is not None
@@ -171,7 +171,7 @@ def offer(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
-def withdraw(view: View, job: JobView, happening: Happening) -> Outcome:
+def withdraw_offer(view: View, job: JobView, happening: Happening) -> Outcome:
     """What was offered does not come about. Members that hold the offer still can only take it together, which their
     statuses show; so telling them once is enough."""
     out, state = Outcome(), job.state
@@ -185,7 +185,7 @@ def withdraw(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
-def enter(view: View, job: JobView, happening: Happening) -> Outcome:
+def enter_generation(view: View, job: JobView, happening: Happening) -> Outcome:
     """Everyone is in: training goes on."""
     out, state = Outcome(hurry=True), job.state
     plan = state.offer or state.plan
@@ -195,7 +195,7 @@ def enter(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
-def end(view: View, job: JobView, happening: Happening) -> Outcome:
+def end_job(view: View, job: JobView, happening: Happening) -> Outcome:
     """The job is over; its agents are told the exit code."""
     out = Outcome(hurry=True)
     out.record(job.state, records.JobEnded(code=happening.code, reason=happening.reason))
@@ -203,15 +203,15 @@ def end(view: View, job: JobView, happening: Happening) -> Outcome:
 
 
 PERFORM: dict[Action, Callable[[View, JobView, Happening], Outcome]] = {
-    Action.FORM: form,
-    Action.BREAK: break_,
-    Action.RESUME: resume_,
-    Action.REFORM: reform,
-    Action.RELAYOUT: relayout,
-    Action.OFFER: offer,
-    Action.WITHDRAW: withdraw,
-    Action.ENTER: enter,
-    Action.END: end,
+    Action.FORM: form_generation,
+    Action.BREAK: break_generations,
+    Action.RESUME: resume_training,
+    Action.REFORM: reform_job,
+    Action.RELAYOUT: change_layout,
+    Action.OFFER: offer_generation,
+    Action.WITHDRAW: withdraw_offer,
+    Action.ENTER: enter_generation,
+    Action.END: end_job,
 }
 
 

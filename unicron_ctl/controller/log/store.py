@@ -61,7 +61,7 @@ def nothing() -> None:
 
 
 def told(found: Iterable[T], progress: Progress) -> Iterator[T]:
-    """The same, and `progress` is called every now and then."""
+    """Passes everything on, and calls `progress` every now and then."""
     for count, one in enumerate(found):
         if not count % TOLD_EVERY:
             progress()
@@ -180,7 +180,7 @@ class Store:
             yield number, length
 
     def _superseded(self, kind: str, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
-        """The same, without the last one of each node."""
+        """(id, bytes) of the records that may go; None for the last one of each node, which stays."""
         latest: dict[str, tuple[int, int] | None] = {}
         for number, time, payload in self._pages("time, payload", "kind = ?", (kind,)):
             node = str(getattr(records.decode(kind, payload), "node", ""))

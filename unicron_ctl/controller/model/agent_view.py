@@ -109,7 +109,7 @@ class AgentView:
             return ""
         return f"cold: {self.cold[slot]}" if slot in self.cold else "warm"
 
-    def take(self, status: Status, now: float) -> list[int]:
+    def on_status(self, status: Status, now: float) -> list[int]:
         """A status of this agent; slots that are not its own are ignored. Returns those whose state has changed, none
         for a late status (a newer one came before it).
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unicron.ctl.controller.log.thinning import RECENT_STEPS
-from unicron.ctl.controller.model import mode as modes
-from unicron.ctl.controller.model.mode import Mode
+from unicron.ctl.controller.model import healing_modes as modes
+from unicron.ctl.controller.model.healing_modes import Mode
 from unicron.ctl.protocol.wire import RESTART, Plan, Settings
 from unicron.transition.generations.layout import replicas
 
@@ -84,7 +84,7 @@ class AgentRecord:
 
     @property
     def ended_early(self) -> bool:
-        """It died, or left before its ranks had finished, and nothing is known of its node."""
+        """The agent died, or left before its ranks had finished, and nothing is known of its node."""
         return self.gone not in SETTLED
 
     @property
@@ -307,12 +307,12 @@ class JobState:
 
     @property
     def owner(self) -> str:
-        """Whose it is, as far as that is proven: what counts for a user counts for this."""
+        """The key of its owner, as far as that is proven: what counts for a user counts for this."""
         return owner(self.uid, self.settings.user)
 
     @property
     def disowned(self) -> bool:
-        """It was never Slurm's job of this id."""
+        """The job was never Slurm's job of this id."""
         return self.ended is not None and self.ended.disowned
 
     @property

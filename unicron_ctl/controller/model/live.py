@@ -30,7 +30,7 @@ class Stepped:
     at: float = 0.0
     before: float = 0.0
 
-    def take(self, iteration: int, now: float, held: float) -> None:
+    def note_iteration(self, iteration: int, now: float, held: float) -> None:
         """held: seconds for which an agent may have kept the report to itself."""
         if iteration > self.iteration:
             self.iteration, self.at, self.before = iteration, now, self.at - held

@@ -103,7 +103,7 @@ class Quotas:
 
 
 def cost(size: int, seconds: float = 0.0) -> float:
-    """Of a message of so many bytes, or of an answer that took so long to make."""
+    """The cost of a message of so many bytes, or of an answer that took so many seconds to make."""
     return 1.0 + size // BYTES_OF_ONE + seconds / SECONDS_OF_ONE
 
 

@@ -53,7 +53,7 @@ class Listing:
         return found
 
     def partitions(self, job: str) -> frozenset[str]:
-        """Those of the job's elements; read once for all who ask."""
+        """The partitions of the job's elements; read once for all who ask."""
         found = self._partitions.get(job)
         if found is None:
             listed = {element.partition for element in self.of(job).values()}

@@ -66,7 +66,7 @@ def states(status: RankStatus) -> list[tuple[int, str]]:
 
 
 def left_behind(reports: Mapping[int, RankStatus], found: Formed) -> str:
-    """Of a newer state than that of `found`, of which parts are there, for people; empty where there is none."""
+    """Words about a newer state than that of `found`, of which only parts are there; empty where there is none."""
     newest = max(iteration for status in reports.values() for iteration, _ in states(status))
     if newest <= found.iteration:
         return ""
@@ -78,8 +78,8 @@ def left_behind(reports: Mapping[int, RankStatus], found: Formed) -> str:
 
 
 def taken_over(reports: Mapping[int, RankStatus], found: Formed) -> str:
-    """Of joiners that could begin with an older state of their own, for people: a whole replica has a newer one, so
-    they take that, and nobody does work again; empty where there are none."""
+    """Words about joiners that could begin with an older state of their own: a whole replica has a newer one, so they
+    take that, and nobody does work again. Empty where there are none."""
     older = {slot: max((i for i, _ in states(reports[slot])), default=-1) for slot in found.joiners if slot in reports}
     behind = {slot: iteration for slot, iteration in older.items() if 0 < iteration < found.iteration}
     if not behind or found.source is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron.ctl.controller.model import mode
+from unicron.ctl.controller.model import healing_modes
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.replication.script_states import ScriptStates
 from unicron.ctl.controller.replication.shards import Shards
@@ -14,6 +14,6 @@ SCRIPT_STATES, SHARDS, WHOLE_STATES = ScriptStates(), Shards(), WholeStates()
 
 def strategy_of(job: JobView) -> ReplicationStrategy:
     """The strategy for the kind of state that the job's ranks keep."""
-    if job.state.mode is mode.RESTART:
+    if job.state.mode is healing_modes.RESTART:
         return SCRIPT_STATES
     return SHARDS if job.live.sharded else WHOLE_STATES

@@ -144,7 +144,7 @@ class Server:
             if self._stop_read in ready:
                 running = self._on_signal(os.read(self._stop_read, 64))
             heard = self.now()
-            self.core.settle()
+            self.core.advance_jobs()
             self._settled_in = self.now() - heard
             if self.core.pending:
                 self.flush()  # a Break or a plan does not wait for anything else
@@ -398,7 +398,7 @@ class Server:
 
     def _made(self, question: Question) -> bytes:
         self.core.now = self.now()
-        self.core.settle()
+        self.core.advance_jobs()
         self.flush()  # the log must hold what the answer says
         ask = question.ask
         try:

@@ -219,7 +219,7 @@ def register(element: int = 0, agent: str = "a", user: str = "ann") -> wire.Regi
 
 
 def told(world: World) -> list[wire.Message]:
-    world.core.settle()
+    world.core.advance_jobs()
     found = [send.message for send in world.core.outbox]
     world.deliver()
     return found
@@ -277,7 +277,7 @@ def test_the_end_of_a_job_is_told_to_its_agents_only() -> None:
     world = World()
     world.core.receive((b"r",), register(), world.now, "key1", ANN)
     told(world)
-    world.core.take(ended(world))
+    world.core.carry_out(ended(world))
     message = wire.Status(job="1", element=0, agent="a", sent=0.0, number=9)
     world.core.receive((b"r",), message, world.now, "key1")
     assert [type(one) for one in told(world)][-1] is wire.End

@@ -196,7 +196,7 @@ def test_early_listings_are_few_whatever_the_cause() -> None:
     for turn in range(600):
         world.core.slurm.hurry(world.now)
         if turn % 2:
-            world.core.take(reconcile.Outcome(requests=[Run((action,), urgent=turn % 4 == 1)]))
+            world.core.carry_out(reconcile.Outcome(requests=[Run((action,), urgent=turn % 4 == 1)]))
         world.deliver()
         world.run(0.1)
     rate, burst = reconcile.EARLY

@@ -50,7 +50,7 @@ def test_hostile_values_reach_no_other_job(said):
             continue
         if not isinstance(message, wire.Ask):
             world.core.receive((peer,), message, world.now)
-            world.core.settle()
+            world.core.advance_jobs()
             world.deliver()
     world.run(1.0)
     world.iterate(VICTIM, 1)
