@@ -143,7 +143,7 @@ class Core:
         """What is remembered for now of a job's steps, iterations and peers."""
         found = self.desks.get(job.job)
         if found is None:
-            found = self.desks[job.job] = JobDesk.begin(job, self.config)
+            found = self.desks[job.job] = JobDesk.for_job(job, self.config)
         return found
 
     # ------------------------------------------------------------ the door

@@ -60,7 +60,7 @@ class JobDesk:
     cuts: Cuts = field(default_factory=Cuts)
 
     @classmethod
-    def begin(cls, job: JobState, config: ControllerConfig) -> JobDesk:
+    def for_job(cls, job: JobState, config: ControllerConfig) -> JobDesk:
         return cls(JobLedger(closed=job.iteration), JobTimes.fresh(config))
 
     def phase_changed(self, record: records.Record) -> None:
