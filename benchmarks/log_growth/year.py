@@ -17,7 +17,7 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Record
 from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.model.fold import fold
-from unicron.ctl.controller.server.server import FORGET_AGAIN_SECONDS, THIN_EVERY
+from unicron.ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, THIN_EVERY
 from unicron.ctl.protocol.wire import Plan, Settings
 
 JOB = "1"

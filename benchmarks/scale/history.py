@@ -21,7 +21,7 @@ from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 from unicron.ctl.controller.model.fold import fold
 from unicron.ctl.controller.model.job_state import Phase
-from unicron.ctl.controller.server.server import SNAPSHOT_SECONDS
+from unicron.ctl.controller.server.log_upkeep import SNAPSHOT_SECONDS
 from unicron.ctl.protocol.wire import Plan
 
 DAYS = 30

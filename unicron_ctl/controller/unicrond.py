@@ -114,7 +114,7 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
         try:
             fresh, found = examine(config_path, listen=listen)
             refuse(fresh.path, found)
-            server.take_config(fresh, classifier_of(fresh))
+            server.apply_config(fresh, classifier_of(fresh))
         except UserError as error:
             log.error("configuration not reloaded, the old one stays: %s", error)
         notifier.ready()

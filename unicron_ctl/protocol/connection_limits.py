@@ -8,7 +8,7 @@ SHARE = 0.5  # of all connections, for strangers of one address
 KNOWN_SECONDS = 600.0  # without a word of its agent; then a connection is a stranger's again
 
 
-class Doors:
+class ConnectionLimits:
     """The connections, by their descriptors. Pure: it names the one to close.
 
     most: connections at once; strangers of one address may have `SHARE` of them. When there are too many, the oldest

@@ -18,9 +18,10 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from unicron.ctl.protocol.connection_limits import Doors
+from unicron.ctl.protocol.connection_limits import ConnectionLimits
 from unicron.ctl.protocol.zmtp import NOTHING, Keys, Refused, Session
 from unicron.ctl.system.addresses import canonical, origin
+from unicron.ctl.system.throttle import Throttle
 
 log = logging.getLogger("unicron.listener")
 QUEUE = 20000  # connections that wait to be accepted at once
@@ -51,11 +52,10 @@ class Connection:
     __slots__ = (
         "address",
         "came",
-        "commanded",
-        "commands",
         "counted",
         "descriptor",
         "known",
+        "name",
         "origin",
         "out",
         "queued",
@@ -69,13 +69,13 @@ class Connection:
     def __init__(self, opened: socket.socket, address: str, route: bytes, session: Session, now: float) -> None:
         self.socket, self.descriptor = opened, opened.fileno()
         self.address, self.origin, self.route, self.session = address, origin(address), route, session
+        self.name = route.hex()
         self.out: deque[bytes] = deque()
         self.known, self.queued = False, False
         self.counted = 0  # bytes of it that are in the sum
         self.came = now
         self.since = now  # when it began to wait for the rest of a message, or to be read
         self.said = float("-inf")
-        self.commands, self.commanded = COMMANDS_AT_ONCE, now  # how many may still come, when that was
 
     @property
     def open(self) -> bool:
@@ -101,7 +101,9 @@ class Listener:
         warn: Callable[[str], None] = log.warning,
     ) -> None:
         self._keys, self._most, self._admits, self._refused, self._warn = keys, most, admits, refused, warn
-        self._doors = Doors(connections)
+        self._limits = ConnectionLimits(connections)
+        # A command costs the loop as much time as a short message, and no quota of the program counts it.
+        self._commands = Throttle(COMMANDS, COMMANDS_AT_ONCE, names=2 * connections)
         self._epoll = select.epoll()
         self._sockets = {one.fileno(): one for one in sockets}
         self._connections: dict[int, Connection] = {}
@@ -131,11 +133,11 @@ class Listener:
     @property
     def most(self) -> int:
         """Connections at once."""
-        return self._doors.most
+        return self._limits.most
 
     @most.setter
     def most(self, most: int) -> None:
-        self._doors.most = most
+        self._limits.most = most
 
     def receive(self, take: Callable[[Connection, bytes], object], until: float) -> None:
         """Hands over what has come, and does all else that is due; not for longer than until then, by the monotonic
@@ -155,7 +157,7 @@ class Listener:
                 self._flush(connection)
             if event & ~select.EPOLLOUT and not connection.queued:
                 connection.queued = True
-                if connection.known and descriptor not in self._doors.agents:
+                if connection.known and descriptor not in self._limits.agents:
                     self._now_known(connection, False)  # another one speaks for its agent, or none does
                 self._queues[connection.known].append(connection)
         self._serve(self._queues[True], take, until)
@@ -189,7 +191,7 @@ class Listener:
         if now - connection.said < SAY_AGAIN_SECONDS:
             return
         connection.said = now
-        self._doors.known(connection.descriptor, connection.session.key, now)
+        self._limits.known(connection.descriptor, connection.session.key, now)
         self._now_known(connection, True)
 
     def close(self) -> None:
@@ -232,8 +234,8 @@ class Listener:
         for _ in range(MESSAGES_AT_ONCE):
             message = session.read()
             if message is NOTHING:
-                if session.ready:
-                    _charge_command(connection)
+                if session.ready and not self._commands.allows(connection.name, time.monotonic()):
+                    raise Refused(f"more than {COMMANDS:.0f} commands a second, as heartbeats are")
                 self._understood(connection)
                 if not connection.open:
                     return False
@@ -386,7 +388,7 @@ class Listener:
         self._connections[connection.descriptor] = self._by_route[route] = connection
         self._shaking[connection.descriptor] = connection
         self._epoll.register(connection.descriptor, select.EPOLLIN)
-        goes = self._doors.came(connection.descriptor, connection.origin, now)
+        goes = self._limits.came(connection.descriptor, connection.origin, now)
         if goes is not None:
             self._tell(
                 f"{self.count} connections where {self.most} may be, or one address has too many: some are closed"
@@ -405,7 +407,8 @@ class Listener:
         for table in (self._connections, self._shaking, self._holding):
             table.pop(descriptor, None)
         del self._by_route[connection.route]
-        self._doors.left(descriptor)
+        self._limits.left(descriptor)
+        self._commands.buckets.pop(connection.name, None)
         connection.socket.close()
 
     def _tell(self, text: str) -> None:
@@ -413,16 +416,6 @@ class Listener:
         if now - self._told >= TELL_AGAIN_SECONDS:
             self._told = now
             self._warn(text)
-
-
-def _charge_command(connection: Connection) -> None:
-    """A command costs the loop as much time as a short message, and no quota of the program counts it. Raises
-    Refused."""
-    now = time.monotonic()
-    left = min(COMMANDS_AT_ONCE, connection.commands + (now - connection.commanded) * COMMANDS)
-    if left < 1.0:
-        raise Refused(f"more than {COMMANDS:.0f} commands a second, as heartbeats are")
-    connection.commands, connection.commanded = left - 1.0, now
 
 
 def listening(host: str, port: int) -> list[socket.socket]:

@@ -16,12 +16,13 @@ from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.agent_view import AgentView, Route
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.model.job_state import JobState, Phase, owner
-from unicron.ctl.controller.model.throttle import OF_NODE_EVENTS, Throttle, Written
+from unicron.ctl.controller.model.throttle import OF_NODE_EVENTS, Written
 from unicron.ctl.controller.model.view import Outcome, Send, View
 from unicron.ctl.controller.sense import members
 from unicron.ctl.protocol import datagrams, wire
 from unicron.ctl.settings.partitions import OFF
 from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron.ctl.system.throttle import Throttle
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
 HINT_SECONDS = 0.5  # between two questions to one agent that hints lead to

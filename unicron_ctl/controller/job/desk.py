@@ -14,7 +14,6 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.iteration_account import Account
 from unicron.ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
-from unicron.ctl.controller.model.throttle import Throttle
 from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.replication.cuts import Cuts
 from unicron.ctl.controller.sense.iterations import IterationWatch
@@ -22,6 +21,7 @@ from unicron.ctl.controller.sense.outliers import JobPeers
 from unicron.ctl.controller.sense.timing import JobTimes
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.config import ControllerConfig
+from unicron.ctl.system.throttle import Throttle
 
 VIOLATIONS = 1 / 60, 100.0  # records of them a minute, and at once
 TIMINGS_KEPT = 8  # of one generation: the parts of a recovery take about as long in every rank

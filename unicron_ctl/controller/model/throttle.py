@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 
 from unicron.ctl.system.addresses import origin
+from unicron.ctl.system.throttle import NAMES, Throttle
 
-NAMES = 4096  # buckets kept; a peer that comes back after so many others begins with a full one
 SECONDS_OF_ONE = 5e-4  # of the controller's time: a user's questions have 15 % of it, and 1.5 s at once
 BYTES_OF_ONE = 16384  # a message costs one, and one more for each so many bytes
 # Messages a second, and at once; see `cost`. An agent has 20 a second in its busiest moments.
@@ -20,43 +19,6 @@ OF_A_JOB = 100.0, 5e6  # bytes a second, and at once, in the log for each of its
 OF_AN_OWNER = 5e3, 1e9
 BYTES_OF_A_ROW = 150  # of the log, beside what the record says
 OF_NODE_EVENTS = 0.5  # of a job's records: a noisy kernel must not cost a job its protection
-
-
-@dataclass
-class Throttle:
-    """At most `burst` at once and `rate` a second by each name."""
-
-    rate: float
-    burst: float
-    names: int = NAMES
-    buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
-    """name -> (what is left, when that was). The one that was used last is at the end."""
-
-    def left(self, name: str, now: float) -> float:
-        """How much there is for this name."""
-        left, at = self.buckets.get(name, (self.burst, now))
-        return min(self.burst, left + (now - at) * self.rate)
-
-    def allows(self, name: str, now: float, cost: float = 1.0) -> bool:
-        """Whether there is so much left for this name, which is then taken."""
-        left = self.left(name, now)
-        allowed = left >= cost
-        self._keep(name, left - cost if allowed else left, now)
-        return allowed
-
-    def allowed_at(self, name: str, now: float, cost: float = 1.0) -> float:
-        """When there is so much left for this name."""
-        return now + max(0.0, cost - self.left(name, now)) / self.rate
-
-    def charge(self, name: str, now: float, cost: float) -> None:
-        """Takes so much, whether it is there or not: what was done for this name cost more than its question."""
-        self._keep(name, self.left(name, now) - cost, now)
-
-    def _keep(self, name: str, left: float, now: float) -> None:
-        self.buckets[name] = left, now
-        self.buckets.move_to_end(name)
-        if len(self.buckets) > self.names:
-            self.buckets.popitem(last=False)
 
 
 class Quotas:

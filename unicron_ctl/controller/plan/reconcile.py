@@ -16,7 +16,6 @@ from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.node_state import OUT
 from unicron.ctl.controller.model.requests import HELD, Action, Poll, Run
 from unicron.ctl.controller.model.submission import another
-from unicron.ctl.controller.model.throttle import Throttle
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.controller.nodes import bounds, isolation, readmission, unfinished
 from unicron.ctl.controller.plan import job_layouts
@@ -34,6 +33,7 @@ from unicron.ctl.controller.plan.inputs import (
 from unicron.ctl.controller.plan.placement import Need, Placement, held_by_others, place
 from unicron.ctl.controller.plan.pools import pools
 from unicron.ctl.slurm.slurm_client import OCCUPIES, WORKS
+from unicron.ctl.system.throttle import Throttle
 
 HURRY_SECONDS = 0.1
 EARLY = 1.0, 3.0  # early listings a second, and at once: whatever happens, Slurm has other work

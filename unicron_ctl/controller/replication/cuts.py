@@ -15,13 +15,13 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_state import Phase
 from unicron.ctl.controller.model.job_view import JobView
-from unicron.ctl.controller.model.throttle import Throttle
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.replication import nearest
 from unicron.ctl.controller.replication.receivers import NOBODY, passed_over, refusing
 from unicron.ctl.controller.replication.strategies import strategy_of
 from unicron.ctl.controller.replication.strategy import Pace, ReplicationStrategy, with_memory
 from unicron.ctl.protocol import ranges, wire
+from unicron.ctl.system.throttle import Throttle
 
 CUT_SECONDS = 5.0  # between two cuts, at least
 LOOK_SECONDS = 0.5  # between two looks whether it is good

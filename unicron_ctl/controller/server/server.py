@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
@@ -20,24 +20,26 @@ import msgspec
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.api.observed_savings import WeeklySum
 from unicron.ctl.controller.core.core import Core
-from unicron.ctl.controller.core.state_snapshot import freeze, read_state
+from unicron.ctl.controller.core.state_snapshot import read_state
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.store import Progress, Store, StoreError, nothing
 from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
-from unicron.ctl.controller.model.throttle import Quotas, Throttle, cost
+from unicron.ctl.controller.model.throttle import Quotas, cost
+from unicron.ctl.controller.server.complaints import Complaints
 from unicron.ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
+from unicron.ctl.controller.server.log_upkeep import LogUpkeep
 from unicron.ctl.controller.server.question_queue import Answered, Asked, Question
+from unicron.ctl.controller.server.sockets import bind
 from unicron.ctl.controller.server.worker import Result, Worker
 from unicron.ctl.protocol import claims, datagrams, wire
 from unicron.ctl.protocol.encryption import NONE, PLAIN, secret_of_server
 from unicron.ctl.protocol.hello import HELLO_BYTES
-from unicron.ctl.protocol.listener import Connection, Listener, listening
+from unicron.ctl.protocol.listener import Connection, Listener
 from unicron.ctl.protocol.reach import door_at
 from unicron.ctl.protocol.zmtp import Keys
 from unicron.ctl.settings.config import Config, ControllerConfig
 from unicron.ctl.slurm.slurm_client import SlurmClient
-from unicron.ctl.system.addresses import canonical, join, origin, reason_of
-from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.addresses import canonical, origin
 from unicron.ctl.system.mailbox import Mailbox
 from unicron.detector.failures.classify import Classifier
 
@@ -48,15 +50,8 @@ GATHER_SECONDS = 0.002  # from one turn that heard something to the next
 BUSY = wire.Answer(ok=False, error="the controller is asked too much at once: try again")
 HINTS_PER_TURN = 1000
 MAX_SOCKETS = 16384
-COMPLAINTS = 1 / 60, 100.0  # events of bad messages and refused registrations, of all peers together
 HINT_BYTES = 2048
-TRIES = 5  # to find a port that is free for TCP and for UDP
 COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state is long-lived, messages have no circles
-NAMES_KEPT = 1000
-THIN_EVERY = 5000  # events: takes some 20 ms then
-FORGET_FIRST_SECONDS = 300.0  # after a start, which has more urgent things to do
-FORGET_SECONDS, FORGET_AGAIN_SECONDS = 1.0, 21600.0  # between two pieces of what is old; between two looks for it
-SNAPSHOT_SECONDS = 600.0  # between two snapshots of the state, and none in the middle of a recovery
 Route = tuple[bytes, ...]
 
 
@@ -81,17 +76,13 @@ class Server:
         saved = store.snapshot()
         store.thin(saved[0] if saved else 0, progress)  # what is older was thinned before the snapshot was stored
         state = read_state(store, progress)
-        self._thinned = state.last_event
-        self._forgetting: Iterator[int] | None = None
-        self._forget_at = self.now() + FORGET_FIRST_SECONDS
-        self._snapshot_at = self.now()
+        self._upkeep = LogUpkeep(store, state, lambda: self.now())
         self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
         self._weekly = WeeklySum(self.core, store)
         self.worker = Worker(client, config.controller.probe_timeout)
         self.watchdog: Callable[[float], object] = lambda now: None  # told at every turn; set by main
         self.dropped: Counter[str] = Counter()
-        self._complained: set[str] = set()
-        self._complaints = Throttle(*COMPLAINTS)
+        self._complaints = Complaints(self.core)
         self._quotas = Quotas()
         self._asked, self._answered = Asked(), Answered()
         self._received_at, self._settled_in = float("-inf"), 0.0  # the last turn's
@@ -100,8 +91,8 @@ class Server:
         self._munge = config.controller.auth == "munge"
         self._verifying: set[tuple[str, str]] = set()
         keys, self.key = self._keys(config.controller, store.path.parent)
-        sockets, self._hints, self.address = _listen(listen)
-        self.listener = Listener(sockets, keys, connections, wire.MAX_BYTES, refused=self._refused)
+        sockets, self._hints, self.address = bind(listen)
+        self.listener = Listener(sockets, keys, connections, wire.MAX_BYTES, refused=self._on_refused)
         self.core.view.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self._stop_read, self._stop_write = os.pipe()
@@ -128,7 +119,7 @@ class Server:
         self.core.last_tick = next_tick
         running = True
         while running:
-            self._gather()
+            self._wait_for_more()
             due = min(next_tick, self._answer_at) if self._asked else next_tick
             wait = 0 if self.core.pending else max(0, int((due - self.now()) * 1000))
             ready = dict(self._poller.poll(wait))
@@ -136,11 +127,11 @@ class Server:
                 self._receive()
             for hints in self._hints:
                 if hints.fileno() in ready:
-                    self._receive_hints(hints)
+                    self._receive_datagrams(hints)
             if self.worker.results.fileno() in ready:
-                self._results(self.worker.results)
+                self._on_results(self.worker.results)
             if self.worker.verified.fileno() in ready:
-                self._results(self.worker.verified)
+                self._on_results(self.worker.verified)
             if self._stop_read in ready:
                 running = self._on_signal(os.read(self._stop_read, 64))
             heard = self.now()
@@ -161,20 +152,20 @@ class Server:
                 self._answer_some()
 
     def started(self) -> None:
-        """Goes into the log once the controller can be reached."""
+        """Records the start, once the controller can be reached."""
         jobs = sum(1 for job in self.core.state.jobs.values() if not job.ended)
         reason = f"controller started with {jobs} jobs from its log"
         self.core.append("", 0, records.Started(pid=os.getpid(), address=self.address, jobs=jobs, reason=reason))
 
     def stop(self) -> None:
-        """May be called from any thread."""
+        """Ends the loop. Any thread may call this."""
         os.write(self._stop_write, bytes([signal.SIGTERM]))
 
     def close(self) -> None:
         """Ends sockets and threads; what was decided last is stored."""
         with contextlib.suppress(StoreError):
             self.flush()
-            self.save_snapshot()
+            self._upkeep.save_snapshot(self.core.state)
         self.worker.close()
         self.listener.close()
         for hints in self._hints:
@@ -192,8 +183,8 @@ class Server:
             self.reload()
         return signal.SIGTERM not in numbers and signal.SIGINT not in numbers
 
-    def take_config(self, config: Config, classifier: Classifier) -> None:
-        """A new configuration; address, state folder and Slurm backend stay as they are until a restart."""
+    def apply_config(self, config: Config, classifier: Classifier) -> None:
+        """Applies a new configuration; address, state folder and Slurm backend stay as they are until a restart."""
         self.config = config
         self.core.configure(config.controller, classifier)
         reason = f"configuration read again from {config.path or 'the defaults'}"
@@ -201,43 +192,43 @@ class Server:
 
     # ------------------------------------------------------------ in
     def _receive(self) -> None:
-        """What has come, for a short time: hearing many must not keep others waiting. It is longer where what follows
-        takes long, which is done once for all that was heard."""
+        """Receives for a short time: many messages must not keep others waiting. The time is longer where what follows
+        takes long, for that is done once for all messages."""
         seconds = max(RECEIVE_SECONDS, min(self._settled_in, PAUSE_SECONDS))
-        self.listener.receive(self._hear, time.monotonic() + seconds)
+        self.listener.receive(self._on_connection_data, time.monotonic() + seconds)
         self._received_at = self.now()
 
-    def _gather(self) -> None:
-        """Right after messages were heard, those of thousands of agents come one by one: a turn for several of them
-        costs little more than one for each."""
+    def _wait_for_more(self) -> None:
+        """Waits a moment after messages: those of thousands of agents come one by one, and a turn for several of them
+        costs little more than a turn for one."""
         early = self._received_at + GATHER_SECONDS - self.now()
         if early > 0.0 and not self.core.pending and not self.listener.behind:
             time.sleep(early)
 
-    def _hear(self, connection: Connection, data: bytes) -> None:
+    def _on_connection_data(self, connection: Connection, data: bytes) -> None:
         key = connection.session.key
         if key in self.core.view.live.keys:
             self.listener.is_known(connection)
-        self._take((connection.route,), data, key, connection.address)
+        self._on_message((connection.route,), data, key, connection.address)
 
-    def _refused(self, connection: Connection, reason: str) -> None:
-        """A connection was put out for what it sent."""
+    def _on_refused(self, connection: Connection, reason: str) -> None:
+        """Complains of a connection that was closed for what it sent."""
         self.dropped["message"] += 1
         peer = connection.session.key if connection.known else connection.origin  # keys are free
         self._complain(records.BadMessage, peer, f"closed a connection of {peer}: {reason}")
 
-    def _take(self, route: Route, data: bytes, key: str, address: str) -> None:
+    def _on_message(self, route: Route, data: bytes, key: str, address: str) -> None:
         """One message of the connection with this key."""
         address = canonical(address)  # where both families are listened to, IPv4 is said in IPv6
-        if not self._allowed(key, address, len(data)):
+        if not self._within_quota(key, address, len(data)):
             self.dropped["rate"] += 1
             peer = origin(address)
             self._complain(records.BadMessage, peer, f"dropped messages of {peer}: too many")
             return
         try:
-            message = wire.decode(data) if self._is_agent(key) else self._of_stranger(data)
+            message = wire.decode(data) if self._is_agent(key) else self._decode_stranger(data)
         except wire.BadMessage as error:
-            self._bad(route, data, key or (route[0].hex() if route else ""), str(error))
+            self._refuse_message(route, data, key or (route[0].hex() if route else ""), str(error))
             return
         if message is None:
             self.dropped["stranger"] += 1
@@ -247,23 +238,23 @@ class Server:
         if isinstance(message, wire.Ask):
             self._on_ask(route, message, key, address)
         elif isinstance(message, wire.Register) and self._munge:
-            self._verify(route, message, key, address)
+            self._verify_registration(route, message, key, address)
         else:
             self.core.receive(route, message, self.now(), key)
 
-    def _allowed(self, key: str, address: str, size: int) -> bool:
-        """The peer has not sent too much."""
+    def _within_quota(self, key: str, address: str, size: int) -> bool:
+        """Whether the peer has not sent too much."""
         if not self._munge:
             return True  # there is one user
         return self._quotas.allows(key, address, self._is_agent(key), self.now(), cost(size))
 
     def _is_agent(self, key: str) -> bool:
-        """A registered agent has this key; where there is one user, everybody may be one."""
+        """Whether a registered agent has this key; where there is one user, every peer may be one."""
         return not self._munge or key in self.core.view.live.keys
 
-    def _of_stranger(self, data: bytes) -> wire.Message | None:
-        """A registration, a question, or the head of a status, which is told to register first; None for all else that
-        only agents say. What is not heeded is not decoded: that takes the loop's time. Raises BadMessage."""
+    def _decode_stranger(self, data: bytes) -> wire.Message | None:
+        """A registration, a question, or the head of a status, whose agent is told to register first; None for all else
+        that only agents say, which is not decoded: that would take the loop's time. Raises BadMessage."""
         if len(data) > wire.STRANGER_BYTES:
             raise wire.BadMessage(f"register first: {len(data)} bytes are over the {wire.STRANGER_BYTES} before that")
         kind = wire.decode(data, wire.Envelope).kind
@@ -275,7 +266,7 @@ class Server:
         message: wire.Message = wire.decode(data)
         return message
 
-    def _bad(self, route: Route, data: bytes, peer: str, reason: str) -> None:
+    def _refuse_message(self, route: Route, data: bytes, peer: str, reason: str) -> None:
         self.dropped["message"] += 1
         self._complain(records.BadMessage, peer, f"dropped a bad message of peer {peer[:16]}: {reason}")
         if not route:
@@ -289,20 +280,10 @@ class Server:
     def _complain(
         self, kind: type[records.BadMessage] | type[records.RegistrationRefused], peer: str, reason: str
     ) -> None:
-        """One event and one line per peer and kind, and few of all: neither a broken peer nor one that invents peers
-        may fill the log."""
-        name = f"{kind.__name__} {peer}"
-        if name in self._complained or not self._complaints.allows("", self.now()):
-            return
-        if len(self._complained) > NAMES_KEPT:
-            self._complained.clear()
-        self._complained.add(name)
-        self.core.now = self.now()
-        self.core.append("", 0, kind(peer=peer[:100], reason=reason[:400]))
-        log.warning("%s", reason[:400])
+        self._complaints.add(kind, peer, reason, self.now())
 
-    def _verify(self, route: Route, message: wire.Register, key: str, address: str) -> None:
-        """Who the agent's user is, before the core hears of it. Its credential names it and its key."""
+    def _verify_registration(self, route: Route, message: wire.Register, key: str, address: str) -> None:
+        """Verifies who the agent's user is before the core gets the registration."""
         known = key, message.agent
         if known in self._verifying:
             return
@@ -323,7 +304,7 @@ class Server:
         if not self._verifier.verify(message.credential, claims.of_agent(message, key), key, address, then):
             self._verifying.discard(known)
 
-    def _receive_hints(self, hints: socket.socket) -> None:
+    def _receive_datagrams(self, hints: socket.socket) -> None:
         for _ in range(HINTS_PER_TURN):
             try:
                 data, where = hints.recvfrom(HINT_BYTES)
@@ -344,8 +325,9 @@ class Server:
         with contextlib.suppress(OSError):
             where[0].sendto(data, where[1])
 
-    def _results(self, mailbox: Mailbox[Result]) -> None:
-        """What threads have found, for a part of the time until the next tick: the rest comes in the next turn."""
+    def _on_results(self, mailbox: Mailbox[Result]) -> None:
+        """Takes what threads have found, for a part of the time until the next tick; the rest waits for the next
+        turn."""
         until = self.now() + RESULTS_SECONDS
         for result in mailbox.each(lambda: self.now() >= until):
             self.core.now = self.now()
@@ -354,25 +336,25 @@ class Server:
     # ------------------------------------------------------------ out
     def _on_ask(self, route: Route, ask: wire.Ask, key: str, address: str) -> None:
         if not self._munge or not ask.credential:
-            self._wait_for_answer(Question(route, ask, NOBODY if self._munge else EVERYBODY, address))
+            self._queue_question(Question(route, ask, NOBODY if self._munge else EVERYBODY, address))
             return
 
         def then(found: Asker | Unproven) -> None:
             if isinstance(found, Unproven):
                 self._send(route, wire.Answer(ok=False, error=found.reason))
             else:
-                self._wait_for_answer(Question(route, ask, found, address))
+                self._queue_question(Question(route, ask, found, address))
 
         if not self._verifier.verify(ask.credential, claims.of_asker(key), key, address, then):
             self._send(route, BUSY)
 
-    def _wait_for_answer(self, question: Question) -> None:
+    def _queue_question(self, question: Question) -> None:
         if not self._asked.add(question):
             self._send(question.route, BUSY)
 
     def _answer_some(self) -> None:
-        """By turns of those who ask, for a part of the time until the next tick: no question may delay a Break. The
-        next ones have to wait as long as these take."""
+        """Answers askers in turn, for a part of the time until the next tick: no question may delay a Break. The next
+        ones wait as long as these take."""
         began = self.now()
         until = began + ANSWERS_SECONDS
         while self._asked and self.now() < until:
@@ -385,18 +367,18 @@ class Server:
         self._answer_at = ended + (ended - began)
 
     def _answer(self, question: Question) -> None:
-        """The answer is sent, and paid for by who asks: nobody may fill the memory, nor take the time of others."""
+        """Sends the answer and charges the asker for it, so that nobody fills the memory or takes others' time."""
         began = self.now()
         data = self._answered.get(question, began, self.core.state.last_event)
         if data is None:
-            data = self._made(question)
+            data = self._make_answer(question)
             self._answered.keep_answer(question, data, self.now() - began, self.now())
         if self._munge:
             now = self.now()
             self._quotas.answered(question.pays, question.address, now, cost(len(data), now - began) - 1.0)
         self._send_bytes(question.route, data)
 
-    def _made(self, question: Question) -> bytes:
+    def _make_answer(self, question: Question) -> bytes:
         self.core.now = self.now()
         self.core.advance_jobs()
         self.flush()  # the log must hold what the answer says
@@ -412,14 +394,12 @@ class Server:
         return wire.encode(reply)
 
     def flush(self) -> None:
-        """Stores what was decided, then lets it out."""
+        """Stores what was decided, then sends it."""
         core = self.core
         if core.events:
             events, core.events = core.events, []
             self.store.append(events)
-            if events[-1].id - self._thinned >= THIN_EVERY:
-                self.store.thin(self._thinned)
-                self._thinned = events[-1].id
+            self._upkeep.thin(events[-1].id)
         outbox, core.outbox = core.outbox, []
         last: tuple[wire.Message | None, bytes] = None, b""
         for route, sends in groupby(outbox, lambda send: send.route):
@@ -432,28 +412,8 @@ class Server:
         requests, core.requests = core.requests, []
         for request in requests:
             self.worker.submit(request, core)
-        if core.busy:
-            return
-        if (now := self.now()) - self._snapshot_at >= SNAPSHOT_SECONDS:
-            self.save_snapshot()
-        if now >= self._forget_at:
-            self._forget(now)
-
-    def _forget(self, now: float) -> None:
-        """One piece of what the log can do without; before the first one the base that replaces it."""
-        state = self.core.state
-        if self._forgetting is None:
-            self.store.save_base(state.last_event, freeze(state))
-            observed = state.observed_since > 0
-            self._forgetting = self.store.forget(now, state.observed_after if observed else state.last_event)
-        if next(self._forgetting, None) is None:
-            self._forgetting = None
-        self._forget_at = self.now() + (FORGET_SECONDS if self._forgetting else FORGET_AGAIN_SECONDS)
-
-    def save_snapshot(self) -> None:
-        """A start after this replays only what comes later."""
-        self._snapshot_at = self.now()
-        self.store.save_snapshot(self.core.state.last_event, freeze(self.core.state))
+        if not core.busy:
+            self._upkeep.work(core.state)
 
     def _send(self, route: Route, message: msgspec.Struct) -> None:
         self._send_bytes(route, wire.encode(message))
@@ -470,51 +430,3 @@ class Server:
             return None, PLAIN
         public, secret = secret_of_server(folder, config.public_key)
         return Keys(public, secret), public
-
-
-def _listen(listen: str) -> tuple[list[socket.socket], list[socket.socket], str]:
-    """Sockets for connections, and for datagrams at the same port: hints of the Slurm plugin, and questions for the
-    public key; and where it can be reached. Raises UserError."""
-    host, _, port = listen.removeprefix("tcp://").rpartition(":")
-    tries = TRIES if port == "0" else 1
-    while True:
-        try:
-            sockets = listening(host, int(port))
-        except OSError as error:
-            raise UserError(
-                f"cannot listen on {listen}: {reason_of(error)}; "
-                "choose another address with --listen or [controller] listen"
-            ) from None
-        place, tries = sockets[0].getsockname(), tries - 1
-        try:
-            hints = _datagrams(sockets)
-        except OSError as error:
-            for one in sockets:
-                one.close()
-            if tries:
-                continue
-            raise UserError(
-                f"UDP port {place[1]}: {reason_of(error)}: agents ask for the public key there; free it, or choose "
-                "another with [controller] listen"
-            ) from None
-        name = socket.gethostname() if canonical(place[0]) in ("0.0.0.0", "::") else canonical(place[0])
-        return sockets, hints, f"tcp://{join(name, place[1])}"
-
-
-def _datagrams(sockets: Sequence[socket.socket]) -> list[socket.socket]:
-    """Sockets for datagrams at the addresses of these. Raises OSError."""
-    opened: list[socket.socket] = []
-    try:
-        for one in sockets:
-            hints = socket.socket(one.family, socket.SOCK_DGRAM)
-            opened.append(hints)
-            hints.setblocking(False)
-            if one.family == socket.AF_INET6:
-                only = one.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
-                hints.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
-            hints.bind(one.getsockname())
-    except OSError:
-        for hints in opened:
-            hints.close()
-        raise
-    return opened

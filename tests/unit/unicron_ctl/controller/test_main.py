@@ -94,7 +94,7 @@ class FakeServer:
         self.watchdog: Callable[[float], None] = lambda now: None
         arguments[1].close()
 
-    def take_config(self, config: Config, classifier: object) -> None:
+    def apply_config(self, config: Config, classifier: object) -> None:
         self.taken.append(config)
 
     def run(self) -> None:

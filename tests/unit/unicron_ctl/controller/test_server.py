@@ -19,8 +19,9 @@ from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.model.asker import NOBODY, Asker
 from unicron.ctl.controller.model.throttle import OF_A_USER, SECONDS_OF_ONE
 from unicron.ctl.controller.model.view import Send
+from unicron.ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
 from unicron.ctl.controller.server.question_queue import OF_ALL, OF_ONE, Answered, Asked, Question
-from unicron.ctl.controller.server.server import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS, Server
+from unicron.ctl.controller.server.server import Server
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.config import Config, ControllerConfig
 from unicron.detector.failures.classify import Classifier
@@ -62,7 +63,7 @@ def test_an_agents_door_is_where_its_connection_comes_from(server: Server, addre
     """Defect: it could be any host and port, or a name for which everybody's threads waited."""
     message = FakeAgent(World(), "1", 0, "n1").registration()
     message.door = "a.name.that.takes.long:70"
-    server._take((b"route",), wire.encode(message), "", address)
+    server._on_message((b"route",), wire.encode(message), "", address)
     assert server.core.state.jobs["1"].agents[0].door == f"{host}:70"
 
 
@@ -145,13 +146,13 @@ def test_old_records_go_piece_by_piece_and_not_at_once_after_a_start(
     assert not begun
     clock[0] = start = clock[0] + FORGET_FIRST_SECONDS
     server.flush()
-    assert begun == [start] and server._forget_at == clock[0] + FORGET_SECONDS
+    assert begun == [start] and server._upkeep._forget_at == clock[0] + FORGET_SECONDS
     server.flush()
     assert clock[0] == start + 2.5 * FORGET_SECONDS, "the next piece has its pause before it"
     for _ in range(2):
         clock[0] += FORGET_SECONDS
         server.flush()
-    assert begun == [start] and server._forget_at == clock[0] + FORGET_AGAIN_SECONDS
+    assert begun == [start] and server._upkeep._forget_at == clock[0] + FORGET_AGAIN_SECONDS
 
 
 def test_a_controller_that_is_behind_goes_on_hearing_and_answers_before_all_is_heard(
@@ -252,7 +253,7 @@ def test_of_strangers_only_what_is_heeded_is_decoded(server: Server, monkeypatch
     def tell(message: wire.Message, key: str) -> None:
         for log in (sent, decoded, received):
             log.clear()
-        server._take((b"route",), wire.encode(message), key, "10.0.0.1")
+        server._on_message((b"route",), wire.encode(message), key, "10.0.0.1")
         server.flush()
 
     def status(ranks: int) -> wire.Status:

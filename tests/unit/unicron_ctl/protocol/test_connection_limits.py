@@ -7,23 +7,22 @@ import random
 from unicron.ctl.controller.model.asker import NOBODY, Asker
 from unicron.ctl.controller.model.throttle import (
     BYTES_OF_ONE,
-    NAMES,
     OF_A_STRANGER,
     OF_A_USER,
     OF_AN_ADDRESS,
     OF_AN_AGENT,
     Quotas,
-    Throttle,
     cost,
 )
 from unicron.ctl.controller.server.question_queue import Question
 from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.connection_limits import KNOWN_SECONDS, Doors
+from unicron.ctl.protocol.connection_limits import KNOWN_SECONDS, ConnectionLimits
 from unicron.ctl.protocol.wire import MAX_BYTES
+from unicron.ctl.system.throttle import NAMES, Throttle
 
 
 def test_strangers_go_first_and_agents_stay() -> None:
-    doors = Doors(most=4)
+    doors = ConnectionLimits(most=4)
     for descriptor in range(4):
         assert doors.came(descriptor, f"10.0.0.{descriptor}", 0.0) is None
     doors.known(0, "key 0", 1.0)
@@ -37,7 +36,7 @@ def test_strangers_go_first_and_agents_stay() -> None:
 
 def test_one_address_has_its_share_and_agents_there_do_not_count() -> None:
     """Users of one node share its address: one who opens many connections puts nobody else's agent out."""
-    doors = Doors(most=10)
+    doors = ConnectionLimits(most=10)
     for descriptor in range(5):
         assert doors.came(descriptor, "10.0.0.1", 0.0) is None
         doors.known(descriptor, f"key {descriptor}", 0.0)
@@ -55,7 +54,7 @@ def test_one_address_has_its_share_and_agents_there_do_not_count() -> None:
 
 def test_a_key_has_one_known_connection() -> None:
     """Whoever has registered once may not fill the doors with that key."""
-    doors = Doors(most=4)
+    doors = ConnectionLimits(most=4)
     for descriptor in range(4):
         doors.came(descriptor, "10.0.0.1" if descriptor % 2 else "10.0.0.2", 0.0)
         doors.known(descriptor, "one key", 0.0)
@@ -64,7 +63,7 @@ def test_a_key_has_one_known_connection() -> None:
 
 def test_who_has_not_spoken_for_long_is_a_stranger_again() -> None:
     """Its job may be over."""
-    doors = Doors(most=2)
+    doors = ConnectionLimits(most=2)
     for descriptor in range(2):
         doors.came(descriptor, f"10.0.0.{descriptor}", 0.0)
         doors.known(descriptor, f"key {descriptor}", 0.0)
@@ -73,7 +72,7 @@ def test_who_has_not_spoken_for_long_is_a_stranger_again() -> None:
 
 
 def test_never_more_than_there_may_be() -> None:
-    rng, doors, there = random.Random(1), Doors(most=20), set[int]()
+    rng, doors, there = random.Random(1), ConnectionLimits(most=20), set[int]()
     for number in range(5000):
         match rng.randrange(3):
             case 0 if there:
@@ -97,7 +96,7 @@ def test_never_more_than_there_may_be() -> None:
 
 
 def test_a_number_that_is_used_again_is_another_connection() -> None:
-    doors = Doors(most=4)
+    doors = ConnectionLimits(most=4)
     doors.came(7, "10.0.0.1", 0.0)
     doors.known(7, "a key", 0.0)
     doors.came(7, "10.0.0.2", 0.0)

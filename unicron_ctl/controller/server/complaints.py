@@ -1,0 +1,37 @@
+"""Events and log lines about bad messages and refused registrations: neither a broken peer nor one that invents peers
+may fill the log."""
+
+from __future__ import annotations
+
+import logging
+
+from unicron.ctl.controller.core.core import Core
+from unicron.ctl.controller.log import records
+from unicron.ctl.system.throttle import Throttle
+
+log = logging.getLogger("unicron.controller")
+COMPLAINTS = 1 / 60, 100.0  # a second and at once, of all peers together
+NAMES_KEPT = 1000
+
+
+class Complaints:
+    """One event and one line for each peer and kind, and few of all."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._made: set[str] = set()
+        self._limit = Throttle(*COMPLAINTS)
+
+    def add(
+        self, kind: type[records.BadMessage] | type[records.RegistrationRefused], peer: str, reason: str, now: float
+    ) -> None:
+        """Records and logs it, unless there were too many."""
+        name = f"{kind.__name__} {peer}"
+        if name in self._made or not self._limit.allows("", now):
+            return
+        if len(self._made) > NAMES_KEPT:
+            self._made.clear()
+        self._made.add(name)
+        self._core.now = now
+        self._core.append("", 0, kind(peer=peer[:100], reason=reason[:400]))
+        log.warning("%s", reason[:400])
