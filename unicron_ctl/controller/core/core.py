@@ -40,8 +40,8 @@ from unicron.ctl.controller.model.finding import Finding, What
 from unicron.ctl.controller.model.fold import fold
 from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.model.live import Live
+from unicron.ctl.controller.model.quotas import OF_A_JOB, OF_AN_OWNER, Written
 from unicron.ctl.controller.model.requests import Action, Knock, Probe, Run
-from unicron.ctl.controller.model.throttle import OF_A_JOB, OF_AN_OWNER, Written
 from unicron.ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron.ctl.controller.nodes import isolation, readmission
 from unicron.ctl.controller.plan import reconcile

@@ -16,7 +16,7 @@ from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.agent_view import AgentView, Route
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.model.job_state import JobState, Phase, owner
-from unicron.ctl.controller.model.throttle import OF_NODE_EVENTS, Written
+from unicron.ctl.controller.model.quotas import OF_NODE_EVENTS, Written
 from unicron.ctl.controller.model.view import Outcome, Send, View
 from unicron.ctl.controller.sense import members
 from unicron.ctl.protocol import datagrams, wire

@@ -24,7 +24,7 @@ from unicron.ctl.controller.core.state_snapshot import read_state
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.store import Progress, Store, StoreError, nothing
 from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
-from unicron.ctl.controller.model.throttle import Quotas, cost
+from unicron.ctl.controller.model.quotas import Quotas, cost
 from unicron.ctl.controller.server.complaints import Complaints
 from unicron.ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
 from unicron.ctl.controller.server.log_upkeep import LogUpkeep

@@ -17,7 +17,7 @@ from tests.support.world import FakeAgent, World
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.model.asker import NOBODY, Asker
-from unicron.ctl.controller.model.throttle import OF_A_USER, SECONDS_OF_ONE
+from unicron.ctl.controller.model.quotas import OF_A_USER, SECONDS_OF_ONE
 from unicron.ctl.controller.model.view import Send
 from unicron.ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
 from unicron.ctl.controller.server.question_queue import OF_ALL, OF_ONE, Answered, Asked, Question

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from unicron.ctl.controller.model.asker import NOBODY, Asker
-from unicron.ctl.controller.model.throttle import (
+from unicron.ctl.controller.model.quotas import (
     BYTES_OF_ONE,
     OF_A_STRANGER,
     OF_A_USER,

@@ -285,7 +285,7 @@ def test_connections_beyond_the_bound_are_closed() -> None:
         for one in made:
             one.close()
         served.until(lambda: served.listener.count == 0, "all are gone")
-        assert not served.listener._by_route and not served.listener._shaking and not served.listener._doors.addresses
+        assert not served.listener._by_route and not served.listener._shaking and not served.listener._limits.addresses
     finally:
         served.close()
 

@@ -1,4 +1,4 @@
-"""How much one peer may ask for: token buckets. Pure: every call takes `now`."""
+"""How much each peer may ask for, and how much may be written of each job. Pure: every call takes `now`."""
 
 from __future__ import annotations
 
