@@ -1,5 +1,5 @@
 """``python -m benchmarks.log_growth [--days N] [--nodes N]``: the log's file month by month, and a start on it, also
-without a snapshot. Each day takes some 5 s of a core, and after two weeks one is as the other.
+where the newest saved state is damaged. Each day takes some 5 s of a core, and after two weeks one is as the other.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ def main() -> int:
             largest = max(largest, size)
             if year.days in (1, 2, 7, 14) or year.days % MONTH == 0:
                 print(f"day {year.days}: {year.state.last_event:,} events so far, {size:.0f} MB", flush=True)
-        year.part()  # a start just before the next base has most to read
+        year.part()
         state, largest = year.state, max(largest, year.bytes() / 1e6)
         missed += line(f"log of {given.nodes:,} nodes, {given.days} days, at most", largest, "MB", LARGEST)
-        year.store._db.execute("DELETE FROM snapshot")
-        missed += line("start after a change of the state's format", start(year.store, state), "s", LONGEST)
-        year.store._db.execute("DELETE FROM base WHERE event = (SELECT max(event) FROM base)")
-        missed += line("start where the newer base is damaged as well", start(year.store, state), "s", LONGEST)
+        missed += line("start", start(year.store, state), "s", LONGEST)
+        year.store._db.execute("DELETE FROM state WHERE event = (SELECT max(event) FROM state)")
+        missed += line("start where the newer state is damaged", start(year.store, state), "s", LONGEST)
     return 1 if missed else 0
 
 
 def start(store: Store, state: object) -> float:
     """Seconds of a core until the state is there, as `Server` reads it; it is checked."""
     began = time.process_time()
-    saved = store.snapshot()
-    store.thin(saved[0] if saved else 0)
+    saved = store.states()
+    store.thin(saved[0][0] if saved else 0)
     found = read_state(store)
     seconds = time.process_time() - began
     assert found == state, "the log folds to another state"

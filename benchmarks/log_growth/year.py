@@ -91,10 +91,9 @@ class Year:
         if self.state.last_event - self._thinned >= THIN_EVERY:
             self.store.thin(self._thinned)
             self._thinned = self.state.last_event
-        self.store.save_base(self.state.last_event, freeze(self.state))
         for _ in self.store.forget(self.now, self.state.last_event):
             pass
-        self.store.save_snapshot(self.state.last_event, freeze(self.state))
+        self.store.save_state(self.state.last_event, freeze(self.state))
 
     def _log(self, at: float, job: str, story: Iterator[Record]) -> None:
         state = self.state if hasattr(self, "month") else None

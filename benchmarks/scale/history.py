@@ -21,7 +21,7 @@ from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 from unicron.ctl.controller.model.fold import fold
 from unicron.ctl.controller.model.job_state import Phase
-from unicron.ctl.controller.server.log_upkeep import SNAPSHOT_SECONDS
+from unicron.ctl.controller.server.log_upkeep import SAVE_SECONDS
 from unicron.ctl.protocol.wire import Plan
 
 DAYS = 30
@@ -55,7 +55,7 @@ def failures(agents: int, ranks: int, days: float = DAYS, seed: int = 0) -> Iter
 def fill_month(state_dir: Path, agents: int, ranks: int) -> int | None:
     """Write a month's events into the log of the stopped controller in `state_dir`, after what it holds: the iterations
     that thinning leaves, and for each of :func:`failures` what the controller records from its detection until all are
-    members again. A snapshot is kept as the controller keeps it, so the last minutes are not in one.
+    members again. The state is saved as the controller saves it, so the last minutes are not in it.
 
     Returns how many events were written; None when the log holds no job that runs with all its ranks.
     """
@@ -65,10 +65,10 @@ def fill_month(state_dir: Path, agents: int, ranks: int) -> int | None:
         if month.job is None:
             return None
         began, story = month.state.last_event, list(failures(agents, ranks))
-        before = [failure for failure in story if failure.at < DAYS * DAY - SNAPSHOT_SECONDS]
+        before = [failure for failure in story if failure.at < DAYS * DAY - SAVE_SECONDS]
         for failure in before:
             month.fail(failure, ranks)
-        store.save_snapshot(month.state.last_event, freeze(month.state))
+        store.save_state(month.state.last_event, freeze(month.state))
         for failure in story[len(before) :]:
             month.fail(failure, ranks)
         return month.state.last_event - began

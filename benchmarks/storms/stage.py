@@ -87,7 +87,7 @@ class Storm:
         """What a power cut may do to a unicrond that does not run: its log loses the last records."""
         with contextlib.closing(sqlite3.connect(self.site.controller.state_folder / LOG)) as db, db:
             db.execute("DELETE FROM event WHERE id > (SELECT MAX(id) FROM event) - ?", (count,))
-            db.execute("DELETE FROM snapshot WHERE event > (SELECT MAX(id) FROM event)")
+            db.execute("DELETE FROM state WHERE event > (SELECT MAX(id) FROM event)")
 
     def agents(self) -> list[int]:
         """Process ids of all agents."""

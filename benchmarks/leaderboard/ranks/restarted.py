@@ -15,7 +15,7 @@ class Memory:
         saved = memory.load()
         if saved is None:
             return 0
-        core.carry_out(saved.state, model, optimizer)
+        core.take(saved.state, model, optimizer)
         return saved.iteration
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, following: int, rank: int) -> None:

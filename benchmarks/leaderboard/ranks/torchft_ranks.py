@@ -39,7 +39,7 @@ def main() -> None:
     model, optimizer = core.build()
     manager = Manager(
         pg=ProcessGroupGloo(timeout=core.TIMEOUT),
-        load_state_dict=lambda saved: core.carry_out(saved, model, optimizer),
+        load_state_dict=lambda saved: core.take(saved, model, optimizer),
         state_dict=lambda: core.state(model, optimizer),
         min_replica_size=1,
         use_async_quorum=False,
@@ -50,7 +50,7 @@ def main() -> None:
     notes = core.Notes(int(os.environ["LEADERBOARD_NODE"]))
     if core.CHECKPOINT.is_file():
         saved = torch.load(core.CHECKPOINT, weights_only=True)
-        core.carry_out(saved, model, optimizer)
+        core.take(saved, model, optimizer)
         manager.load_state_dict(saved["torchft"])
     stepper = Optimizer(manager, optimizer)
     while manager.current_step() < core.ITERATIONS:

@@ -15,13 +15,13 @@ from unicron.ctl.controller.log.records import Event, Record
 from unicron.ctl.controller.log.thinning import POLICIES, Kept, redundant
 from unicron.ctl.system.errors import UserError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 BUSY_SECONDS = 2.0
 BRIDGED_SECONDS = 3600.0
 FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # that go, and that are looked at, at once: some 30 ms
-LARGEST_BYTES = 128 << 20  # of the log: what is older than both bases goes beyond it, whatever its kind
+LARGEST_BYTES = 128 << 20  # of the log: what is older than both states goes beyond it, whatever its kind
 FREE_BYTES = 32 << 20  # that the file has room for and nobody needs: beyond it, it shrinks
-BASES = 2  # states from which the log can be folded on
+STATES = 2  # that are kept; the log can be folded on from each
 TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
 TAIL_ROWS = 20_000  # that are looked at for one answer: some 80 ms
 
@@ -46,8 +46,7 @@ CREATE TABLE IF NOT EXISTS event (
 );
 CREATE INDEX IF NOT EXISTS event_job ON event (job, id);
 CREATE INDEX IF NOT EXISTS event_kind ON event (kind, id);
-CREATE TABLE IF NOT EXISTS snapshot (event INTEGER PRIMARY KEY, state BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS base (event INTEGER PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS state (event INTEGER PRIMARY KEY, state BLOB NOT NULL);
 """
 
 
@@ -132,14 +131,15 @@ class Store:
 
     def forget(self, now: float, summed: int) -> Generator[int, None, None]:
         """Deletes what has been in the log for as long as its kind stays (`thinning.POLICIES`), and what is beyond
-        LARGEST_BYTES, oldest first: nothing that came after the older base. Then gives the disk what is free. now:
-        seconds since the epoch. summed: id of the last event of which the sum of what is observed was made. At each
-        step as much as keeps nobody waiting: yields how many records went.
+        LARGEST_BYTES, oldest first: nothing that came after the older saved state. Then gives the disk what is free.
+
+        now: seconds since the epoch. summed: id of the last event of which the sum of what is observed was made. Each
+        step deletes as much as keeps nobody waiting, and yields how many records went.
         """
-        bases = self._db.execute("SELECT event FROM base ORDER BY event DESC").fetchall()
-        if len(bases) < BASES:
+        states = self._db.execute("SELECT event FROM state ORDER BY event DESC").fetchall()
+        if len(states) < STATES:  # one alone may be damaged
             return
-        upto = bases[-1][0]
+        upto = states[-1][0]
         try:
             for kind, kept in POLICIES.items():
                 last = min(upto, summed) if kept.summed else upto
@@ -229,33 +229,18 @@ class Store:
         marks = ", ".join("?" * len(names))
         return self._select(f"SELECT * FROM event WHERE id > ? AND kind IN ({marks}) ORDER BY id", (after, *names))
 
-    def save_snapshot(self, event: int, state: bytes) -> None:
-        """The state after that event, in place of the one saved before: a start replays only what came later."""
-        with self._transaction():
-            self._db.execute("DELETE FROM snapshot")
-            self._db.execute("INSERT INTO snapshot VALUES (?, ?)", (event, state))
-
-    def snapshot(self) -> tuple[int, bytes] | None:
-        """(event, state) as saved last, unless the log has lost that event."""
-        try:
-            query = "SELECT event, state FROM snapshot WHERE event <= (SELECT max(id) FROM event)"
-            found = self._db.execute(query).fetchone()
-        except sqlite3.Error as error:
-            raise _explained(self.path, error) from None
-        return (int(found[0]), bytes(found[1])) if found else None
-
-    def save_base(self, event: int, state: bytes) -> None:
-        """The state after that event: the log before the older of two of them is not needed any more."""
+    def save_state(self, event: int, state: bytes) -> None:
+        """Keeps the state after that event, and the one saved before it. A start replays only what came later, and the
+        log before the older one is not needed any more."""
         with self._transaction(lasting=True):
-            self._db.execute("INSERT OR REPLACE INTO base VALUES (?, ?)", (event, state))
-            self._db.execute(
-                f"DELETE FROM base WHERE event NOT IN (SELECT event FROM base ORDER BY event DESC LIMIT {BASES})"
-            )
+            self._db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (event, state))
+            newest = f"SELECT event FROM state ORDER BY event DESC LIMIT {STATES}"
+            self._db.execute(f"DELETE FROM state WHERE event NOT IN ({newest})")
 
-    def bases(self) -> list[tuple[int, bytes]]:
-        """(event, state) of those that are there, the newest first."""
+    def states(self) -> list[tuple[int, bytes]]:
+        """(event, state) of those that are kept, the newest first."""
         try:
-            found = self._db.execute("SELECT event, state FROM base ORDER BY event DESC").fetchall()
+            found = self._db.execute("SELECT event, state FROM state ORDER BY event DESC").fetchall()
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
         return [(int(event), bytes(state)) for event, state in found]

@@ -1,7 +1,7 @@
 """How long each kind of record stays in the log, so that the log is bounded by what lives and not by time.
 
-What the state is made of is in the newest bases (`Store.save_base`): no start needs a record that is older than both of
-them. So what is here says only how long people can read a record, and what a start has to fold again.
+The controller's state is saved from time to time (`Store.save_state`): no start needs a record that is older than both
+states that are kept. So what is here says only how long people can read a record, and what a start has to fold again.
 
 Steps are nearly all of a quiet log. Of an uninterrupted run of one job's steps the state keeps only what the first
 ones and the last ones say: that the job works again, where it stands, and how fast it was (`model.fold`). The others

@@ -73,8 +73,8 @@ class Server:
     ) -> None:
         self.config, self.store = config, store
         self._offset = store.time(time.time()) - time.monotonic()  # one clock that never goes backwards
-        saved = store.snapshot()
-        store.thin(saved[0] if saved else 0, progress)  # what is older was thinned before the snapshot was stored
+        saved = store.states()
+        store.thin(saved[0][0] if saved else 0, progress)  # what is older was thinned before the state was saved
         state = read_state(store, progress)
         self._upkeep = LogUpkeep(store, state, lambda: self.now())
         self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
@@ -165,7 +165,7 @@ class Server:
         """Ends sockets and threads; what was decided last is stored."""
         with contextlib.suppress(StoreError):
             self.flush()
-            self._upkeep.save_snapshot(self.core.state)
+            self._upkeep.save_state(self.core.state)
         self.worker.close()
         self.listener.close()
         for hints in self._hints:

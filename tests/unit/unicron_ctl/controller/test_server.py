@@ -200,7 +200,7 @@ def test_where_a_turn_takes_long_more_is_heard_before_it(server: Server, monkeyp
         time.sleep(0.002)
         hearing[0] += time.monotonic() - began
 
-    monkeypatch.setattr(server.core, "settle", settle)
+    monkeypatch.setattr(server.core, "advance_jobs", settle)
     monkeypatch.setattr(server.core, "tick", lambda now: None)
     monkeypatch.setattr(server.core, "receive", receive)
     with crowded(server, peers, each) as (_, loop):

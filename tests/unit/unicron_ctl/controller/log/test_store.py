@@ -101,14 +101,13 @@ def test_the_log_does_without_the_steps_of_an_undisturbed_run(tmp_path: Path) ->
     assert store.thin() == 0 and store.thin(50) == 0
 
 
-def test_a_snapshot_of_what_the_log_has_lost_is_none(tmp_path: Path) -> None:
+def test_the_two_newest_states_are_kept(tmp_path: Path) -> None:
     store = Store(tmp_path / "events.sqlite")
-    assert store.snapshot() is None
-    store.append([event(1), event(2)])
-    store.save_snapshot(3, b"too new")
-    assert store.snapshot() is None
-    store.save_snapshot(2, b"state")
-    assert store.snapshot() == (2, b"state")
+    assert store.states() == []
+    store.append([event(1), event(2), event(3)])
+    for number, state in ((1, b"first"), (2, b"older"), (3, b"newer"), (3, b"again")):
+        store.save_state(number, state)
+    assert store.states() == [(3, b"again"), (2, b"older")]
 
 
 class Planted:
@@ -122,13 +121,13 @@ class Planted:
 
 
 @pytest.mark.parametrize("which", ["folder", "file", "owner"])
-def test_a_snapshot_that_others_may_have_written_is_not_run_and_said(tmp_path: Path, which: str, caplog) -> None:
+def test_a_state_that_others_may_have_written_is_not_run_and_said(tmp_path: Path, which: str, caplog) -> None:
     folder = tmp_path / "state"
     store, note = Store(folder / "events.db"), tmp_path / "note"
     if which == "owner" and os.getuid() != 0:
         pytest.skip("only root can give a file away")
     store.append([event(1)])
-    store.save_snapshot(1, pickle.dumps(Planted(note)))
+    store.save_state(1, pickle.dumps(Planted(note)))
     path = folder if which == "folder" else folder / "events.db"
     os.chown(path, 1000, -1) if which == "owner" else path.chmod(path.stat().st_mode | 0o020)
     assert read_state(store).last_event == 1 and not note.exists(), "nothing is ever unpickled"

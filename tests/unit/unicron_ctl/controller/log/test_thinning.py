@@ -45,9 +45,9 @@ def live(world: World, job: str) -> None:
 
 
 def state_of(log: Store, state: ClusterState) -> None:
-    """Two bases, as they are made before anything goes."""
-    log.save_base(state.last_event - 1, b"older")
-    log.save_base(state.last_event, b"newer")
+    """Two saved states, as there are before anything goes."""
+    log.save_state(state.last_event - 1, b"older")
+    log.save_state(state.last_event, b"newer")
 
 
 def test_every_kind_says_how_long_it_stays() -> None:
@@ -57,7 +57,7 @@ def test_every_kind_says_how_long_it_stays() -> None:
     assert max(kept.seconds for kept in POLICIES.values()) == 14 * DAY
 
 
-def test_whatever_happened_goes_with_time_and_nothing_after_the_older_base(tmp_path: Path) -> None:
+def test_whatever_happened_goes_with_time_and_nothing_after_the_older_state(tmp_path: Path) -> None:
     """Defect: what was asked of Slurm, observed, or decided about nodes, never went."""
     world = World(FakeSlurm(6))
     for job in ("1", "2"):
@@ -65,8 +65,8 @@ def test_whatever_happened_goes_with_time_and_nothing_after_the_older_base(tmp_p
     log, state = Store(tmp_path / "events.sqlite"), world.core.state
     log.append(world.log)
     late = world.now + 15 * DAY
-    assert not sum(log.forget(late, state.last_event)), "without bases the log is all that there is"
-    log.save_base(state.last_event, b"one")
+    assert not sum(log.forget(late, state.last_event)), "without saved states the log is all that there is"
+    log.save_state(state.last_event, b"one")
     assert not sum(log.forget(late, state.last_event)), "if that one is damaged the log is all that there is"
     state_of(log, state)
     assert not sum(log.forget(world.log[0].time, state.last_event)), "nothing is old"
@@ -79,7 +79,7 @@ def test_whatever_happened_goes_with_time_and_nothing_after_the_older_base(tmp_p
     assert sum(log.forget(late, 0))
     assert {e.kind for e in log.replay() if e.id < newest} == {"entered", "job_ended"}, "likewise"
     assert sum(log.forget(late, newest))
-    assert [event.id for event in log.replay()] == [newest], "it came after the older base"
+    assert [event.id for event in log.replay()] == [newest], "it came after the older state"
     log.close()
 
 
@@ -88,8 +88,8 @@ def test_the_last_health_of_each_node_stays(tmp_path: Path) -> None:
     health = [records.NodeHealth(node=f"n{n % 3}", source="i", verdict="good", checked_at=n) for n in range(3000)]
     log.append([Event(n + 1, float(n), "", 0, record) for n, record in enumerate(health)])
     log.append([Event(3001, 3000.0, "", 0, STEADY), Event(3002, 3000.0, "", 0, STEADY)])
-    for base in (3001, 3002):
-        log.save_base(base, b"state")
+    for number in (3001, 3002):
+        log.save_state(number, b"state")
     pieces = list(log.forget(30 * DAY, 0))
     assert len(pieces) >= 3 and max(pieces) <= store.FORGET_RECORDS
     assert [event.record.node for event in log.replay() if event.id < 3001] == ["n0", "n1", "n2"]
@@ -105,8 +105,8 @@ def test_beyond_its_largest_size_the_oldest_go_and_the_disk_gets_the_room(
     large = records.Steady(reason="x" * 10_000)
     for first in range(1, 2001, 100):
         log.append([Event(n, 1e9, "1", 1, large) for n in range(first, first + 100)])
-    for base in (1900, 2000):
-        log.save_base(base, b"state")
+    for number in (1900, 2000):
+        log.save_state(number, b"state")
     log._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     before = log.path.stat().st_size
     for _ in log.forget(1e9 + 60.0, 2000):
@@ -117,7 +117,7 @@ def test_beyond_its_largest_size_the_oldest_go_and_the_disk_gets_the_room(
     log.close()
 
 
-def test_months_of_a_small_cluster_stay_small_and_start_from_a_base(tmp_path: Path) -> None:
+def test_months_of_a_small_cluster_stay_small_and_start_from_a_saved_state(tmp_path: Path) -> None:
     """16 nodes that report every hour, a job that is broken off every third day, and others that come and go."""
     year = Year(tmp_path, nodes=16, ranks=2)
     for _ in range(16):
@@ -126,7 +126,7 @@ def test_months_of_a_small_cluster_stay_small_and_start_from_a_base(tmp_path: Pa
     for _ in range(8):
         year.day()
     assert year.bytes() < 1.3 * early and year.bytes() < 8 << 20
-    year.store._db.execute("DELETE FROM snapshot")
+    year.store._db.execute("DELETE FROM state WHERE event = (SELECT max(event) FROM state)")
     assert read_state(year.store) == year.state
     kept = Counter(event.kind for event in year.store.replay())
     assert 16 <= kept["node_health"] <= 16 * 24 * 2
