@@ -45,7 +45,7 @@ def blas_threads() -> int:
 
 
 def descriptors() -> dict[int, str]:
-    """Those that are open, and what they are of."""
+    """The open descriptors, and what each is of."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the folder itself

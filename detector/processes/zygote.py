@@ -293,7 +293,7 @@ class Zygote:
         except BaseException as error:  # SystemExit, too
             raise Cold(f"{where}: {type(error).__name__}: {error}") from None
 
-    def tell(self, **message: Any) -> None:
+    def send_to_agent(self, **message: Any) -> None:
         """To the agent, which may be gone."""
         with contextlib.suppress(OSError):
             self._line.send(json.dumps(message).encode())
@@ -317,7 +317,7 @@ class Zygote:
                 answer = {"pid": pid} if pid > 0 else {"cold": "the zygote could not fork it"}
             for descriptor in files[1:]:
                 os.close(descriptor)
-            self.tell(number=message["number"], **answer)
+            self.send_to_agent(number=message["number"], **answer)
 
     def _refusal(self, environment: Mapping[str, str], asked: float) -> dict[str, Any] | None:
         if path := self._files.changed(asked):
@@ -434,7 +434,7 @@ def end_of(words: list[str], first: str) -> int:
     return 0
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End as the interpreter does: by the signal itself where that was what ended the script."""
     if code >= 0:
         sys.exit(code)
@@ -460,12 +460,12 @@ def main() -> NoReturn:
             raise Cold("the interpreter is started by a wrapper that stays in front of it")
         zygote.load(task["preload"], task["told"])
     except Cold as reason:
-        zygote.tell(off=" ".join(str(reason).split())[:1000])
+        zygote.send_to_agent(off=" ".join(str(reason).split())[:1000])
         sys.exit(0)
     sys.stdout.flush()
     sys.stderr.flush()
-    zygote.tell(ready=True)
-    leave(end_of(zygote.serve(), zygote.first))
+    zygote.send_to_agent(ready=True)
+    exit_process(end_of(zygote.serve(), zygote.first))
 
 
 if __name__ == "__main__":

@@ -64,21 +64,21 @@ def test_a_file_system_that_hangs_shows_how_long_and_does_not_stop_the_rest(tmp_
 
 
 def wait_for_sample(sampling: Sampling, now: float):
-    return wait_for(lambda: sampling.turn(now), "a sample")
+    return wait_for(lambda: sampling.read_sample(now), "a sample")
 
 
 def test_a_child_measures_and_is_replaced_when_it_falls_silent(tmp_path):
     sampling = Sampling(str(tmp_path))
     try:
         sampling.configure(1.0, "", 100.0)
-        assert sampling.turn(100.5) is None and sampling._child is None, "nothing is started before it is due"
+        assert sampling.read_sample(100.5) is None and sampling._child is None, "nothing is started before it is due"
         found = wait_for_sample(sampling, 101.0)
         assert found.host == machine() and found.node["file_latency"] > 0.0
         first = sampling._child.pid
         os.kill(first, signal.SIGSTOP)
-        while sampling.turn(101.0) is not None:
+        while sampling.read_sample(101.0) is not None:
             pass
-        sampling.turn(107.0)
+        sampling.read_sample(107.0)
         assert sampling._child is None
         assert wait_for_sample(sampling, 108.5) is not None and sampling._child.pid != first
     finally:
@@ -94,12 +94,12 @@ def test_a_child_that_ends_at_once_is_not_started_for_ever(tmp_path, monkeypatch
     def tries() -> int:
         nonlocal now
         now += 1.0
-        assert sampling.turn(now) is None
+        assert sampling.read_sample(now) is None
         return sampling._tries
 
     wait_for(lambda: tries() == TRIES, "the last try")
     for _ in range(20):
         now += 10.0
-        sampling.turn(now)
+        sampling.read_sample(now)
         time.sleep(0.01)
     assert sampling._tries == TRIES and sampling._child is None

@@ -310,12 +310,12 @@ def test_a_store_that_finds_no_descriptor_is_tried_again():
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
     try:
         store.start()
-        store.settle()
+        store.complete_start()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     try:
         assert store.pid is None and len(said) == 1 and "it is tried again" in said[0]
-        wait_for(lambda: store.settle() or store.pid, "it has started")
+        wait_for(lambda: store.complete_start() or store.pid, "it has started")
     finally:
         store.close()
 

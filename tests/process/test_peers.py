@@ -69,7 +69,7 @@ def quiet(talkers: list[Talker], look: Callable[[], object]) -> None:
 
 def test_those_who_know_each_other_talk(talkers):
     for talker in talkers:
-        talker.line.know(other.peer for other in talkers)
+        talker.line.allow_only(other.peer for other in talkers)
     for talker in talkers:
         for other in talkers:
             if other is not talker:
@@ -80,20 +80,20 @@ def test_those_who_know_each_other_talk(talkers):
 
 def test_a_stranger_is_not_let_in_until_a_plan_names_it(talkers):
     first, stranger, _ = talkers
-    stranger.line.know([first.peer])
+    stranger.line.allow_only([first.peer])
     stranger.say(first)
     quiet(talkers, lambda: first.heard)
-    first.line.know([stranger.peer])
+    first.line.allow_only([stranger.peer])
     wait_for(listening(talkers, lambda: stranger.say(first) or first.heard), "it is heard now")
 
 
 def test_one_that_a_later_plan_does_not_name_is_not_heard_any_more(talkers):
     first, second, third = talkers
-    first.line.know([second.peer, third.peer])
-    second.line.know([first.peer])
+    first.line.allow_only([second.peer, third.peer])
+    second.line.allow_only([first.peer])
     second.say(first)
     wait_for(listening(talkers, lambda: first.heard), "it is heard")
-    first.line.know([third.peer])
+    first.line.allow_only([third.peer])
     first.heard.clear()
     second.say(first)
     quiet(talkers, lambda: first.heard)
@@ -102,7 +102,7 @@ def test_one_that_a_later_plan_does_not_name_is_not_heard_any_more(talkers):
 def test_nobody_speaks_for_another(talkers):
     first, second, third = talkers
     for talker in talkers:
-        talker.line.know(other.peer for other in talkers)
+        talker.line.allow_only(other.peer for other in talkers)
     second.say(first, element=third.peer.element)
     wait_for(listening(talkers, lambda: first.dropped), "it is dropped")
     assert first.dropped == ["the agent of element 1: speaks for element 2"] and not first.heard
@@ -110,8 +110,8 @@ def test_nobody_speaks_for_another(talkers):
 
 def test_what_is_no_message_of_agents_is_dropped(talkers):
     first, second, _ = talkers
-    first.line.know([second.peer])
-    second.line.know([first.peer])
+    first.line.allow_only([second.peer])
+    second.line.allow_only([first.peer])
     second.line.send(first.peer, wire.Ping())
     wait_for(listening(talkers, lambda: first.dropped), "it is dropped")
     assert not first.heard
@@ -142,8 +142,8 @@ def few_files() -> Iterator[int]:
 def test_strangers_at_the_port_leave_the_agent_its_open_files_and_its_peers(few_files, talkers):
     """One who has no key opens hundreds of connections, each anew as soon as it is closed."""
     first, other, _ = talkers
-    first.line.know([other.peer])
-    other.line.know([first.peer])
+    first.line.allow_only([other.peer])
+    other.line.allow_only([first.peer])
     count = len(os.listdir("/proc/self/fd"))
     port = first.line.address.rpartition(":")[2]
     flood = subprocess.Popen([sys.executable, "-c", FLOOD, port])

@@ -279,11 +279,11 @@ def test_a_zygote_that_is_killed_costs_its_lead_only(script, begin, tmp_path):
     warm.serve(lambda: zygote.ready)
     dead = zygote.pid
     os.kill(dead, signal.SIGKILL)
-    coming = zygote.ask(warm.environment)  # it is not known yet
+    coming = zygote.request_fork(warm.environment)  # it is not known yet
     assert coming is not None
     warm.serve(lambda: coming.settled)
     assert coming.child() is None and "ended with -9" in coming.cold
-    assert zygote.ask(warm.environment) is None, "it rests first"
+    assert zygote.request_fork(warm.environment) is None, "it rests first"
     warm.serve(lambda: zygote.ready)
     assert zygote.pid != dead
 
@@ -294,7 +294,7 @@ def test_a_zygote_that_dies_in_the_middle_of_a_fork(script, begin, tmp_path):
     warm.serve(lambda: zygote.ready)
     os.kill(zygote.pid, signal.SIGSTOP)
     wait_for(lambda: state_of(zygote.pid) == "T", "it has stopped")
-    coming = zygote.ask(warm.environment)
+    coming = zygote.request_fork(warm.environment)
     os.kill(zygote.pid, signal.SIGKILL)
     warm.serve(lambda: coming.settled)
     assert coming.child() is None and "ended with -9" in coming.cold
@@ -307,10 +307,10 @@ def test_a_zygote_that_hangs_is_not_waited_for_and_is_replaced(script, begin):
     warm.serve(lambda: zygote.ready)
     hangs = zygote.pid
     os.kill(hangs, signal.SIGSTOP)
-    coming = zygote.ask(warm.environment)
+    coming = zygote.request_fork(warm.environment)
     warm.serve(lambda: coming.settled)
     assert coming.child() is None and "not answered within" in coming.cold
-    assert zygote.ask(warm.environment) is None and zygote.why == "the zygote does not answer"
+    assert zygote.request_fork(warm.environment) is None and zygote.why == "the zygote does not answer"
     warm.serve(lambda: zygote.pid not in (hangs, None) and zygote.ready)
 
 
@@ -358,7 +358,7 @@ def test_imports_that_take_too_long_are_not_waited_for(script, begin, tmp_path, 
     script(f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n", "slow.py")
     warm = begin(script("import slow\nprint('here')\n"))
     assert "not imported everything within 0.3 s" in refused(warm)
-    assert warm.zygote.wait(time.monotonic()) > 60, "nothing is due by time until it is ready"
+    assert warm.zygote.timeout(time.monotonic()) > 60, "nothing is due by time until it is ready"
     gate.touch()
     warm.serve(lambda: warm.zygote.ready)
     assert run_warm(warm, tmp_path) == (0, "here\n", "")
@@ -388,7 +388,7 @@ def test_eight_that_are_asked_for_at_once_are_all_warm_however_slow_the_look_at_
     warm = begin(script("import slow\nprint('here')\n"))
     adopt_orphans()
     try:
-        comings = [warm.zygote.ask(warm.environment) for _ in range(8)]
+        comings = [warm.zygote.request_fork(warm.environment) for _ in range(8)]
         warm.serve(lambda: all(coming.settled for coming in comings))
     finally:
         adopt_orphans(False)

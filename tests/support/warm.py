@@ -53,7 +53,7 @@ class Warm:
             lambda descriptor: self._watched.pop(descriptor, None),
             *self.patience,
         )
-        self.zygote.begin()
+        self.zygote.start_process()
 
     @property
     def why(self) -> str:
@@ -64,7 +64,7 @@ class Warm:
         """As :meth:`ZygoteClient.ask`; settled."""
         adopt_orphans()
         try:
-            coming = self.zygote.ask(environment, words, stdout)
+            coming = self.zygote.request_fork(environment, words, stdout)
             self.serve(lambda: coming is None or coming.settled)
         finally:
             adopt_orphans(False)
@@ -78,7 +78,7 @@ class Warm:
             for descriptor in select.select(list(self._watched), [], [], 0.02)[0]:
                 if descriptor in self._watched:
                     self._watched[descriptor]()
-            self.zygote.turn(time.monotonic())
+            self.zygote.on_timer(time.monotonic())
 
     def close(self) -> None:
         """It ends."""

@@ -31,7 +31,7 @@ class Pulse:
         self._retries = 0
         self._since: dict[int, float] = {}  # inode -> when it was first seen to send again
 
-    def look(self, fresh: bool, now: float | None = None) -> int:
+    def measure(self, fresh: bool, now: float | None = None) -> int:
         """A number that has changed since the last look if the network gets on; 0 if it does not. fresh: the main
         thread was busy meanwhile, so that bytes that moved since the last look say nothing."""
         now, total, again = time.monotonic() if now is None else now, 0, {}

@@ -172,7 +172,7 @@ class Watch:
         if self.lost():
             self._changed.notify_all()
 
-    def enter(self, plan: Plan, replica: Iterable[int] = ()) -> None:
+    def enter_generation(self, plan: Plan, replica: Iterable[int] = ()) -> None:
         """The main thread starts to enter `plan`; `replica` are the slots of its own."""
         with self._changed:
             self._replica, self._hit, self._cut = frozenset(replica), False, False

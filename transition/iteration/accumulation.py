@@ -101,7 +101,7 @@ class Accumulation(ABC):
         self._backward_since: float | None = None
 
     # ------------------------------------------------------------ what the session asks
-    def begin(self, ordered: bool) -> None:
+    def begin_iteration(self, ordered: bool) -> None:
         """A new iteration: zero the gradients, forget how to undo a reduce. ordered: overlapped reduces must not start
         from the backward pass, since not all ranks have one, or know its order yet."""
         self.drop()

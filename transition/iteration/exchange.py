@@ -37,7 +37,7 @@ class Said:
 
 
 class Exchange:
-    """Of one rank. Raises RuntimeError, or PeerLost, when a peer is gone."""
+    """The exchanges of one rank. Raises RuntimeError, or PeerLost, when a peer is gone."""
 
     def __init__(self, process: Process):
         self._process = process
@@ -100,7 +100,7 @@ class Exchange:
         return self.largest(base if version == newest else -1), newest
 
     def largest(self, number: int) -> int:
-        """Of what the members say."""
+        """The largest number that a member says."""
         told = self._largest(torch.tensor([number], dtype=torch.int64), None)
         return int(told)
 
@@ -117,7 +117,7 @@ class Exchange:
         self._sending.clear()
 
     def _largest(self, tensor: torch.Tensor, group: Any, inside: bool = False) -> torch.Tensor:
-        """Of each number, over the ranks of the group."""
+        """The largest of each number, over the ranks of the group."""
         if dist.get_world_size(group) == 1:
             return tensor
         if self._process.backend == "gloo":

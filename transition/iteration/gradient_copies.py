@@ -25,7 +25,7 @@ SETTING = "UNICRON_SNAPSHOT"
 
 
 class Where(enum.StrEnum):
-    """Of the copies."""
+    """Where the copies are."""
 
     CARD = "card"
     HOST = "host"
@@ -42,14 +42,14 @@ def chosen(environment: Mapping[str, str] = os.environ) -> Where:
 
 
 class Snapshots:
-    """Of one rank; the memory is kept for the next iteration."""
+    """The copies of one rank; the memory is kept for the next iteration."""
 
     def __init__(self, where: Where):
         self.where = where
         self._copies: dict[object, torch.Tensor] = {}  # by key
         self._places: dict[object, torch.Tensor] = {}  # where those belong that are of the present reduce
 
-    def take(self, key: object, place: torch.Tensor) -> None:
+    def copy_before_reduce(self, key: object, place: torch.Tensor) -> None:
         """Copy what a reduce is about to overwrite; `key` is the same for the same bucket in every iteration."""
         self._places[key] = place
         if self.where is Where.NONE:

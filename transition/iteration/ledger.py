@@ -66,7 +66,7 @@ class Ledger:
 
     @staticmethod
     def signature(done: Sequence[int] | None) -> float:
-        """The same for the same micro-batches, in whatever order; another one for None: a part of one."""
+        """A number for a set of micro-batches, whatever their order; another one for None: a part of one."""
         text = "none" if done is None else ",".join(map(str, sorted(done)))
         return float(zlib.crc32(text.encode()))
 

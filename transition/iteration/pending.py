@@ -28,7 +28,7 @@ class Pending:
             change()
 
     def forget(self) -> None:
-        """It is reduced once more, or the state after it has come from elsewhere."""
+        """Drop the changes: the iteration is reduced once more, or the state after it has come from elsewhere."""
         self._changes.clear()
 
 

@@ -40,7 +40,7 @@ class Process:
                 self.channel.on_quiet = self._quiet
 
     def _quiet(self, fresh: bool) -> Moved | None:
-        moved = self._pulse.look(fresh)
+        moved = self._pulse.measure(fresh)
         return Moved(moved) if moved else None
 
     @property

@@ -26,7 +26,8 @@ _SCALERS = (  # (module, class) of what adds an auxiliary loss's gradient, and t
 
 
 class Auxiliary:
-    """Of one rank's model chunks. total: micro-batches of an iteration, over all ranks."""
+    """The auxiliary losses and biases of one rank's model chunks. total: micro-batches of an iteration, over all
+    ranks."""
 
     def __init__(self, model: Sequence[Any], config: Any, total: int, pending: Pending):
         self._config, self._total, self._pending = config, total, pending
@@ -119,7 +120,7 @@ def routers(chunk: Any) -> list[Any]:
 
 
 def biases(model: Sequence[Any]) -> list[list[float]]:
-    """Of the experts, router by router; in fp32, which these numbers keep exactly."""
+    """The biases of the experts, router by router; in fp32, which these numbers keep exactly."""
     return [router.expert_bias.tolist() for chunk in model for router in routers(chunk)]
 
 

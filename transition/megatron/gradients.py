@@ -46,8 +46,8 @@ def again_and_again(unblock: Callable[[], Any]) -> Iterator[None]:
 
 
 class Gradients(Accumulation):
-    """Of the Megatron DDP chunks of one rank. forward_step: Megatron's `forward_step_func(data_iterator, model) ->
-    (output, loss_func)`."""
+    """The gradients of one rank's Megatron DDP chunks. forward_step: Megatron's `forward_step_func(data_iterator,
+    model) -> (output, loss_func)`."""
 
     def __init__(self, model: Sequence[Any], forward_step: Callable[..., Any], work: Work):
         from megatron.core.utils import get_model_config
@@ -74,8 +74,8 @@ class Gradients(Accumulation):
         return [group for chunk in self.model for group in megatron_core.bucket_groups(chunk)]
 
     # ------------------------------------------------------------ computing
-    def begin(self, ordered: bool) -> None:
-        super().begin(ordered)
+    def begin_iteration(self, ordered: bool) -> None:
+        super().begin_iteration(ordered)
         self._ordered = ordered
 
     def drop(self) -> None:
@@ -222,7 +222,7 @@ class Gradients(Accumulation):
         return tokens if self.per_token else float(self.total)
 
     def _tokens(self, ledger: Ledger) -> torch.Tensor | None:
-        """Of the micro-batches in this rank's gradient, as the schedule would count them."""
+        """The tokens of the micro-batches in this rank's gradient, as the schedule would count them."""
         if not self.per_token:
             return None
         total = torch.zeros((), dtype=torch.int, device=self._device())
@@ -266,7 +266,7 @@ class Gradients(Accumulation):
     def _snapshot(self, group: Any) -> None:
         """Before the reduce of a bucket group."""
         for bucket in group.buckets:
-            self._snapshots.take(id(bucket), self._overwritten(bucket, group))
+            self._snapshots.copy_before_reduce(id(bucket), self._overwritten(bucket, group))
 
     def _overwritten(self, bucket: Any, group: Any) -> torch.Tensor:
         """By its reduce: a failed in-place all-reduce leaves a mix of partial sums."""

@@ -74,7 +74,8 @@ ONLY = {
 
 @dataclass(frozen=True)
 class Folders:
-    """Of Unicron's checkpoints: where they are written every `interval` iterations, where they may come from."""
+    """The folders of Unicron's checkpoints: where they are written every `interval` iterations, where they may come
+    from."""
 
     save: Path | None
     load: Path | None

@@ -28,7 +28,7 @@ class _Elsewhere(Exception):
 
 
 class Loop:
-    """Of one rank."""
+    """The loop of one rank."""
 
     def __init__(self, world: World):
         self._world = world

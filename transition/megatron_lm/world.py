@@ -31,7 +31,7 @@ LOOK_SECONDS = 0.2
 
 
 class World:
-    """Of one rank. `folders` and `layout` are there when the arguments have been read."""
+    """The world as one rank tells it. `folders` and `layout` are there when the arguments have been read."""
 
     def __init__(self) -> None:
         self.layout = Layout()

@@ -103,8 +103,8 @@ def buckets(parameters: Iterable[torch.nn.Parameter], size: int, proof: int = 0)
 
 
 class PlainGradients(Accumulation):
-    """Of one module. parameters: those that the optimizer trains, by name. scale: what multiplies a loss before its
-    backward pass (a GradScaler's). forward_step: `forward_step(micro_batch, model)` -> the mean loss of the
+    """The gradients of one module. parameters: those that the optimizer trains, by name. scale: what multiplies a loss
+    before its backward pass (a GradScaler's). forward_step: `forward_step(micro_batch, model)` -> the mean loss of the
     micro-batch, or (sum of losses, tokens), 0-d tensors."""
 
     def __init__(
@@ -163,7 +163,7 @@ class PlainGradients(Accumulation):
         bucket, untouched = self._buckets[number], self._untouched[number]
         bucket.mark([now != before for now, before in zip(bucket.versions(), untouched, strict=True)])
         if self._work.healed:
-            self._snapshots.take(number, bucket.flat)
+            self._snapshots.copy_before_reduce(number, bucket.flat)
         self._sums.append(self._work.begin_sum(bucket.flat))
 
     def _watch_pass(self, loss: torch.Tensor, last: bool) -> None:

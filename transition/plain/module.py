@@ -54,7 +54,7 @@ class Plain:
         return PlainState(self.chunks, self.optimizer, self.scheduler, seed)
 
     def gradients(self, forward_step: Any, work: Work) -> PlainGradients:
-        """Those of this rank."""
+        """The gradients of this rank."""
         scale = self._scaler.scale if self._scaler is not None else lambda loss: loss
         return PlainGradients(self._model, self.optimizer.trained(), scale, forward_step, work)
 

@@ -52,7 +52,7 @@ class Member:
     # ------------------------------------------------------------ where it is
     @property
     def replicas(self) -> int:
-        """Of the generation."""
+        """The replicas of the generation."""
         return len(self.members) // self.layout.size
 
     @property
@@ -62,7 +62,7 @@ class Member:
 
     @property
     def slots(self) -> list[int]:
-        """Of this rank's replica, by place."""
+        """The slots of this rank's replica, by place."""
         return slots_of(self.members, self.layout.size, self.slot)
 
     def assigned(self, plan: Plan) -> list[int] | None:
@@ -115,7 +115,7 @@ class Member:
                 self._leave()
 
     def _spare(self) -> bool:
-        """It holds no training state, and its job has hot spares, which wait for as long as nobody is lost."""
+        """The rank holds no training state, and its job has hot spares, which wait for as long as nobody is lost."""
         return not self.inside and os.environ.get("UNICRON_SPARES", "0") not in ("", "0")
 
     def _leave(self) -> None:
@@ -160,7 +160,7 @@ class Member:
         if self.half_received and self.slot not in plan.joiners:
             raise migrate.StateMismatch("the transfer of the training state to this rank was cut off: start it anew")
         assert self.groups is not None
-        self.watch.enter(plan, slots_of(plan.members, self.layout.size, self.slot))
+        self.watch.enter_generation(plan, slots_of(plan.members, self.layout.size, self.slot))
         self.moments.setdefault("caught", time.monotonic())
         newcomer = not self.inside or self.slot in plan.joiners
         formed = plan.source is not None and not plan.boundary and plan.state is None  # anew: some of the others start

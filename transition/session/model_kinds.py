@@ -34,7 +34,7 @@ class Trained(Protocol):
         """What a newcomer needs."""
 
     def gradients(self, forward_step: Any, work: Work) -> Accumulation:
-        """Those of this rank."""
+        """The gradients of this rank."""
 
     def begin_alone(self, state: TrainingState, device: torch.device) -> None:
         """The world is there, without an agent."""

@@ -244,7 +244,7 @@ class Session:
             assigned = deal(self.micro_batches, self._member.replicas, self._member.replica)
         self._next_assignment = None
         self._at.moment = Ledger(self._at.iteration, self.micro_batches, assigned), "computing"
-        self._gradients.begin(self._ordered_next or self._member.replicas > self.micro_batches)
+        self._gradients.begin_iteration(self._ordered_next or self._member.replicas > self.micro_batches)
         self._optimizer.zero_grad()
         self._member.publish("running")  # at once: a script that hangs may hold the interpreter from here on
         return self._until_stepped(began)

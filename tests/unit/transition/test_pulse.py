@@ -31,30 +31,30 @@ def pulse_of(*sockets: socket.socket) -> Pulse:
 
 def settled(near: socket.socket, pulse: Pulse) -> None:
     """Until all that was sent is acknowledged."""
-    wait_for(lambda: not pulse.look(False), "nothing moves")
+    wait_for(lambda: not pulse.measure(False), "nothing moves")
 
 
 def test_bytes_that_move_are_seen_at_both_ends(ends):
     near, far = ends
     pulses = pulse_of(near), pulse_of(far)
     for pulse in pulses:
-        pulse.look(True)
+        pulse.measure(True)
         settled(near, pulse)
     near.sendall(b"x" * 1000)
     assert far.recv(1000)
-    assert wait_for(lambda: pulses[0].look(False), "the sender")
-    assert wait_for(lambda: pulses[1].look(False), "the receiver")
+    assert wait_for(lambda: pulses[0].measure(False), "the sender")
+    assert wait_for(lambda: pulses[1].measure(False), "the receiver")
 
 
 def test_each_word_of_progress_is_another_number(ends):
     near, far = ends
     pulse, said = pulse_of(near, far), set()
-    pulse.look(True)
+    pulse.measure(True)
     settled(near, pulse)
     for _ in range(20):
         near.sendall(b"x")
         far.recv(1)
-        said.add(wait_for(lambda: pulse.look(False), "it moved"))
+        said.add(wait_for(lambda: pulse.measure(False), "it moved"))
         settled(near, pulse)
     assert len(said) == 20
 
@@ -62,10 +62,10 @@ def test_each_word_of_progress_is_another_number(ends):
 def test_what_moved_while_the_main_thread_was_busy_says_nothing(ends):
     near, far = ends
     pulse = pulse_of(near)
-    pulse.look(True)
+    pulse.measure(True)
     near.sendall(b"x" * 1000)
     assert far.recv(1000)
-    assert pulse.look(True) == 0
+    assert pulse.measure(True) == 0
 
 
 def test_a_peer_that_hangs_is_no_progress(ends):
@@ -80,7 +80,7 @@ def test_a_peer_that_hangs_is_no_progress(ends):
 
     def rests() -> bool:
         nonlocal quiet
-        quiet = time.monotonic() if pulse.look(False) else quiet
+        quiet = time.monotonic() if pulse.measure(False) else quiet
         return time.monotonic() - quiet > 1.5
 
     wait_for(rests, "nothing moves, however often the kernel asks for room")
@@ -89,22 +89,22 @@ def test_a_peer_that_hangs_is_no_progress(ends):
 def test_packets_that_are_lost_are_progress_for_a_while(ends):
     near, far = ends
     pulse = pulse_of(near)
-    pulse.look(True)
+    pulse.measure(True)
     settled(near, pulse)
     nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
     far.setsockopt(
         socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HxxxxxxP", 1, ctypes.addressof(nothing))
     )  # what comes is dropped, as if it had never come
     near.sendall(b"x")
-    assert wait_for(lambda: pulse.look(False), "it is sent again")
+    assert wait_for(lambda: pulse.measure(False), "it is sent again")
     now = time.monotonic()
-    first, second = pulse.look(False, now), pulse.look(False, now)
+    first, second = pulse.measure(False, now), pulse.measure(False, now)
     assert first and second and first != second
-    assert pulse.look(False, now + RETRY_SECONDS) == 0, "a link that is cut, perhaps"
+    assert pulse.measure(False, now + RETRY_SECONDS) == 0, "a link that is cut, perhaps"
     far.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
     assert far.recv(1) == b"x"
-    assert wait_for(lambda: pulse.look(False), "it is through")
+    assert wait_for(lambda: pulse.measure(False), "it is through")
 
 
 def test_no_connections_no_progress():
-    assert pulse_of().look(True) == 0 and pulse_of().look(False) == 0
+    assert pulse_of().measure(True) == 0 and pulse_of().measure(False) == 0

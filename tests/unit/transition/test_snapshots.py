@@ -12,7 +12,7 @@ from unicron.transition.iteration.gradient_copies import Snapshots, Where, chose
 def test_what_a_reduce_overwrote_is_put_back(where):
     snapshots = Snapshots(where)
     buffer = torch.arange(8.0)
-    snapshots.take("bucket", buffer[2:6])
+    snapshots.copy_before_reduce("bucket", buffer[2:6])
     buffer.fill_(-1)
     assert snapshots.undoable
     snapshots.restore()
@@ -22,7 +22,7 @@ def test_what_a_reduce_overwrote_is_put_back(where):
 def test_a_new_iteration_puts_nothing_of_the_last_one_back():
     snapshots = Snapshots(Where.CARD)
     buffer = torch.ones(4)
-    snapshots.take("bucket", buffer)
+    snapshots.copy_before_reduce("bucket", buffer)
     snapshots.forget()
     buffer.zero_()
     snapshots.restore()
@@ -32,7 +32,7 @@ def test_a_new_iteration_puts_nothing_of_the_last_one_back():
 def test_without_copies_a_reduce_that_has_begun_cannot_be_undone_until_the_gradients_are_zeroed():
     snapshots = Snapshots(Where.NONE)
     assert snapshots.undoable
-    snapshots.take("bucket", torch.ones(4))
+    snapshots.copy_before_reduce("bucket", torch.ones(4))
     assert not snapshots.undoable
     snapshots.forget()
     assert snapshots.undoable
@@ -41,9 +41,9 @@ def test_without_copies_a_reduce_that_has_begun_cannot_be_undone_until_the_gradi
 def test_a_part_of_another_size_gets_new_memory():
     snapshots = Snapshots(Where.CARD)
     buffer = torch.arange(6.0)
-    snapshots.take("bucket", buffer[:2])
+    snapshots.copy_before_reduce("bucket", buffer[:2])
     snapshots.forget()
-    snapshots.take("bucket", buffer[:3])
+    snapshots.copy_before_reduce("bucket", buffer[:3])
     buffer.zero_()
     snapshots.restore()
     assert buffer.tolist() == [0, 1, 2, 0, 0, 0]

@@ -49,7 +49,7 @@ def inside(watch: Watch, generation: int) -> None:
     watch.on_message(plan(generation))
     entered = watch.wait_plan(0.0)
     assert entered is not None and entered.generation == generation
-    watch.enter(entered)
+    watch.enter_generation(entered)
 
 
 # ---------------------------------------------------------------- old, repeated, crossing
@@ -57,10 +57,10 @@ def test_a_member_takes_a_boundary_plan_as_an_offer_and_a_newcomer_as_its_way_in
     watch.on_message(plan(1, boundary=True))
     first = watch.wait_plan(0.0)
     assert first.generation == 1 and watch.offer is None
-    watch.enter(first)
+    watch.enter_generation(first)
     watch.on_message(plan(2, boundary=True))
     assert watch.offer.generation == 2
-    watch.enter(watch.offer)
+    watch.enter_generation(watch.offer)
     assert watch.offer is None
     watch.put_back()
     watch.on_message(plan(3, boundary=True))
@@ -116,7 +116,7 @@ def test_entering_drops_only_what_is_not_newer(watch):
     watch.on_message(plan(1))
     first = watch.wait_plan(0.0)
     watch.on_message(plan(2))
-    watch.enter(first)
+    watch.enter_generation(first)
     assert watch.wait_plan(0.0).generation == 2
 
 
@@ -137,7 +137,7 @@ def test_who_trains_forgets_an_offer_that_is_withdrawn(watch):
 def newcomer(watch: Watch, generation: int) -> None:
     """It waits for the others at their boundary."""
     watch.on_message(plan(generation, boundary=True, joiners=[0]))
-    watch.enter(watch.wait_plan(0.0))
+    watch.enter_generation(watch.wait_plan(0.0))
 
 
 def test_for_a_newcomer_that_waits_it_is_over_and_the_next_offer_is_its_way_in(watch):
@@ -158,7 +158,7 @@ def test_who_is_in_with_all_others_stays_in(watch):
     inside(watch, 3)
     watch.on_message(plan(4, boundary=True))
     offer = watch.offer
-    watch.enter(offer)  # all have agreed on it in their commit
+    watch.enter_generation(offer)  # all have agreed on it in their commit
     watch.on_message(withdrawn(4))
     assert not watch.lost(), "a member; the Break that follows ends it for all"
 
@@ -191,7 +191,7 @@ def test_no_order_of_messages_leads_back(events):
             chosen = watch.offer if take_offer else watch.wait_plan(0.0)
             if chosen is not None:
                 assert chosen.generation > max(entered, watch.broken)
-                watch.enter(chosen)
+                watch.enter_generation(chosen)
                 entered = chosen.generation
         assert watch.broken >= before
         assert watch.lost() == (0 < entered <= watch.broken)
@@ -229,7 +229,7 @@ def test_messages_and_the_main_thread_at_the_same_time():
             continue
         assert got.generation > reached
         reached = got.generation
-        watch.enter(got)
+        watch.enter_generation(got)
         if watch.lost():
             watch.give_up()
     thread.join()

@@ -99,8 +99,8 @@ class Line:
         """The descriptor at which answers about the key arrive; -1 while there is none."""
         return self._hello.fileno()
 
-    def turn(self) -> None:
-        """Asks for the controller's key while it is not known, or the line is down."""
+    def find_controller(self) -> None:
+        """Ask for the controller's key while it is not known, or the line is down."""
         if self.up:
             return
         now = time.monotonic()

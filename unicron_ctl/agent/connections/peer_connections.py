@@ -64,7 +64,7 @@ class Peers:
         """To be polled."""
         return self._in.fileno(), self._out
 
-    def know(self, known: Iterable[wire.Peer]) -> None:
+    def allow_only(self, known: Iterable[wire.Peer]) -> None:
         """Only these are listened to and spoken to from now on."""
         self._known = {peer.key.encode(): peer for peer in known if peer.key}
         if len(self._known) > self._in.most // 2:
@@ -102,7 +102,7 @@ class Peers:
         while self._out.poll(0):
             self._out.recv_multipart()  # nobody answers here
 
-        def hear(connection: Connection, data: bytes) -> None:
+        def on_bytes(connection: Connection, data: bytes) -> None:
             peer = self._known.get(connection.session.key.encode())
             if peer is None:
                 return  # known once, of an agent that is gone
@@ -115,7 +115,7 @@ class Peers:
             except wire.BadMessage as error:
                 drop(f"the agent of element {peer.element}", str(error))
 
-        self._in.receive(hear, time.monotonic() + RECEIVE_SECONDS)
+        self._in.receive(on_bytes, time.monotonic() + RECEIVE_SECONDS)
 
     def _admits(self, key: str) -> bool:
         """Who is not let in yet tries again: the plan that names it may be on its way."""

@@ -22,8 +22,8 @@ MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
 
 
 class RankLine:
-    """`socket` is to be polled; ranks connect to `endpoint`. A rank can be told something once :meth:`know` was called
-    for it."""
+    """`socket` is to be polled; ranks connect to `endpoint`. A rank can be told something once :meth:`set_identity` was
+    called for it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
         self.folder, self.endpoint = folder, f"ipc://{folder}/ranks"
@@ -53,7 +53,7 @@ class RankLine:
                 return
             yield identity, frames[-1] if frames else b""
 
-    def know(self, slot: int, identity: bytes) -> None:
+    def set_identity(self, slot: int, identity: bytes) -> None:
         """The slot's process is who sent this."""
         self._identities[slot] = identity
 

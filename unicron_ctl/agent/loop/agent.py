@@ -80,7 +80,7 @@ class Agent:
         self._memory = Memory(place, os.environ, self._log.warn)
         self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._log.warn)
         self._plans = Plans(place.slots)
-        self._files = Files(self._memory, self._plans.keeps, memory_rate(os.environ), self._log.warn)
+        self._files = Files(self._memory, self._plans.writers_before_at_rest, memory_rate(os.environ), self._log.warn)
         self._controller = self._line.socket
         self._folder = socket_folder(place.job, os.environ)
         self._rank_line = RankLine(self._context, self._folder)
@@ -179,7 +179,7 @@ class Agent:
         try:
             attempt("watch the node", self._watch_node)
             attempt("adopt what its ranks leave behind", adopt_orphans)
-            attempt("start the zygote", lambda: self._warmth.begin(*self._environments(), os.environ))
+            attempt("start the zygote", lambda: self._warmth.start_zygote(*self._environments(), os.environ))
             attempt("start the rendezvous store", self._store.start)
             for rank in self.ranks.values():
                 if not rank.alive:
@@ -226,12 +226,12 @@ class Agent:
         attempt("wait for what comes", self._wait)
         now = time.monotonic()
         for what, step in (
-            ("send stack traces", self._dumps.finish),
-            ("report", partial(self._reports.turn, now)),
+            ("send stack traces", self._dumps.send_finished),
+            ("report", partial(self._reports.on_timer, now)),
             ("look after the memory", partial(self._memory.turn, now)),
             ("look after the copies", partial(self._copies.turn, now)),
-            ("look after the zygote", lambda: self._warmth.turn(now, self._child_pid)),
-            ("look after the processes", lambda: self._processes.turn(self.ranks.values())),
+            ("look after the zygote", lambda: self._warmth.on_timer(now, self._child_pid)),
+            ("look after the processes", lambda: self._processes.on_timer(self.ranks.values())),
             ("begin what was forked", self._settle),
             ("answer at the door", self._witness.door.answer),
             ("send a status", partial(self._report, now)),
@@ -242,7 +242,7 @@ class Agent:
 
     @property
     def _child_pid(self) -> int | None:
-        """Of a child beside the ranks and their zygote, for which somebody waits."""
+        """The process of a child beside the ranks and their zygote, for which somebody waits."""
         return self._store.pid
 
     def _wait(self) -> None:
@@ -250,13 +250,13 @@ class Agent:
         now, sent = time.monotonic(), self._reports.sent_at
         waits = (
             self._stand_in.participant.seconds_to_tick(now),
-            self._dumps.wait,
-            self._warmth.wait(now),
+            self._dumps.timeout,
+            self._warmth.timeout(now),
             self._copies.wait(now),
         )
-        until = now + min(*waits, self._processes.wait(self.ranks.values(), now))
+        until = now + min(*waits, self._processes.timeout(self.ranks.values(), now))
         while True:
-            due = min(until, now + self._status_wait(now), now + self._reports.wait(now))
+            due = min(until, now + self._status_wait(now), now + self._reports.timeout(now))
             came = self._serve(due - now)
             now = time.monotonic()
             if came != [self._rank_line.socket] or self._reports.sent_at != sent or now >= due:
@@ -264,7 +264,7 @@ class Agent:
 
     def _report(self, now: float) -> None:
         """A status, when it is due."""
-        urgent = self._stand_in.turn(now) or self._trials.due()
+        urgent = self._stand_in.on_timer(now) or self._trials.restore_network()
         if urgent or self._status_wait(now) <= 0.0:
             self._send_status()
 
@@ -279,8 +279,8 @@ class Agent:
 
     def _settle(self) -> None:
         """Processes that were forked begin."""
-        self._store.settle()
-        self._warmth.settle()
+        self._store.complete_start()
+        self._warmth.start_forked_ranks()
 
     def _end_if_over(self, now: float) -> None:
         """All ranks finished and ended, or some died and the controller has been silent for too long."""
@@ -309,7 +309,7 @@ class Agent:
 
     # ------------------------------------------------------------ processes
     def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Of two ranks that differ in all that may be different."""
+        """The environments of two ranks that differ in all that may be different."""
         first = self.place.slots[0]
         return self._environment(first, 0, 0), self._environment(first + 1, 1, 1) | {"UNICRON_LAYOUT": "another"}
 
@@ -351,7 +351,7 @@ class Agent:
         how = self._plans.saving(self._states, ended)
         if how is None:
             return None
-        write = partial(self._memory.persist, how.turn, None, self._copies.whole if how.rests else [], how.prunes)
+        write = partial(self._memory.persist, how.before, None, self._copies.whole if how.rests else [], how.prunes)
         return partial(within, SAVE_SECONDS, write) if ended else write
 
     # ------------------------------------------------------------ messages
@@ -380,13 +380,13 @@ class Agent:
                 self._send_status()
             else:
                 self._reports.dirty = True
-            self._rank_line.know(rank.slot, identity)
+            self._rank_line.set_identity(rank.slot, identity)
         except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
             self._log.drop("a rank", f"{type(error).__name__}: {error}")
 
     def _call(self) -> None:
         """Find the controller, and register until it welcomes this agent."""
-        self._line.turn()
+        self._line.find_controller()
         if self._line.answers >= 0 and self._line.answers not in self._polling:
             self._polling.watch(self._line.answers, partial(self._line.learn, self._register))
         due = time.monotonic() - self._last_register >= REGISTER_SECONDS
@@ -439,7 +439,7 @@ class Agent:
                 self._stand_in.participant.cede_votes(message.over)
                 self._send_status()
             case wire.Reach():
-                self._witness.ask(message.number, message.targets)
+                self._witness.try_addresses(message.number, message.targets)
             case wire.Refused():
                 self._on_refused(message)
             case wire.Break():
@@ -474,7 +474,7 @@ class Agent:
             case wire.Inject():
                 self._trials.perform(message)
             case wire.Stacks():
-                self._dumps.begin(message)
+                self._dumps.start_dump(message)
             case wire.End():
                 self._on_end(message)
 
@@ -484,10 +484,10 @@ class Agent:
         agreed = participant.agreed
         plan = participant.on_plan(share)
         if plan is not None:
-            self._plans.hold(share, plan.generation)
+            self._plans.add_plan(share, plan.generation)
             self._to_ranks(plan)
         elif agreed is not None and participant.agreed is None:
-            self._plans.hold(share, agreed.generation)
+            self._plans.add_plan(share, agreed.generation)
 
     def _on_welcome(self, message: wire.Welcome) -> None:
         self._reports.configure(message.heartbeat_period, message.progress_seconds)

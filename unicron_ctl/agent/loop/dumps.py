@@ -21,11 +21,11 @@ class Dumps:
         self._making: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its traces)
 
     @property
-    def wait(self) -> float:
-        """Seconds until :meth:`finish` is to be called whatever happens; infinity while nothing is made."""
+    def timeout(self) -> float:
+        """Seconds until :meth:`send_finished` is to be called whatever happens; infinity while nothing is made."""
         return DUMP_SECONDS if self._making else float("inf")
 
-    def begin(self, order: wire.Stacks) -> None:
+    def start_dump(self, order: wire.Stacks) -> None:
         """Has them made, if the process is still there."""
         rank = self._ranks.get(order.slot)
         if rank is None or rank.child is None or rank.status.incarnation != order.incarnation:
@@ -34,7 +34,7 @@ class Dumps:
             return
         self._making[order.slot] = order.incarnation, Dump(rank.child.pid, stacks_file(self._endpoint, order.slot))
 
-    def finish(self) -> None:
+    def send_finished(self) -> None:
         """Sends those that are made."""
         for slot, (incarnation, dump) in list(self._making.items()):
             if dump.done():

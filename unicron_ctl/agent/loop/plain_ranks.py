@@ -51,7 +51,7 @@ class PlainRank(Rank):
         """A newcomer without a process."""
         self.status = wire.RankStatus(state="waiting", incarnation=incarnation, changed=time.time())
 
-    def enter(self, generation: int, environment: Mapping[str, str]) -> None:
+    def enter_generation(self, generation: int, environment: Mapping[str, str]) -> None:
         """Its process of this generation. One that cannot be started counts as exited."""
         self.breaking, self.told = None, False
         self.status.state, self.status.generation, self.status.changed = "running", generation, time.time()
@@ -119,7 +119,7 @@ class FreePort:
                 self._used.append(port)
                 return
 
-    def settle(self) -> None:
+    def complete_start(self) -> None:
         """One that could not be had is looked for again."""
         if self._wanted and self.port is None:
             self.start()
@@ -199,7 +199,7 @@ class RestartAgent(Agent):
         now = time.monotonic()
         if self._next is None or self._next[0].generation != plan.generation:
             self._next = plan, now + DOORS_SECONDS
-            self._fence.enter(self._shares_doors, now)
+            self._fence.begin_world(self._shares_doors, now)
         # A node that is lost in the first second of a world has told the controller of its lease before.
         if not self._fence.tried and now < self._next[1]:
             return
@@ -207,7 +207,7 @@ class RestartAgent(Agent):
         world, self._began = world_of(plan, self.place), now
         self._store.close()
         for rank in ready:
-            rank.enter(
+            rank.enter_generation(
                 plan.generation,
                 world.environment(rank.local, self._base)
                 | {"UNICRON_GENERATION": str(plan.generation), **self._memory.environment},
@@ -257,7 +257,7 @@ class RestartAgent(Agent):
         pids = [rank.child.pid for rank in inside if rank.child is not None]
         # What the controller has given up for good it forms no other world of.
         connected = self._line.up or self._unprotected
-        if self._fence.turn(connected, self._trials.muted and not self._unprotected, pids, time.monotonic()):
+        if self._fence.check_lease(connected, self._trials.muted and not self._unprotected, pids, time.monotonic()):
             self._log.warn(self._fence.told())
             for rank in inside:
                 rank.kill()

@@ -14,10 +14,10 @@ RESTING = frozenset({"starting", "waiting"})  # of those that begin anew
 
 
 class Saving(NamedTuple):
-    """turn(key): of an image, the nodes that come first to write it; None: it is not this node's. rests: nobody trains,
-    as far as this node knows. prunes: older checkpoints go."""
+    """before(key): of an image, the nodes that come first to write it; None: it is not this node's. rests: nobody
+    trains, as far as this node knows. prunes: older checkpoints go."""
 
-    turn: Callable[[Key], tuple[int, ...] | None]
+    before: Callable[[Key], tuple[int, ...] | None]
     rests: bool
     prunes: bool
 
@@ -29,7 +29,7 @@ class Plans:
         self._slots, self._here = slots, min(slots) // len(slots)
         self._held: dict[int, wire.PlanShare] = {}  # by generation
 
-    def hold(self, share: wire.PlanShare, generation: int) -> None:
+    def add_plan(self, share: wire.PlanShare, generation: int) -> None:
         """The ranks are given it, or agreed on it already."""
         self._held[generation] = share
         while len(self._held) > PLANS_HELD:
@@ -52,27 +52,32 @@ class Plans:
         """
         member = any(slot in self._slots for slot in self._members)
         if not AT_WORK.isdisjoint(states):
-            return Saving(self.turn, False, not ended)
+            return Saving(self.writers_before, False, not ended)
         if "stopped" in states or (ended and member):
-            return Saving(self.keeps, True, not ended)
-        return Saving(self.last, True, False) if member and RESTING.issuperset(states) else None
+            return Saving(self.writers_before_at_rest, True, not ended)
+        return Saving(self.all_other_writers, True, False) if member and RESTING.issuperset(states) else None
 
-    def turn(self, key: Key) -> tuple[int, ...] | None:
-        """Those of the nodes that train a place of the layout that come before this one; None where it does not train
-        it. A shard is its rank's."""
+    def writers_before(self, key: Key) -> tuple[int, ...] | None:
+        """The nodes that train a place of the layout and come before this one; None where this one does not train it. A
+        shard is its rank's."""
         nodes = self._nodes(key)
         if not nodes:
             return None if key.kind == SHARD else ()
         return tuple(nodes[: nodes.index(self._here)]) if self._here in nodes else None
 
-    def keeps(self, key: Key) -> tuple[int, ...] | None:
-        """The same where nobody trains: who has a copy of what others train comes after all of these."""
-        nodes, mine = self._nodes(key), self.turn(key)
+    def writers_before_at_rest(self, key: Key) -> tuple[int, ...] | None:
+        """As :meth:`writers_before`, where nobody trains: a node with a copy of what others train comes after all of
+        these."""
+        nodes, mine = self._nodes(key), self.writers_before(key)
         return tuple(nodes) if mine is None and nodes else mine
 
-    def last(self, key: Key) -> tuple[int, ...] | None:
-        """The same, and this node comes after all others in everything."""
-        return None if self.keeps(key) is None else tuple(node for node in self._nodes(key) if node != self._here)
+    def all_other_writers(self, key: Key) -> tuple[int, ...] | None:
+        """All nodes but this one, which comes last in everything; None where it writes nothing."""
+        return (
+            None
+            if self.writers_before_at_rest(key) is None
+            else tuple(node for node in self._nodes(key) if node != self._here)
+        )
 
     def _nodes(self, key: Key) -> list[int]:
         members = self._members

@@ -55,9 +55,9 @@ class Reports:
         self._period, self._progress = period, progress
         self._steps.configure(period, progress)
 
-    def wait(self, now: float) -> float:
-        """Seconds until :meth:`turn` is to be called whatever happens; infinity when nothing is due."""
-        return self._steps.wait(now)
+    def timeout(self, now: float) -> float:
+        """Seconds until :meth:`on_timer` is to be called whatever happens; infinity when nothing is due."""
+        return self._steps.timeout(now)
 
     def status_wait(self, now: float) -> float:
         """Seconds until a status is due by time. Steps tell of progress, too: while they flow it needs no status."""
@@ -66,8 +66,8 @@ class Reports:
             due = min(due, max(self.sent_at, self._steps.sent_at + MERGE_SECONDS) + self._progress)
         return due - now
 
-    def turn(self, now: float) -> None:
-        """What is due by time."""
+    def on_timer(self, now: float) -> None:
+        """Send what is due by time."""
         self.send_steps(now)
         self._metrics(now)
 
@@ -124,7 +124,7 @@ class Reports:
         """Step reports that are due. hold: they may wait for later ones."""
         ranks = {} if leaving else self._ranks
         running = {slot: rank.status.generation for slot, rank in ranks.items() if rank.running}
-        return self._steps.take(now, running, hold)
+        return self._steps.due_reports(now, running, hold)
 
     def _send_steps(self, reports: list[wire.StepReport]) -> None:
         """Step reports that no status takes along."""
@@ -142,11 +142,13 @@ class Reports:
 
     def node_events(self, again: bool = False) -> None:
         """What the node has said; again: from the beginning."""
-        for event in self.node.take(self._place.job, self._place.element, self._identity, again) if self.node else ():
+        for event in (
+            self.node.new_events(self._place.job, self._place.element, self._identity, again) if self.node else ()
+        ):
             self._send(event)
 
     def _metrics(self, now: float) -> None:
-        sample = self.sampling.turn(now)
+        sample = self.sampling.read_sample(now)
         if sample is not None:
             ranks = self._vitals.sample(self._ranks.values(), now)
             job, element, agent = self._place.job, self._place.element, self._identity

@@ -53,8 +53,8 @@ class StandIn:
         if not self._muted():
             self.participant.on_message(message, now)
 
-    def turn(self, now: float) -> bool:
-        """What time brings; True when the controller is to get a status at once."""
+    def on_timer(self, now: float) -> bool:
+        """Do what is due by time; True when the controller is to get a status at once."""
         self.participant.tick(now)
         self.carry_out()
         return self.participant.status_due or self.participant.should_ask(now)
@@ -64,7 +64,7 @@ class StandIn:
         known = self.participant.known
         if self._line is not None and known is not self._known:
             self._known = known
-            self._line.know(known.values())
+            self._line.allow_only(known.values())
         outbox, self.participant.outbox = self.participant.outbox, []
         for peer, message in outbox:
             if self._line is not None and not self._muted():

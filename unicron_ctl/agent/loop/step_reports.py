@@ -60,7 +60,7 @@ class StepReports:
             self._repeated.append(self._open.pop(key))
         self._open.setdefault(key, _Group(key, now)).steps[slot] = step
 
-    def take(self, now: float, running: Mapping[int, int], hold: bool = False) -> list[wire.StepReport]:
+    def due_reports(self, now: float, running: Mapping[int, int], hold: bool = False) -> list[wire.StepReport]:
         """The reports that are due, oldest iteration first.
 
         running: slot -> generation, for each rank that runs in one. An iteration waits for the ranks of its generation,
@@ -91,14 +91,14 @@ class StepReports:
         on."""
         wait = self._with_status or now - self.sent_at < self._hold
         ended = any(self._ended(group, running) for group in self._open.values())
-        return wait and self.wait(now) > 0.0 and not self._repeated and not ended
+        return wait and self.timeout(now) > 0.0 and not self._repeated and not ended
 
     @staticmethod
     def _ended(group: _Group, running: Mapping[int, int]) -> bool:
         """A rank that has reported it runs no more in its generation."""
         return any(running.get(slot) != group.key[0] for slot in group.steps)
 
-    def wait(self, now: float) -> float:
+    def timeout(self, now: float) -> float:
         """Seconds until a report is due even if nothing more is reported; infinity when there is none."""
         if len(self._open) >= MOST_HELD:
             return 0.0

@@ -33,8 +33,8 @@ Warn = Callable[[str], None]
 
 
 class NodeWatch:
-    """Watches the node. Its descriptor becomes readable when `take` has something new; `oom` knows the kills of its
-    cgroup."""
+    """Watches the node. Its descriptor becomes readable when `new_events` has something new; `oom` knows the kills of
+    its cgroup."""
 
     def __init__(self, warn: Warn, options: AgentConfig, classifier: Classifier, links: Path | None = None):
         self._warn, self._seconds = warn, options.link_seconds
@@ -57,7 +57,7 @@ class NodeWatch:
     def fileno(self) -> int:
         return self._ready
 
-    def take(self, job: str, element: int, agent: str, again: bool = False) -> list[wire.NodeEvent]:
+    def new_events(self, job: str, element: int, agent: str, again: bool = False) -> list[wire.NodeEvent]:
         """What is new, as messages of that agent; `again`: all that is still kept, for a controller that forgot."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._ready, 4096)

@@ -30,7 +30,7 @@ class Store(Protocol):
     def start(self) -> None:
         """Start it."""
 
-    def settle(self) -> None:
+    def complete_start(self) -> None:
         """Take in the process that was forked for it."""
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class StoreProcess:
         if self._coming is None:
             self._begin_cold()
 
-    def settle(self) -> None:
+    def complete_start(self) -> None:
         """The process that was forked begins; where none was, the store starts cold."""
         if self._again is not None and time.monotonic() >= self._again:
             self.start()

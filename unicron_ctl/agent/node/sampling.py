@@ -1,7 +1,7 @@
 """The node's metrics, from a child of the agent: what it reads may hang, the agent may not.
 
-:meth:`Sampling.turn` never blocks: it takes what the child has printed, starts a child that is due, and replaces one
-that has fallen silent. One that cannot be killed, for it waits in the kernel, is left behind.
+:meth:`Sampling.read_sample` never blocks: it takes what the child has printed, starts a child that is due, and replaces
+one that has fallen silent. One that cannot be killed, for it waits in the kernel, is left behind.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sampling:
         self.close()
         self._seconds, self._directory, self._due, self._tries = seconds, directory, now + seconds, 0
 
-    def turn(self, now: float) -> Sample | None:
+    def read_sample(self, now: float) -> Sample | None:
         """The newest sample, if there is a new one."""
         if self._child is None:
             if self._seconds and now >= self._due and self._tries < TRIES:

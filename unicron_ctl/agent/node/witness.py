@@ -21,8 +21,8 @@ class Witness:
         self._trying = 0
         self._lock = threading.Lock()
 
-    def ask(self, number: int, targets: Sequence[str]) -> None:
-        """Tries the addresses side by side; the answer is known after at most REACH_SECONDS, if names resolve."""
+    def try_addresses(self, number: int, targets: Sequence[str]) -> None:
+        """Try the addresses side by side; the answer is known after at most REACH_SECONDS, if names resolve."""
         words = [str(Reach.UNKNOWN)] * len(targets)
         wanted = [place for place, target in enumerate(targets) if target]
         with self._lock:

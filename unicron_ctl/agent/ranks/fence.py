@@ -58,14 +58,14 @@ class Fence:
         """Whether this world's doors answer is known, so that a lease that can be held is held."""
         return not self._doors or self._answered == self._world
 
-    def enter(self, doors: Sequence[str], now: float) -> None:
+    def begin_world(self, doors: Sequence[str], now: float) -> None:
         """A world begins; doors: of its other agents, as far as they are known."""
         self._doors, self._world, self._tried = list(doors), self._world + 1, float("-inf")
         self._lease.start_world(len(self._doors), now)
 
-    def turn(self, connected: bool, muted: bool, pids: Sequence[int], now: float) -> bool:
-        """What is due by time. connected: to the controller; muted: this node has lost its network. pids: the processes
-        of the world. True when they have to end now."""
+    def check_lease(self, connected: bool, muted: bool, pids: Sequence[int], now: float) -> bool:
+        """Renew the lease, or see that it has run out. connected: to the controller; muted: this node has lost its
+        network. pids: the processes of the world. True when they have to end now."""
         connected = connected and not muted
         for world, count, began in self._answers.take_all():
             self._trying, self._answered = False, world
@@ -169,7 +169,7 @@ class Fence:
 
     @property
     def pid(self) -> int | None:
-        """Of the watchdog."""
+        """The watchdog's process."""
         return self._dog.pid if self._dog is not None else None
 
     def close(self) -> None:

@@ -66,8 +66,8 @@ class Trials:
         else:
             self._tell(order.slot, order)
 
-    def due(self) -> bool:
-        """True when an injected loss of the network has just ended: the agent speaks again."""
+    def restore_network(self) -> bool:
+        """End an injected loss of the network when it has lasted long enough; True when it has just ended."""
         if not self._until or time.monotonic() < self._until:
             return False
         self._until = 0.0

@@ -47,13 +47,13 @@ class Processes:
         rank.start(incarnation)
         self.attend(rank)
 
-    def wait(self, ranks: Iterable[Rank], now: float) -> float:
-        """Seconds until :meth:`turn` is to be called whatever happens; infinity when nothing is due."""
+    def timeout(self, ranks: Iterable[Rank], now: float) -> float:
+        """Seconds until :meth:`on_timer` is to be called whatever happens; infinity when nothing is due."""
         due = [rank.again - now for rank in ranks if rank.again is not None]
         return max(0.0, min([*due, HOLD_SECONDS if self._held else float("inf")], default=float("inf")))
 
-    def turn(self, ranks: Iterable[Rank]) -> None:
-        """What is due by time: processes that could not be started are tried again."""
+    def on_timer(self, ranks: Iterable[Rank]) -> None:
+        """Try again to start processes that could not be started, and to pass on output that had to wait."""
         if self._held and not standard_error.full:
             for child in self._held:
                 self._polling.watch(child.stderr, partial(self._pass_stderr, child))

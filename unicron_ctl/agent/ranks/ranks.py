@@ -79,7 +79,7 @@ class Rank:
     def _try(self, environment: Mapping[str, str]) -> None:
         self.cold, self.again, self._wanted = "", None, environment
         try:
-            self.coming = self.starter.ask(environment)
+            self.coming = self.starter.request_fork(environment)
         except OSError as error:
             self._failed(error)
             return
@@ -134,7 +134,7 @@ class Rank:
 
     @property
     def running(self) -> bool:
-        """It trains in its generation, and nothing says that it is about to end."""
+        """The rank trains in its generation, and nothing says that it is about to end."""
         return self.status.state == "running" and self.status.end is None
 
     def on_message(self, message: FromRank) -> bool:

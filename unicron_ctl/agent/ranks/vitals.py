@@ -22,7 +22,7 @@ _PAGE = float(os.sysconf("SC_PAGE_SIZE"))
 
 @dataclass(frozen=True)
 class Usage:
-    """One look at a process: state letter, seconds of CPU time, bytes in memory, bytes read and written so far."""
+    """A process at one moment: state letter, seconds of CPU time, bytes in memory, bytes read and written so far."""
 
     state: str
     cpu: float
@@ -30,7 +30,7 @@ class Usage:
     transferred: float
 
 
-def look(pid: int, root: Path = Path("/proc")) -> Usage | None:
+def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
     """The process as it is now; None for one that is gone."""
     try:
         fields = _text(f"{root}/{pid}/stat").rpartition(")")[2].split()
@@ -82,7 +82,7 @@ class Vitals:
     def update(self, ranks: Iterable[Rank], now: float) -> None:
         """Puts state and idle time into the ranks' statuses."""
         for rank in ranks:
-            usage = look(rank.status.pid) if rank.alive else None
+            usage = usage_of(rank.status.pid) if rank.alive else None
             if usage is None:
                 rank.status.process, rank.status.idle = "", 0.0
                 self._of.pop(rank.slot, None)
@@ -97,7 +97,7 @@ class Vitals:
         """slot -> `rank_cpu` (cores, since the last sample), `rank_memory` (bytes); new processes have no rate yet."""
         found = {}
         for rank in ranks:
-            usage = look(rank.status.pid) if rank.alive else None
+            usage = usage_of(rank.status.pid) if rank.alive else None
             if usage is None:
                 continue
             pid, at, before = self._before.get(rank.slot, (0, now, usage))

@@ -35,7 +35,7 @@ class Warmth:
         self._zygote: ZygoteClient | None = None
         self._looked = 0.0
 
-    def begin(self, one: Mapping[str, str], other: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    def start_zygote(self, one: Mapping[str, str], other: Mapping[str, str], environment: Mapping[str, str]) -> None:
         """one, other: the environments of two ranks; environment: the agent's."""
         starter = self._starter(warm_commands.common(one, other), environment)
         for rank in self._ranks.values():
@@ -54,15 +54,15 @@ class Warmth:
             return AlwaysCold(str(error))
         told = [SESSION_NEEDS] if "UNICRON_AGENT" in zygote else []
         self._zygote = ZygoteClient(*split, zygote, named, told, self._watch, self._unwatch)
-        self._zygote.begin()
+        self._zygote.start_process()
         return self._zygote
 
     def fork(self, words: list[str], stdout: int) -> Coming | None:
         """A warm process with what all ranks have in common of their environment; None where there is no zygote."""
-        return self._zygote.ask(self._zygote.environment, words, stdout) if self._zygote is not None else None
+        return self._zygote.request_fork(self._zygote.environment, words, stdout) if self._zygote is not None else None
 
     # ------------------------------------------------------------ in the agent's loop
-    def settle(self) -> None:
+    def start_forked_ranks(self) -> None:
         """Processes that were forked begin, those that were not start cold."""
         for rank in self._ranks.values():
             if rank.coming is not None and rank.coming.settled:
@@ -71,10 +71,11 @@ class Warmth:
             if self._zygote is not None and rank.cold:
                 self._log.warn_once(f"its ranks start cold: {rank.cold}")
 
-    def turn(self, now: float, other: int | None) -> None:
-        """What is due by time (monotonic); then :meth:`settle`. other: another process that somebody waits for."""
+    def on_timer(self, now: float, other: int | None) -> None:
+        """Look after the zygote and after adopted processes. now: monotonic. other: another process that somebody waits
+        for."""
         if self._zygote is not None:
-            self._zygote.turn(now)
+            self._zygote.on_timer(now)
         coming = any(rank.coming is not None for rank in self._ranks.values())  # its process is not known yet
         if now - self._looked >= ORPHANS_SECONDS and not coming:
             self._looked = now
@@ -82,9 +83,9 @@ class Warmth:
             more = (self.pid, other)
             reap_orphans([*known, *(pid for pid in more if pid is not None)])
 
-    def wait(self, now: float) -> float:
-        """Seconds until :meth:`turn` is to be called whatever happens."""
-        return self._zygote.wait(now) if self._zygote is not None else float("inf")
+    def timeout(self, now: float) -> float:
+        """Seconds until :meth:`on_timer` is to be called whatever happens."""
+        return self._zygote.timeout(now) if self._zygote is not None else float("inf")
 
     @property
     def pid(self) -> int | None:

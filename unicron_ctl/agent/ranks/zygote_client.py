@@ -83,7 +83,7 @@ class Coming:
             os.close(descriptor)
 
     def drop(self) -> None:
-        """It is not wanted any more. A fork that comes all the same gets no leave, and ends."""
+        """The process is not wanted any more. A fork that comes all the same gets no leave, and ends."""
         self.cold = self.cold or "it was not wanted any more"
         os.close(self.stderr)
         os.close(self.leave)
@@ -94,7 +94,7 @@ class Starter(Protocol):
 
     why: str
 
-    def ask(self, environment: Mapping[str, str]) -> Coming | None:
+    def request_fork(self, environment: Mapping[str, str]) -> Coming | None:
         """A warm process with this environment; None where it has to start cold."""
 
 
@@ -104,7 +104,7 @@ class AlwaysCold:
     def __init__(self, why: str) -> None:
         self.why = why
 
-    def ask(self, environment: Mapping[str, str]) -> Coming | None:
+    def request_fork(self, environment: Mapping[str, str]) -> Coming | None:
         """None."""
         return None
 
@@ -146,11 +146,13 @@ class ZygoteClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the present one."""
+        """The present zygote's process."""
         return self._child.pid if self._child is not None else None
 
     # ------------------------------------------------------------ requests
-    def ask(self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1) -> Coming | None:
+    def request_fork(
+        self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1
+    ) -> Coming | None:
         """A warm process with this environment, as soon as there is one; None where it has to start cold. `words`: what
         it runs in place of the command. Raises OSError."""
         if self._child is None:
@@ -238,7 +240,7 @@ class ZygoteClient:
         self.why = coming.cold
         if message.get("stale"):
             self._end(coming.cold)
-            self.begin()
+            self.start_process()
             return False
         return True
 
@@ -252,10 +254,10 @@ class ZygoteClient:
             self._again = time.monotonic() + REST_SECONDS * 2 ** (self._tries - 1)
 
     # ------------------------------------------------------------ time
-    def turn(self, now: float) -> None:
-        """What is due by time (monotonic)."""
+    def on_timer(self, now: float) -> None:
+        """Give up what takes too long, and start the next zygote when that is due. now: monotonic."""
         if self._again is not None and now >= self._again:
-            self.begin()
+            self.start_process()
         for coming in self._asked.values():
             limit = LOAD_SECONDS if coming.asked is None else self._answer
             if not coming.settled and now >= self._since(coming) + limit:
@@ -267,8 +269,8 @@ class ZygoteClient:
             assert self._child is not None
             self._child.signal(9)
 
-    def wait(self, now: float) -> float:
-        """Seconds until :meth:`turn` is to be called whatever happens; infinity when nothing is due."""
+    def timeout(self, now: float) -> float:
+        """Seconds until :meth:`on_timer` is to be called whatever happens; infinity when nothing is due."""
         due = [self._again] if self._again is not None else []
         for coming in self._asked.values():
             if coming.asked is not None:
@@ -282,8 +284,8 @@ class ZygoteClient:
         return self._began if coming.asked is None else max(coming.asked, self._answered)
 
     # ------------------------------------------------------------ the process
-    def begin(self) -> None:
-        """Start one."""
+    def start_process(self) -> None:
+        """Start a zygote."""
         self._again, self._began = None, time.monotonic()
         try:
             mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -328,6 +330,6 @@ class ZygoteClient:
             child.close()
 
     def close(self) -> None:
-        """It ends; so do forks that nobody has taken."""
+        """End the zygote, and forks that nobody has taken."""
         self._again = None
         self._end("the agent ends")

@@ -112,7 +112,7 @@ def test_the_loop_goes_on_while_slurm_says_whom_to_believe(
     slow = Slow(True)
     monkeypatch.setattr(hello, "unmunge", lambda text: Credential(4242, claims.of_controller(theirs).encode()))
     monkeypatch.setattr(hello, "trusted", slow)
-    lines.turn()
+    lines.find_controller()
     _, where = controller.recvfrom(4096)
     controller.sendto(wire.encode(datagrams.Introduction(credential="MUNGE:x:")), where)
     wait_for(lambda: lines.learn(lambda: learned.append(True)) or slow.calls, "the answer is looked at")

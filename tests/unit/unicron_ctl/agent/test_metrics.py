@@ -55,4 +55,4 @@ def test_no_metrics_where_they_are_switched_off_or_make_no_sense(tmp_path):
     sampling = Sampling(str(tmp_path))
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         sampling.configure(seconds, "", 0.0)
-        assert sampling.turn(1e9) is None and sampling._child is None
+        assert sampling.read_sample(1e9) is None and sampling._child is None

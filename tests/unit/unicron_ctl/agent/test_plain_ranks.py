@@ -146,7 +146,7 @@ def test_a_slot_waits_runs_and_waits_again():
     rank = PlainRank(4, 0, ["sleep", "600"])
     rank.start(0)
     assert (rank.status.state, rank.alive) == ("waiting", False)
-    rank.enter(3, {"PATH": "/usr/bin:/bin"})
+    rank.enter_generation(3, {"PATH": "/usr/bin:/bin"})
     assert (rank.status.state, rank.status.generation, rank.alive) == ("running", 3, True)
     assert not rank.break_(2), "an order about an older world"
     assert rank.break_(3) and not rank.break_(3), "the second copy of the order changes nothing"
@@ -155,7 +155,7 @@ def test_a_slot_waits_runs_and_waits_again():
     assert rank.child.ended(10.0)
     rank.collect()
     assert (rank.status.state, rank.status.broken, rank.status.incarnation, rank.status.exit) == ("waiting", 3, 0, None)
-    rank.enter(5, {"PATH": "/usr/bin:/bin"})
+    rank.enter_generation(5, {"PATH": "/usr/bin:/bin"})
     rank.kill()
     assert rank.child.ended(10.0)
     rank.collect()
@@ -168,7 +168,7 @@ def test_a_slot_waits_runs_and_waits_again():
 def test_who_has_ended_well_is_needed_again_and_a_program_that_is_gone_counts_as_ended():
     rank = PlainRank(0, 0, ["true"])
     rank.start(0)
-    rank.enter(1, {"PATH": "/usr/bin:/bin"})
+    rank.enter_generation(1, {"PATH": "/usr/bin:/bin"})
     assert rank.child.ended(10.0)
     rank.collect()
     assert rank.status.state == "finished"
@@ -176,7 +176,7 @@ def test_who_has_ended_well_is_needed_again_and_a_program_that_is_gone_counts_as
     assert (rank.status.state, rank.status.broken) == ("waiting", 1)
     gone = PlainRank(0, 0, ["/nonexistent/program"])
     gone.start(0)
-    gone.enter(1, {})
+    gone.enter_generation(1, {})
     assert gone.status.state == "exited" and gone.status.exit.code == 127
 
 

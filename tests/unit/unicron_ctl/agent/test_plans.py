@@ -18,7 +18,7 @@ def test_only_the_last_plans_are_held() -> None:
     plans = Plans([0, 1])
     held = {generation: share(generation, [0, 1]) for generation in range(1, PLANS_HELD + 3)}
     for generation, part in held.items():
-        plans.hold(part, generation)
+        plans.add_plan(part, generation)
     found = [generation for generation in held if plans.share(generation) is not None]
     assert found == list(held)[-PLANS_HELD:]
     assert plans.share(found[0]) is held[found[0]]
@@ -29,35 +29,35 @@ def test_the_nodes_that_train_a_place_take_turns_to_write_its_state() -> None:
     places = [Key(STATE, slot=0, iteration=7, place=place, size=2) for place in (0, 1)]
     for generation, members, first in ((1, [0, 1, 2, 3, 4, 5], 0), (2, [2, 3, 4, 5], 1), (3, [4, 5], 2)):
         for node in nodes:
-            node.hold(share(generation, members, replica=2), generation)
+            node.add_plan(share(generation, members, replica=2), generation)
         turns = [None] * first + [tuple(range(first, node)) for node in range(first, 3)]
-        assert [[node.turn(key) for node in nodes] for key in places] == [turns, turns]
-    nodes[0].hold(share(4, [1, 4]), 4)
-    assert [nodes[0].turn(key) for key in places] == [None, ()], "it trains the other half alone"
+        assert [[node.writers_before(key) for node in nodes] for key in places] == [turns, turns]
+    nodes[0].add_plan(share(4, [1, 4]), 4)
+    assert [nodes[0].writers_before(key) for key in places] == [None, ()], "it trains the other half alone"
 
 
 def test_a_shard_is_written_where_its_rank_trains() -> None:
     here, there = Plans([0, 1]), Plans([2, 3])
     shard = Key(SHARD, slot=2, iteration=7, shard=2, count=4)
-    assert (here.turn(shard), there.turn(shard)) == (None, ())
-    there.hold(share(1, [0, 1, 3]), 1)
-    assert there.turn(shard) is None
+    assert (here.writers_before(shard), there.writers_before(shard)) == (None, ())
+    there.add_plan(share(1, [0, 1, 3]), 1)
+    assert there.writers_before(shard) is None
 
 
 def test_without_a_plan_every_node_has_its_say() -> None:
-    assert Plans([4, 5]).turn(Key(STATE, slot=4, iteration=0)) == ()
+    assert Plans([4, 5]).writers_before(Key(STATE, slot=4, iteration=0)) == ()
 
 
 def test_where_nobody_trains_who_has_a_copy_comes_after_all_who_trained_the_place() -> None:
     nodes = [Plans([slot]) for slot in range(5)]
     for node in nodes:
-        node.hold(share(1, [0, 1, 2, 3], replica=2), 1)
+        node.add_plan(share(1, [0, 1, 2, 3], replica=2), 1)
     first, second = (Key(STATE, slot=0, iteration=7, place=place, size=2) for place in (0, 1))
-    assert [node.keeps(first) for node in nodes] == [(), (0, 2), (0,), (0, 2), (0, 2)]
-    assert [node.keeps(second) for node in nodes] == [(1, 3), (), (1, 3), (1,), (1, 3)]
+    assert [node.writers_before_at_rest(first) for node in nodes] == [(), (0, 2), (0,), (0, 2), (0, 2)]
+    assert [node.writers_before_at_rest(second) for node in nodes] == [(1, 3), (), (1, 3), (1,), (1, 3)]
     here, gone = (Key(SHARD, slot=slot, iteration=7, shard=slot, count=5) for slot in (1, 4))
-    assert [node.keeps(here) for node in nodes] == [(1,), (), (1,), (1,), (1,)]
-    assert [node.keeps(gone) for node in nodes] == [None] * 5, "the plan goes on without that one"
+    assert [node.writers_before_at_rest(here) for node in nodes] == [(1,), (), (1,), (1,), (1,)]
+    assert [node.writers_before_at_rest(gone) for node in nodes] == [None] * 5, "the plan goes on without that one"
 
 
 @pytest.mark.parametrize(
@@ -81,17 +81,17 @@ def test_how_a_node_writes_its_part_of_what_ends_in_the_middle(states, turn, end
 
     alone = turn if turn in ("turn", "keeps") else None
     assert [found(False), found(True)] == [alone, alone], "no plan yet"
-    plans.hold(share(1, [0, 1, 2]), 1)
+    plans.add_plan(share(1, [0, 1, 2]), 1)
     assert [found(False), found(True)] == [turn, ended_turn]
-    plans.hold(share(2, [2]), 2)
+    plans.add_plan(share(2, [2]), 2)
     assert [found(False), found(True)] == [alone, alone], "the others go on without it"
 
 
 def test_whose_ranks_begin_anew_comes_after_all_others() -> None:
     nodes = [Plans([slot]) for slot in range(3)]
     for node in nodes:
-        node.hold(share(1, [0, 1], replica=1), 1)
+        node.add_plan(share(1, [0, 1], replica=1), 1)
     key = Key(STATE, slot=0, iteration=7)
-    assert [node.last(key) for node in nodes] == [(1,), (0,), (0, 1)]
-    nodes[0].hold(share(2, [0]), 2)
-    assert nodes[0].last(key) == (), "there is nobody else"
+    assert [node.all_other_writers(key) for node in nodes] == [(1,), (0,), (0, 1)]
+    nodes[0].add_plan(share(2, [0]), 2)
+    assert nodes[0].all_other_writers(key) == (), "there is nobody else"

@@ -65,12 +65,12 @@ class Made:
         self.clock, self.comings = clock, []
         ways = (lambda descriptor, call: None), (lambda descriptor: None)
         self.zygote = ZygoteClient(["python"], ["script.py"], {}, [], [], *ways, ANSWER, HUNG)
-        self.zygote.begin()
+        self.zygote.start_process()
         self.process = self.zygote._child
         self.process.line.recv(ANSWER_BYTES)  # its task
 
     def ask(self, count: int = 1) -> list[Coming]:
-        asked = [self.zygote.ask({}) for _ in range(count)]
+        asked = [self.zygote.request_fork({}) for _ in range(count)]
         self.comings += asked
         return asked
 
@@ -81,11 +81,11 @@ class Made:
 
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
-        self.zygote.turn(self.clock.now)
+        self.zygote.on_timer(self.clock.now)
 
     @property
     def due(self) -> float:
-        return self.zygote.wait(self.clock.now)
+        return self.zygote.timeout(self.clock.now)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_zygote_that_stops_answering_is_waited_for_no_longer_than_before(made:
     assert one.pid == 1001 and made.due == 0.5 and not any(coming.settled for coming in others)
     made.wait(0.5)
     assert [coming.cold for coming in others] == ["the zygote has not answered within 2 s"] * 2
-    assert made.zygote.ask({}) is None and made.due == HUNG - ANSWER
+    assert made.zygote.request_fork({}) is None and made.due == HUNG - ANSWER
     made.wait(7.5)
     assert not made.process.signals
     made.wait(0.5)
@@ -171,7 +171,7 @@ def test_an_interpreter_that_ends_before_it_has_its_task_is_one_that_died(made: 
     """Defect: a broken pipe ended the agent."""
     made.zygote.close()
     monkeypatch.setattr(zygote_client, "Child", Gone)
-    made.zygote.begin()
+    made.zygote.start_process()
     made.zygote.read()
-    assert made.zygote.ask({}) is None and made.zygote.why.endswith("no module named encodings")
+    assert made.zygote.request_fork({}) is None and made.zygote.why.endswith("no module named encodings")
     assert made.due == zygote_client.REST_SECONDS, "it is tried again"
