@@ -15,7 +15,7 @@ from unicron.transition.generations.layout import Layout
 from unicron.transition.megatron_lm import arguments, data, loop, save_load, world
 from unicron.transition.seams.megatron_lm import Refused
 from unicron.transition.session.session import StepResult
-from unicron.transition.snapshot.checkpoint import CheckpointError
+from unicron.transition.snapshot.checkpoint import CheckpointError, Writer
 
 
 def args(**more):
@@ -214,13 +214,20 @@ def test_a_checkpoint_that_has_to_be_there(tmp_path):
         save_load.checkpoints(folders(None, tmp_path, needed=True)).load(None)
 
 
+def made(folder: Path, iteration: int) -> None:
+    """A checkpoint that is whole, as far as its name says."""
+    path = folder / f"iteration-{iteration}"
+    path.mkdir()
+    (path / Writer().name).write_text("")
+
+
 def test_what_ranks_could_begin_with_is_in_the_folder_to_save_in_and_else_in_the_other(tmp_path):
     for name in ("save", "load"):
         (tmp_path / name).mkdir()
-    (tmp_path / "load" / "iteration-40.pt").write_text("")
+    made(tmp_path / "load", 40)
     both = save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load"))
     assert [each.iteration for each in both.choices()] == [40] and both.destination == tmp_path / "save"
-    (tmp_path / "save" / "iteration-7.pt").write_text("")
+    made(tmp_path / "save", 7)
     assert [each.iteration for each in both.choices()] == [7]
     assert save_load.checkpoints(folders(None, tmp_path / "load")).destination is None
     with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint is given"):
@@ -234,9 +241,9 @@ def test_the_folder_to_save_in_goes_before_the_one_to_load_from(tmp_path, monkey
     )
     for name in ("save", "load"):
         (tmp_path / name).mkdir()
-    (tmp_path / "load" / "iteration-40.pt").write_text("")
+    made(tmp_path / "load", 40)
     save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None)
-    (tmp_path / "save" / "iteration-7.pt").write_text("")
+    made(tmp_path / "save", 7)
     save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None)
     save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None, 40)
     assert read == ["load", "save", "load"]

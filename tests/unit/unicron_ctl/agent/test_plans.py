@@ -61,28 +61,28 @@ def test_where_nobody_trains_who_has_a_copy_comes_after_all_who_trained_the_plac
 
 
 @pytest.mark.parametrize(
-    ("states", "turn", "ended_turn"),
+    ("states", "before", "ended_before"),
     [
-        (["running", "exited"], "turn", "turn"),
-        (["stopped", "waiting"], "keeps", "keeps"),
-        (["waiting", "starting"], "last", "keeps"),
-        (["waiting", "exited"], None, "keeps"),
-        (["finished"], None, "keeps"),
+        (["running", "exited"], "writers_before", "writers_before"),
+        (["stopped", "waiting"], "writers_before_at_rest", "writers_before_at_rest"),
+        (["waiting", "starting"], "all_other_writers", "writers_before_at_rest"),
+        (["waiting", "exited"], None, "writers_before_at_rest"),
+        (["finished"], None, "writers_before_at_rest"),
     ],
 )
-def test_how_a_node_writes_its_part_of_what_ends_in_the_middle(states, turn, ended_turn) -> None:
+def test_how_a_node_writes_its_part_of_what_ends_in_the_middle(states, before, ended_before) -> None:
     plans = Plans([0, 1])
 
     def found(ended: bool) -> str | None:
         saving = plans.saving(states, ended)
-        assert saving is None or saving.rests == (saving.turn != plans.turn)
-        assert saving is None or saving.prunes == (not ended and saving.turn != plans.last)
-        return saving.turn.__name__ if saving is not None else None
+        assert saving is None or saving.rests == (saving.before != plans.writers_before)
+        assert saving is None or saving.prunes == (not ended and saving.before != plans.all_other_writers)
+        return saving.before.__name__ if saving is not None else None
 
-    alone = turn if turn in ("turn", "keeps") else None
+    alone = before if before in ("writers_before", "writers_before_at_rest") else None
     assert [found(False), found(True)] == [alone, alone], "no plan yet"
     plans.add_plan(share(1, [0, 1, 2]), 1)
-    assert [found(False), found(True)] == [turn, ended_turn]
+    assert [found(False), found(True)] == [before, ended_before]
     plans.add_plan(share(2, [2]), 2)
     assert [found(False), found(True)] == [alone, alone], "the others go on without it"
 
