@@ -125,7 +125,7 @@ def _wrong(links: dict[str, Any]) -> str:
 
 
 def _hosts(word: str) -> list[str]:
-    """n1,n2 or head -> the hosts."""
+    """The hosts in a word: n1,n2 or head."""
     return [host for host in word.split(",") if host]
 
 

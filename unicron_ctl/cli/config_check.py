@@ -110,7 +110,7 @@ def allowed(config: Config, listed: list[PartitionInfo]) -> list[PartitionReport
 
 
 def lines(found: list[PartitionReport]) -> list[str]:
-    """Columns as sinfo has them: one line a partition, to be read and to be grepped."""
+    """Columns as sinfo prints them, one line for each partition."""
     rows = [("PARTITION", "NODES", "STATE", "MODE", "SPARE", "WEIGHT", "ACTIONS")]
     for one in found:
         claims = [f"{name}={most:g}" for known in (one.accounts, one.qos) for name, most in sorted(known.items())]

@@ -109,7 +109,7 @@ def _only_job(controller: str | None, node: str | None) -> str:
 
 
 def _lose_node(done: Injected, controller: str | None, state_dir: Path) -> Injected:
-    """Cuts the node's power where that can be done here: on the local cluster. The order stands in the log first."""
+    """Cuts the node's power, on the local cluster. The order is logged first."""
     node = done.node
     try:
         cluster = LocalCluster.load(state_dir)
@@ -199,7 +199,7 @@ def punish(
 
 
 def _restore(off: dict[str, float], state_dir: Path, now: float) -> None:
-    """Power for the nodes that have been off for long enough."""
+    """Powers the nodes on that have been off for long enough."""
     for node in [node for node, at in off.items() if at <= now]:
         del off[node]
         LocalCluster.load(state_dir).power_on(node)

@@ -120,7 +120,7 @@ def _drain(client: Any, found: Findings) -> dict[str, str]:
 
 
 def _tell(found: Findings, controller: str | None) -> str:
-    """The controller marks what is bad and clears what is good. Returns what kept it from hearing."""
+    """Reports the verdicts to the controller. Returns why it could not be told, or nothing."""
     from unicron.ctl.protocol.client import ask_controller
 
     verdicts = {name: ("bad", found.why_bad(name)) for name in found.judgement.bad}

@@ -40,7 +40,7 @@ def _types() -> dict[str, Any]:
 def command(words: tuple[str, ...]) -> None:
     """Print the JSON Schema of COMMAND's JSON; without COMMAND, list the commands that have one.
 
-    Of `events` and `punish` it is that of one line.
+    The schema of `events` is that of one line.
     """
     types, name = _types(), " ".join(words)
     if not name:

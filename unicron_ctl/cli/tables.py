@@ -69,7 +69,8 @@ def _foot(data: Status) -> str:
 
 
 def jobs(listed: Sequence[Job]) -> Listing:
-    """`nodes`: those that train of the most that it can use. `plan`: those that the planner gives it."""
+    """The table of jobs. `nodes`: those that train, of the most that the job can use. `plan`: those that the planner
+    gives it."""
     table = Listing(
         "jobid",
         "name",
@@ -165,13 +166,13 @@ def replicas(job: JobBase) -> str:
 
 
 def _few(slots: list[int]) -> str:
-    """The first of them, and how many more."""
+    """The first slots, and how many more there are."""
     more = f" and {len(slots) - 8} more" if len(slots) > 8 else ""
     return f"{' '.join(map(str, slots[:8]))}{more}"
 
 
 def spares(job: JobBase) -> str:
-    """Who waits to take a lost element's place; empty where nobody asked for that."""
+    """The spares that wait to take a lost element's place; empty where none are wanted."""
     if not job.spares_wanted or job.ended:
         return ""
     waiting = [f"element {one.element} ({one.node}): spare, {one.state}" for one in job.spares[:8]]
@@ -186,7 +187,7 @@ def not_finite(job: JobBase) -> str:
 
 
 def _slow(job: Job) -> str:
-    """The straggler of a degraded job, and who stands out among its peers, in a few words."""
+    """The straggler of a degraded job, and the peers that stand out, in a few words."""
     slow, odd = job.degraded, ""
     if job.anomalies:
         odd = ", odd: " + ", ".join(f"{item.peer} {item.metric}" for item in job.anomalies[:3])
@@ -254,7 +255,7 @@ def health(node: Node) -> Text:
 
 
 def failures(listed: Sequence[Failure]) -> Listing:
-    """`again`: seconds until the job trained again. `kept`, `twice`: micro-batches."""
+    """The table of failures. `again`: seconds until the job trained again. `kept`, `twice`: micro-batches."""
     table = Listing(
         "when", "jobid", "where", "sev", "cause", "by", "again", "kept", "twice", "done", title="last failures"
     )
@@ -336,7 +337,7 @@ def failure_text(failure: Failure) -> str:
 
 
 def rate(flops: float | None, unit: str = "FLOP/s") -> str:
-    """1.9 PFLOP/s."""
+    """The rate with a prefix: 1.9 PFLOP/s."""
     if not flops:
         return "-"
     for size, prefix in PREFIXES:
@@ -354,7 +355,7 @@ def clock(at: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """90 -> 1m30s."""
+    """A duration as people write it: 90 -> 1m30s."""
     if seconds < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(int(seconds), 60)

@@ -81,7 +81,7 @@ def unicrond(
 
 
 def report(config: Config, found: list[str]) -> int:
-    """What `--check` says: every problem, or the time-outs in their order. Returns the exit status."""
+    """Prints for `--check` every problem, or the rules with their values. Returns the exit status."""
     where = config.path or "defaults"
     for check in (lambda: classifier_of(config), lambda: encryption.public_key({}, config)):
         try:
@@ -182,7 +182,7 @@ def classifier_of(config: Config) -> Classifier:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old text or the new one."""
+    """Writes the file so that readers see the old text or the new one."""
     fresh = path.with_suffix(".new")
     fresh.write_text(text)
     fresh.replace(path)

@@ -1,11 +1,10 @@
 """``python -m unicron.ctl.nodes.admission``: the admission test of this node, for Slurm's prolog and
-HealthCheckProgram.
+HealthCheckProgram. It runs the checks of :mod:`health`, drains the node when its hardware is proven bad, and reports to
+the controller.
 
-Runs the checks of :mod:`health`, drains the node when its hardware is proven bad, and tells the controller.
-
-Exit status: 100 the node is proven bad, 0 it is not (nor is it when a check gave no answer), 2 wrong use. No other
-status says anything of the node: 1 is what Python itself ends with when this program cannot even be imported, and that
-must not drain a cluster. What is to be known goes to the log, one line each.
+Exit status: 100 if the node is proven bad, 0 if it is not (or a check gave no answer), 2 for wrong use. No other status
+says anything of the node: Python itself ends with 1 when this program cannot even be imported, and that must not drain
+a cluster. Each fact goes to the log as one line.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ _DRAINED = frozenset("DRAIN DRAINED DRAINING FAIL FAILING".split())
 
 
 def drain_text(node: NodeInfo | None, why: str) -> tuple[str, str]:
-    """(reason to drain the node with, "") or ("", why it is left as it is). Another tool's reason is never lost."""
+    """(the reason to drain the node with, "") or ("", why the node is left as it is). Another tool's reason is never
+    lost."""
     if node is None:
         return "", "Slurm does not know this node"
     said = f"{LEADER}: {one_line(why)}"[:REASON_LENGTH]
@@ -53,16 +53,17 @@ def drain_text(node: NodeInfo | None, why: str) -> tuple[str, str]:
 
 
 class TooMany(UserError):
-    """So many nodes are drained already that one more is an admin's matter."""
+    """So many nodes are drained already that an admin must decide about one more."""
 
 
 def drain(client: SlurmClient, name: str, why: str, most: int | None = None) -> str:
-    """Drains the node in Slurm; returns what was done, or why nothing was. Raises SlurmError, and TooMany where `most`
-    others, or a tenth of the cluster, are drained by their checks: a wrong line of unicron.toml is wrong everywhere.
+    """Drains the node in Slurm. Returns what was done, or why nothing was.
 
-    The nodes of a large job check themselves at the same moment and see none drained yet. So each looks again after its
-    own drain, and goes back where there are too many; all of them may. Their reports tell the controller, which drains
-    one after the other."""
+    Raises SlurmError, and TooMany where `most` others, or a tenth of the cluster, are drained by their checks: a wrong
+    line of unicron.toml is wrong everywhere. The nodes of a large job check themselves at the same moment and see none
+    drained yet, so each looks again after its own drain and goes back where there are too many; all of them may. Their
+    reports reach the controller, which drains one after the other.
+    """
     nodes = client.nodes()
     reason, not_done = drain_text(_named(nodes, name), why)
     if not reason:
@@ -105,8 +106,8 @@ def drained_by_check(node: NodeInfo) -> bool:
 
 
 def report(where: str, node: str, source: str, found: Report, at: float, drain: bool = False) -> None:
-    """Tells the controller. `at`: this node's clock when the checks began. drain: a bad node is to be drained, and the
-    controller sees to it where the node could not. Raises UserError."""
+    """Reports to the controller. `at`: this node's clock when the checks began. drain: a bad node is to be drained; the
+    controller does it where the node could not. Raises UserError."""
     question = {"kind": "health", "node": node, "source": source, "verdict": found.verdict, "at": at, "drain": drain}
     ask_controller({**question, "reason": one_line(found.reason)[:REASON_LENGTH]}, where, timeout=REPORT_SECONDS)
 
@@ -145,7 +146,7 @@ def _examine(options: argparse.Namespace, log: _Log, status: list[int]) -> int:
 
 
 def _address(config: str | None) -> str:
-    """Where the configuration says that the controller is. Raises UserError."""
+    """The controller's address in the configuration. Raises UserError."""
     return load(config).controller.address if config else ""
 
 
@@ -186,7 +187,7 @@ def _drain(options: argparse.Namespace, found: Report, log: _Log) -> bool:
 
 
 def _out_of_time(log: _Log, seconds: float, status: list[int]) -> None:
-    """A thread that hangs in the kernel cannot be ended, so the process ends without it."""
+    """Ends the process, for a thread that hangs in the kernel cannot be ended."""
     log(f"gave up after {seconds:g} s; nothing more is concluded")
     os._exit(status[0])
 

@@ -1,8 +1,9 @@
-"""Runs the two-round paired test as Slurm jobs: plans pairs, starts a probe on each node, reads what they say, judges.
+"""Runs the two-round paired test as Slurm jobs: it plans pairs, starts a probe on each node, reads their output, and
+judges.
 
-Every pair is an srun of its own with a time limit. Witnesses are proven, not assumed: where only some nodes are to be
-tested, idle ones are paired with each other beside them in round 1, and only who passes there can speak against a node
-in round 2 (:mod:`unicron.detector.health.pair_test`).
+Each pair is an srun of its own with a time limit. Witnesses are proven: where only some nodes are to be tested, idle
+ones are paired with each other beside them in round 1, and only those that pass can testify against a node in round 2
+(:mod:`unicron.detector.health.pair_test`).
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ START_SECONDS = 30.0  # for Slurm to start the job and Python to come up
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user asked for. `slower`: so many times the median and a pair is slow. `patience`: seconds for one
-    answer of a peer. `queue`: seconds to wait for the nodes.
-    """
+    """The user's request. `slower`: a pair is slow from so many times the median. `patience`: seconds for one answer of
+    a peer. `queue`: seconds to wait for the nodes."""
 
     seconds: float = 2.0
     backend: str = "auto"
@@ -50,7 +50,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Test:
-    """One group's test. outcome: None when it was not run, `reason` says why."""
+    """One group's test. outcome: None when it did not run; `reason` says why."""
 
     round: int
     group: Group
@@ -70,7 +70,7 @@ class Findings:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def why_bad(self, node: str) -> str:
-        """The judgement with what the probes themselves said beside good nodes."""
+        """The judgement, with the probes' own words beside good nodes."""
         said = [t.reason for t in self.tests if t.round == 2 and node in t.group and t.reason]
         return f"{self.judgement.bad[node]}: {said[-1][:120]}" if said else self.judgement.bad[node]
 
@@ -105,7 +105,8 @@ def _busy(node: NodeInfo) -> str:
 
 
 def pairs(tested: Sequence[str], helpers: Sequence[str]) -> list[Group]:
-    """Round 1: those to be tested and then the helpers, in turn, so that helpers also meet each other."""
+    """The pairs of round 1: the nodes to be tested and then the helpers, in turn, so that helpers also meet each
+    other."""
     order = list(tested)
     spare = list(helpers)
     if len(order) < len(spare):  # each suspect beside a helper, and the other helpers among themselves
@@ -156,7 +157,7 @@ def limit(wish: Wish, count: int = 2) -> float:
 
 
 class Runner:
-    """Starts tests and ends what is left of them. `environment`: for srun (SLURM_CONF of a private cluster)."""
+    """Starts tests and ends those that are left. `environment`: for srun (SLURM_CONF of a private cluster)."""
 
     def __init__(
         self, nodes: Iterable[NodeInfo], wish: Wish, environment: Mapping[str, str], tell: Callable[[str], None]
@@ -172,7 +173,7 @@ class Runner:
         self._stopped = False
 
     def play(self, tested: Sequence[str], helpers: Sequence[str]) -> Findings:
-        """Both rounds."""
+        """Runs both rounds."""
         found = Findings()
         groups = pairs(tested, helpers)
         if not groups:
@@ -195,7 +196,7 @@ class Runner:
         return found
 
     def wave(self, number: int, groups: Sequence[Group]) -> list[Test]:
-        """The groups' tests side by side; they share no node."""
+        """Runs the groups' tests side by side; they share no node."""
         with ThreadPoolExecutor(min(AT_ONCE, len(groups))) as pool:
             try:
                 return list(pool.map(lambda group: self._test(number, group), groups))
@@ -204,7 +205,7 @@ class Runner:
                 raise
 
     def stop(self) -> None:
-        """Ends all tests, at an interrupt; no other is started."""
+        """Ends all tests at an interrupt and starts no other."""
         with self._lock:
             self._stopped, running = True, dict(self._running)
         for token, process in running.items():
@@ -257,7 +258,7 @@ class Runner:
 
 
 def read(number: int, group: Group, out: str, err: str, status: int, late: bool) -> Test:
-    """What one srun's output says of its group. Pure."""
+    """The outcome in one srun's output. Pure."""
     said = list(_lines(out))
     started = {item["node"] for item in said if item.get("started")}
     results = {item["node"]: item for item in said if "ok" in item and item.get("node") in group}

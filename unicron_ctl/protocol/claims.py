@@ -1,5 +1,5 @@
-"""What is put into munge credentials. Each names its purpose and a CURVE public key, so that it is worth nothing with
-another purpose, or over another connection."""
+"""The payloads of munge credentials. Each names its purpose and a CURVE public key, so that it is worth nothing for
+another purpose or over another connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONTROLLER = "controller"
 
 
 def of_controller(key: str) -> str:
-    """The public key is the controller's, says the user who makes the credential."""
+    """The user who makes the credential says that this public key is the controller's."""
     return _claim(CONTROLLER, key)
 
 
@@ -21,7 +21,7 @@ def of_agent(message: Register, key: str) -> str:
 
 
 def of_asker(key: str) -> str:
-    """Who asks by the connection with this key."""
+    """The user who asks by the connection with this key."""
     return _claim("asker", key)
 
 

@@ -102,7 +102,8 @@ def _nobody(where: str, address: str | None, hint: str) -> UserError:
 
 
 def _credential(key: str) -> str:
-    """Who asks, bound to the connection with this key. Without munge only what everybody may know is answered."""
+    """A credential of the asker, bound to the connection with this key. Without munge it is empty, and only what
+    everybody may know is answered."""
     if not key:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Which connections stay when there are too many. Those of registered agents stay whatever others do."""
+"""Which connections stay when there are too many: those of registered agents stay, whatever others do."""
 
 from __future__ import annotations
 

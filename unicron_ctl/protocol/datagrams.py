@@ -1,4 +1,4 @@
-"""Messages by UDP, on the port where the controller listens: from anybody, and never trusted alone."""
+"""UDP messages, on the port where the controller listens: they come from anybody and are never trusted alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HINT_VERSION = 1  # of the SPANK plugin
 
 
 class Hint(msgspec.Struct, kw_only=True):
-    """A datagram of the plugin: kind is task_exit (a plugin of 0.1 also sends prolog and epilog)."""
+    """A datagram of the plugin; kind is task_exit."""
 
     v: ranges.Version
     kind: ranges.Kind
@@ -21,15 +21,15 @@ class Hint(msgspec.Struct, kw_only=True):
 
 
 class Hello(wire.Message, tag="hello"):
-    """Asks for the controller's public key. As long as its answer may be, so that nobody can have a flood sent to
-    somebody else."""
+    """A question for the controller's public key. It is as long as its answer may be, so that nobody can direct a flood
+    at somebody else."""
 
     padding: ranges.Text = ""
 
 
 class Introduction(wire.Message, tag="introduction"):
-    """The answer. credential: a munge credential of the controller that holds its public key. plain: it encrypts
-    nothing, and serves one user at a loopback address. error: it cannot say now, and why."""
+    """The answer. credential: a munge credential of the controller that holds its public key. plain: the controller
+    encrypts nothing and serves one user at a loopback address. error: why it cannot answer now."""
 
     credential: ranges.Credential = ""
     plain: bool = False

@@ -1,9 +1,8 @@
-"""CURVE on the controller's socket: peers know whom they talk to, nobody else reads it, and each message is known by
-the key of its connection (docs/design/trust.md).
+"""CURVE on the controller's socket: peers know whom they talk to, nobody else reads the messages, and each message is
+known by the key of its connection (docs/design/trust.md).
 
-The controller's secret lies in its state folder, made at its first start. Its public key is in the configuration, or
-peers ask for it (:mod:`unicron.ctl.protocol.hello`). Peers make a key pair of their own; a munge credential says whose
-it is.
+The controller's secret lies in its state folder and is made at its first start. Its public key is in the configuration,
+or peers ask for it (`protocol.hello`). Peers make a key pair of their own; a munge credential says whose it is.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 (ZeroMQ R
 
 
 def is_key(text: str) -> bool:
-    """Whether it has the form of a CURVE key."""
+    """Whether the text has the form of a CURVE key."""
     return _KEY.fullmatch(text) is not None
 
 
 def public_key(environment: Mapping[str, str] = os.environ, config: Config | None = None) -> str | None:
-    """The controller's public key as UNICRON_PUBLIC_KEY, else the configuration says it: :data:`PLAIN` for "none", None
-    when nobody says. Raises UserError."""
+    """The controller's public key from UNICRON_PUBLIC_KEY or the configuration: :data:`PLAIN` for "none", None where
+    neither names one. Raises UserError."""
     key = environment.get(VARIABLE) or (config or load(environment=environment)).controller.public_key
     if not key:
         return None
@@ -53,8 +52,9 @@ def new_pair() -> tuple[str, str]:
 
 
 def secure_client(socket: zmq.Socket[bytes], key: str, pair: tuple[str, str] | None = None) -> str:
-    """Before connect: talk to the holder of the secret of `key` only, by this key pair or a fresh one. Returns its
-    public key, or :data:`PLAIN` for a controller that encrypts nothing."""
+    """Encrypts a socket before it connects: only the holder of the secret of `key` can answer, and this side has the
+    given key pair or a fresh one. Returns this side's public key, or :data:`PLAIN` for a controller that encrypts
+    nothing."""
     if key == PLAIN:
         return PLAIN
     public, secret = pair or new_pair()

@@ -1,9 +1,9 @@
 """How agents and commands learn the controller's public key without an admin's work.
 
-They ask by datagram, on the port where the controller listens. The answer is a munge credential that holds the key; it
-is believed when its maker is somebody who could have replaced the controller anyway: root, SlurmUser, a user that the
-configuration names, or the asking user himself. So nobody needs to be believed for what he sends, and a forged or a
-repeated answer changes nothing (docs/design/trust.md).
+They ask by datagram, on the port where the controller listens. The answer is a munge credential that holds the key. It
+is believed if its maker could have replaced the controller anyway: root, SlurmUser, a user that the configuration
+names, or the asking user. So no sender has to be believed for what it sends, and a forged or repeated answer changes
+nothing (docs/design/trust.md).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SLURM_USER = re.compile(r"^SlurmUser\s*=\s*\S*\((\d+)\)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Answer:
-    """What came, and from which of the controller's addresses; None when it is none of those that were asked."""
+    """A message, and the address of the controller that sent it; None when it is none of those that were asked."""
 
     introduction: datagrams.Introduction
     reached: Target | None
@@ -52,11 +52,11 @@ class Found:
 
 
 class Hello:
-    """One asker, at all of the controller's addresses at once. believed: names of users whose controllers are believed,
-    beside root, SlurmUser and our own user.
+    """Asks all of the controller's addresses at once.
 
-    targets: the addresses, once it is open. reached: the one at which `wait` has found the key.
-    Raises UserError for an address that is none.
+    believed: names of users whose controllers are believed, beside root, SlurmUser and our own user. targets: the
+    addresses, once it is open. reached: the address at which `wait_for_key` has found the key. Raises UserError for an
+    address that makes no sense.
     """
 
     def __init__(self, address: str, believed: Sequence[str] = ()) -> None:
@@ -71,7 +71,7 @@ class Hello:
 
     @property
     def problem(self) -> str:
-        """Why the last answer was not believed, or could not be had; empty before anybody was asked."""
+        """Why the last answer was not believed, or could not be had; empty before a question was sent."""
         if self._problem or self._answered or not self._asked:
             return self._problem
         hosts = ", ".join(target.host for target in self.targets)
@@ -92,14 +92,15 @@ class Hello:
         return True
 
     def resolve_again(self) -> bool:
-        """The controller may have moved; what the name led to before stays while the name service is away."""
+        """Looks the name up again: the controller may have moved. The known addresses stay while the name service is
+        away."""
         if self.open():
             with contextlib.suppress(OSError):
                 self.targets = resolve(self._host, self._port)
         return bool(self.targets)
 
     def fileno(self) -> int:
-        """For a poller; -1 before it is open."""
+        """The descriptor to poll; -1 before it is open."""
         return -1 if self._socket is None else self._socket.fileno()
 
     def close(self) -> None:
@@ -109,16 +110,16 @@ class Hello:
 
     @property
     def local(self) -> bool:
-        """The controller's addresses are this machine's own."""
+        """Whether the controller's addresses are this machine's own."""
         return bool(self.targets) and all(is_loopback(target.host) for target in self.targets)
 
     def candidates(self, key: str, reached: Target | None = None) -> list[Target]:
-        """Where to connect with this key, the best first: where its answer came from, `reached`."""
+        """The addresses to connect to with this key, the best first: the one that sent it, `reached`."""
         found = self.targets if reached is None else list(dict.fromkeys([reached, *self.targets]))
         return [target for target in found if key != PLAIN or is_loopback(target.host)]
 
     def send_questions(self) -> None:
-        """Sends the question; what becomes of it is the answer's matter."""
+        """Sends the question to all addresses; the answers come by `read`."""
         if not self.open():
             return
         assert self._socket is not None
@@ -153,8 +154,8 @@ class Hello:
         return found
 
     def believed(self, answers: Sequence[Answer]) -> Found | None:
-        """The first that is believed; None when nothing was said that is. Asks munge, the name service and Slurm, so it
-        may take `munge.TIME_LIMIT` and SLURM_SECONDS."""
+        """The first answer that is believed, or None. This asks munge, the name service and Slurm, so it may take
+        `munge.TIME_LIMIT` and SLURM_SECONDS."""
         for answer in answers:
             key = self._understand(answer.introduction, answer.reached)
             if key is not None:

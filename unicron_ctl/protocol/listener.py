@@ -1,9 +1,9 @@
-"""The sockets at which peers connect, for a loop that polls one descriptor. What all peers together can make it hold is
-bounded, whatever they send, and so is the time that one look at them takes.
+"""The sockets at which peers connect, for a loop that polls one descriptor. Both the memory that all peers together can
+take and the time of one call are bounded, whatever peers send.
 
-Messages of known connections are handed over first; strangers share half of the time by turns, or a tenth beyond it
+Messages of known connections are handed over first; strangers share half of the time in turn, or a tenth beyond it
 where known ones need all of it. Nothing is read from a connection before what was read has been handed over, so TCP
-holds back who sends faster than the program hears.
+holds back a peer that sends faster than the program takes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _SHORT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 
 class Connection:
-    """address: the peer's. origin: whose quota counts, the network where that is one host's (IPv6). route: what the
-    program calls it; never used again."""
+    """One peer. address: the peer's. origin: the name of its quota, which is a network for IPv6. route: the program's
+    name for the connection, never used again."""
 
     __slots__ = (
         "address",
@@ -83,11 +83,11 @@ class Connection:
 
 
 class Listener:
-    """Serves connections to `sockets`, which listen; it closes them.
+    """Serves connections to `sockets`, which listen, and closes them.
 
-    keys: None when nothing is encrypted. connections: as many at once. most: bytes of a
-    message. admits(key): whether this key may come in. refused: told why a connection is put out for what it sent.
-    warn: one line for people.
+    keys: None when nothing is encrypted. connections: how many at once. most: bytes of a message. admits(key): whether
+    this key may come in. refused: called with the reason when a connection is closed for what it sent. warn: logs one
+    line for people.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Listener:
         self._limits.most = most
 
     def receive(self, take: Callable[[Connection, bytes], object], until: float) -> None:
-        """Hands over what has come, and does all else that is due; not for longer than until then, by the monotonic
-        clock, but for what is left to strangers."""
+        """Hands over what has come and does all else that is due, until `until` of the monotonic clock; strangers have
+        a little more time."""
         now = time.monotonic()
         if now >= self._sweep_at:
             self._sweep(now)
@@ -169,11 +169,11 @@ class Listener:
 
     @property
     def behind(self) -> bool:
-        """There is more to hand over than there was time for."""
+        """Whether there is more to hand over than there was time for."""
         return bool(self._queues[0] or self._queues[1])
 
     def send(self, route: bytes, *messages: bytes) -> bool:
-        """Whether they go out, sooner or later: the connection is there, and is read by its peer."""
+        """Queues messages. False when the connection is gone or its peer does not read."""
         connection = self._by_route.get(route)
         if connection is None or len(connection.out) >= UNSENT:
             return False
@@ -181,7 +181,7 @@ class Listener:
         return True
 
     def unread(self, route: bytes) -> bool:
-        """Something of this connection has come that was not handed over yet."""
+        """Whether something of this connection has come that was not handed over yet."""
         connection = self._by_route.get(route)
         return connection is not None and connection.queued
 
@@ -195,7 +195,7 @@ class Listener:
         self._now_known(connection, True)
 
     def close(self) -> None:
-        """What was sent last has LINGER_SECONDS to go out."""
+        """Closes all connections; what was sent last has LINGER_SECONDS to go out."""
         until = time.monotonic() + LINGER_SECONDS
         while any(one.out for one in self._connections.values()) and time.monotonic() < until:
             for connection in [one for one in self._connections.values() if one.out]:
@@ -210,7 +210,7 @@ class Listener:
 
     # ------------------------------------------------------------ in
     def _serve(self, queue: deque[Connection], take: Callable[[Connection, bytes], object], until: float) -> None:
-        """By turns, those that were there at the beginning."""
+        """Reads the connections that are in the queue now, in turn."""
         for _ in range(len(queue)):
             if time.monotonic() >= until:
                 return
@@ -229,7 +229,7 @@ class Listener:
                 connection.queued = False
 
     def _read(self, connection: Connection, take: Callable[[Connection, bytes], object], until: float) -> bool:
-        """Whether there is more that was read already. Raises Refused."""
+        """Reads from one connection. Returns whether there is more that was read already. Raises Refused."""
         session, fresh, done = connection.session, False, False
         for _ in range(MESSAGES_AT_ONCE):
             message = session.read()
@@ -268,7 +268,8 @@ class Listener:
         return message is not None
 
     def _understood(self, connection: Connection) -> None:
-        """A part of the handshake, or a command. Who does not take what was sent before gets no answer to a PING."""
+        """Goes on after a part of the handshake, or a command. A peer that does not take what was sent gets no answer
+        to a PING."""
         session, shaking = connection.session, connection.descriptor in self._shaking
         if session.ready and shaking:
             if not self._admits(session.key):
@@ -321,7 +322,7 @@ class Listener:
 
     # ------------------------------------------------------------ bounds
     def _account(self, connection: Connection, done: bool) -> None:
-        """Counts what is held of it. done: it has got on."""
+        """Counts the bytes that a connection holds. done: it has made progress."""
         held = connection.session.held + sum(map(len, connection.out)) if connection.out else connection.session.held
         if done or not connection.counted:
             connection.since = time.monotonic()
@@ -337,7 +338,7 @@ class Listener:
             self._shed(connection.known)
 
     def _shed(self, known: bool) -> None:
-        """Puts out those of which most is held, until it is half of what may be."""
+        """Closes the connections that hold most, until they hold half of what is allowed."""
         for connection in sorted(self._holding.values(), key=lambda one: one.counted, reverse=True):
             if self._held[known] <= self._bounds[known] // 2:
                 return
@@ -352,7 +353,7 @@ class Listener:
             self._held[known] += connection.counted
 
     def _sweep(self, now: float) -> None:
-        """Puts out who takes too long."""
+        """Closes connections that take too long."""
         self._sweep_at = now + SWEEP_SECONDS
         while self._shaking and now - (first := next(iter(self._shaking.values()))).came > HANDSHAKE_SECONDS:
             self._close(first)
@@ -444,7 +445,7 @@ def listening(host: str, port: int) -> list[socket.socket]:
 
 
 def _listening(family: int, where: tuple[object, ...], dual: bool) -> socket.socket:
-    """Options are inherited by the connections."""
+    """One listening socket; connections inherit its options."""
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         for level, option, value in (

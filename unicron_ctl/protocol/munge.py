@@ -1,5 +1,5 @@
-"""Munge credentials: who made one, and what it says (docs/design/trust.md). libmunge itself, since a process for each
-of some thousand agents that come back together takes too long."""
+"""Munge credentials: who made one, and what it holds (docs/design/trust.md). This calls libmunge, for a process for
+each of a thousand agents that come back together would take too long."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _calls = TimeLimit(TIME_LIMIT, HANGING, "unicron-munge")
 
 @dataclass(frozen=True)
 class Credential:
-    """A valid one: the numeric user id of who made it, and what was put into it. replayed: somebody on this host has
-    read it before."""
+    """A valid credential: the numeric user id of its maker, and its payload. replayed: somebody on this host has read
+    it before."""
 
     uid: int
     payload: bytes
@@ -38,8 +38,7 @@ class Credential:
 
 
 class MungeError(Exception):
-    """No credential, or none that is valid; the text says why. outage: it says nothing of the credential, another try
-    may do."""
+    """There is no valid credential; the text says why. outage: munge could not say, so another try may succeed."""
 
     def __init__(self, reason: str, outage: bool) -> None:
         super().__init__(reason)
@@ -52,7 +51,8 @@ def make_credential(payload: str) -> str:
 
 
 def unmunge(credential: str) -> Credential:
-    """What is in a credential. Raises MungeError; one that was read before on this host is `replayed`, no error."""
+    """The content of a credential. One that was read before on this host is `replayed`, which is no error. Raises
+    MungeError."""
     if not credential:
         raise MungeError("there is no munge credential", outage=False)
     if len(credential) > MOST_BYTES:
@@ -80,8 +80,8 @@ def _library() -> ctypes.CDLL:
 
 
 def _socket() -> str:
-    """munged's, where it is another than munge's default: as the environment says, else as Slurm's own programs find
-    it (slurm.conf(5), AuthInfo)."""
+    """The path of munged's socket, where it is not munge's default: from the environment, else as Slurm's own programs
+    find it (slurm.conf(5), AuthInfo)."""
     if path := os.environ.get("MUNGE_SOCKET", ""):
         return path
     try:
@@ -93,7 +93,7 @@ def _socket() -> str:
 
 
 def _context(library: ctypes.CDLL) -> ctypes.c_void_p | None:
-    """Only where the socket is another than munge's default."""
+    """A munge context for another socket than the default; None for the default."""
     path = _socket()
     if not path:
         return None

@@ -1,4 +1,4 @@
-"""Text from users on its way to a terminal: no control character reaches it. The log keeps what was said."""
+"""Makes text from users safe for a terminal: no control character reaches it. The log keeps the text as it came."""
 
 from __future__ import annotations
 

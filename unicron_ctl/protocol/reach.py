@@ -1,8 +1,8 @@
 """Whether something answers at an address: what a witness can say of a silent node.
 
-A lost packet must not look like a dead node, so several connections are tried, one after the other without waiting
-for the first: with 30 % loss, seven of them all fail once in a hundred times, and two witnesses are asked at two ports
-each. What goes wrong on this side says nothing of the other.
+A lost packet must not look like a dead node, so several connections are tried without waiting for the first. With 30 %
+loss, seven of them all fail once in a hundred times, and two witnesses are asked at two ports each. An error on this
+side says nothing about the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUEUE = 256  # connections that wait to be accepted at a door
 
 
 class Reach(enum.StrEnum):
-    """What came of it."""
+    """The result of such a try."""
 
     REACHED = "reached"
     REFUSED = "refused"  # the host lives, and nobody listens there: it said so itself
@@ -42,11 +42,12 @@ def reach(address: str, seconds: float) -> Reach:
 
 
 def race(targets: Sequence[Target], seconds: float) -> tuple[Reach, Target | None]:
-    """Tries to connect to all of them side by side: what came of it, and the first that accepts. Raises OSError for
-    what is wrong on this side.
+    """Tries to connect to all of them side by side. Returns the result, and the first that accepts. Raises OSError for
+    an error on this side.
 
-    One that accepts is there, whatever the others say. A host refuses only once all its addresses have had the time to
-    accept: its daemon may listen in one family. An address that this side has no way to says nothing beside others.
+    One that accepts decides, whatever the others do. A host refuses only once all its addresses have had the time to
+    accept: its daemon may listen in one family. An address that this side has no way to counts only when it is the only
+    one.
     """
     opened: list[socket.socket] = []
     try:
@@ -60,7 +61,7 @@ def race(targets: Sequence[Target], seconds: float) -> tuple[Reach, Target | Non
 
 
 def first_open(targets: Sequence[Target], seconds: float) -> Target | None:
-    """Which of them to connect to: the first that accepts in time, or the only one. Raises nothing."""
+    """The address to connect to: the first that accepts in time, or the only one. Raises nothing."""
     if len(targets) == 1:
         return targets[0]
     try:
@@ -70,8 +71,8 @@ def first_open(targets: Sequence[Target], seconds: float) -> Target | None:
 
 
 class _Race:
-    """Connections to several addresses, and again to each that has not spoken yet. One that is reset says that
-    something is there, and not what: the next one may tell."""
+    """Connections to several addresses, and further ones to each that has not answered yet. A reset says that something
+    is there, but not what; the next connection may tell."""
 
     def __init__(self, waiting: selectors.BaseSelector, opened: list[socket.socket], targets: Sequence[Target]) -> None:
         self._waiting, self._opened = waiting, opened
@@ -141,8 +142,8 @@ def door_at(host: str, door: str) -> str:
 
 
 class Door:
-    """A port at which whoever asks can see that this process's node lives and the process, too: the kernel answers
-    for a process that is stopped for a while. Raises OSError when there is no port."""
+    """A port that shows whether this process and its node live: the kernel accepts connections even while the process
+    is stopped for a while. Raises OSError when there is no port."""
 
     def __init__(self, host: str = "") -> None:
         self._socket = listen_at(host, QUEUE)
@@ -153,17 +154,17 @@ class Door:
         return int(self._socket.getsockname()[1])
 
     def answer(self) -> None:
-        """Lets everybody go who has come. The kernel has answered them already, so now and then is enough."""
+        """Closes the connections that have come. The kernel has accepted them already, so now and then is enough."""
         with contextlib.suppress(OSError):
             for _ in range(QUEUE):  # who comes meanwhile is let go the next time: a flood must not keep this process
                 self._socket.accept()[0].close()
 
     def shut(self) -> None:
-        """From now on nobody gets an answer, as if the node had lost its network (for fault injection)."""
+        """Answers nobody from now on, as if the node had lost its network (for fault injection)."""
         blackhole.deafen(self._socket)
 
     def open(self) -> None:
-        """Whoever asks gets an answer again."""
+        """Answers again."""
         with contextlib.suppress(OSError):  # it was not shut
             blackhole.hear(self._socket)
 

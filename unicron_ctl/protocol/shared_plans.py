@@ -1,4 +1,5 @@
-"""A plan on its way to thousands of agents: what all are told is encoded once, and each gets its own micro-batches."""
+"""A plan on its way to thousands of agents: the common part is encoded once, and each agent gets its own micro-
+batches."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from unicron.transition.generations import layout
 
 
 class PlanCommon(msgspec.Struct, omit_defaults=True):
-    """What all agents are told of a plan; members and joiners, in their order, as runs [first, last]. proposers:
-    the agents of the first members' elements, who act for the controller while it is away."""
+    """The common part of a plan. members and joiners stand in their order, as runs [first, last]. proposers: the agents
+    of the first members' elements, who act for the controller while it is away."""
 
     generation: ranges.Count
     members: ranges.Runs
@@ -116,7 +117,7 @@ def whole(part: wire.PlanShare) -> wire.Plan:
 
 
 def proposers(part: wire.PlanShare) -> list[wire.Peer]:
-    """Who acts for the controller while it is away, the first first. Raises :class:`wire.BadMessage`."""
+    """The agents that act for the controller while it is away, in their order. Raises :class:`wire.BadMessage`."""
     return _known(part).proposers
 
 

@@ -1,4 +1,4 @@
-"""The boxes of CURVE (CurveCP's, ZeroMQ RFC 26): libsodium itself, the one that libzmq has loaded already."""
+"""CURVE's boxes (CurveCP, ZeroMQ RFC 26), from the libsodium that libzmq has loaded already."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAPS = Path("/proc/self/maps")
 
 @functools.cache
 def _library() -> ctypes.PyDLL:
-    """Raises UserError. Calls keep the interpreter's lock: each takes some microseconds."""
+    """The library. Calls keep the interpreter's lock: each takes some microseconds. Raises UserError."""
     zmq.curve_keypair()  # libzmq is loaded, and its libsodium is initialized
     try:
         loaded = next((line.split()[-1] for line in _MAPS.read_text().splitlines() if "libsodium" in line), "")
@@ -34,19 +34,20 @@ def _library() -> ctypes.PyDLL:
 
 
 def key_pair() -> tuple[bytes, bytes]:
-    """Public, secret."""
+    """A fresh key pair: public, secret."""
     public, secret = ctypes.create_string_buffer(KEY_BYTES), ctypes.create_string_buffer(KEY_BYTES)
     _library().crypto_box_keypair(public, secret)
     return public.raw, secret.raw
 
 
 class Box:
-    """What two keys share. A nonce, of 24 bytes, must be used once in each direction. For one thread."""
+    """Encryption between two keys. A nonce of 24 bytes must be used once in each direction. One thread may use a
+    box."""
 
     _scratch = ctypes.create_string_buffer(SCRATCH_BYTES)
 
     def __init__(self, public: bytes, secret: bytes) -> None:
-        """Raises ValueError for a public key that is none."""
+        """Raises ValueError for a wrong public key."""
         library, shared = _library(), ctypes.create_string_buffer(KEY_BYTES)
         if len(public) != KEY_BYTES or library.crypto_box_beforenm(shared, public, secret):
             raise ValueError("no public key")
@@ -61,7 +62,7 @@ class Box:
         return ctypes.string_at(room, size + MAC_BYTES)
 
     def open(self, sealed: bytes, nonce: bytes) -> bytes:
-        """What was sealed. Raises ValueError when somebody else wrote it."""
+        """The decrypted data. Raises ValueError when somebody else wrote it."""
         size = len(sealed)
         room = self._room(size)
         if size < MAC_BYTES or self._open(room, sealed, size, nonce, self._shared):

@@ -1,9 +1,10 @@
-"""ZeroMQ's wire protocol (ZMTP 3.1, RFC 37; CURVE, RFC 26), a listener's side of one connection: bytes in, bytes out.
+"""ZeroMQ's wire protocol (ZMTP 3.1, RFC 37; CURVE, RFC 26): the listener's side of one connection, bytes in and bytes
+out.
 
-libzmq listens nowhere where strangers reach: it holds a message of endless frames in memory until the last one has
-come, and ends its process (assertion of `add_out_pipe`) when a peer calls itself what the next one would be called
-(docs/design/trust.md). Peers connect with libzmq. Here a message is one frame, and nothing is kept but the frame that
-is coming in.
+libzmq does not listen where strangers can connect. It holds a message of endless frames in memory until the last one
+has come, and ends its process (assertion of `add_out_pipe`) when a peer takes the name that the next one would get
+(docs/design/trust.md). Peers connect with libzmq. Here a message is one frame, and only the frame that is coming in is
+kept.
 """
 
 from __future__ import annotations
@@ -32,25 +33,23 @@ NOTHING = object()
 
 
 class Refused(Exception):
-    """The peer does not keep to the protocol, or wants what is not served: the connection is to be closed."""
+    """The peer breaks the protocol, or wants what is not served: its connection is to be closed."""
 
 
 class Keys:
     """A listener's long-term CURVE keys."""
 
     def __init__(self, public: str, secret: str) -> None:
-        """Raises ValueError for what is no key in Z85."""
+        """Raises ValueError for keys that are not Z85."""
         self.public, self.secret = z85.decode(public), z85.decode(secret)
         if len(self.public) != KEY_BYTES or len(self.secret) != KEY_BYTES:
             raise ValueError("no CURVE keys")
 
 
 class Session:
-    """keys: None when nothing is encrypted. most: bytes of a message.
-
-    ready: the handshake is done. key: the peer's public key then, in Z85; empty when nothing is encrypted.
-    reply: what is to be sent to the peer; whoever sends it empties it.
-    """
+    """The protocol's state. keys: None when nothing is encrypted. most: bytes of a message. ready: the handshake is
+    done. key: the peer's public key then, in Z85; empty when nothing is encrypted. reply: bytes for the peer; the
+    sender empties it."""
 
     __slots__ = (
         "_at",
@@ -90,11 +89,11 @@ class Session:
 
     @property
     def lacks(self) -> int:
-        """Bytes without which the message that has begun to come is not complete."""
+        """Bytes that the message under way still lacks."""
         return max(0, self._wanted)
 
     def feed(self, data: bytes) -> None:
-        """More has come."""
+        """Takes bytes that have come."""
         if self._at == len(self._data):
             self._data, self._at = data, 0
             return
@@ -165,7 +164,7 @@ class Session:
         return flags, data[at + head : at + end]
 
     def _command(self, body: bytes) -> object:
-        """PING is answered; all others are for sockets of other kinds."""
+        """Answers PING; all other commands are for sockets of other kinds."""
         if body[:5] == b"\x04PING" and len(body) >= 7:
             self.reply += self.pack(b"\x04PONG" + body[7 : 7 + _CONTEXT_BYTES], command=True)
         return NOTHING
@@ -189,7 +188,7 @@ class Session:
         return NOTHING
 
     def _handshake(self, name: bytes) -> bytes | None:
-        """The next command, which has to be this one."""
+        """The next command, which must be this one."""
         frame = self._frame(_HANDSHAKE_BYTES)
         if frame is None:
             return None

@@ -1,7 +1,7 @@
 """`[partition.NAME]` of unicron.toml: what an admin lets the controller do to the jobs and nodes of a Slurm partition.
 
-Two permissions are apart. Healing a job within the nodes that it has is its owner's to ask for: it works in every mode
-but "off". Whatever touches Slurm is the admin's: in "observe" it is only decided and written down.
+Two permissions are separate. A job's owner may have it healed within the nodes that it has, in every mode but "off".
+What touches Slurm takes the admin's permission: in "observe" it is only decided and recorded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Claim(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PartitionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The section [partition.NAME]. What one does not say is as in [partition.default]."""
+    """The section [partition.NAME]. A field that it leaves out is as in [partition.default]."""
 
     mode: Mode | None = None
     """off: its jobs run unprotected. observe: they are healed within their nodes, Slurm is left alone. act: all."""
@@ -60,7 +60,7 @@ class PartitionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Rules:
-    """What counts for one partition."""
+    """The rules of one partition."""
 
     partition: str
     mode: str
@@ -89,7 +89,7 @@ class Rules:
 
 
 def rules(partitions: Mapping[str, PartitionConfig], name: str) -> Rules:
-    """What counts for the partition `name` ("" for one that is not known)."""
+    """The rules of the partition `name` ("" for one that is not known)."""
     usual, own = partitions.get(DEFAULT, PartitionConfig()), partitions.get(name, PartitionConfig())
     mode = own.mode or usual.mode or OBSERVE
     actions = next((found for found in (own.actions, usual.actions) if found is not None), PERMISSIONS)
@@ -109,7 +109,8 @@ def rules(partitions: Mapping[str, PartitionConfig], name: str) -> Rules:
 
 
 def strictest(found: Iterable[Rules]) -> Rules:
-    """For a job that may be in any of several partitions: what all of them allow. `found` must not be empty."""
+    """The rules of a job that may be in any of several partitions: what all of them allow. `found` must not be
+    empty."""
     listed = list(found)
     first = min(listed, key=lambda one: (_STRICTEST.index(one.mode), len(one.actions)))
     if len(listed) == 1:

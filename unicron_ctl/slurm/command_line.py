@@ -114,7 +114,7 @@ class CommandLineClient:
         return found
 
     def _elements(self, jobs: list[str] | None) -> list[ElementInfo]:
-        """All, or those of some jobs. Of a single job slurmctld looks up that one alone."""
+        """Lists all elements, or those of some jobs. slurmctld looks a single job up directly."""
         which = ["--jobs", ",".join(jobs)] if jobs else []
         try:
             said = self._squeue("--array", *which, "-o", squeue.FACTS_FORMAT).decode(errors="replace")
@@ -144,7 +144,7 @@ class CommandLineClient:
         raise SlurmError(f"squeue: cannot read {said[:80]!r}")
 
     def _forget(self, listed: list[ElementInfo]) -> None:
-        """What was remembered of elements that are gone."""
+        """Drops what was remembered of elements that are gone."""
         if len(self._requeued) > MOST_REMEMBERED:
             there = {(info.job, info.element) for info in listed}
             self._requeued = {key: at for key, at in self._requeued.items() if key in there}
@@ -153,11 +153,12 @@ class CommandLineClient:
             self._is_array = {job: is_array for job, is_array in self._is_array.items() if job in jobs}
 
     def _note(self, info: ElementInfo) -> None:
-        """An element was listed."""
+        """Remembers an element that was listed."""
         self._note_restart(info)
 
     def _note_restart(self, info: ElementInfo) -> None:
-        """Others requeue, too: a user, or Slurm itself. When that was is when the element was submitted anew."""
+        """Notes a requeue by others: a user, or Slurm itself. The time is that at which the element was submitted
+        anew."""
         if info.restarts:
             key = info.job, info.element
             self._requeued[key] = max(info.submitted, self._requeued.get(key, 0.0))
@@ -263,8 +264,9 @@ class CommandLineClient:
         self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"StartTime={self._soon(job, element)}"])
 
     def _soon(self, job: str, element: int) -> str:
-        """Now; but after the second in which slurmd heard that the element was requeued. It takes credentials of that
-        second for revoked ("Job credential revoked"), and Slurm 22.05 then ends the element as FAILED."""
+        """The earliest start of an element: now, but after the second in which slurmd heard of its requeue. slurmd
+        takes credentials of that second for revoked ("Job credential revoked"), and Slurm 22.05 then ends the element
+        as FAILED."""
         heard = self._requeued.get((job, element), 0.0) + HEARD_SECONDS
         wait = int(heard) + 1 - int(time.time())
         return f"now+{wait}" if wait > 0 else "now"
@@ -281,7 +283,7 @@ class CommandLineClient:
         self._change(["scancel", job if element is None else self._id(job, element)])
 
     def _comment(self, job: str, element: int, comment: str) -> None:
-        """Words for people: where they are refused, what they are about is done all the same."""
+        """Writes words for people. Where Slurm refuses them, the action itself is done all the same."""
         with contextlib.suppress(SlurmError):
             self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"AdminComment={one_line(comment)}"])
 

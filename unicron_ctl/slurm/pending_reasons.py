@@ -1,8 +1,8 @@
 """Why Slurm does not start a pending element: whether it could start at all, and the reason in plain words. Pure.
 
-Slurm has some 200 reasons and each release adds more, so they are read by families. Reasons about nodes keep nobody
-from starting: another node may do. An unknown reason keeps nobody from starting either: Slurm knows best, and what it
-refuses is asked for ever more seldom. Source: squeue(1), JOB REASON CODES; Slurm's job_state_reason.c, 22.05 to 26.05.
+Slurm has some 200 reasons and each release adds more, so they are read by families. Reasons about nodes bar no element:
+another node may do. An unknown reason bars none either: Slurm knows best, and a request that it refuses is repeated
+less and less often. Source: squeue(1), JOB REASON CODES; Slurm's job_state_reason.c, 22.05 to 26.05.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def explained(element: ElementInfo, now: float) -> str:
 
 
 def _begins_later(element: ElementInfo, now: float) -> bool:
-    """Somebody wants it to begin later; what Slurm itself lets wait was requeued, and waits for minutes."""
+    """Whether somebody wants the element to begin later. One that Slurm itself lets wait was requeued, and waits for
+    minutes."""
     if element.reason != "BeginTime" or element.starts is None:
         return False
     return not element.restarts or element.starts - now > REQUEUE_WAIT

@@ -1,8 +1,8 @@
-"""Running Slurm's programs, each with a time limit, whatever state it is in.
+"""Runs Slurm's programs, each with a time limit.
 
-A process in uninterruptible sleep (state D: a file system that hangs) cannot be killed, and to wait for it would take
-for ever. So each program has a thread of its own, which is left behind with a process that does not end; there are only
-so many of these, and while there are, no other program is started: it would hang, too.
+A process in uninterruptible sleep (state D: a file system that hangs) cannot be killed, and waiting for it could take
+for ever. So each program has a thread of its own, which is left behind with a process that does not end. Only so many
+may be left behind, and while there are, no other program is started: it would hang, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The whole queue in few operations: who occupies nodes, and who waits for nodes that our jobs could take.
+"""The whole queue, read in few operations: who occupies nodes, and who waits for nodes that our jobs could take.
 
-A queue may hold 100,000 jobs, and all that matters of most of them is that others like them come first. So squeue sorts
-them by priority and prints columns of fixed width, in which what makes two pending jobs alike lies side by side: each
-row is two slices of bytes and a look into a set, and only the first row of each kind is read. Pure.
+A queue may hold 100,000 jobs, and most matter only because others like them come first. So squeue sorts by priority and
+prints columns of fixed width, in which everything that makes two pending jobs alike lies side by side. Each row costs
+two slices of bytes and a look into a set, and only the first row of each kind is read. Pure.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _offsets(columns: Columns) -> dict[str, int]:
 
 
 def _aligned(data: bytes, columns: Columns, size: int) -> bool:
-    """Every row ends with a line end, and every column of it with a separator."""
+    """Whether each row ends with a line end, and each column with a separator."""
     count = len(data) // size
     if data[size - 1 :: size] != b"\n" * count:
         return False
@@ -98,7 +98,7 @@ def _aligned(data: bytes, columns: Columns, size: int) -> bool:
 
 
 def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
-    """What does not fit into its column is not known: then the job may get any node."""
+    """The element of a row. A text that does not fit its column is unknown, and then the job may get any node."""
     cells = {}
     for name, width in columns:
         cell = row[at[name] : at[name] + width]

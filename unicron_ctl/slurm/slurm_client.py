@@ -1,7 +1,4 @@
-"""The interface through which everything else sees Slurm.
-
-A job is an array job of one-node elements. A plain job counts as an array of one element, number 0.
-"""
+"""The interface to Slurm. A job is an array of elements; a plain job counts as an array of one element, number 0."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ _SLURMS_OWN = (
 
 
 def slurms_own(reason: str) -> bool:
-    """Nobody but Slurm itself has given a node this reason: no person, no script, no tool."""
+    """Whether Slurm itself has given a node this reason: no person, no script, no tool."""
     return not reason or reason.lower().startswith(_SLURMS_OWN)
 
 
@@ -115,18 +112,18 @@ class NodeInfo:
 
     @property
     def healthy(self) -> bool:
-        """True when Slurm could run something there: now, once it is free, or once it has been switched on."""
+        """Whether Slurm could run something there: now, once it is free, or once it has been switched on."""
         wrong = self.states & _UNUSABLE
         return not (wrong - {"NOT_RESPONDING"} if self.asleep else wrong)
 
     @property
     def asleep(self) -> bool:
-        """True while power saving has it off, or on its way there or back: that it is silent says nothing."""
+        """Whether power saving has the node off, or on its way there or back; then its silence says nothing."""
         return bool(self.states & _ASLEEP)
 
     @property
     def heard(self) -> bool:
-        """True when Slurm hears its slurmd, and could run something there."""
+        """Whether Slurm hears the node's slurmd, and could run something there."""
         return self.healthy and not self.asleep
 
 
@@ -175,12 +172,12 @@ class ElementInfo:
 
     @property
     def label(self) -> str:
-        """What it is called: 7_2."""
+        """The element's name: 7_2."""
         return f"{self.job}_{self.element}" if self.job != SOMEBODY else "another job"
 
     @property
     def held(self) -> bool:
-        """True when Slurm will not start it until it is released."""
+        """Whether Slurm will not start it until it is released."""
         return self.state == "PENDING" and (self.reason in ("JobHeldAdmin", "JobHeldUser") or "held" in self.reason)
 
 
@@ -196,8 +193,8 @@ class Queue:
 
 @dataclass(frozen=True)
 class Site:
-    """What seldom changes. private: Slurm's PrivateData, kinds of things of which users see their own only. domains:
-    node -> the leaf switch or block with which it fails."""
+    """Settings that seldom change. private: Slurm's PrivateData, kinds of things of which users see their own only.
+    domains: node -> the leaf switch or block with which it fails."""
 
     private: frozenset[str] = frozenset()
     domains: Mapping[str, str] = field(default_factory=dict)
@@ -208,10 +205,8 @@ SOMEBODY = "?"  # the job of an element that is known only by the node that it u
 
 
 class SlurmClient(Protocol):
-    """What the controller needs of Slurm. Every call has a time limit and raises SlurmError, one line, when it fails.
-
-    Every mutating call may be repeated: to requeue what is pending, or to release what is not held, is no error.
-    """
+    """The controller's calls of Slurm. Every call has a time limit and raises SlurmError, one line, when it fails. A
+    mutating call may be repeated: to requeue what is pending, or to release what is not held, is no error."""
 
     def nodes(self) -> list[NodeInfo]:
         """All nodes, by name as Slurm orders them."""
@@ -259,7 +254,7 @@ class SlurmClient(Protocol):
         """Lets a held element start; `comment` takes the place of what the hold said (AdminComment)."""
 
     def pin(self, job: str, element: int, node: str | None) -> None:
-        """A pending element will start on this node and no other; None takes that back."""
+        """Lets a pending element start on this node and no other; None takes that back."""
 
     def start_now(self, job: str, element: int) -> None:
         """Ends the wait that Slurm imposes on a requeued element."""

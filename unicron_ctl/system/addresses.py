@@ -1,7 +1,7 @@
-"""Addresses of hosts, in either family: how they are written, and all that a name leads to.
+"""Host addresses of both families: how they are written, and all that a name leads to.
 
-A name may have several addresses, and the first need not be the one that answers: a head node with an AAAA record whose
-network carries IPv4 only, a daemon that listens in one family. So all of them are tried, here as everywhere.
+A name may have several addresses, and the first need not answer: a head node may have an AAAA record while its network
+carries IPv4 only, and a daemon may listen in one family. So all of them are tried.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Target:
 
     @property
     def endpoint(self) -> str:
-        """As ZeroMQ takes it."""
+        """The address as ZeroMQ takes it."""
         return f"tcp://{join(self.host, self.port)}"
 
 
 @functools.lru_cache(maxsize=4096)  # the controller asks at each message
 def canonical(host: str) -> str:
-    """A numeric address as it is compared: without brackets, and IPv4 as such, also where a socket of both families
-    calls it ::ffff:1.2.3.4. A name stays as it is."""
+    """A numeric address in the form in which addresses are compared: without brackets, and IPv4 as such where a dual-
+    stack socket says ::ffff:1.2.3.4. A name stays as it is."""
     bare = host.strip("[]")
     try:
         found = ipaddress.ip_address(bare)
@@ -52,7 +52,7 @@ def canonical(host: str) -> str:
 
 @functools.lru_cache(maxsize=4096)  # the controller asks at each message
 def origin(address: str) -> str:
-    """The quota to which a numeric address counts: in IPv6 a host has a whole network of them, of 64 bits."""
+    """The quota that a numeric address counts to: for IPv6 its network of 64 bits, for a host has all of it."""
     address = canonical(address)
     if ":" not in address:
         return address
@@ -84,7 +84,7 @@ def join(host: str, port: int | str) -> str:
 
 
 def in_brackets(host: str) -> str:
-    """An address of IPv6 in brackets; others as they are."""
+    """The address, with brackets if it is IPv6."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 

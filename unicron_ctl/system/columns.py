@@ -1,7 +1,7 @@
-"""What commands list: columns as `sinfo` prints them, one line an item, and boxes for what is watched.
+"""Listings: columns as `sinfo` prints them, one line for each item, and boxes for what is watched.
 
-A line fits 100 characters, all cells but the last are single words where the names in them are, and what is longer is a
-note below: so a line can be grepped, and its words counted.
+A line fits 100 characters. All cells but the last are single words where the names in them are, and longer text is a
+note below, so a line can be grepped and its words counted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ WIDTH = 100
 
 
 class Listing:
-    """Rows of cells under `headings`, and notes: lines that say more of single rows. Cells are texts; a style that one
-    has shows in boxes only.
-    """
+    """Rows of cells under `headings`, and notes that say more about single rows. Cells are texts; their styles show in
+    boxes only."""
 
     def __init__(self, *headings: str, title: str = ""):
         self.headings, self.title = headings, title
@@ -38,7 +37,7 @@ class Listing:
         self.notes.append(text)
 
     def lines(self) -> list[str]:
-        """Heading, rows and notes; all cells but the last as wide as the widest of their column."""
+        """Heading, rows and notes; each column but the last is as wide as its widest cell."""
         table = [tuple(heading.upper() for heading in self.headings), *([plain(cell) for cell in r] for r in self.rows)]
         widths = [max(len(row[column]) for row in table) for column in range(len(self.headings) - 1)]
         padded = (

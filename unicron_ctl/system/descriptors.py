@@ -11,7 +11,7 @@ MOST = 1 << 16
 
 
 def raise_limit() -> int:
-    """How many files this process may have open, after as many were asked for as the system grants it."""
+    """Raises the limit of open files as far as the system grants. Returns how many this process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -25,7 +25,7 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of at most so many characters: of a longer one its beginning and its end."""
+    """The text, or the beginning and the end of a text that is longer than `most` characters."""
     if len(text) <= most:
         return text
     tail = (most - 5) // 3

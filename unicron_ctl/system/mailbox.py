@@ -1,4 +1,4 @@
-"""What threads hand to a loop that polls descriptors."""
+"""A queue from threads to a loop that polls descriptors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Item = TypeVar("Item")
 
 
 class Mailbox(Generic[Item]):
-    """Any thread puts, one loop takes when `fileno()` is readable. What comes after :meth:`close` is dropped."""
+    """Any thread puts items; one loop takes them when `fileno()` is readable. Items that come after :meth:`close` are
+    dropped."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()

@@ -11,10 +11,9 @@ THREADS = "OPENBLAS_NUM_THREADS"
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """What is imported meanwhile starts no threads. OpenBLAS, which numpy brings, would start one for every core, and
-    they spin at first: 0.1 s of CPU for each process on two cores. The environment is as it was afterwards, since ranks
-    inherit it. Without effect where numpy is there already.
-    """
+    """Imports within this context start no threads. OpenBLAS, which numpy brings, would start one for every core, and
+    they spin at first: 0.1 s of CPU for each process on two cores. The environment is restored afterwards, since ranks
+    inherit it. Without effect where numpy is imported already."""
     before = os.environ.get(THREADS)
     os.environ[THREADS] = before or "1"
     try:

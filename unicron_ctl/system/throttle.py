@@ -10,7 +10,7 @@ NAMES = 4096  # buckets kept; a name that comes back after so many others begins
 
 @dataclass
 class Throttle:
-    """At most `burst` at once and `rate` a second by each name."""
+    """Allows each name `burst` at once and `rate` a second."""
 
     rate: float
     burst: float
@@ -19,23 +19,23 @@ class Throttle:
     """name -> (what is left, when that was). The one that was used last is at the end."""
 
     def left(self, name: str, now: float) -> float:
-        """How much there is for this name."""
+        """How much is left for this name."""
         left, at = self.buckets.get(name, (self.burst, now))
         return min(self.burst, left + (now - at) * self.rate)
 
     def allows(self, name: str, now: float, cost: float = 1.0) -> bool:
-        """Whether there is so much left for this name, which is then taken."""
+        """Whether so much is left for this name; if so, it is taken."""
         left = self.left(name, now)
         allowed = left >= cost
         self._keep(name, left - cost if allowed else left, now)
         return allowed
 
     def allowed_at(self, name: str, now: float, cost: float = 1.0) -> float:
-        """When there is so much left for this name."""
+        """The time at which so much is left for this name."""
         return now + max(0.0, cost - self.left(name, now)) / self.rate
 
     def charge(self, name: str, now: float, cost: float) -> None:
-        """Takes so much, whether it is there or not: what was done for this name cost more than its question."""
+        """Takes so much, even where it is not there: what was done for this name cost more than its question."""
         self._keep(name, self.left(name, now) - cost, now)
 
     def _keep(self, name: str, left: float, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Calls of libraries that may hang for as long as a daemon or a file server does."""
+"""Calls of libraries that may hang as long as a daemon or a file server does."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ IDLE_SECONDS = 10.0  # for which a thread waits for the next call
 
 
 class TimeLimit:
-    """Gives calls up after some seconds. Threads make them, one call at a time, and are used again; nothing ends a call
-    that hangs, so its thread is left behind and another takes its place. While `most` hang, others are given up at
-    once."""
+    """Gives calls up after some seconds.
+
+    Threads make the calls, one at a time, and are used again. Nothing ends a call that hangs, so its thread is left
+    behind and another takes its place. While `most` calls hang, further ones are given up at once.
+    """
 
     def __init__(self, seconds: float, most: int, name: str) -> None:
         self._seconds, self._most, self._name = seconds, most, name
@@ -49,7 +51,7 @@ class TimeLimit:
         return result
 
     def finish(self, caller: _Caller, call: _Call) -> bool:
-        """The call has ended. Whether its thread may be used again: no other has taken its place."""
+        """Notes the end of a call. Returns whether its thread may be used again: no other has taken its place."""
         with self._lock:
             self._hanging -= call.given_up
             if not call.given_up:
@@ -76,14 +78,14 @@ class _Call:
 
 
 class _Caller:
-    """One thread, and what it has to call next."""
+    """One thread and its queue of calls."""
 
     def __init__(self, limit: TimeLimit) -> None:
         self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._limit = limit
 
     def serve(self) -> None:
-        """Until nothing has come for some time, or a call was given up."""
+        """Makes calls until none has come for some time, or one was given up."""
         while True:
             try:
                 call = self.calls.get(timeout=IDLE_SECONDS)

@@ -1,7 +1,5 @@
-"""What unicrond tells systemd: that it is ready, reloads, stops, and that its loop turns (sd_notify(3), Type=notify).
-
-Nothing here raises or waits: a service manager that does not listen must not stop the controller.
-"""
+"""Messages to systemd: ready, reloading, stopping, and the watchdog's (sd_notify(3), Type=notify). Nothing here raises
+or waits: a service manager that does not listen must not stop the controller."""
 
 from __future__ import annotations
 
@@ -31,27 +29,25 @@ class SystemdNotifier:
         self._failed = False
 
     def ready(self) -> None:
-        """The start, or a reload, is over."""
+        """Says that the start, or a reload, is over."""
         self._tell("READY=1")
 
     def starting(self, now: float) -> None:
-        """To be called now and then until `ready`: the start goes on, however long it takes. now: as for `watchdog`."""
+        """Extends the time for the start; called now and then until `ready`. now: as for `watchdog`."""
         if self._started is None or now - self._started >= STARTING_SECONDS:
             self._started = now
             self._tell(f"EXTEND_TIMEOUT_USEC={EXTENDED_SECONDS * 1_000_000}\nWATCHDOG=1")
 
     def reloading(self) -> None:
-        """The configuration is being read again; `ready` follows."""
+        """Says that the configuration is being read again; `ready` follows."""
         self._tell(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
         self._tell("STOPPING=1")
 
     def watchdog(self, now: float) -> None:
-        """To be called at each turn of the loop; systemd hears of it twice per watchdog period.
-
-        now: seconds of any clock that never goes backwards.
-        """
+        """Feeds the watchdog twice per period; called at each turn of the loop. now: seconds of any clock that never
+        goes backwards."""
         if not self.watchdog_seconds:
             return
         if (self._last is None or now - self._last >= self.watchdog_seconds / 2) and self._tell("WATCHDOG=1"):

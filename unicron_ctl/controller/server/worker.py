@@ -1,8 +1,8 @@
-"""The controller's slow work in threads: Slurm's programs in two, probes and credentials in a few others. Results are
-calls of the core, made in the main thread.
+"""The controller's slow work in threads: Slurm's programs in two lanes, probes and credentials in a few other threads.
+Results are calls of the core, made in the main thread.
 
-Of the two, one lane is for what is urgent, which so never waits behind a slow listing or a long list of actions. What
-changes the same element or node keeps its order over both (`Order`).
+One lane is for urgent requests, which so never wait behind a slow listing or a long list of actions. Changes of the
+same element or node keep their order over both lanes (`Order`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Order:
             self._changed.wait_for(lambda: self._waiting[target][0] == ticket)
 
     def through(self, target: Target) -> None:
-        """The action whose turn it was is done."""
+        """Notes that the action whose turn it was is done."""
         with self._changed:
             waiting = self._waiting[target]
             waiting.popleft()
@@ -132,7 +132,7 @@ def somebody(node: str) -> ElementInfo:
 
 @dataclass(frozen=True)
 class Task:
-    """Work for a lane."""
+    """One request in a lane."""
 
     request: Poll | Run
     core: Core
@@ -140,7 +140,7 @@ class Task:
 
 
 class Worker:
-    """Carries requests out; `results` is what to call in the main thread then, and `verified` for credentials, of which
+    """Carries requests out. `results` are calls for the main thread; `verified` are those for credentials, of which
     strangers can send many."""
 
     def __init__(self, client: SlurmClient | None, probe_timeout: float) -> None:
@@ -233,7 +233,7 @@ class Worker:
             self.results.put(lambda: core.on_listing(nodes, elements, site, took))
 
     def _run(self, request: Run, tickets: list[int], core: Core) -> None:
-        """Goes on for RUN_SECONDS, and no further than the first call that Slurm does not answer."""
+        """Carries actions out for RUN_SECONDS, and no further than the first call that Slurm does not answer."""
         failed: set[Target] = set()
         until, over = time.monotonic() + RUN_SECONDS, False
         for action, ticket in zip(request.actions, tickets, strict=True):
@@ -254,7 +254,7 @@ class Worker:
         self.results.put(partial(core.on_actions_done, request.urgent))
 
     def _act(self, action: Action) -> tuple[str, bool]:
-        """Why it failed, and whether Slurm gave no answer."""
+        """Carries one action out. Returns why it failed, and whether Slurm gave no answer."""
         assert self._client is not None
         try:
             perform(self._client, action)

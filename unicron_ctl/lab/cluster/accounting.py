@@ -12,7 +12,7 @@ _ADDRESS, _DATABASE, _USER = "127.0.0.1", "slurm_acct_db", "slurm"
 
 
 def slurm_lines(layout: Layout, spec: Spec) -> list[str]:
-    """For slurm.conf."""
+    """Lines for slurm.conf."""
     if not spec.accounting:
         return ["AccountingStorageType=accounting_storage/none"]
     return [
@@ -24,7 +24,7 @@ def slurm_lines(layout: Layout, spec: Spec) -> list[str]:
 
 
 def ports_needed(spec: Spec) -> int:
-    """Beside those of slurmctld and the nodes."""
+    """The number of ports beside those of slurmctld and the nodes."""
     return 2 if spec.accounting else 0
 
 
@@ -37,7 +37,7 @@ def _database_port(spec: Spec) -> int:
 
 
 def write_files(layout: Layout, spec: Spec, user: str) -> None:
-    """slurmdbd.conf, and what MariaDB does first. Both hold the password of a database that only this machine
+    """Writes slurmdbd.conf and MariaDB's first commands. Both hold the password of a database that only this machine
     reaches."""
     password = secrets.token_hex(16)
     auth_info = f"AuthInfo=socket={layout.munge_socket}" if spec.auth == "munge" else ""
@@ -74,13 +74,13 @@ def _write_private(layout: Layout, name: str, text: str) -> None:
 
 
 def install_command(program: str, layout: Layout, user: str) -> list[str]:
-    """Makes an empty database."""
+    """The command that makes an empty database."""
     options = ("--skip-test-db", "--auth-root-authentication-method=normal", "--skip-name-resolve")
     return [program, "--no-defaults", f"--datadir={layout.database_dir}", f"--user={user}", *options]
 
 
 def database_command(program: str, layout: Layout, spec: Spec, user: str) -> list[str]:
-    """Runs MariaDB. Its sizes are slurmdbd.conf(5)'s advice, as small as a test cluster may have them."""
+    """The command that runs MariaDB. Its sizes follow slurmdbd.conf(5), as small as a test cluster may have them."""
     return [
         program,
         "--no-defaults",

@@ -1,4 +1,4 @@
-"""What a local cluster is made of, and where its files are."""
+"""The parts of a local cluster, and the places of its files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ STATE_FILE = "cluster.json"
 
 @dataclass(frozen=True)
 class Spec:
-    """What the user asked for, and what was free: `ports[0]` is slurmctld's, `ports[i]` node n{i}'s, the last two
-    the accounting's; with links, the network, for example 198.18.4.0/23."""
+    """The user's request, and what was free: `ports[0]` is slurmctld's, `ports[i]` node n{i}'s, the last two the
+    accounting's; with links, the network, for example 198.18.4.0/23."""
 
     nodes: int
     gpus_per_node: int

@@ -1,10 +1,10 @@
-"""Finding and ending the processes of one local cluster.
+"""Finds and ends the processes of one local cluster.
 
-Nothing relies on remembered process ids, which the kernel uses again: every process is recognised by what it *is* at
-the moment of the signal. A daemon has the cluster's own path in its command line; a slurmstepd, whose command line and
-environment Slurm overwrites with a title, holds a file of the cluster open; a task has SLURM_CONF and SLURMD_NODENAME
-in its environment or descends from a stepd; and where a cluster has links, whatever is in one of its network
-namespaces. The signal goes through a pidfd that is opened before the check.
+Nothing relies on remembered process ids, which the kernel uses again: each process is recognised at the moment of the
+signal. A daemon has the cluster's path in its command line. A slurmstepd, whose command line and environment Slurm
+overwrites with a title, holds a file of the cluster open. A task has SLURM_CONF and SLURMD_NODENAME in its environment,
+or descends from a stepd. Where a cluster has links, everything in one of its network namespaces belongs to it. The
+signal goes through a pidfd that is opened before the check.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Process:
 
 @dataclass(frozen=True)
 class Marks:
-    """What the processes of one cluster show: its slurm.conf, its munge socket, its folders of logs and database,
-    and what the names of its network namespaces begin with."""
+    """The marks of one cluster's processes: its slurm.conf, its munge socket, its folders of logs and database, and the
+    prefix of its network namespaces."""
 
     slurm_conf: str
     munge_socket: str
@@ -116,7 +116,8 @@ def _identify(pid: int, marks: Marks) -> tuple[str, str | None] | None:
 
 
 def _identify_by_files(pid: int, program: str, marks: Marks) -> tuple[str, str | None] | None:
-    """For what has put a title over its command line: a slurmstepd, a forked slurmd, slurmctld's script runner."""
+    """Recognises a process with a title over its command line: a slurmstepd, a forked slurmd, slurmctld's script
+    runner."""
     kind = "stepd" if program == "slurmstepd" else program
     for path in _open_files(pid):
         if path in (f"{marks.log_dir}/slurmctld.log", f"{marks.log_dir}/slurmdbd.log"):
@@ -142,7 +143,7 @@ def _namespaces(marks: Marks) -> dict[str, str]:
 
 
 def _inhabitant(pid: int, namespaces: dict[str, str]) -> tuple[str, str | None] | None:
-    """For whatever else is in a namespace of the cluster, or on its way into one."""
+    """Recognises any other process in a namespace of the cluster, or on its way into one."""
     if not namespaces:
         return None
     try:

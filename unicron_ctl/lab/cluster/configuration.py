@@ -79,8 +79,8 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
 
 
 def task_prolog(layout: Layout) -> str:
-    """A script that gives each virtual node a shared memory of its own: all have one /dev/shm, which would outlive the
-    cluster, and a node's power failure."""
+    """A script that gives each virtual node a shared memory of its own. The nodes share one /dev/shm, which would
+    outlive the cluster and a node's power failure."""
     return f"""#!/bin/sh
 [ -n "$UNICRON_MEMORY_DIR" ] || echo "export UNICRON_MEMORY_DIR={layout.memory_dir}/$SLURMD_NODENAME"
 """

@@ -1,7 +1,7 @@
-"""What is wrong with a cluster's links: cut off nodes, pairs that do not reach each other, lost packets.
+"""Faults of a cluster's links: nodes that are cut off, pairs that are cut apart, lost packets.
 
-Packets are dropped in the switch, so nobody is told: no FIN, no RST, and the carrier stays. All rules are made of one
-file and given to nft(8) at once, so that a change is never seen by half.
+Packets are dropped in the switch, so nobody is told: no FIN, no RST, and the carrier stays. All rules come from one
+file that nft(8) takes at once, so no change is ever half done.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Links:
         self._file: Path = network.folder / "links.json"
 
     def faults(self) -> Faults:
-        """What is wrong now."""
+        """The faults at present."""
         try:
             known = json.loads(self._file.read_text())
         except FileNotFoundError:
@@ -104,7 +104,8 @@ class Links:
             faults.loss = kept | (dict.fromkeys(sorted(hosts), share) if share else {})
 
     def power(self, nodes: Iterable[str], on: bool) -> None:
-        """A node without power neither answers nor refuses, whatever has been done to its processes."""
+        """Switches a node's link off or on: a node without power neither answers nor refuses, whatever has been done to
+        its processes."""
         with self._changed() as faults:
             faults.off = sorted(set(faults.off) - set(nodes) if on else {*faults.off, *nodes})
 
@@ -128,7 +129,7 @@ class Links:
 
 
 def check_host(host: str, nodes: Collection[str]) -> None:
-    """Raises UserError (wrong use) for what is neither a node nor the head."""
+    """Raises UserError (wrong use) for a name that is neither a node nor the head."""
     if host != HEAD and host not in nodes:
         raise UserError(f"no node {host!r}; this cluster has n1 to n{len(nodes)} and {HEAD}", WRONG_USE)
 

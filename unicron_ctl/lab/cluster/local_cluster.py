@@ -86,7 +86,7 @@ class LocalCluster:
 
     @property
     def links(self) -> Links:
-        """What can be cut and mended. Raises UserError (wrong use) for a cluster without links."""
+        """The links, to cut and mend. Raises UserError (wrong use) for a cluster without links."""
         self._check_links()
         return Links(self.layout.network, self.spec.node_names)
 
@@ -98,7 +98,7 @@ class LocalCluster:
         return self.spec.address(host)
 
     def command_prefix(self, host: str) -> list[str]:
-        """What to put before a command so that it runs on a node or on `head`. Raises UserError (wrong use)."""
+        """The words before a command that make it run on a node or on `head`. Raises UserError (wrong use)."""
         self._check_links()
         check_host(host, self.spec.node_names)
         return self.layout.network.command_prefix(host)

@@ -1,8 +1,8 @@
 """The network of a cluster with links: the head and each node in a namespace of its own, all on one bridge. Needs root.
 
-A third kind of namespace, the switch, holds the bridge, so that nothing but one interface shows in the machine's own
-network: the leg by which ordinary clients reach the head. All names hold the cluster's digest, so that clusters live
-side by side and what a crash has left is known by its name. The registry says which cluster has which addresses.
+A third kind of namespace, the switch, holds the bridge, so that only one interface shows in the machine's own network:
+the leg by which ordinary clients reach the head. All names hold the cluster's digest, so clusters live side by side,
+and what a crash has left is known by its name. The registry says which cluster has which addresses.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Network:
 
 
 def abandoned() -> list[Path]:
-    """State folders that are gone while something of their clusters' networks may still be there."""
+    """State folders that are gone while parts of their clusters' networks may still be there."""
     return [folder for _, known in _registered() if not (folder := Path(known["state_dir"])).exists()]
 
 

@@ -45,7 +45,7 @@ def plugin_line(address: str) -> str:
 
 
 def scripts() -> Path:
-    """Where this environment's programs are."""
+    """The folder of this environment's programs."""
     return Path(sysconfig.get_path("scripts"))
 
 
@@ -126,7 +126,7 @@ def address(layout: Layout) -> str:
 
 
 def _running(folder: Path) -> list[int]:
-    """Known by its command line, like the cluster's other daemons."""
+    """The cluster's unicrond, recognised by its command line like the other daemons."""
     found = []
     for entry in Path("/proc").glob("[1-9]*/cmdline"):
         try:

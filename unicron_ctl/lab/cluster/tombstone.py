@@ -1,7 +1,7 @@
-"""What a virtual node that was switched off leaves behind where all nodes share one address: its ports are silent.
+"""What a virtual node leaves behind when it is switched off and all nodes share one address: its ports stay silent.
 
-A machine without power refuses no connection, it does not answer. `python tombstone.py SLURM_CONF NODE PORT...` holds
-the ports until it is ended, when the node is switched on again or the cluster goes down.
+A machine without power refuses no connection; it does not answer. `python tombstone.py SLURM_CONF NODE PORT...` holds
+the ports until the node is switched on again or the cluster goes down.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def hold_port(port: int) -> socket.socket | None:
 
 
 def main() -> None:
-    """Holds the ports. Those who had them may still be ending: a large process takes a while to close what it has. One
-    that somebody else has taken meanwhile is left alone."""
+    """Holds the ports. Their former owners may still be ending: a large process takes a while to close its files. A
+    port that somebody else has taken meanwhile is left alone."""
     held: dict[int, socket.socket] = {}
     wanted, deadline = [int(word) for word in sys.argv[3:]], time.monotonic() + ENDING_SECONDS
     while len(held) < len(wanted) and time.monotonic() < deadline:

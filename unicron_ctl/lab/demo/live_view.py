@@ -1,4 +1,4 @@
-"""The live view: jobs and nodes as they are, and the last lines of the story. On a pipe it prints the story's lines
+"""The live view: jobs and nodes at present, and the last lines of the story. On a pipe it prints the story's lines
 only."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LINES = 14
 
 
 class Living:
-    """A context manager: what changes in place lives for so long, in a terminal only."""
+    """A context manager around a part of the terminal that changes in place; it shows nothing on a pipe."""
 
     def __init__(self, console: Console, **settings: Any):
         self._console = console
@@ -50,14 +50,14 @@ class View(Living):
                 self._console.print(Text(line))
 
     def add_line(self, text: str) -> None:
-        """One line of the story, with the seconds since the start."""
+        """Adds a line to the story, with the seconds since the start."""
         line = f"{time.time() - self._began:6.1f} s  {text}"
         self._lines.append(line)
         if not self._live:
             self._console.print(Text(line), soft_wrap=True)
 
     def show(self, status: Status) -> None:
-        """What the controller knows now."""
+        """Shows the controller's status."""
         last = max(status.failures, key=lambda failure: failure.id, default=None)
         if last and last.reason != self._last_event:
             self._last_event = last.reason

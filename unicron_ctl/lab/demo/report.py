@@ -1,5 +1,5 @@
-"""What the demo proves: per failure what it cost, per job its losses beside the undisturbed run's. The numbers are
-read, not assumed."""
+"""The demo's result: what each failure cost, and each job's losses beside the undisturbed run's. All numbers are read
+from the runs."""
 
 from __future__ import annotations
 

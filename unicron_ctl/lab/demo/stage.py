@@ -1,5 +1,5 @@
-"""The demo's stage: a private Slurm with the plugin, a controller, a dataset, jobs and their reference runs. All of it
-is real."""
+"""The demo's stage: a private Slurm with the plugin, a controller, a dataset, jobs and their reference runs, all of
+them real."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class Stage:
 
     # ------------------------------------------------------------ looking and breaking
     def status(self) -> Status:
-        """What `unicronctl status` shows, not older than FRESH_SECONDS: the cores are for the training."""
+        """The status of `unicronctl status`, not older than FRESH_SECONDS: the cores are for the training."""
         if self._status is None or time.monotonic() - self._asked_at > FRESH_SECONDS:
             answer = ask_controller({"kind": "status"}, address=self.address, timeout=ANSWER_SECONDS)
             self._status = as_struct(answer, Status)
@@ -279,7 +279,7 @@ class Stage:
         return [rank.pid for rank in self._element(name, element).ranks]
 
     def node_of(self, name: str, element: int) -> str:
-        """Where the element runs now."""
+        """The node on which the element runs now."""
         return self._element(name, element).node
 
     def _element(self, name: str, element: int) -> Element:

@@ -1,4 +1,4 @@
-"""What happens in the demo: four chapters, each waits until the one before is healed. Every wait has a limit."""
+"""The demo's four chapters; each waits, with a time limit, until the one before is healed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Injury:
 
 
 class Story:
-    """Plays the chapters on `stage`; `tell(text)` is called at every turn and `show(status)` at every poll."""
+    """Plays the chapters on `stage`; `add_line(text)` is called at every turn and `show(status)` at every poll."""
 
     def __init__(self, stage: Stage, add_line: Callable[[str], None], show: Callable[[Status], None]):
         self.stage, self.add_line, self.show = stage, add_line, show
         self.injuries: list[Injury] = []
 
     def play(self) -> None:
-        """All chapters. Raises UserError when one is not healed in time."""
+        """Plays all chapters. Raises UserError when one is not healed in time."""
         large, small = self.stage.jobs
         self._wait(
             lambda: all(self._at(job, job.elements, FIRST_ITERATION) for job in self.stage.jobs),
@@ -71,7 +71,7 @@ class Story:
 
     # ------------------------------------------------------------ chapters
     def _ranks_die(self, large: DemoJob, small: DemoJob) -> None:
-        """One of each job, at the same time; that of the second has a neighbour on its node."""
+        """Kills a rank of each job at the same time; that of the second has a neighbour on its node."""
         for job in (large, small):
             element = job.elements - 1
             neighbours = tuple(self.stage.pids(job.name, element)[:-1])
@@ -88,7 +88,7 @@ class Story:
             raise UserError(f"{small.name}: a rank died alone, and its neighbour was started again with it")
 
     def _whole(self, injury: Injury, job: DemoJob) -> bool:
-        """The job has its rank again; the time at which that was seen first is noted."""
+        """Whether the job has its rank again; notes when that was seen first."""
         if not injury.healed_at and self.record(injury) is not None and self._at(job, job.elements):
             injury.healed_at = time.time()
         return bool(injury.healed_at)

@@ -1,9 +1,10 @@
-"""Was the gradient of a recovered iteration right? `python -m unicron.ctl.lab.demo.verify FOLDER TRAIN_GPT_OPTIONS...`
+"""Checks that the gradient of a recovered iteration was right: `python -m unicron.ctl.lab.demo.verify FOLDER
+TRAIN_GPT_OPTIONS...`
 
-For every iteration of which `train_gpt.py --save-gradients FOLDER` wrote files: one undisturbed process, which has the
-whole model whatever the job's layout, computes the gradient from the same parameters, over all micro-batches, by
-Megatron's own schedule and without a Session. Prints {"ITERATION": largest absolute difference of any element, ...} as
-JSON. Runs in a process of its own because it needs torch.
+For each iteration of which `train_gpt.py --save-gradients FOLDER` wrote files, one undisturbed process computes the
+gradient from the same parameters, over all micro-batches, by Megatron's own schedule and without a Session. The process
+has the whole model, whatever the job's layout. It prints {"ITERATION": largest absolute difference of any element, ...}
+as JSON. It is a process of its own because it needs torch.
 """
 
 from __future__ import annotations
