@@ -347,7 +347,7 @@ class Core:
     def hint(self, hint: datagrams.Hint, now: float) -> None:
         """A datagram of the plugin: never trusted alone."""
         self.now = now
-        self._contained(hint.job, "a hint", lambda: self.carry_out(self.intake.hint(hint)))
+        self._contained(hint.job, "a hint", lambda: self.carry_out(self.intake.on_hint(hint)))
 
     def advance_jobs(self) -> None:
         """Brings every job that something happened to as far as it can go now.
@@ -450,20 +450,20 @@ class Core:
         live.changed.update(agent.slots)
         live.ready.discard(agent.element)
 
-    def _tick(self, job: JobState) -> None:
-        view, desk = self.view.job(job), self.desk(job)
-        if view.live.ahead:
-            self.turns.advance(job)
+    def _tick(self, state: JobState) -> None:
+        job, desk = self.view.job(state), self.desk(state)
+        if job.live.ahead:
+            self.turns.advance(state)
             return
-        for finding in list(overdue.look(self.view, self.clocks, job)):
+        for finding in list(overdue.look(self.view, self.clocks, state)):
             self.judge(finding)
-        self.carry_out(iterations.look(self.view, view, desk.times, desk.watch))
-        self.carry_out(network_partitions.check_partitions(self.view, view, view.live.survey))
+        self.carry_out(iterations.look(self.view, job, desk.times, desk.watch))
+        self.carry_out(network_partitions.check_partitions(self.view, job, job.live.survey))
         period = self.config.metrics_seconds
-        self.carry_out(outliers.look(job, desk.peers, desk.times.phases.comparable, period, self.now))
-        self.carry_out(mode_of(job).report(self.view, view, desk.told))
-        self.turns.advance(job)
-        self.carry_out(adoption.report_awaited(self.view, view, desk))
+        self.carry_out(outliers.look(state, desk.peers, desk.times.phases.comparable, period, self.now))
+        self.carry_out(mode_of(state).report(self.view, job, desk.told))
+        self.turns.advance(state)
+        self.carry_out(adoption.report_awaited(self.view, job, desk))
 
     # ------------------------------------------------------------ results of slow work
     def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:

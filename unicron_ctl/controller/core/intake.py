@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from unicron.ctl.controller.failure_detector import network_partitions, probes
 from unicron.ctl.controller.job import adoption, confirmation, registration
@@ -16,6 +16,7 @@ from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.agent_view import AgentView, Route
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.model.job_state import JobState, Phase, owner
+from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.quotas import OF_NODE_EVENTS, Written
 from unicron.ctl.controller.model.view import Outcome, Send, View
 from unicron.ctl.controller.sense import members
@@ -58,11 +59,11 @@ class Intake:
         """A message that passed the checks at the edge, of the connection with this CURVE key."""
         match message:
             case wire.Register():
-                self._register(route, message, key, asker)
+                self._on_register(route, message, key, asker)
             case wire.Status():
-                self._status(route, message, key)
+                self._on_status(route, message, key)
             case wire.Steps():
-                self._steps(route, message, key)
+                self._on_steps(route, message, key)
             case wire.Metrics():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     job = self._view.state.jobs[message.job]
@@ -82,7 +83,7 @@ class Intake:
                     self._carry_out(judge_nodes.take(self._view, agent, message, self._talk, room))
             case wire.StackTrace() | wire.Timing() | wire.InjectRefused():
                 if (known := self._speaker(route, key, message.job, message.slot)) is not None:
-                    self._of_rank(known, message)
+                    self._on_rank_message(known, message)
 
     # ------------------------------------------------------------ who speaks
     def knows(self, message: wire.Message, key: str) -> bool:
@@ -121,7 +122,7 @@ class Intake:
         return True
 
     # ------------------------------------------------------------ agents
-    def _register(self, route: Route, message: wire.Register, key: str, asker: Asker) -> None:
+    def _on_register(self, route: Route, message: wire.Register, key: str, asker: Asker) -> None:
         """Slurm is asked first, but for an agent that has been taken in before."""
         job = self._view.state.jobs.get(message.job)
         whose = job.owner if job is not None else owner(asker.uid, message.settings.user)
@@ -294,60 +295,71 @@ class Intake:
         large = job.settings.max_nodes > LARGE_JOB
         return max(PROGRESS_SECONDS, self._view.config.heartbeat_period) if large else PROGRESS_SECONDS
 
-    def _status(self, route: Route, message: wire.Status, key: str) -> None:  # noqa: C901  (one step a field)
-        job, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
-        if job is not None and job.ended and self._had(job, message, key):
-            self._carry_out(Outcome(sends=[Send(route, ending(job.ended))]))
+    def _on_status(self, route: Route, message: wire.Status, key: str) -> None:
+        state, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
+        if (refusal := self._refusal_of(state, message, key)) is not None:
+            self._carry_out(Outcome(sends=[Send(route, refusal)]))
             return
         if (message.job, message.element, message.agent) in self._waiting:
             return
-        if job is not None and registration.released(job) and self._had(job, message, key):
-            self._carry_out(Outcome(sends=[Send(route, wire.Refused(reason=job.set_aside, final=True))]))
+        if state is None or agent is None or agent.agent != message.agent or agent.key != key:
+            self._carry_out(Outcome(sends=[Send(route, self._unknown(state, message))]))
             return
-        if job is None or agent is None or agent.agent != message.agent or agent.key != key:
-            self._carry_out(Outcome(sends=[Send(route, self._unknown(job, message))]))
-            return
-        if message.steps and not job.over:
-            self._take_steps(job, agent, message.steps)
+        if message.steps and not state.over:
+            self._take_steps(state, agent, message.steps)
         was_expired, agent.route, agent.expired = agent.expired, route, False
         changed = agent.on_status(message, self._view.now)
         self._view.live.heard(agent, self._view.now)
         if message.answer:
             self._carry_out(Outcome(sends=[Send(route, wire.Pong(number=message.number))]))
-        view = self._view.job(job)
+        job = self._view.job(state)
         if was_expired:
-            back = Outcome()
-            back.record(job, records.AgentBack(element=agent.element, agent=agent.agent, node=agent.node))
-            self._carry_out(back)
-            self._carry_out(adoption.reinstate(view, agent))
-            agent.progress.update(dict.fromkeys(agent.slots, self._view.now))  # it could not be told before
+            self._revive_agent(job, agent)
+        if was_expired or message.leaving:
             changed = list(agent.slots)
         if agent.cold:
-            self._carry_out(registration.started_cold(job, agent, self._desk(job).cold))
+            self._carry_out(registration.started_cold(state, agent, self._desk(state).cold))
         if message.leaving:
             self._view.live.silenced(agent)
-            changed = list(agent.slots)
-            if (left := members.leaving(self._view, view, agent)) is not None:
+            if (left := members.leaving(self._view, job, agent)) is not None:
                 self._carry_out(Outcome(findings=[left]))
-        if adoption.unknown(job, agent):
-            view.live.ahead.add(agent.element)
-        if agent.agreed is not None:
-            view.live.touched.add(agent.element)
-        if changed or was_expired:
-            view.live.changed.update(changed)
-            view.notice_agent(agent)
-            if agent.fresh and not job.over:
-                view.live.shape(agent, changed)
-                self._carry_out(registration.ready_ranks(job, agent, changed))
-        elif job.phase is Phase.BREAKING:
-            for slot in agent.slots:  # rest is also shown by having nothing new to say
-                if slot in view.live.awaited:
-                    view.notice(slot, self._view.now)
+        self._note_changes(job, agent, changed)
 
-    def _had(self, job: JobState, message: wire.Status, key: str) -> bool:
-        """The agent was the last one of its element."""
-        record = job.agents.get(message.element)
-        return record is not None and record.agent == message.agent and record.key == key
+    def _refusal_of(self, state: JobState | None, message: wire.Status, key: str) -> wire.Message | None:
+        """What is answered to the last agent of an element of a job that has ended, or is left alone; None where its
+        status counts."""
+        record = state.agents.get(message.element) if state is not None else None
+        if state is None or record is None or record.agent != message.agent or record.key != key:
+            return None
+        if state.ended:
+            return ending(state.ended)
+        return wire.Refused(reason=state.set_aside, final=True) if registration.released(state) else None
+
+    def _revive_agent(self, job: JobView, agent: AgentView) -> None:
+        """An agent whose lease had run out speaks again."""
+        back = Outcome()
+        back.record(job.state, records.AgentBack(element=agent.element, agent=agent.agent, node=agent.node))
+        self._carry_out(back)
+        self._carry_out(adoption.reinstate(job, agent))
+        agent.progress.update(dict.fromkeys(agent.slots, self._view.now))  # it could not be told before
+
+    def _note_changes(self, job: JobView, agent: AgentView, changed: Sequence[int]) -> None:
+        """Puts what a status has changed on the lists of what is looked at next."""
+        live = job.live
+        if adoption.unknown(job.state, agent):
+            live.ahead.add(agent.element)
+        if agent.agreed is not None:
+            live.touched.add(agent.element)
+        if changed:
+            live.changed.update(changed)
+            job.notice_agent(agent)
+            if agent.fresh and not job.state.over:
+                live.shape(agent, changed)
+                self._carry_out(registration.ready_ranks(job.state, agent, list(changed)))
+        elif job.state.phase is Phase.BREAKING:
+            for slot in agent.slots:  # rest is also shown by having nothing new to say
+                if slot in live.awaited:
+                    job.notice(slot, self._view.now)
 
     def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refused:
         replaced = job is not None and message.agent in job.superseded
@@ -357,27 +369,27 @@ class Intake:
         return wire.Refused(reason="register first")
 
     # ------------------------------------------------------------ ranks
-    def _steps(self, route: Route, message: wire.Steps, key: str) -> None:
+    def _on_steps(self, route: Route, message: wire.Steps, key: str) -> None:
         agent = self._of_agent(route, key, message)
         job = self._view.state.jobs.get(message.job)
         if agent is not None and job is not None and not job.over:
             self._take_steps(job, agent, message.reports)
 
-    def _take_steps(self, job: JobState, agent: AgentView, reports: Iterable[wire.StepReport]) -> None:
-        view, desk, now = self._view.job(job), self._desk(job), self._view.now
-        held = wire.hold_seconds(self._view.config.heartbeat_period, self._progress_seconds(job))
+    def _take_steps(self, state: JobState, agent: AgentView, reports: Iterable[wire.StepReport]) -> None:
+        job, desk, now = self._view.job(state), self._desk(state), self._view.now
+        held = wire.hold_seconds(self._view.config.heartbeat_period, self._progress_seconds(state))
         for report in reports:
             whole, agent.steps = report.number == agent.steps + 1, report.number
             report.ranks = [rank for rank in report.ranks if rank.slot in agent.slots]
-            if report.generation > job.generation:  # who else is in it is not known yet, so this says too little
+            if report.generation > state.generation:  # who else is in it is not known yet, so this says too little
                 desk.unheard_until = max(desk.unheard_until, report.iteration)
                 continue
-            if job.plan is not None and report.generation == job.plan.generation:
-                view.live.stepped.note_iteration(report.iteration, now, held)
+            if state.plan is not None and report.generation == state.plan.generation:
+                job.live.stepped.note_iteration(report.iteration, now, held)
             if report.ranks:
-                self._carry_out(desk.take_steps(view, report, now, whole))
+                self._carry_out(desk.take_steps(job, report, now, whole))
 
-    def _of_rank(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
+    def _on_rank_message(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
         """What was asked for goes into the log, once; what was not does not."""
         if job.over:
             return
@@ -410,7 +422,7 @@ class Intake:
         self._carry_out(out)
 
     # ------------------------------------------------------------ hints
-    def hint(self, hint: datagrams.Hint) -> Outcome:
+    def on_hint(self, hint: datagrams.Hint) -> Outcome:
         """A datagram of the plugin, which anybody may have sent: agent and Slurm are asked, no lease is shortened."""
         out, now = Outcome(), self._view.now
         agent = self._view.live.agent(hint.job, hint.element)

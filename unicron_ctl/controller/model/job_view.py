@@ -36,21 +36,21 @@ class JobView:
         return self.live.agents.get(slot // self.per_node)
 
     def status(self, slot: int) -> RankStatus | None:
-        view = self.live.agents.get(slot // self.per_node)
-        return view.ranks.get(slot) if view else None
+        agent = self.live.agents.get(slot // self.per_node)
+        return agent.ranks.get(slot) if agent else None
 
     def last_word(self, slot: int, process: Identity) -> RankStatus | None:
         """The last status of that process, which may have been replaced since."""
-        view = self.agent(slot)
-        if view is None or view.agent != process.agent:
+        agent = self.agent(slot)
+        if agent is None or agent.agent != process.agent:
             return None
-        found = (view.ranks.get(slot), view.before.get(slot))
+        found = (agent.ranks.get(slot), agent.before.get(slot))
         return next((status for status in found if status and status.incarnation == process.incarnation), None)
 
     def identity(self, slot: int) -> Identity | None:
-        view = self.agent(slot)
-        status = view.ranks.get(slot) if view else None
-        return Identity(view.agent, status.incarnation) if view and status else None
+        agent = self.agent(slot)
+        status = agent.ranks.get(slot) if agent else None
+        return Identity(agent.agent, status.incarnation) if agent and status else None
 
     def cold(self) -> dict[str, list[int]]:
         """reason -> slots whose processes were not started warm for it."""
@@ -70,13 +70,13 @@ class JobView:
 
     def all_ranks(self) -> Iterator[tuple[AgentView, int, RankStatus]]:
         for element in sorted(self.agents):
-            view = self.agents[element]
-            for slot in sorted(view.ranks):
-                yield view, slot, view.ranks[slot]
+            agent = self.agents[element]
+            for slot in sorted(agent.ranks):
+                yield agent, slot, agent.ranks[slot]
 
     def alive(self) -> list[AgentView]:
         """Living agents in order of their elements."""
-        return [view for _, view in sorted(self.agents.items()) if view.alive]
+        return [agent for _, agent in sorted(self.agents.items()) if agent.alive]
 
     @property
     def replica(self) -> int:
@@ -110,8 +110,8 @@ class JobView:
             came = {*plan.joiners, *(members.keys() - self._planned(plan.members))}
         return {
             slot: status
-            for _, view in sorted(self.agents.items())
-            for slot, status in view.ranks.items()
+            for _, agent in sorted(self.agents.items())
+            for slot, status in agent.ranks.items()
             if status.state in ("stopped", "standby")
             and slot in members
             and slot not in lost
@@ -129,7 +129,7 @@ class JobView:
         return now - self.state.since - self.live.stalled
 
     def has_store(self) -> bool:
-        return any(view.store for view in self.agents.values() if view.alive)
+        return any(agent.store for agent in self.agents.values() if agent.alive)
 
     # ------------------------------------------------------------ one slot
     def finished(self, slot: int) -> bool:
@@ -169,8 +169,8 @@ class JobView:
             return False
         if status.broken >= state.broken:
             return True
-        view = self.agent(slot)
-        unchanged = view is not None and view.last_heard > state.since + PUT_BACK_SECONDS
+        agent = self.agent(slot)
+        unchanged = agent is not None and agent.last_heard > state.since + PUT_BACK_SECONDS
         unchanged = unchanged and now - state.since > PUT_BACK_SECONDS
         if status.state in CAN_ENTER:
             return unchanged
@@ -256,25 +256,25 @@ class JobView:
         return self.planned[1]
 
     def _note_stop(self, slot: int) -> None:
-        state, view = self.state, self.agent(slot)
-        status = view.ranks.get(slot) if view else None
+        state, agent = self.state, self.agent(slot)
+        status = agent.ranks.get(slot) if agent else None
         here = slot in state.members or slot in state.joining
         if (
             here
-            and view is not None
+            and agent is not None
             and status is not None
             and status.state in AT_REST
             and status.broken > state.broken  # else it obeys an earlier Break and has not got its plan yet
             and (slot in state.members or state.offer is None or status.broken >= state.offer.generation)
             and not self.finished(slot)
         ):
-            self.live.stopped[slot] = view.progress.get(slot, view.last_heard)
+            self.live.stopped[slot] = agent.progress.get(slot, agent.last_heard)
         else:
             self.live.stopped.pop(slot, None)
 
-    def notice_agent(self, view: AgentView) -> None:
+    def notice_agent(self, agent: AgentView) -> None:
         """One of the agent's ranks, or its being alive, changed."""
-        if view.waits and view.alive:
-            self.live.ready.add(view.element)
+        if agent.waits and agent.alive:
+            self.live.ready.add(agent.element)
         else:
-            self.live.ready.discard(view.element)
+            self.live.ready.discard(agent.element)

@@ -188,34 +188,34 @@ class Live:
     def on_node(self, node: str) -> list[AgentView]:
         """Agents on the node, in order of job and element."""
         found = (self.agent(*key) for key in sorted(self.by_node.get(node, ())))
-        return [view for view in found if view is not None]
+        return [agent for agent in found if agent is not None]
 
-    def add(self, view: AgentView) -> None:
-        self.remove(view.job, view.element)
-        self.jobs.setdefault(view.job, LiveJob()).agents[view.element] = view
-        self.by_node.setdefault(view.node, set()).add((view.job, view.element))
-        if view.key:
-            self.keys.add(view.key)
-        self.greet_at[view.node] = 0.0
-        self.greet_at.move_to_end(view.node, last=False)
-        self.heard(view, view.last_heard)
+    def add(self, agent: AgentView) -> None:
+        self.remove(agent.job, agent.element)
+        self.jobs.setdefault(agent.job, LiveJob()).agents[agent.element] = agent
+        self.by_node.setdefault(agent.node, set()).add((agent.job, agent.element))
+        if agent.key:
+            self.keys.add(agent.key)
+        self.greet_at[agent.node] = 0.0
+        self.greet_at.move_to_end(agent.node, last=False)
+        self.heard(agent, agent.last_heard)
 
     def remove(self, job: str, element: int) -> None:
         live = self.jobs.get(job)
-        view = live.agents.pop(element, None) if live else None
-        if view is None or live is None:
+        agent = live.agents.pop(element, None) if live else None
+        if agent is None or live is None:
             return
-        self.keys.discard(view.key)
+        self.keys.discard(agent.key)
         live.ready.discard(element)
         live.touched.discard(element)
         live.restarts.discard(element)
         self.leases.pop((job, element), None)
         self.suspects.discard((job, element))
-        here = self.by_node.get(view.node, set())
+        here = self.by_node.get(agent.node, set())
         here.discard((job, element))
         if not here:
-            self.by_node.pop(view.node, None)
-            self.greet_at.pop(view.node, None)
+            self.by_node.pop(agent.node, None)
+            self.greet_at.pop(agent.node, None)
 
     def forget(self, job: str) -> None:
         """What is known for now of a job that is over."""
@@ -223,31 +223,31 @@ class Live:
             self.remove(job, element)
         self.jobs.pop(job, None)
 
-    def heard(self, view: AgentView, now: float) -> None:
+    def heard(self, agent: AgentView, now: float) -> None:
         """The agent has spoken: its lease begins again."""
-        view.last_heard = now
-        key = view.job, view.element
-        if view.alive:
+        agent.last_heard = now
+        key = agent.job, agent.element
+        if agent.alive:
             self.leases[key] = None
             self.leases.move_to_end(key)
-        if view.suspect_since is not None:
-            view.suspect_since = None
+        if agent.suspect_since is not None:
+            agent.suspect_since = None
             self.suspects.discard(key)
 
-    def silenced(self, view: AgentView) -> None:
+    def silenced(self, agent: AgentView) -> None:
         """The agent's lease ran out, or it has left: nobody waits for its next word."""
-        self.leases.pop((view.job, view.element), None)
-        self.suspects.discard((view.job, view.element))
+        self.leases.pop((agent.job, agent.element), None)
+        self.suspects.discard((agent.job, agent.element))
 
-    def suspect(self, view: AgentView, now: float) -> None:
+    def suspect(self, agent: AgentView, now: float) -> None:
         """Slurm says that the agent has ended."""
-        view.suspect_since = now
-        self.suspects.add((view.job, view.element))
+        agent.suspect_since = now
+        self.suspects.add((agent.job, agent.element))
 
     def renew(self, now: float) -> None:
         """Everybody has a whole lease again: nobody could be heard."""
-        for view in self.agents():
-            view.last_heard = now
+        for agent in self.agents():
+            agent.last_heard = now
 
     def shift(self, seconds: float) -> None:
         """This process stood still for so long: nobody else was late."""
@@ -255,10 +255,10 @@ class Live:
             live.stalled += seconds
             live.stopped = {slot: at + seconds for slot, at in live.stopped.items()}
             live.ahead_since += seconds if live.ahead_since else 0.0
-        for view in self.agents():
-            view.last_heard += seconds
-            if view.suspect_since is not None:
-                view.suspect_since += seconds
-            view.progress = {slot: at + seconds for slot, at in view.progress.items()}
-            view.came = {slot: at + seconds for slot, at in view.came.items()}
-            view.began = {slot: at + seconds for slot, at in view.began.items()}
+        for agent in self.agents():
+            agent.last_heard += seconds
+            if agent.suspect_since is not None:
+                agent.suspect_since += seconds
+            agent.progress = {slot: at + seconds for slot, at in agent.progress.items()}
+            agent.came = {slot: at + seconds for slot, at in agent.came.items()}
+            agent.began = {slot: at + seconds for slot, at in agent.began.items()}

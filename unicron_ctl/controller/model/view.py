@@ -201,8 +201,8 @@ class Outcome:
         number = generation if generation is not None else job.generation if job else 0
         self.records.append((job.job if job else "", number, record))
 
-    def send(self, view: AgentView, message: wire.Message) -> None:
-        self.sends.append(Send(view.route, message))
+    def send(self, agent: AgentView, message: wire.Message) -> None:
+        self.sends.append(Send(agent.route, message))
 
     def merge(self, others: Iterable[Outcome]) -> Outcome:
         """This with the others after it."""
