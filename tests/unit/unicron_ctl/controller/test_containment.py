@@ -105,7 +105,7 @@ def test_whatever_raises_is_contained(monkeypatch: pytest.MonkeyPatch, where: st
     """Not only deciders: a sensor at a tick, a message that is taken in, an order that is made."""
     world, first, second = two_jobs()
     core = world.core
-    name = {"tick": "_tick", "receive": "_status", "orders": "_send_orders"}[where]
+    name = {"tick": "_tick", "receive": "_on_status", "orders": "_send_orders"}[where]
     owner: Any = {"tick": core, "receive": core.intake, "orders": core.turns}[where]
     real = getattr(owner, name)
 

@@ -12,7 +12,7 @@ from tests.support import hostile
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.store import Store
-from unicron.ctl.controller.model import throttle
+from unicron.ctl.controller.model import quotas
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.model.fold import replay
 from unicron.ctl.protocol import wire
@@ -129,7 +129,7 @@ def test_violations_without_number_leave_some_records():
 
 def test_a_job_whose_agents_make_records_without_end_is_set_aside_and_no_other(monkeypatch):
     """New agents of one's own element: each is a record, and so is what follows from it."""
-    monkeypatch.setattr(throttle, "OF_A_JOB", (100.0, 20e3))
+    monkeypatch.setattr(quotas, "OF_A_JOB", (100.0, 20e3))
     world, _ = two_jobs()
 
     def come(first: int, count: int) -> int:
@@ -167,7 +167,7 @@ def say(world: World, agent: FakeAgent, number: int, text: str) -> None:
 
 def test_what_agents_tell_of_nodes_counts_for_their_job_and_costs_it_no_protection(monkeypatch):
     """Defect: such records belong to no job, so they were free, and their reasons as long as the line."""
-    monkeypatch.setattr(throttle, "OF_A_JOB", (100.0, 50e3))
+    monkeypatch.setattr(quotas, "OF_A_JOB", (100.0, 50e3))
     world, (agent, _) = two_jobs()
     for number in range(1, 401):
         say(world, agent, number, f"NVRM: Xid 79 {number} " + "x" * 19_000)
@@ -192,7 +192,7 @@ def test_a_record_costs_what_is_written_of_it():
     """Defect: only its texts counted, so plans with a long list of micro-batches were nearly free."""
     world, _ = two_jobs()
     size = len(records.encode(plan_of(1 << 18)))
-    for _ in range(int(2 * throttle.OF_A_JOB[1] / size) + 1):
+    for _ in range(int(2 * quotas.OF_A_JOB[1] / size) + 1):
         assert world.core.written.allows(OWN, "uid 0", world.now)
         world.core.append(OWN, 1, plan_of(1 << 18))
     assert not world.core.written.allows(OWN, "uid 0", world.now)
@@ -201,7 +201,7 @@ def test_a_record_costs_what_is_written_of_it():
 
 def test_a_large_job_that_fails_every_few_minutes_is_not_set_aside():
     """16,384 ranks on 2,048 nodes write 0.8 MB at every failure; a small one that trains some kB."""
-    written = throttle.Written()
+    written = quotas.Written()
     for failure in range(10_000):
         now = 180.0 * failure
         for job, elements, size in (("1", 2048, 800_000), ("2", 1, 15_000)):
@@ -229,7 +229,7 @@ def test_of_steps_count_those_that_stay():
 
 def test_what_is_written_of_all_jobs_of_a_user_is_bounded(monkeypatch):
     """Defect: a thousand jobs could write a thousand times as much."""
-    monkeypatch.setattr(throttle, "OF_AN_OWNER", (5.0, 200e3))
+    monkeypatch.setattr(quotas, "OF_AN_OWNER", (5.0, 200e3))
     world = World(FakeSlurm(8))
     world.slurm.submit(VICTIM, 1, uid=1001, user="bob")
     victim = FakeAgent(world, VICTIM, 0, "n1", nodes=1)
