@@ -81,7 +81,7 @@ def test_without_slurms_answer_no_element_trains_alone(slurm, squeue):
 
 def test_without_slurms_programs_no_element_trains_alone(slurm, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="Slurm does not tell"):
+    with pytest.raises(UserError, match="Slurm does not say"):
         static_world(read_place(array(1)), array(1))
 
 
