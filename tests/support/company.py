@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from tests.support.clock import START
 from unicron.ctl.consensus import resume
 from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.consensus.proposals import has_stopped, proposers_of
@@ -319,7 +320,7 @@ class Company:
 
     def __init__(self, count: int, seed: random.Random | None = None, loss: float = 0.0, twice: float = 0.0) -> None:
         self.random, self.loss, self.twice = seed or random.Random(0), 0.0, 0.0
-        self.now, self.delay = 0.0, (0.001, 0.02)
+        self.now, self.delay = START, (0.001, 0.02)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self.cuts: set[frozenset[int]] = set()

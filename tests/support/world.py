@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from tests.support import clock
 from unicron.ctl.consensus.resume import deal
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.log.records import Event
@@ -504,7 +505,7 @@ class World:
 
     def __init__(self, slurm: FakeSlurm | None = None, observe: bool | None = False, **settings: Any) -> None:
         """observe: the mode of partitions that have none of their own; None leaves it to the defaults."""
-        self.now = 1000.0
+        self.now = clock.START
         usual = {"auth": "none", "forming_settle_seconds": 2.0, "slurm_poll_seconds": 1.0}
         partitions = settings.pop("partitions", {"default": PartitionConfig(max_weight=100.0)})
         default = partitions.get("default", PartitionConfig())

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.clock import START
 from unicron.detector.failures import escalation
 from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.escalation import (
@@ -37,7 +38,7 @@ class Run:
 
     def __init__(self, **policy):
         self.history = History(Policy(**policy))
-        self.now = 0.0
+        self.now = START
 
     def fault(self, cause, after=60.0, slot=0, node="n1", job="7", uptime=None, worked=True, job_nodes=4):
         self.now += after

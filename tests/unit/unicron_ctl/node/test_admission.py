@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.clock import START
 from unicron.ctl.controller.model.requests import OURS
 from unicron.ctl.controller.nodes.readmission import Report, checked
 from unicron.ctl.nodes import admission
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.errors import UserError
 from unicron.detector.health import Settings
-
-START = 1000.0
 
 
 def info(*states: str, reason: str = "") -> NodeInfo:

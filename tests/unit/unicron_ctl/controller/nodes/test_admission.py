@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.support.clock import START
 from tests.support.questions import told
 from tests.support.world import FakeSlurm, World
 from unicron.ctl.cli import tables
@@ -17,8 +18,6 @@ from unicron.ctl.controller.nodes.readmission import Admission, Report, decide
 from unicron.ctl.protocol.answer_schema import Node
 from unicron.detector.failures.escalation import Decision, Fault
 from unicron.detector.failures.severity import Severity
-
-START = 1000.0
 
 
 # ---------------------------------------------------------------- the controller's decision
