@@ -8,6 +8,8 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 # More of them for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=
+# Words after `python tools/mutants.py`, for example MUTANTS_ARGS="--sample 10 unicron_ctl/controller/nodes/bounds.py"
+MUTANTS_ARGS ?=
 # Words after `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
 STORMS_ARGS ?=
 # Words after `python -m benchmarks.torture`, for example TORTURE_ARGS="--failures 60"
@@ -25,7 +27,7 @@ TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 # A path of its own in place of a finder, whose import every start of Python would pay: half of an empty one.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin demo test test-others test-demo test-wide test-long test-unit test-debian13 test-sid lint bench storms torture peers leaderboard clean
+.PHONY: help venv system system-test plugin demo test test-mutants test-others test-demo test-wide test-long test-unit test-debian13 test-sid lint bench storms torture peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -88,6 +90,9 @@ test-debian13: ## as root: `make test` on Debian 13 (Slurm 24.11, Python 3.13), 
 # Megatron-core 0.16 has no wheel for Python 3.14, sid's own.
 test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05)
 	tools/debian-root.sh sid make test PYTHON=python3.13
+
+test-mutants: venv  ## which changed operators no unit test notices, in the parts on which all depends; hours
+	nice $(BIN)/python tools/mutants.py $(MUTANTS_ARGS)
 
 lint: venv       ## ruff, names and docstrings, the rules of who may import whom, types, the reference's tables, the pictures
 	$(BIN)/ruff check .

@@ -1,0 +1,217 @@
+"""Changes one operator or constant of a module at a time and runs its unit tests: a mutant that no test notices
+survives. `make test-mutants` runs it; tools/equal_mutants.toml names the mutants that change nothing.
+
+mutmut and cosmic-ray start pytest anew for each mutant, and its imports take longer than the tests. Here pytest
+collects the tests once, and each mutant is a fork of it in which one function has another code. Tables, defaults and
+constants of modules and classes are not changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+import random
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+import pytest
+from _pytest.main import pytest_runtestloop as run_tests
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS: dict[str, list[str]] = tomllib.loads((ROOT / "tools/mutants.toml").read_text())["tests"]
+EQUAL: dict[str, dict[str, str]] = tomllib.loads((ROOT / "tools/equal_mutants.toml").read_text())
+SWAPS: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add,
+}  # fmt: skip
+LIMIT_SECONDS = 300.0  # for a mutant's tests; a mutant that takes longer counts as killed
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """index: number of the change in the file. change: "Lt -> LtE" and, on a line with several of them, which."""
+
+    path: str
+    index: int
+    line: int
+    text: str
+    change: str
+
+
+class Mutator(ast.NodeTransformer):
+    """Lists the places in functions that can be changed, and changes the one of number `wanted`."""
+
+    def __init__(self, wanted: int = -1) -> None:
+        self.wanted, self.inside, self.places = wanted, 0, list[tuple[int, str]]()
+
+    def _changes(self, line: int, change: str) -> bool:
+        if self.inside:
+            self.places.append((line, change))
+        return self.inside > 0 and len(self.places) - 1 == self.wanted
+
+    def _other(self, line: int, operator: ast.AST) -> ast.AST:
+        other = SWAPS.get(type(operator), type(operator))
+        changes = other is not type(operator) and self._changes(line, f"{type(operator).__name__} -> {other.__name__}")
+        return other() if changes else operator
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        match node:
+            case ast.FunctionDef() | ast.Lambda():
+                self.inside += 1
+                body = [node.body] if isinstance(node, ast.Lambda) else node.body
+                changed = [self.visit(one) for one in body]
+                node.body = changed[0] if isinstance(node, ast.Lambda) else changed  # type: ignore[assignment]
+                self.inside -= 1
+                return node
+            case ast.JoinedStr() | ast.Assert():  # words for people, and what the type checker needs
+                return node
+            case ast.AnnAssign():
+                node.value = node.value and self.visit(node.value)  # type: ignore[assignment]
+                return node
+            case ast.Constant(bool(value)) if self._changes(node.lineno, f"{value} -> {not value}"):
+                return ast.copy_location(ast.Constant(not value), node)
+            case ast.Constant(int(value) | float(value)) if type(value) is not bool:
+                changes = self._changes(node.lineno, f"{value} -> {value + 1}")
+                return ast.copy_location(ast.Constant(value + 1), node) if changes else node
+            case ast.Compare():
+                node.ops = [self._other(node.lineno, one) for one in node.ops]  # type: ignore[misc]
+            case ast.BoolOp() | ast.BinOp() | ast.AugAssign():
+                node.op = self._other(node.lineno, node.op)  # type: ignore[assignment]
+        return self.generic_visit(node)
+
+
+def mutants(path: str) -> Iterator[Mutant]:
+    """All mutants of a file but the equal ones."""
+    source, finder = (ROOT / path).read_text(), Mutator()
+    finder.visit(ast.parse(source))
+    lines, seen = source.splitlines(), dict[tuple[int, str], int]()
+    for index, (line, change) in enumerate(finder.places):
+        count = seen[line, change] = seen.get((line, change), 0) + 1
+        one = Mutant(path, index, line, lines[line - 1].strip(), change + (f" ({count})" if count > 1 else ""))
+        if f"{one.text} | {one.change}" not in EQUAL.get(path, {}):
+            yield one
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of all functions and classes in a compiled module."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner
+            yield from codes(inner)
+
+
+def functions(home: ModuleType | type, module: str) -> Iterator[FunctionType]:
+    """The functions and methods that a module defines."""
+    for found in list(vars(home).values()):
+        if isinstance(found, type) and found.__module__ == module and found.__name__ in found.__qualname__:
+            yield from functions(found, module)
+        parts = (found.fget, found.fset) if isinstance(found, property) else (found,)
+        for one in parts:
+            one = one.func if isinstance(one, cached_property) else getattr(one, "__func__", one)
+            one = getattr(one, "__wrapped__", one)
+            if isinstance(one, FunctionType) and one.__module__ == module:
+                yield one
+
+
+def apply(mutant: Mutant) -> None:
+    """Gives the functions of the imported module the mutant's code."""
+    tree = ast.fix_missing_locations(Mutator(mutant.index).visit(ast.parse((ROOT / mutant.path).read_text())))
+    new = {(code.co_qualname, code.co_firstlineno): code for code in codes(compile(tree, mutant.path, "exec"))}
+    name = "unicron." + mutant.path.removesuffix(".py").replace("/", ".").replace("unicron_ctl", "ctl")
+    for function in functions(importlib.import_module(name), name):
+        code = function.__code__
+        function.__code__ = new.get((code.co_qualname, code.co_firstlineno), code)
+
+
+class Runner:
+    """A pytest plugin that runs the collected tests once for each mutant. :attr:`alive` are those that pass them."""
+
+    def __init__(self, drawn: list[Mutant], workers: int) -> None:
+        self.drawn, self.workers, self.alive = drawn, workers, list[Mutant]()
+        self.running: dict[int, tuple[Mutant | None, float]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._start(None, session)
+        while self.running:  # the tests must pass as it is
+            self._collect()
+        if None not in self.alive:
+            pytest.exit("the tests fail without a mutant", 1)
+        self.alive.clear()
+        for mutant in self.drawn:
+            while len(self.running) >= self.workers:
+                self._collect()
+            self._start(mutant, session)
+        while self.running:
+            self._collect()
+        return True
+
+    def _start(self, mutant: Mutant | None, session: pytest.Session) -> None:
+        pid = os.fork()
+        if pid:
+            self.running[pid] = mutant, time.monotonic()
+            return
+        os.setsid()
+        failed = True
+        try:
+            if mutant is not None:
+                apply(mutant)
+            run_tests(session)
+            failed = session.testsfailed > 0
+        finally:
+            os._exit(failed)
+
+    def _collect(self) -> None:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in self.running:
+            mutant, _ = self.running.pop(pid)
+            if status == 0:
+                self.alive.append(mutant)  # type: ignore[arg-type]
+                if mutant is not None:
+                    print(f"\n{mutant.path}:{mutant.line}: {mutant.text} | {mutant.change}", flush=True)
+            return
+        for late, (_, began) in self.running.items():
+            if time.monotonic() - began > LIMIT_SECONDS:
+                os.killpg(late, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help="paths of tools/mutants.toml; all by default")
+    parser.add_argument("--sample", type=int, help="this many mutants of each part, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="mutants that run side by side")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    total = alive = 0
+    for part in options.parts or PARTS:
+        drawn = list(mutants(part))
+        if options.sample is not None:
+            drawn = random.Random(options.seed).sample(drawn, min(options.sample, len(drawn)))
+        pid = os.fork()  # the modules of one part are not those of the next
+        if pid == 0:
+            runner = Runner(drawn, options.workers)
+            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *PARTS[part]], [runner])
+            os._exit(min(len(runner.alive), 200) if status == 0 else 255)
+        lives = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if not 0 <= lives <= 200:
+            sys.exit(f"{part}: its tests fail without a mutant, or cannot be run")
+        print(f"{part}: {len(drawn) - lives} of {len(drawn)} mutants killed", flush=True)
+        total, alive = total + len(drawn), alive + lives
+    print(f"{total - alive} of {total} mutants killed ({(total - alive) / max(total, 1):.1%})")
+    sys.exit(alive > total * 0.05)
+
+
+if __name__ == "__main__":
+    main()
