@@ -47,7 +47,7 @@ class ConfigReport(msgspec.Struct, kw_only=True):
 
 @click.group("config")
 def command() -> None:
-    """Check unicron.toml."""
+    """Look at unicron.toml."""
 
 
 @command.command()

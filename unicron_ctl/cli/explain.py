@@ -31,7 +31,7 @@ def alternative(scenario: dict[str, Any], job: str) -> dict[str, Any] | None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @controller_option()
 def command(job: str, as_json: bool, controller: str | None) -> None:
-    """Explain why a job was treated as it was. JOB is an id or a name."""
+    """Say why a job was treated as it was. JOB is an id or a name."""
     data = ask_controller({"kind": "explain", "job": job}, controller)
     data["alternative"] = (
         None if data["ended"] else alternative(ask_controller({"kind": "scenario"}, controller), data["job"])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron.ctl.consensus.lease import MARGIN_SECONDS, MINORITY_SECONDS, PART_SECONDS, Lease, seconds_to_expiry
+from unicron.ctl.protocol.ranges import MOST_DOORS
 
 
 def lease(others: int) -> Lease:
@@ -52,6 +53,30 @@ def test_a_world_whose_doors_never_answered_has_none():
 def test_alone_there_is_nobody_to_miss():
     one = lease(0)
     assert math.isinf(one.expires_at)
+
+
+def test_what_comes_late_shortens_no_lease():
+    one = lease(3)
+    one.on_controller(100.0)
+    one.on_controller(90.0)
+    one.on_answers(3, 80.0)
+    assert one.expires_at == 100.0 + MINORITY_SECONDS
+
+
+def test_more_than_half_of_an_even_world_are_needed():
+    """Of four agents two are no majority, of three they are."""
+    four, three = Lease(), Lease()
+    four.start_world(3, 0.0)
+    four.on_answers(1, 1.0)
+    three.start_world(2, 0.0)
+    three.on_answers(1, 1.0)
+    assert (four.armed, three.armed) == (False, True)
+
+
+def test_how_long_the_controller_waits():
+    minority, part = MINORITY_SECONDS + MARGIN_SECONDS, PART_SECONDS + MARGIN_SECONDS
+    assert [seconds_to_expiry(silent, 4) for silent in (1, 4, 5)] == [minority, minority, part]
+    assert seconds_to_expiry(1, MOST_DOORS - 1) == minority and seconds_to_expiry(1, MOST_DOORS) == part
 
 
 @given(st.integers(2, 64), st.data())

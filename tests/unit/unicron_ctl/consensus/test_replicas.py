@@ -84,12 +84,16 @@ def test_where_the_replicas_are_not_known_those_at_home_are_taken():
     for former in ((), (0, 1, 2), (0, 1, 2, 4)):
         found = decide(reports, 3, size=2, former=former)
         assert (found.members, found.standbys) == ([0, 1], [2, 4])
+        assert found.reused == 1, "the first replica is whole"
+    at_home = decide({slot: stopped(7, done=(slot // 2,)) for slot in (2, 3)}, 3, size=2)
+    assert (at_home.members, at_home.reused) == ([2, 3], 1)
 
 
 def test_two_replicas_with_the_same_micro_batch_do_not_both_go_on():
     reports = {slot: stopped(7, done=(0, 1)) for slot in range(4)}
     found = decide(reports, 4, size=2, former=[0, 1, 2, 3])
     assert found.members == [] and "has micro-batch 0" in found.unusable[2]
+    assert (found.reused, found.recomputed, found.redistributed) == (0, 0, 0)
 
 
 @st.composite
@@ -141,7 +145,19 @@ def test_members_are_complete_replicas_and_each_micro_batch_is_somebodys_once(ca
         assert all(reports[s].phase == "stepped" or reports[s].phase == "synced" for s in found.members)
 
 
+def test_the_first_iteration_of_replicas_is_like_any_other():
+    found = decide({slot: stopped(0, done=(slot // 2,)) for slot in range(4)}, 2, size=2, former=[0, 1, 2, 3])
+    assert (found.members, found.iteration, found.assignment) == ([0, 1, 2, 3], 0, {0: [0], 2: [1]})
+
+
 # ---------------------------------------------------------------- distributed optimizer
+def test_a_shard_beyond_the_count_is_none():
+    reports = {0: stopped(7, "computing", (), shards(7, (0, 1, 2, 3)))}
+    assert newest_state(reports, reports, 1) == ((1, 7), {0})
+    reports = {0: stopped(7, "computing", (), shards(7, (0, 1, 3)))}
+    assert newest_state(reports, reports, 1) == (None, set())
+
+
 def shards(version: int, held: tuple[int, ...], base: int = 1, count: int = 3) -> Shards:
     return Shards(base, version, count, list(held))
 

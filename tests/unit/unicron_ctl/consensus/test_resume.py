@@ -126,3 +126,42 @@ def test_a_rank_too_far_behind_counts_as_lost():
 def test_nobody_left_means_formed_anew():
     assert decide({}, 4) is None
     assert decide({0: stopped(3, done=[0, 0])}, 4) is None
+
+
+def test_what_another_iteration_lost_is_not_counted():
+    decision = decide({0: stopped(7, done=[0]), 1: stopped(7)}, 4, lost_done={2: [2]}, lost_share=[2], lost_iteration=6)
+    assert (decision.reused, decision.recomputed, decision.redistributed) == (1, 0, 0)
+
+
+def test_micro_batches_must_be_of_the_iteration():
+    for wrong in ([4], [-1], [1, 1]):
+        decision = decide({0: stopped(7, done=wrong), 1: stopped(7, done=[3])}, 4)
+        assert decision.members == [1] and "not a set of valid indices" in decision.unusable[0]
+    assert decide({0: stopped(7, done=[0, 3])}, 4).unusable == {}
+
+
+def test_of_two_ranks_with_one_micro_batch_the_first_goes_on():
+    """The third rank's report makes it count, whatever its own iteration is."""
+    reports = {
+        0: stopped(8, done=[0, 1]),
+        1: stopped(8, done=[2]),
+        2: stopped(8, done=[1]),
+        3: stopped(7, "stepped", [1]),
+        4: stopped(7, "synced", [0]),
+    }
+    decision = decide(reports, 3)
+    assert decision.members == [0, 1, 3, 4] and list(decision.unusable) == [2]
+    assert "micro-batch 1 in its gradient, which slot 0 has too" in decision.unusable[2]
+    assert (decision.step, decision.iteration) == (7, 8)
+    only = decide({slot: reports[slot] for slot in (0, 1, 2)}, 3)
+    assert only.assignment == {0: [0, 1], 1: [2]} and only.step is None
+
+
+def test_the_first_iteration_is_like_any_other():
+    decision = decide({0: stopped(0, "reducing", [0]), 1: stopped(0, "synced", [1])}, 2)
+    assert decision.members == [0, 1] and decision.iteration == 0 and decision.reused == 2
+
+
+def test_iterations_that_end_the_training_count():
+    assert decide({0: stopped(99, "reducing", [0])}, 2, finished_at=99).members == [0]
+    assert decide({0: stopped(99, "reducing", [0])}, 2, finished_at=100) is None

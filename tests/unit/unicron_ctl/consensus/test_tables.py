@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from unicron.ctl.consensus import acceptor, proposer
+from unicron.ctl.consensus.controller_silence import ASK_SECONDS, ControllerSilence
 from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.consensus.proposals import (
     PROPOSERS,
@@ -85,6 +86,32 @@ def test_a_lower_ballot_is_refused_and_what_was_accepted_stays():
     assert one.on_accept(proposal) is acceptor.AcceptorAction.ACCEPTED
     assert one.on_controller_spoke() is acceptor.AcceptorAction.DECLINE and one.accepted == proposal
     assert one.on_accept(proposal) is acceptor.AcceptorAction.DECLINE, "the controller has spoken"
+
+
+def test_a_prepare_that_comes_twice_is_answered_as_the_first_one():
+    one = acceptor.Acceptor()
+    act = acceptor.AcceptorAction
+    assert one.on_prepare((2, 1)) is one.on_prepare((2, 1)) is act.ASK_CONTROLLER
+    assert one.on_prepare((2, 0)) is act.NACK, "while the controller is asked for another one"
+    assert one.on_controller_silent() is act.PROMISE and one.highest == (2, 1)
+    assert one.on_prepare((2, 1)) is act.PROMISE and one.state is acceptor.AcceptorState.PROMISED
+    assert one.on_prepare((3, 0)) is act.ASK_CONTROLLER and one.promised == (2, 1)
+    assert one.on_prepare((2, 1)) is act.NACK, "a higher one is prepared"
+    assert one.on_controller_spoke() is act.DECLINE and one.on_controller_spoke() is act.IGNORE
+    assert one.on_prepare((2, 1)) is act.DECLINE and one.on_prepare((2, 0)) is act.NACK
+    assert one.on_prepare((3, 0)) is act.NACK, "the controller has spoken since it was prepared"
+    assert one.on_controller_silent() is act.IGNORE
+
+
+def test_how_long_the_controller_is_silent():
+    one = ControllerSilence()
+    assert one.may_ask(0.0) and not one.waiting and one.seconds(5.0) == 0.0
+    one.on_question(5.0)
+    one.on_question(6.0)
+    assert one.waiting and not one.may_ask(9.0) and one.seconds(6.5) == 1.5
+    one.on_answer(7.0)
+    assert not one.waiting and one.seconds(9.0) == 0.0
+    assert one.may_ask(7.0 + ASK_SECONDS) and not one.may_ask(6.9 + ASK_SECONDS)
 
 
 def test_who_is_at_rest():

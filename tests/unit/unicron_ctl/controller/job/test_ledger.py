@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import World
-from unicron.ctl.controller.job.job_ledger import JobLedger
+from unicron.ctl.controller.job.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger
 from unicron.ctl.controller.log import records
 from unicron.ctl.protocol.wire import RankStep, Status, StepReport, Steps
 
@@ -21,6 +21,59 @@ def test_an_iteration_is_closed_when_all_is_accounted_for():
     (account,) = ledger.add(step(1, 0, [1, 3]), {0, 1}, lambda i: False)
     assert account.problems == [] and account.computed == 4 and account.ranks == 2
     assert ledger.add(step(1, 0, [1, 3]), {0, 1}, lambda i: False) == [], "a repeated report counts once"
+
+
+def no(iteration: int) -> bool:
+    """Nothing disturbs an iteration."""
+    return False
+
+
+def test_what_cannot_be_is_not_counted():
+    """An iteration that is closed, or one with no micro-batches or too many of them."""
+    ledger = JobLedger()
+    assert ledger.add(step(0, 3, [0, 1, 2, 3]), {0}, no) and ledger.closed == 3
+    assert ledger.add(step(0, 3, [0, 1, 2, 3]), {0}, no) == [] and not ledger.open
+    for total in (0, -1, MOST_TOTAL + 1):
+        report = StepReport(generation=1, iteration=4, total=total, at=0.0, ranks=[RankStep(0, [0], 1.0, 2.0)])
+        assert ledger.add(report, {0}, no) == [] and not ledger.open
+    for iteration, total in ((4, 1), (5, MOST_TOTAL)):
+        report = StepReport(generation=1, iteration=iteration, total=total, at=0.0, ranks=[RankStep(0, [0], 1.0, 2.0)])
+        assert bool(ledger.add(report, {0}, no)) == (total == 1)
+    assert list(ledger.open) == [5]
+
+
+def test_an_account_has_the_figures_of_its_reports():
+    ledger = JobLedger()
+    ranks = [RankStep(0, [0], 1.0, 0.5), RankStep(1, [1, 2], 2.0, 0.7), RankStep(2, [3], 9.0, 0.9, [3, 2])]
+    (account,) = ledger.add(StepReport(3, 6, 4, 0.0, ranks), {0, 1, 2}, lambda i: True)
+    assert (account.iteration, account.generation, account.loss, account.seconds) == (6, 3, 0.5, 2.0)
+    assert (account.ranks, account.total, account.computed) == (3, 4, 5)
+    assert account.problems == [] and account.unreported == [], "the third rank dropped what it had"
+
+
+def test_as_many_iterations_as_may_be_open_are_open():
+    ledger = JobLedger()
+    for iteration in range(OPEN_ITERATIONS):
+        assert ledger.add(step(0, iteration, [0]), {0, 1}, no) == []
+    (account,) = ledger.add(step(0, OPEN_ITERATIONS, [0]), {0, 1}, no)
+    assert account.iteration == 0 and account.unreported == [1, 2, 3] and account.problems == []
+
+
+def test_without_a_disturbance_all_members_reports_prove_a_gap_only_when_they_go_on():
+    ledger = JobLedger()
+    assert ledger.add(step(0, 0, [0, 1]), {0}, no) == []
+    (account,) = ledger.add(step(0, 1, [0, 1]), {0}, no)
+    assert account.iteration == 0 and account.problems == ["micro-batches [2, 3] are in nobody's gradient"]
+    assert list(ledger.open) == [1]
+
+
+def test_a_stranger_is_no_micro_batch_that_is_missing_or_doubled():
+    ledger = JobLedger()
+    ledger.add(step(0, 0, [0, 1, 4]), {0, 1}, no)
+    accounts = ledger.add(step(1, 0, [-1, 2, 4]), {0, 1}, no)
+    (account,) = accounts
+    assert account.problems[:2] == ["micro-batch -1 does not exist", "micro-batch 4 does not exist"]
+    assert account.problems[2:] == ["micro-batches [3] are in nobody's gradient"] or account.unreported == [3]
 
 
 def test_a_dead_ranks_missing_report_is_named_and_no_violation():

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.clock import START
 from tests.support.world import World
-from unicron.ctl.controller.model.cluster_state import Mark, Take
+from unicron.ctl.controller.model.cluster_state import REQUEUES, Mark, Take
 from unicron.ctl.controller.model.requests import Action
 from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.controller.nodes.bounds import allowed, left_too_many, too_many, within
+from unicron.ctl.controller.nodes.bounds import Bounds, allowed, left_too_many, too_many, within
 from unicron.ctl.settings.config import ControllerConfig
 
 CONFIG = ControllerConfig()
@@ -35,12 +36,83 @@ def test_never_more_than_allowed_within_any_window(times, size):
         assert len(window) <= allowed(CONFIG, size)
 
 
+def test_both_sides_of_the_window_count():
+    """The clock is at a real date, so that a window that reaches to 1970 shows."""
+    isolated = {f"n{i}": Mark(START - HOUR + 1.0, str(i)) for i in range(4)}
+    why = too_many("n9", isolated, 10, CONFIG, START, "DOWN")
+    assert why.startswith("n0, n1, n2, n3 were taken out of service within 3600 s, and no more than 4 of 10 nodes")
+    assert too_many("n9", isolated, 10, CONFIG, START + 1.0, "DOWN") == "", "they are out of the window"
+    assert too_many("n1", isolated, 10, CONFIG, START, "DOWN") == "", "it is taken out already"
+    many = {f"n{i}": Mark(START, str(i)) for i in range(9)}
+    assert "n7, ... were" in too_many("x", many, 10, CONFIG, START, "DOWN")
+    eight = {f"n{i}": Mark(START, str(i)) for i in range(8)}
+    assert "n7 were" in too_many("x", eight, 10, CONFIG, START, "DOWN")
+    one = ControllerConfig(max_isolated_nodes=1, max_isolated_share=0.0)
+    assert too_many("x", {"n0": Mark(START, "0")}, 10, one, START, "DOWN").startswith("n0 was taken out")
+
+
+def test_requeues_count_within_their_windows():
+    """A job's requeues for an hour, those of all jobs for a minute."""
+
+    def refused(ages: list[float], job: str, **limits: int) -> bool:
+        world = World()
+        config = ControllerConfig(**{"max_requeues_per_job": 2, "max_requeues_per_minute": 2, **limits})
+        world.core.configure(config, world.core.classifier)
+        world.core.state.taken.extend(Take(world.now - age, "requeue", "1", 0) for age in ages)
+        return bool(Bounds(world.core.view).refuse(Action("requeue", job, 1, "", "")))
+
+    assert refused([3599.0, 3598.0], "1") and not refused([3600.0, 3598.0], "1") and not refused([3599.0], "1")
+    assert not refused([3599.0, 3598.0], "2"), "that job has had none"
+    assert refused([59.0, 58.0], "2") and not refused([60.0, 58.0], "2")
+    assert refused([59.0, 58.0, 57.0], "2", max_requeues_per_minute=3)
+    short = ControllerConfig(isolation_window_seconds=30.0, max_requeues_per_job=1, max_requeues_per_minute=1)
+    world = World()
+    world.core.configure(short, world.core.classifier)
+    world.core.state.taken.append(Take(world.now - 40.0, "requeue", "1", 0))
+    assert Bounds(world.core.view)._of_job("1") == "" and Bounds(world.core.view)._of_all(
+        REQUEUES, "max_requeues_per_minute"
+    )
+
+
+def test_a_refusal_is_recorded_once_a_minute():
+    world = World()
+    world.core.configure(ControllerConfig(max_holds_per_minute=1), world.core.classifier)
+    asked = [Action("hold", "1", e, "", "") for e in range(3)]
+
+    def recorded() -> int:
+        out = Outcome()
+        kept = within(world.core.view, asked, out)
+        assert len(kept) == 1
+        return len(out.records)
+
+    assert recorded() == 1
+    world.core.state.withheld_takes["hold 1"] = Mark(world.now - 59.0, "why")
+    assert recorded() == 0
+    world.core.state.withheld_takes["hold 1"] = Mark(world.now - 60.0, "why")
+    assert recorded() == 1
+
+
+def test_what_was_to_start_on_a_node_falls_with_the_element_that_stays():
+    world = World()
+    world.core.configure(ControllerConfig(max_holds_per_minute=1), world.core.classifier)
+    asked = [
+        Action("hold", "1", 0, "n1", ""),
+        Action("hold", "1", 1, "n2", ""),
+        Action("pin", "2", 0, "n1", ""),
+        Action("pin", "2", 1, "n2", ""),
+        Action("pin", "2", 2, "", ""),
+    ]
+    kept = [(action.action, action.element) for action in within(world.core.view, asked, Outcome())]
+    assert kept == [("hold", 0), ("pin", 0), ("pin", 2)]
+
+
 def test_half_of_a_job_at_most():
     assert not left_too_many("1", ["a"], ["b", "c", "d"], "b", CONFIG)
     why = left_too_many("1", ["a", "b"], ["c", "d"], "c", CONFIG)
     assert "job 1 has left a, b within" in why and "no more than 2 of its 4" in why
     assert not left_too_many("1", [], ["z"], "z", CONFIG), "one is always allowed"
     assert not left_too_many("1", ["z"], ["y"], "z", CONFIG), "the same node again"
+    assert "left a, b, c, d, e, f, g, h within" in left_too_many("1", list("abcdefghi"), ["x"], "y", CONFIG)
 
 
 class Counted(deque[Take]):
