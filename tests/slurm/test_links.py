@@ -263,7 +263,7 @@ def test_two_clusters_with_links_live_side_by_side(cluster: LocalCluster, tmp_pa
     finally:
         other.down()
     _assert_nothing_left(other)
-    assert cluster.status()["state"] == "up", "down ended only its own"
+    assert cluster.status().state == "up", "down ended only its own"
     assert_reaches(cluster, "n1", "head")
 
 
@@ -278,7 +278,7 @@ def test_a_crash_half_way_up_is_cleared_by_down_and_mended_by_up(tmp_path: Path,
             )
             assert crashed.returncode == -signal.SIGKILL
             mend()
-        assert cluster.status()["state"] == "up"
+        assert cluster.status().state == "up"
         assert_reaches(cluster, "n1", "n2")
     finally:
         cluster.down()

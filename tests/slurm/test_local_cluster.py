@@ -89,14 +89,14 @@ def test_up_twice_is_no_error_and_down_leaves_nothing(small: LocalCluster) -> No
     LocalCluster(small.layout.state_dir, nodes=2).up()
     assert [(process.pid, process.started) for process in small.processes()] == before
     status = LocalCluster.load(small.layout.state_dir).status()
-    assert status["state"] == "up" and [node["states"] for node in status["nodes"]] == [["IDLE"], ["IDLE"]]
+    assert status.state == "up" and [node.states for node in status.nodes] == [["IDLE"], ["IDLE"]]
     with pytest.raises(UserError, match=r"different cluster \(2 nodes\).*cluster down") as raised:
         LocalCluster(small.layout.state_dir, nodes=3).up()
     assert raised.value.exit_code == 2
     small.down()
     _assert_nothing_left(small)
     small.down()
-    assert small.status()["state"] == "down"
+    assert small.status().state == "down"
 
 
 def test_a_slurmctld_that_ended_is_started_again_and_jobs_do_not_notice(small: LocalCluster) -> None:
@@ -113,9 +113,9 @@ def test_a_slurmctld_that_ended_is_started_again_and_jobs_do_not_notice(small: L
         if process.kind == "slurmctld":
             os.kill(process.pid, signal.SIGTERM)  # it notes down what runs
     wait_for(lambda: all(process.kind != "slurmctld" for process in small.processes()), "it is gone")
-    assert small.status()["state"] == "partial"
+    assert small.status().state == "partial"
     small.up()
-    assert small.status()["state"] == "up" and element() == [(job, "RUNNING", "n2")]
+    assert small.status().state == "up" and element() == [(job, "RUNNING", "n2")]
     assert living <= {process.pid for process in small.processes()}
 
 
@@ -126,7 +126,7 @@ def test_a_crash_half_way_up_is_cleared_by_down(small: LocalCluster, launches: i
     wanted = set(["munged", "slurmctld", "slurmd"][:launches])
     shown = lambda: {process.kind for process in small.processes()}  # noqa: E731
     wait_for(lambda: shown() == wanted, "what has just been launched shows", now=small.processes)
-    assert LocalCluster.load(small.layout.state_dir).status()["state"] == "partial"
+    assert LocalCluster.load(small.layout.state_dir).status().state == "partial"
     small.down()
     _assert_nothing_left(small)
 
@@ -135,7 +135,7 @@ def test_a_crash_half_way_up_is_mended_by_up(small: LocalCluster) -> None:
     for launches in (1, 3):
         _in_child(CRASHING_UP, str(small.layout.state_dir), str(launches))
         small.up()
-        assert small.status()["state"] == "up"
+        assert small.status().state == "up"
         small.down()
     _assert_nothing_left(small)
 
@@ -145,7 +145,7 @@ def test_a_port_in_use_is_avoided(small: LocalCluster) -> None:
     with socket.create_server(("127.0.0.1", wanted[0])), socket.create_server(("127.0.0.1", wanted[2])):
         small.up()
         assert not {wanted[0], wanted[2]} & set(small.spec.ports)
-        assert small.status()["state"] == "up"
+        assert small.status().state == "up"
 
 
 @pytest.mark.wide
@@ -162,7 +162,7 @@ def test_a_port_taken_between_choice_and_start_leads_to_another(
 
         monkeypatch.setattr(ports, "choose", choose)
         small.up()
-    assert len(calls) == 2 and small.status()["state"] == "up"
+    assert len(calls) == 2 and small.status().state == "up"
 
 
 def test_deep_folders_and_two_clusters_at_once(tmp_path: Path, local_cluster: LocalCluster) -> None:
@@ -172,12 +172,12 @@ def test_deep_folders_and_two_clusters_at_once(tmp_path: Path, local_cluster: Lo
     try:
         cluster.up()
         assert _output(["srun", "echo", "works"], cluster) == "works"
-        assert local_cluster.status()["state"] == "up"
+        assert local_cluster.status().state == "up"
         assert not set(cluster.spec.ports) & set(local_cluster.spec.ports)
     finally:
         cluster.down()
     _assert_nothing_left(cluster)
-    assert local_cluster.status()["state"] == "up", "down ended only its own"
+    assert local_cluster.status().state == "up", "down ended only its own"
 
 
 def test_the_lines_of_the_caller_reach_slurm(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def _child_as(user: pwd.struct_passwd, folder: Path, report: Path) -> None:
         os.chdir("/")
         cluster = LocalCluster(folder / "state", nodes=2)
         cluster.up()
-        seen["state"] = cluster.status()["state"]
+        seen["state"] = cluster.status().state
         seen["owners"] = sorted({Path(f"/proc/{process.pid}").stat().st_uid for process in cluster.processes()})
         env = {"PATH": binaries.SEARCH_PATH} | cluster.env()
         done = subprocess.run(["srun", "id", "-un"], env=env, capture_output=True, text=True, timeout=30)

@@ -6,13 +6,14 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import Any
 
 import click
+import msgspec
 
 from unicron.ctl.lab.cluster import LocalCluster, protection
 from unicron.ctl.lab.cluster.cluster_layout import Layout, default_state_dir
 from unicron.ctl.lab.cluster.link_faults import share_of
+from unicron.ctl.lab.cluster.local_cluster import LinksStatus
 
 _state_dir = click.option(
     "--state-dir",
@@ -103,24 +104,24 @@ def status(as_json: bool, state_dir: Path) -> None:
     """Show the daemons and what Slurm says of each node."""
     state = LocalCluster.load(state_dir).status()
     if as_json:
-        click.echo(json.dumps(state, indent=1))
+        click.echo(json.dumps(msgspec.to_builtins(state), indent=1))
         return
-    click.echo(f"cluster  {state['state']}  in {state['state_dir']}  port {state['port']}  auth {state['auth']}")
-    if state["links"]:
-        click.echo(f"network  {state['links']['network']}  {_wrong(state['links']) or 'all links are whole'}")
+    click.echo(f"cluster  {state.state}  in {state.state_dir}  port {state.port}  auth {state.auth}")
+    if state.links:
+        click.echo(f"network  {state.links.network}  {_wrong(state.links) or 'all links are whole'}")
     click.echo(f"{'node':8} {'slurmd':>8} {'tasks':>6}  state")
-    for node in state["nodes"]:
-        said = "+".join(node["states"]) or "unknown"
-        why = f"  ({node['reason']})" if node["reason"] else ""
-        click.echo(f"{node['name']:8} {node['slurmd'] or '-':>8} {node['tasks']:>6}  {said}{why}")
+    for node in state.nodes:
+        said = "+".join(node.states) or "unknown"
+        why = f"  ({node.reason})" if node.reason else ""
+        click.echo(f"{node.name:8} {node.slurmd or '-':>8} {node.tasks:>6}  {said}{why}")
 
 
-def _wrong(links: dict[str, Any]) -> str:
+def _wrong(links: LinksStatus) -> str:
     """What is wrong with the links, in words."""
-    parts = [f"{host} without power" for host in links["off"]]
-    parts += [f"{host} cut off" for host in links["cut"]]
-    parts += [f"{a} and {b} cut apart" for a, b in links["apart"]]
-    parts += [f"{host} loses {100 * share:.4g}%" for host, share in links["loss"].items()]
+    parts = [f"{host} without power" for host in links.off]
+    parts += [f"{host} cut off" for host in links.cut]
+    parts += [f"{a} and {b} cut apart" for a, b in links.apart]
+    parts += [f"{host} loses {100 * share:.4g}%" for host, share in links.loss.items()]
     return ", ".join(parts)
 
 

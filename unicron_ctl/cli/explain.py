@@ -14,8 +14,8 @@ from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import show
 
 
-def alternative(scenario: dict[str, Any], job: str) -> dict[str, Any] | None:
-    """What the planner would do now for the job, and what it would do second."""
+def alternative(scenario: Any, job: str) -> Any:
+    """The planner's choice for the job at present and its second choice; None where it has none."""
     from unicron.planner.problem.model import PlanError
     from unicron.planner.problem.scenario import from_dict
     from unicron.planner.solver.explain import explain

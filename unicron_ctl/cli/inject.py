@@ -6,12 +6,13 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
+from msgspec.structs import asdict, replace
 
 from unicron.ctl.cli.options import controller_option
+from unicron.ctl.controller.api.questions import InjectOrder
 from unicron.ctl.lab.cluster import LocalCluster
 from unicron.ctl.lab.cluster.cluster_layout import default_state_dir
 from unicron.ctl.protocol.answer_schema import Injected
@@ -54,9 +55,9 @@ def _print(done: Injected, as_json: bool) -> None:
     click.echo(f"{verb} {done.fault} into job {done.job}, slot {done.slot} on {done.node}{lasts}")
 
 
-def _order(question: dict[str, Any], controller: str | None) -> Injected:
+def _order(order: InjectOrder, controller: str | None) -> Injected:
     """Asks the controller to inject a fault."""
-    return as_struct(ask_controller({"kind": "inject", **question}, controller), Injected)
+    return as_struct(ask_controller({"kind": "inject", **asdict(order)}, controller), Injected)
 
 
 @click.command(name="inject", epilog=f"{_HELP}\n\n{_CLASSES}")
@@ -81,13 +82,9 @@ def command(
     controller: str | None,
 ) -> None:
     """Break one rank of a job; refused unless the controller's configuration allows it."""
-    question = {"fault": _checked(fault), "seconds": seconds, "dry_run": dry_run}
-    question["job"] = job if job is not None else _only_job(controller, node)
-    if slot is not None:
-        question["slot"] = slot
-    if node is not None:
-        question["node"] = node
-    done = _order({**question, "dry_run": True} if fault == LOST_NODE else question, controller)
+    job = job if job is not None else _only_job(controller, node)
+    order = InjectOrder(job=job, fault=_checked(fault), slot=slot, node=node, seconds=seconds, dry_run=dry_run)
+    done = _order(replace(order, dry_run=True) if fault == LOST_NODE else order, controller)
     if fault == LOST_NODE and not dry_run:
         done = _lose_node(done, controller, state_dir)
     if not dry_run and fault in REFUSABLE:
@@ -121,8 +118,8 @@ def _lose_node(done: Injected, controller: str | None, state_dir: Path) -> Injec
             f"{node} is no node of a local cluster in {state_dir}: cut its power yourself, for example with "
             f"`ipmitool -H {node}-bmc chassis power off` or `ssh {node} 'echo b > /proc/sysrq-trigger'`"
         )
-    kept = {"fault": done.fault, "job": done.job, "slot": done.slot, "node": node, "seconds": done.seconds}
-    done = _order(kept, controller)
+    order = InjectOrder(job=done.job, fault=done.fault, slot=done.slot, node=node, seconds=done.seconds)
+    done = _order(order, controller)
     cluster.power_off(node)
     return done
 
@@ -173,15 +170,15 @@ def punish(
                 idle += 1
                 continue
             name, slot = rng.choice(victims)
-            question: dict[str, Any] = {"fault": rng.choice(kinds), "job": name, "slot": slot}
-            if question["fault"] == "corrupt-checkpoint":
-                question["slot"] = None  # of whoever sends the state next
+            order = InjectOrder(job=name, fault=rng.choice(kinds), slot=slot)
+            if order.fault == "corrupt-checkpoint":
+                order.slot = None  # of whoever sends the state next
             try:
-                if question["fault"] == LOST_NODE:
-                    done = _lose_node(_order({**question, "dry_run": True}, controller), controller, state_dir)
+                if order.fault == LOST_NODE:
+                    done = _lose_node(_order(replace(order, dry_run=True), controller), controller, state_dir)
                     off[done.node] = time.monotonic() + done.seconds
                 else:
-                    done = _order(question, controller)
+                    done = _order(order, controller)
             except UserError as error:  # the rank may have died meanwhile
                 refused += 1
                 click.echo(f"not injected: {error}", err=True)

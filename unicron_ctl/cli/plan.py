@@ -5,36 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import click
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from unicron.ctl.cli.options import controller_option
+from unicron.ctl.protocol.answer_schema import Ahead, Alternative, Assignment
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.planner.problem.model import PlanError, Scenario
-
-
-class Ahead(msgspec.Struct, kw_only=True):
-    """The plan after an event: words such as "lose job NAME"."""
-
-    event: list[str]
-    assignment: dict[str, int]
-
-
-class Assignment(msgspec.Struct, kw_only=True):
-    """The JSON of `unicronctl plan`: nodes and reasons by job. waf: FLOP/s, weighted."""
-
-    assignment: dict[str, int]
-    objective: float
-    waf: float
-    reasons: dict[str, str]
-    spares: int
-    layouts: dict[str, str] | UnsetType = UNSET
-    shares: dict[str, int] | UnsetType = UNSET
-    explanation: dict[str, Any] | UnsetType = UNSET
-    ahead: list[Ahead] | UnsetType = UNSET
 
 
 @click.command(name="plan")
@@ -130,7 +108,7 @@ def _run(
     if explained:
         from unicron.planner.solver.explain import explain
 
-        out.explanation = explain(scenario, explained, plan).to_dict()
+        out.explanation = msgspec.convert(explain(scenario, explained, plan).to_dict(), Alternative)
     if ahead:
         from unicron.planner.ahead.lookahead import Lookahead
 
@@ -152,7 +130,7 @@ def _show(scenario: Scenario, out: Assignment, names: Mapping[str, str]) -> None
         click.echo(f"{labels[job.name]:<{width}}  {job.nodes:>5} -> {count:<5} {reason}")
     click.echo(f"{nodes_text(scenario.nodes)}, {out.spares} spare; {flops_text(out.waf)} weighted")
     if out.explanation:
-        click.echo(out.explanation["text"])
+        click.echo(out.explanation.text)
     for row in out.ahead or ():
         changed = [f"{name} {count}" for name, count in row.assignment.items()]
         click.echo(f"if {' '.join(row.event)}: {', '.join(changed)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import click
 import msgspec
@@ -12,12 +11,12 @@ from unicron.ctl.protocol import answer_schema
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
 
-def _types() -> dict[str, Any]:
+def _types() -> dict[str, object]:
     """Command -> the type of its JSON."""
     from unicron.ctl.cli.config_check import ConfigReport
     from unicron.ctl.cli.pair_test import PairReport
-    from unicron.ctl.cli.plan import Assignment
     from unicron.ctl.cli.simulate import PolicyResult
+    from unicron.ctl.lab.cluster.local_cluster import ClusterStatus
     from unicron.ctl.lab.demo.report import DemoResult
 
     return {
@@ -27,8 +26,9 @@ def _types() -> dict[str, Any]:
         "events": answer_schema.Event,
         "explain": answer_schema.Explanation,
         "inject": answer_schema.Injected,
-        "plan": Assignment,
+        "plan": answer_schema.Assignment,
         "simulate": list[PolicyResult],
+        "cluster status": ClusterStatus,
         "config check": ConfigReport,
         "pair-test": PairReport,
         "demo": DemoResult,

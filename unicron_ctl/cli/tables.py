@@ -324,7 +324,7 @@ def _obstacles(data: Explanation) -> list[str]:
     if data.plan_reason:
         lines.append(f"plan: {data.planned_nodes} nodes; {data.plan_reason} ({data.plan_trigger})")
     if data.alternative:
-        lines.append(f"now: {data.alternative['text']}")
+        lines.append(f"now: {data.alternative.text}")
     return lines
 
 

@@ -189,6 +189,40 @@ class Decision(msgspec.Struct, kw_only=True):
     reason: str
 
 
+class Ahead(msgspec.Struct, kw_only=True):
+    """The plan after an event: words such as "lose job NAME"."""
+
+    event: list[str]
+    assignment: dict[str, int]
+
+
+class Assignment(msgspec.Struct, kw_only=True):
+    """A plan: nodes and reasons by job. waf: FLOP/s, weighted. `unicronctl plan` prints one."""
+
+    assignment: dict[str, int]
+    objective: float
+    waf: float
+    reasons: dict[str, str]
+    spares: int
+    layouts: dict[str, str] | UnsetType = UNSET
+    shares: dict[str, int] | UnsetType = UNSET
+    explanation: Alternative | UnsetType = UNSET
+    ahead: list[Ahead] | UnsetType = UNSET
+
+
+class Alternative(msgspec.Struct, kw_only=True):
+    """Why a job gets what it gets, and the second-best plan. margin: by how much that one lost, in FLOP over `seconds`,
+    the expected time to the next failure."""
+
+    job: str
+    nodes: int
+    reason: str
+    margin: float | None
+    seconds: float | None
+    text: str
+    second: Assignment | None
+
+
 class Explanation(JobBase, kw_only=True):
     """The answer of `unicronctl explain`, for owner and admins only.
 
@@ -205,7 +239,7 @@ class Explanation(JobBase, kw_only=True):
     waiting: list[Waiting]
     decisions: list[Decision]
     failures: list[Failure]
-    alternative: dict[str, Any] | UnsetType | None = UNSET
+    alternative: Alternative | UnsetType | None = UNSET
 
 
 class HealthReport(msgspec.Struct, kw_only=True):
@@ -231,10 +265,20 @@ class NodeEvent(msgspec.Struct, kw_only=True):
     reason: str
 
 
-class Node(msgspec.Struct, kw_only=True):
-    """One node of `unicronctl nodes`. asked_since: since when other agents are asked who reaches it. spare_of: hot
-    spares on it -> ready or starting. unverified: back without passed checks. suspect: why it should be tested.
+class NodeChecks(msgspec.Struct, kw_only=True):
+    """What the checks of a node have found. unverified: back without passed checks. suspect: why it should be tested.
     admission: why it is not given back yet."""
+
+    health: Annotated[HealthReport | None, ADMIN] = None
+    pair_test: Annotated[HealthReport | None, ADMIN] = None
+    unverified: Annotated[bool | None, ADMIN] = None
+    suspect: Annotated[str, ADMIN] = ""
+    admission: Annotated[str, ADMIN] = ""
+
+
+class Node(NodeChecks, kw_only=True):
+    """One node of `unicronctl nodes`. asked_since: since when other agents are asked who reaches it. spare_of: hot
+    spares on it -> ready or starting."""
 
     node: str
     states: list[str]
@@ -249,11 +293,6 @@ class Node(msgspec.Struct, kw_only=True):
     spare_of: dict[str, str]
     metrics: Annotated[dict[str, float], ADMIN] = {}
     last_event: Annotated[NodeEvent | None, ADMIN] = None
-    health: Annotated[HealthReport | None, ADMIN] = None
-    pair_test: Annotated[HealthReport | None, ADMIN] = None
-    unverified: Annotated[bool | None, ADMIN] = None
-    suspect: Annotated[str, ADMIN] = ""
-    admission: Annotated[str, ADMIN] = ""
 
 
 class SlurmStatus(msgspec.Struct, kw_only=True):

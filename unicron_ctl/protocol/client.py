@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from unicron.ctl.protocol.hello import Hello
 
 
-def ask_controller(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
+def ask_controller(question: Mapping[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
     """The controller's answer to {"kind": ..., **arguments} as plain data: see `protocol.answer_schema`.
 
     `address`: by default $UNICRON_CONTROLLER, the running controller's state folder, the configuration. Raises

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
+from msgspec.structs import asdict
 
 from unicron.ctl.controller.api import privacy
 from unicron.ctl.controller.core.core import Core
@@ -30,7 +31,7 @@ def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
     counts = weight(core.view, state)
     enough = nodes_now >= state.settings.min_nodes
     return schema.Job(
-        **_base(core, state),
+        **asdict(_base(core, state)),
         user=state.settings.user,
         since=state.since,
         nodes=nodes_now,
@@ -61,7 +62,7 @@ def explanation(core: Core, state: JobState) -> schema.Explanation:
     """Why a job is treated as it is: the plan's reason, its failures, its last decisions."""
     report, view = core.state.plan_report, core.view.job(state)
     return schema.Explanation(
-        **_base(core, state),
+        **asdict(_base(core, state)),
         mode_reason=state.settings.mode_reason,
         cold=view.cold() if not state.ended else {},
         forgets=view.forgets() if not state.ended else {},
@@ -82,34 +83,33 @@ def plain(source: object, kind: type[Struct]) -> Struct:
     return msgspec.convert(source, kind, from_attributes=True)
 
 
-def _base(core: Core, state: JobState) -> dict[str, Any]:
-    """The fields of JobBase."""
+def _base(core: Core, state: JobState) -> schema.JobBase:
     view = core.view.job(state)
     size = view.replica
     kept = ("standby", "stopped") if state.phase is Phase.FORMING else ("standby",)
     standbys = [slot for _, slot, status in view.all_ranks() if status.state in kept] if size > 1 else []
     found = spares.standing(view) if not state.over else {}
-    return {
-        "job": state.job,
-        "name": state.settings.name,
-        "mode": state.settings.mode,
-        "state": state.phase.value,
-        "generation": state.generation,
-        "planned_nodes": core.state.assignment.get(state.job),
-        "layout": view.live.layout if not state.layout else state.layout,
-        "layouts": list(state.settings.layouts),
-        "planned_layout": core.state.layouts.get(state.job, ""),
-        "replica": size,
-        "replicas": len(state.members) // size if not state.ended else 0,
-        "standbys": standbys if not state.ended else [],
-        "spares": [schema.Spare(element=e, node=view.agents[e].node, state=how) for e, how in found.items()],
-        "spares_wanted": state.settings.spares,
-        "spares_ready": sum(how == "ready" for how in found.values()),
-        "ended": plain(state.ended, schema.Ending) if state.ended else None,
-        "set_aside": state.set_aside,
-        "waits": state.waits,
-        "nan_since": state.nan_since if state.nan_since >= 0 else None,
-    }
+    return schema.JobBase(
+        job=state.job,
+        name=state.settings.name,
+        mode=state.settings.mode,
+        state=state.phase.value,
+        generation=state.generation,
+        planned_nodes=core.state.assignment.get(state.job),
+        layout=view.live.layout if not state.layout else state.layout,
+        layouts=list(state.settings.layouts),
+        planned_layout=core.state.layouts.get(state.job, ""),
+        replica=size,
+        replicas=len(state.members) // size if not state.ended else 0,
+        standbys=standbys if not state.ended else [],
+        spares=[schema.Spare(element=e, node=view.agents[e].node, state=how) for e, how in found.items()],
+        spares_wanted=state.settings.spares,
+        spares_ready=sum(how == "ready" for how in found.values()),
+        ended=plain(state.ended, schema.Ending) if state.ended else None,
+        set_aside=state.set_aside,
+        waits=state.waits,
+        nan_since=state.nan_since if state.nan_since >= 0 else None,
+    )
 
 
 def _silent(core: Core, state: JobState) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import asdict
+
 from unicron.ctl.controller.api import privacy
 from unicron.ctl.controller.api.job_answers import anomalies
 from unicron.ctl.controller.core.core import Core
@@ -30,6 +32,7 @@ def visible_nodes(core: Core, asker: Asker) -> list[schema.Node]:
     listed = []
     for name in sorted({*names, *agents}):
         info, view, known = names.get(name), agents.get(name), core.state.nodes.get(name)
+        checks = readmission.shown(core.view, core.slurm.gate, name) if asker.admin else schema.NodeChecks()
         node = schema.Node(
             node=name,
             states=sorted(info.states) if info else [],
@@ -44,7 +47,7 @@ def visible_nodes(core: Core, asker: Asker) -> list[schema.Node]:
             spare_of=waiting.get(name, {}),
             metrics=_metrics(core, view.job, view.element) if view and asker.admin else {},
             last_event=_last_event(known) if asker.admin else None,
-            **(readmission.shown(core.view, core.slurm.gate, name) if asker.admin else {}),
+            **asdict(checks),
         )
         listed.append(privacy.of_node(core.view, node, asker, mine))
     return listed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -212,16 +212,16 @@ def _ask(view: View, gate: Gate, node: str, slurmd_start: float, out: Outcome, h
     return found
 
 
-def shown(view: View, gate: Gate, node: str) -> dict[str, Any]:
+def shown(view: View, gate: Gate, node: str) -> answer_schema.NodeChecks:
     """The fields of `unicronctl nodes` that only admins are told."""
     known = view.state.node(node)
-    return {
-        "health": _plain(known.health, gate.heard.get(node, 0.0)),
-        "pair_test": _plain(known.paired, 0.0),
-        "unverified": known.unverified,
-        "suspect": suspect(view, node),
-        "admission": gate.said.get(node, "") if known.downed else "",
-    }
+    return answer_schema.NodeChecks(
+        health=_plain(known.health, gate.heard.get(node, 0.0)),
+        pair_test=_plain(known.paired, 0.0),
+        unverified=known.unverified,
+        suspect=suspect(view, node),
+        admission=gate.said.get(node, "") if known.downed else "",
+    )
 
 
 def suspect(view: View, node: str) -> str:

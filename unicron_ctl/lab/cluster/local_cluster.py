@@ -15,7 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from unicron.ctl.lab.cluster import accounting, binaries, configuration, network, ports, tombstone
 from unicron.ctl.lab.cluster import cluster_processes as processes
@@ -31,6 +32,44 @@ _START_LIMIT = 30.0  # seconds from the first daemon to nodes that answer
 _KILL_LIMIT = 60.0  # on a busy machine what was killed takes its time to go
 _ATTEMPTS = 3
 _SLURM_PORTS = (6817, 6818)  # slurmctld's and slurmd's, where each host has all ports for itself
+
+
+class LinksStatus(msgspec.Struct, kw_only=True):
+    """A cluster's links: addresses by host, and what is wrong: hosts without power, hosts that are cut off, pairs that
+    are cut apart, and the share of packets lost by host."""
+
+    network: str
+    addresses: dict[str, str]
+    off: list[str]
+    cut: list[str]
+    apart: list[tuple[str, str]]
+    loss: dict[str, float]
+
+
+class ClusterNode(msgspec.Struct, kw_only=True):
+    """A virtual node. slurmd: its process id; tasks: how many processes of jobs run there."""
+
+    name: str
+    slurmd: int | None
+    states: list[str]
+    reason: str
+    gpus: int
+    tasks: int
+
+
+class ClusterStatus(msgspec.Struct, kw_only=True):
+    """The JSON of `unicronctl cluster status`. state: up, partial (something is missing or does not answer) or down.
+    slurmctld, munged: process ids."""
+
+    state: str
+    state_dir: str
+    slurm_conf: str
+    auth: str
+    port: int | None
+    links: LinksStatus | None
+    slurmctld: int | None
+    munged: int | None
+    nodes: list[ClusterNode]
 
 
 class LocalCluster:
@@ -220,8 +259,8 @@ class LocalCluster:
         """All living processes of the cluster and its jobs."""
         return processes.find(self.layout.marks)
 
-    def status(self) -> dict[str, Any]:
-        """For people and for --json. `state` is up, partial (something is missing or does not answer) or down."""
+    def status(self) -> ClusterStatus:
+        """The daemons, the links and Slurm's nodes."""
         running = self.processes()
         slurmds = _slurmds(running)
         heads: dict[str, int] = {}
@@ -234,35 +273,36 @@ class LocalCluster:
                 known = {info.name: info for info in self.client(timeout=5.0).nodes()}
         expected = 1 + (self.spec.auth == "munge") + len(accounting.DAEMONS) * self.spec.accounting
         whole = len(heads) == expected and len(slurmds) == self.spec.nodes and len(known) == self.spec.nodes
-        return {
-            "state": "up" if whole else "partial" if running else "down",
-            "state_dir": str(self.layout.state_dir),
-            "slurm_conf": str(self.layout.slurm_conf),
-            "auth": self.spec.auth,
-            "port": self.spec.ports[0] if self.spec.ports else None,
-            "links": self._links_status(),
-            "slurmctld": heads.get("slurmctld"),
-            "munged": heads.get("munged"),
-            "nodes": [
-                {
-                    "name": name,
-                    "slurmd": slurmds.get(name),
-                    "states": sorted(known[name].states) if name in known else [],
-                    "reason": known[name].reason if name in known else "",
-                    "gpus": self.spec.gpus_per_node,
-                    "tasks": sum(1 for process in running if process.kind == "task" and process.node == name),
-                }
+        return ClusterStatus(
+            state="up" if whole else "partial" if running else "down",
+            state_dir=str(self.layout.state_dir),
+            slurm_conf=str(self.layout.slurm_conf),
+            auth=self.spec.auth,
+            port=self.spec.ports[0] if self.spec.ports else None,
+            links=self._links_status(),
+            slurmctld=heads.get("slurmctld"),
+            munged=heads.get("munged"),
+            nodes=[
+                ClusterNode(
+                    name=name,
+                    slurmd=slurmds.get(name),
+                    states=sorted(known[name].states) if name in known else [],
+                    reason=known[name].reason if name in known else "",
+                    gpus=self.spec.gpus_per_node,
+                    tasks=sum(1 for process in running if process.kind == "task" and process.node == name),
+                )
                 for name in self.spec.node_names
             ],
-        }
+        )
 
-    def _links_status(self) -> dict[str, object] | None:
-        """Addresses, and what is wrong; None without links, or while they are down."""
+    def _links_status(self) -> LinksStatus | None:
+        """The links' status; None without links, or while they are down."""
         if not self.spec.links or not self.layout.network.complete(self.spec.node_names):
             return None
         hosts = (HEAD, *self.spec.node_names, OUTSIDE)
         addresses = {host: self.spec.address(host) for host in hosts}
-        return {"network": self.spec.network, "addresses": addresses, **dataclasses.asdict(self.links.faults())}
+        faults = dataclasses.asdict(self.links.faults())
+        return msgspec.convert({"network": self.spec.network, "addresses": addresses, **faults}, LinksStatus)
 
     # --- starting ----------------------------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ class Controller:
         if question["kind"] == "events":
             return [{"kind": "inject_refused", "slot": 0, "reason": "oom-kill was not injected: it takes root"}]
         done = {"slot": 0, "node": "n1", "dry_run": False, "seconds": 20.0, "event": 5, "job": "1", "at": 0.0}
-        return done | {key: value for key, value in question.items() if key != "kind"}
+        return done | {key: value for key, value in question.items() if key != "kind" and value is not None}
 
 
 def test_a_refused_fault_is_one_line(monkeypatch, capsys):
