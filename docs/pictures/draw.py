@@ -143,7 +143,7 @@ def architecture() -> Picture:
     picture.arrow("M 388 458 L 493 458", mark="green", both=True)
     picture.text(410, 478, "NCCL or gloo", 11, GREEN)
     picture.arrow("M 240 282 L 240 236 L 620 236 L 620 282", dashed=True, both=True)
-    picture.text(252, 229, "copies of the state; agreement while unicrond is away", 11, SOFT)
+    picture.text(252, 229, "copies of the state; consensus while unicrond is away", 11, SOFT)
     return picture
 
 
