@@ -1,0 +1,120 @@
+"""Records of the controller itself, of what is planned, and of what is asked of Slurm."""
+
+from __future__ import annotations
+
+from unicron.ctl.controller.log.records.base import Record
+
+
+class Started(Record, frozen=True, tag="started"):
+    """jobs: how many its log holds."""
+
+    pid: int
+    address: str
+    jobs: int
+
+
+class Configured(Record, frozen=True, tag="configured"):
+    """The configuration was read again."""
+
+
+class BadMessage(Record, frozen=True, tag="bad_message"):
+    """peer: its routing id in hexadecimal."""
+
+    peer: str
+
+
+class RegistrationRefused(Record, frozen=True, tag="registration_refused"):
+    """peer: job and element."""
+
+    peer: str
+
+
+class JobSetAside(Record, frozen=True, tag="job_set_aside"):
+    """The controller leaves the job alone; its ranks train on. It cannot handle the job's input, or elements of the job
+    do not fit together.
+
+    input: what was being handled, for a report; where: the end of the traceback.
+    """
+
+    input: str
+    where: str = ""
+
+
+class Observed(Record, frozen=True, tag="observed"):
+    """Decided and not done, for the admin does not allow it in this partition. action: the call of Slurm. nodes: what
+    the plan would give the job (action "plan")."""
+
+    would: str
+    action: str = ""
+    node: str = ""
+    element: int = -1
+    nodes: int = 0
+
+
+class ObservedWeek(Record, frozen=True, tag="observed_week"):
+    """What acting would have saved since `since` (seconds since the epoch). calls: of Slurm, not made, by kind.
+    planned, nodes: by job, how things stand at its end."""
+
+    since: float
+    node_hours: float
+    calls: dict[str, int] = {}
+    planned: dict[str, int] = {}
+    nodes: dict[str, int] = {}
+
+
+class SlurmAction(Record, frozen=True, tag="slurm_action"):
+    """Asked of Slurm: the intent; `slurm_done` or `slurm_error` is the outcome. restarts: how often Slurm had requeued
+    the element before, -1 where that is not known."""
+
+    action: str
+    element: int
+    node: str
+    slurm_reason: str = ""
+    restarts: int = -1
+
+
+class SlurmDone(Record, frozen=True, tag="slurm_done"):
+    """Slurm has done it."""
+
+    action: str
+    node: str
+    element: int = -1
+
+
+class SlurmFailed(Record, frozen=True, tag="slurm_error"):
+    action: str = ""
+    element: int = -1
+    node: str = ""
+
+
+class SlurmBack(Record, frozen=True, tag="slurm_back"):
+    """Slurm answers again."""
+
+
+class HeldAgain(Record, frozen=True, tag="held_again"):
+    """Slurm shows an element held by what was written here, and the log has it as released or at work since."""
+
+    element: int
+
+
+class Unpinned(Record, frozen=True, tag="unpinned"):
+    element: int
+
+
+class Allotted(Record, frozen=True, tag="allotted"):
+    """The elements that have a place in the plan, and the members that leave at the next boundary."""
+
+    elements: list[int]
+    leaving: list[int]
+
+
+class Replanned(Record, frozen=True, tag="replanned"):
+    assignment: dict[str, int]
+    reasons: dict[str, str]
+    objective: float
+    waf: float
+    inputs: str
+    trigger: str
+    spares: int
+    looked_up: bool
+    layouts: dict[str, str] = {}
