@@ -73,7 +73,7 @@ def copies(megabytes: int) -> dict[str, float]:
             began = time.perf_counter()
             keeper.copy(gatherer, number, 1, Writer())
             took["keep"].append(seconds(began))
-            keeper._done.wait()
+            keeper.wait_whole()
             began = time.perf_counter()
             held = {"model": state.model[0].module.state_dict(), "optimizer": state.optimizer.state_dict()}
             torch.save(held, Path(disk, "plain.pt"))
@@ -81,7 +81,7 @@ def copies(megabytes: int) -> dict[str, float]:
             began = time.perf_counter()
             files.save(state, number)
             took["ours"].append(seconds(began))
-            files.wait()
+            files.wait_written()
         took |= loads(state, Path(shared), Path(disk, "plain.pt"))
         keeper.close()
     found = {name: statistics.median(values[2:]) for name, values in took.items()}

@@ -36,14 +36,14 @@ def main() -> None:
         micro_batch_size=tiny_gpt.SIZE,
         train_iterations=WARM_UP + BLOCKS * EACH + 1,
     )
-    keeper = session._remembered._keeper  # type: ignore[union-attr]
+    keeper = session._local._keeper  # type: ignore[attr-defined]
     assert keeper is not None
     copy, keeps, told, began = keeper.copy, False, [], (0.0, 0.0)
     cuts: set[int] = set()
 
     def copied(gatherer: contents.Gatherer, iteration: int, *more: Any) -> None:
         if keeps:
-            cuts.update({keeper.good} - {-1})
+            cuts.update({keeper.cuts.wanted.good} - {-1})
             copy(gatherer, iteration, *more)
 
     keeper.copy = copied  # type: ignore[method-assign]
@@ -57,7 +57,7 @@ def main() -> None:
             began = time.perf_counter(), time.process_time()
     if os.environ["UNICRON_SLOT"] == "0":
         Path(os.environ["MEMORY_OUT"]).write_text(
-            json.dumps({"blocks": told, "size": keeper.size, "copied": len(cuts)})
+            json.dumps({"blocks": told, "size": session._local._gatherer.contents().size, "copied": len(cuts)})
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.support import tiny_gpt
 from unicron.transition.session import session
-from unicron.transition.sharded import shard_files, shards
+from unicron.transition.sharded import buffer_pool, shards
 
 SECONDS: Counter[str] = Counter()
 
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     clocked(shards.Shards, "export", "export")
     clocked(shards.Shards, "send_copies", "copy")
     clocked(session.Session, "_keep", "keep")
-    clocked(shard_files.Rooms, "settle", "settle")
-    clocked(shard_files, "_finish", "sums")
+    clocked(buffer_pool.BufferPool, "wait_whole", "settle")
+    clocked(buffer_pool, "_finish", "sums")
     session.Session._step = said(session.Session._step)  # type: ignore[method-assign]
     tiny_gpt.main()

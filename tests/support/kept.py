@@ -48,7 +48,7 @@ def kept(folder: Path, state: TrainingState, *iterations: int, slot: int = 0) ->
     keeper, gatherer = Keeper(folder, slot, 1), Gatherer(state)
     for iteration in iterations:
         keeper.copy(gatherer, iteration, 1, WRITER)
-        keeper.wait()
+        keeper.wait_copied()
     keeper.close()
     return keeper
 

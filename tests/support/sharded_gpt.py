@@ -204,7 +204,7 @@ class Training:
         for group in self.bucket_groups():
             group.grad_reduce_handle = None
             group.is_last_microbatch, group.per_param_grad_ready_counts = True, {}
-        self.shards.enter(self.generation)
+        self.shards.enter_generation(self.generation)
 
     # ------------------------------------------------------------ faults
     def before(self, owner, name: str, where: str) -> None:
@@ -355,7 +355,7 @@ class Training:
         self.shards.confirm(version)
         kept = [room for found in self.shards._sets.values() for room in found.shards.values()]
         assert len(self.shards.held()[-1][3]) == 1 + min(self.copies(), self.replicas() - 1)
-        assert len(kept) + self.shards.rooms.spare <= 2 * (1 + self.copies())  # memory is used again
+        assert len(kept) + self.shards.pool.free <= 2 * (1 + self.copies())  # memory is used again
 
     def copies(self) -> int:
         return self.settings.get("copies", 1)

@@ -56,8 +56,8 @@ class SavedAndLoaded(Checkpoints):
     def destination(self) -> Path | None:
         return self.folder if self._writes else None
 
-    def due(self, iteration: int) -> bool:
-        return self._writes and super().due(iteration)
+    def is_due(self, iteration: int) -> bool:
+        return self._writes and super().is_due(iteration)
 
     def save_last(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
         if self._writes:

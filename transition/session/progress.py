@@ -12,7 +12,6 @@ from unicron.transition.iteration.gradient_copies import SETTING, chosen
 from unicron.transition.iteration.ledger import Ledger
 from unicron.transition.session.member import Member
 from unicron.transition.session.persistence import Persistence
-from unicron.transition.sharded.safekeeping import Safekeeping
 
 
 @dataclass
@@ -44,13 +43,12 @@ class Telling:
         at: Standing,
         member: Member,
         gradients: Accumulation,
-        kept: Safekeeping | None,
         persistence: Persistence,
         parameters: int,
         flops: float,
     ):
         self._at, self._member, self._channel = at, member, member.channel
-        self._gradients, self._kept, self._persistence = gradients, kept, persistence
+        self._gradients, self._persistence, self._local = gradients, persistence, persistence.local
         self._parameters, self._flops = parameters, flops
         self._told: tuple[Any, ...] = ()  # how far the last status has said that this rank is
 
@@ -60,14 +58,7 @@ class Telling:
         if self._channel is None:
             return ""
         undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen()})"
-        kept = (
-            f", {self._kept.size(self._persistence.saving.writes) / self._parameters:.1f} for the optimizer's states"
-            if self._kept
-            else ""
-        )
-        size = self._persistence.remembered.size / self._parameters
-        memory = f", {size:.1f} of shared memory for the state" if size else ""
-        return f"healing takes, in bytes a parameter: {undo}{kept}{memory}"
+        return f"healing takes, in bytes a parameter: {undo}{self._local.memory_text(self._parameters)}"
 
     @property
     def next_one(self) -> int:
@@ -93,7 +84,7 @@ class Telling:
         keeps = member.inside and (self._gradients.undoable or not rests)
         return Status(
             state,
-            shards=self._kept.held() if self._kept is not None and rests else [],
+            shards=self._local.held() if rests else [],
             iteration=ledger.iteration if member.inside else at.iteration,
             phase=phase if member.inside else "computing",
             done=list(ledger.done) if keeps else [],
@@ -103,18 +94,17 @@ class Telling:
             iteration_seconds=at.seconds,
             loss=at.loss,
             saved=-1 if persistence.checkpoints is None else persistence.checkpoints.newest,
-            **persistence.remembered.status(),
+            forgets=self._local.trouble,
             kept=self._has(state),
-            sharded=self._kept is not None,
-            remembers=persistence.remembered.active,
+            sharded=self._local.sharded,
+            remembers=self._local.reports,
         )
 
     def _has(self, state: str) -> list[tuple[int, str]]:
         """(iteration, mark) of the states with which this rank can go on where nobody trains any more."""
-        remembered = self._persistence.remembered
-        if not remembered.active or state not in ("waiting", "stopped", "standby"):
+        if not self._local.reports or state not in ("waiting", "stopped", "standby"):
             return []
-        return remembered.told(self.next_one, self._persistence.writer())
+        return self._local.told(self.next_one, self._persistence.writer())
 
     def stepped(self, phases: dict[str, float]) -> None:
         """The iteration at hand is stepped: one message has the proof and the rank's status. phases: seconds of its

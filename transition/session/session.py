@@ -23,7 +23,7 @@ from unicron.transition.generations.watch import PlanTimeout
 from unicron.transition.iteration import rank_process
 from unicron.transition.iteration.accumulation import PeerLost, Work
 from unicron.transition.iteration.exchange import Exchange, at_commit
-from unicron.transition.iteration.gradient_copies import chosen
+from unicron.transition.iteration.gradient_copies import Where, chosen
 from unicron.transition.iteration.ledger import Ledger, LedgerError, deal
 from unicron.transition.iteration.pending import Pending, hold_scalers
 from unicron.transition.iteration.result import StepResult
@@ -33,9 +33,11 @@ from unicron.transition.session.member import Member
 from unicron.transition.session.model_kinds import Trained, kind_of
 from unicron.transition.session.persistence import Persistence
 from unicron.transition.session.progress import Standing, Telling
-from unicron.transition.sharded.safekeeping import Safekeeping
+from unicron.transition.sharded.sharded_state import ShardedState
 from unicron.transition.snapshot import migrate
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
+from unicron.transition.snapshot.local_state import LocalState
+from unicron.transition.snapshot.whole_state import WholeState
 
 FATAL = (  # never answered by another try
     migrate.StateMismatch,
@@ -113,9 +115,8 @@ class Session:
         self._member = self._join(current, trained)
         self._exchange = Exchange(current)
         self._pending = Pending()
-        healed = self._channel is not None and self._state.sharded
         where = chosen()
-        self._kept = Safekeeping(current, self._state, self._exchange, where) if healed else None
+        self._local = self._local_state(current, where)
         work = Work(
             fetch=fetch,
             total=micro_batches,
@@ -124,7 +125,7 @@ class Session:
             layout=self.layout,
             place=self.slot % self.layout.size,
             seed=self._state.seed,
-            sharded=self._kept is not None,
+            sharded=self._local.sharded,
             healed=self._channel is not None,
             where=where,
             begin_sum=self._exchange.begin_sum,
@@ -146,18 +147,22 @@ class Session:
         self._self_stops = 0
         self._agreed_offer: Plan | None = None
         self._stop_wanted = self._stop_agreed = self._stopping = False
-        self._persistence = Persistence(self._member, self._state, checkpoints, self._kept)
-        self._remembered, self._saving = self._persistence.remembered, self._persistence.saving
-        self._telling = Telling(
-            self._at, self._member, self._gradients, self._kept, self._persistence, parameters, flops
-        )
+        self._persistence = Persistence(self._member, self._state, checkpoints, self._local)
+        self._saving = self._persistence.schedule
+        self._telling = Telling(self._at, self._member, self._gradients, self._persistence, parameters, flops)
         self._member.report = self._telling.status
         if self._channel is not None:
             self._channel.progress = self._telling.progress
-        self._at.iteration, unread = self._persistence.begin(start_iteration)
-        self._handover = Handover(
-            self._member, self._state, self._exchange, self._kept, checkpoints, start_iteration, unread
-        )
+        self._at.iteration = self._persistence.find_start(start_iteration)
+        self._handover = Handover(self._member, self._state, self._exchange, self._local)
+
+    def _local_state(self, current: rank_process.Process, where: Where) -> LocalState:
+        """Where this rank's state outlives it; without an agent, nowhere."""
+        if self._channel is None:
+            return LocalState(self._state)
+        if self._state.sharded:
+            return ShardedState(current, self._state, self._exchange, where)
+        return WholeState(self._state, self.slot)
 
     def _join(self, current: rank_process.Process, trained: Trained) -> Member:
         """This rank's part in the generations; without an agent, in the one world that there is."""
@@ -221,7 +226,7 @@ class Session:
             left = time.perf_counter()
             yield result
             if self._at.iteration < self._at.train_iterations and not self._stopping:
-                self._persistence.boundary(self._at.iteration)
+                self._persistence.keep_boundary(self._at.iteration)
             self._outside_seconds = time.perf_counter() - left
             if self._agreed_offer is not None and self._at.iteration < self._at.train_iterations and not self._stopping:
                 self._change_to(self._member.enter_until_in(self._agreed_offer))
@@ -230,7 +235,7 @@ class Session:
     def _change_to(self, plan: Plan) -> None:
         """At an iteration boundary this rank is in `plan`: what everybody held, or what followed when it broke."""
         self._ordered_next = True
-        self._remembered.begun()
+        self._local.note_has_state()
         self._member.publish("running")
         if not plan.boundary:
             self._next_assignment = self._member.assigned(plan)
@@ -238,7 +243,7 @@ class Session:
     def _train_iteration(self) -> StepResult:
         began = time.perf_counter()
         self._agreed_offer, self._committed = None, False
-        self._saving.begin()
+        self._saving.begin_iteration()
         assigned = self._next_assignment
         if assigned is None:
             assigned = deal(self.micro_batches, self._member.replicas, self._member.replica)
@@ -264,7 +269,7 @@ class Session:
             except _Again:
                 continue
             except (PeerLost, RuntimeError) as error:
-                undone = self._kept is not None  # what a step has changed already
+                undone = self._local.sharded  # what a step has changed already
                 if (self._committed and not undone) or not self._is_loss(error):
                     raise
                 if self._recover(error):
@@ -292,7 +297,7 @@ class Session:
             return True
         self._self_stops += 1
         # a forward pass may wait for peers, too: of its replica, or for gathered parameters
-        waits = not alone or self._kept is not None or self._at.phase in ("reducing", "synced")
+        waits = not alone or self._local.sharded or self._at.phase in ("reducing", "synced")
         in_collective = waits and type(error) in BROKEN
         return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
 
@@ -332,37 +337,33 @@ class Session:
         if not self._committed and self._channel is not None:
             self._agree_to_step()
         elif not self._committed and self._saving.by_clock:
-            self._saving.hear(self._exchange.commit(None, False, self._saving.wanted))
+            self._saving.on_commit(self._exchange.commit(None, False, self._saving.wanted))
         self._committed = True
-        self._remembered.wait()
+        self._local.wait_copied()
         self._pending.apply()
 
     def _agree_to_step(self) -> None:
-        self._remembered.settle()  # before anybody writes over the state before
-        if self._kept is not None:
-            self._kept.settle()
+        self._local.wait_whole()  # before anybody writes over the state before
         try:
-            if self.layout.size > 1 and self._kept is None and self._watch.lost():
+            if self.layout.size > 1 and not self._local.sharded and self._watch.lost():
                 raise PeerLost("the norm of the gradients may be garbage")  # of an aborted collective in the replica
             self._set_phase("synced")
             saving = self._saving
             said = self._exchange.commit(self._watch.offer, self._gradients.first, saving.wanted, saving.busy)
-            saving.hear(said)
+            saving.on_commit(said)
             self._agreed_offer, self._ordered_next = said.offer, said.first
         except (PeerLost, RuntimeError) as error:
             if not self._is_loss(error):
                 raise
             if not self._recover(error):
                 raise _Again from error
-        self._watch.hold_off(self._kept is None)  # nothing of the step waits for a peer any more
+        self._watch.hold_off(not self._local.sharded)  # nothing of the step waits for a peer any more
 
     def _keep(self) -> None:
         """The state after the step, and its copies in other nodes: before all have them the gradients are not zeroed.
         Raises _Again where a plan has the iteration reduced once more, from the state before it."""
-        if self._kept is None:
-            return
         try:
-            self._kept.keep(self._at.ledger.iteration + 1)
+            self._local.keep_step(self._at.ledger.iteration + 1)
         except (PeerLost, RuntimeError) as error:
             if not self._is_loss(error):
                 raise
@@ -448,7 +449,7 @@ class Session:
     def _unsure_parameters(self) -> bool:
         """Parameters that were gathered while this iteration computed may be garbage: an aborted NCCL gather says
         nothing."""
-        overlapped = self._kept is not None and self._model[0].ddp_config.overlap_param_gather
+        overlapped = self._local.sharded and self._model[0].ddp_config.overlap_param_gather
         return overlapped and self._process.backend == "nccl"
 
     def _keep_or_drop(self, assigned: Sequence[int]) -> None:
@@ -468,12 +469,11 @@ class Session:
         """The groups of `plan` are there."""
         self._gradients.adopt_groups()
         if self._member.inside:
-            self._remembered.begun()
-        found = self._remembered.begin(plan, self._telling.next_one)
-        self._at.iteration = self._handover.take(plan, newcomer, self._at.iteration if found is None else found)
-        self._remembered.goes_on(self._at.iteration)
+            self._local.note_has_state()
+        own = self._telling.next_one
+        self._at.iteration = self._handover.take_up(plan, newcomer, self._at.iteration, own)
         if self.slot in plan.joiners:
-            self._remembered.begun()
+            self._local.note_has_state()
         self._gradients.seed = self._state.seed
         if self._member.came_new:
             self._stopping = False
@@ -482,7 +482,7 @@ class Session:
 
     def _rescue(self, why: str) -> None:
         """Nobody leads the job any more, or all ranks end: what this rank knows goes to disk before."""
-        unfinished = self._kept is not None and self._committed and self._at.phase == "synced"
+        unfinished = self._local.sharded and self._committed and self._at.phase == "synced"
         if not unfinished:  # else of two states in the ranks none is whole
             self._persistence.rescue(self._at.iteration, why)
 

@@ -24,8 +24,8 @@ class CopyFailed(RuntimeError):
 
 
 class ShardExchange:
-    """Of one rank. All methods but :meth:`check_alive` are collective over the group, and raise RuntimeError when a
-    peer is lost.
+    """The exchange of one rank. All methods but :meth:`check_alive` are collective over the group, and raise
+    RuntimeError when a peer is lost.
 
     group(): over which the optimizer is sharded in the present generation. wire: where the backend wants its tensors.
     lost(): whether the generation is over.
@@ -148,7 +148,7 @@ def _messages(
 
 
 def _checksum(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of all pieces in this order, as :func:`unicron.transition.snapshot.migrate.checksum`."""
+    """The checksum of all pieces in this order (:func:`migrate.checksum`)."""
     total = torch.zeros(2, dtype=torch.int64)
     for number, piece in enumerate(pieces):
         total += (2 * number + 1) * checksum(piece)

@@ -5,7 +5,7 @@ A rank's shard is one flat tensor of three rows, [main parameters, exp_avg, exp_
 generation in which the state was made (`base`: another generation may repeat a step and differ in the last bit) and its
 `version`, the number of finished steps. Each rank keeps its own shard of the last two versions and, as an heir, those
 of other ranks: 24 bytes for each element of a shard, and as many for each copy; what is not needed any more is written
-over. They lie in the memory of the node's agent where there is one (:mod:`sharded.shard_files`): the next process of
+over. They lie in the memory of the node's agent where there is one (:mod:`sharded.buffer_pool`): the next process of
 the slot has them again.
 """
 
@@ -25,8 +25,8 @@ import torch
 
 from unicron.transition.generations.sharding import MARK_BITS, Buckets, Uncovered, named
 from unicron.transition.seams import elastic_buckets
+from unicron.transition.sharded.buffer_pool import Buffer, BufferPool, Claimed
 from unicron.transition.sharded.shard_exchange import CopyFailed, ShardExchange, fill
-from unicron.transition.sharded.shard_files import Claimed, Room, Rooms
 from unicron.transition.snapshot import contents, parts
 from unicron.transition.snapshot.files import behind, set_mark
 from unicron.transition.snapshot.images import SHARD, Found, Key
@@ -45,14 +45,14 @@ class _Set:
     count: int
     step: float  # Adam's; 0 in a rank whose shard is nothing but padding
     header: bytes
-    shards: dict[int, Room] = field(default_factory=dict)
+    shards: dict[int, Buffer] = field(default_factory=dict)
 
 
 class Shards:
     """The sharded state of one rank's optimizer. All methods are for the training thread.
 
     Collective methods are so over the data-parallel group (context parallelism included), over which the optimizer is
-    sharded, and raise RuntimeError when a peer is lost. lost(): whether the generation is over. rooms: where shards
+    sharded, and raise RuntimeError when a peer is lost. lost(): whether the generation is over. pool: where shards
     are kept, default: where the parameters are. wire: where the backend wants its tensors, default: the same. place: of
     this rank among the `size` of its replica.
     """
@@ -62,7 +62,7 @@ class Shards:
         model: Sequence[Any],
         optimizer: Any,
         lost: Callable[[], bool] = lambda: False,
-        rooms: Rooms | None = None,
+        pool: BufferPool | None = None,
         wire: torch.device | None = None,
         place: int = 0,
         size: int = 1,
@@ -70,7 +70,7 @@ class Shards:
         elastic_buckets.check(model, optimizer)
         here: torch.device = next(model[0].parameters()).device
         self.model, self.optimizer = list(model), optimizer
-        self.rooms = rooms or Rooms(None, 0, here)
+        self.pool = pool or BufferPool(None, 0, here)
         self._exchange = ShardExchange(lambda: self.group, wire or here, lost)
         self._place, self._size = place, size
         self.buckets = Buckets(*elastic_buckets.bucket_sizes(optimizer))
@@ -87,20 +87,21 @@ class Shards:
         """The process group over which the optimizer is sharded."""
         return self.model[0].intra_dp_cp_group
 
-    def enter(self, base: int) -> None:
+    def enter_generation(self, base: int) -> None:
         """Megatron's objects hold the groups of a generation by now, in which states are named by `base`: take this
         rank's place in it.
 
         The optimizer's state is lost where the place is another one (:func:`elastic_buckets.resize`).
         """
-        self.rooms.settle()
+        self.pool.wait_whole()
         elastic_buckets.resize(self.model, self.optimizer)
         self.base, self.count, self.index, self._about = base, self.group.size(), self.group.rank(), None
 
     def claim(self, here: Sequence[int], again: bool = False) -> None:
         """Have the shards again that earlier processes left in the memory of this node; `here` are its slots at this
-        place. Before the first :meth:`enter`; again: at rest, those of cuts and copies that this rank lacks."""
-        for claimed in self.rooms.claim(here, self._place, self._size, self._misfit, self._lacks if again else None):
+        place. Before the first :meth:`enter_generation`; again: at rest, those of cuts and copies that this rank
+        lacks."""
+        for claimed in self.pool.claim(here, self._place, self._size, self._misfit, self._lacks if again else None):
             self._take_back(claimed)
 
     def _lacks(self, key: Key) -> bool:
@@ -124,10 +125,10 @@ class Shards:
             model, step, header = b"of another release", 0.0, b""
         found = self._sets.get(name) or _Set(key.count, 0.0, header)
         if model != self._model or found.count != key.count or key.shard in found.shards or name in self._passed:
-            self.rooms.discard(claimed.room)
+            self.pool.discard(claimed.buffer)
             return
         found.step = max(found.step, step)
-        found.shards[key.shard] = claimed.room
+        found.shards[key.shard] = claimed.buffer
         self._sets[name] = found
 
     # ------------------------------------------------------------ snapshots and copies
@@ -141,23 +142,23 @@ class Shards:
         untrained: Mapping[int, int] | None = None,
     ) -> None:
         """Keep the optimizer's present state as `version`. extra: what else belongs to it; :meth:`adopt` returns it.
-        file(about, step): what whoever reads this rank's shard as a checkpoint's file has to know (:meth:`about`, which
-        has `untrained`); None where no file can be made of it. cut: in a file that stays, too."""
+        file(about, step): the part of the image's head for readers of a checkpoint's file (:meth:`about`, which has
+        `untrained`); None where no file can be made of it. cut: in a file that stays, too."""
         self._keep_only({self._confirmed})
         self._drop((self.base, version))
         header, about = self._header(extra), self.about(untrained) if file is not None else b""
         told = file(about, self._step()) if file is not None and about else b""
-        with self._rooms(1, header, told) as (room,):
+        with self._take_buffers(1, header, told) as (buffer,):
             into: list[torch.Tensor] = []
             values: list[torch.Tensor] = []
             step = 0.0
-            for tensors, pieces in self._pieces(room.flat):
+            for tensors, pieces in self._pieces(buffer.flat):
                 into += pieces
                 values += [tensors[name].detach().view(-1) for name in STATES]
                 step = float(tensors.get("step", step))
             fill(into, values)
         self._sets[self.base, version] = _Set(self.count, step, header)
-        self._add(version, self.index, room, told, cut)
+        self._add(version, self.index, buffer, told, cut)
         self._told = (self.base, version) if told else None
 
     def set_aside(self, version: int, untrained: Path | None = None) -> bool:
@@ -165,11 +166,11 @@ class Shards:
         the image that goes into the same file."""
         if self._told != (self.base, version):
             return False
-        return self.rooms.set_aside(self._sets[self._told].shards[self.index], version, untrained)
+        return self.pool.set_aside(self._sets[self._told].shards[self.index], version, untrained)
 
     @property
     def mark(self) -> str:
-        """Of the files that are made of the sets of this generation."""
+        """The mark of the files that are made of the sets of this generation."""
         return set_mark(*self._parted_base)
 
     @property
@@ -184,40 +185,43 @@ class Shards:
         shifts: of :func:`sharding.heirs`. The copies are safe when all members say that they have them.
         """
         mine = self._sets[self.base, version]
-        with self._rooms(len(shifts), mine.header) as rooms:
-            received = {(self.index - shift) % self.count: room for shift, room in zip(shifts, rooms, strict=True)}
+        with self._take_buffers(len(shifts), mine.header) as buffers:
+            received = {
+                (self.index - shift) % self.count: buffer for shift, buffer in zip(shifts, buffers, strict=True)
+            }
             own = [mine.shards[self.index].flat]
             outgoing = {(self.index + shift) % self.count: own for shift in shifts}
-            self._exchange.send(outgoing, {rank: [room.flat] for rank, room in received.items()})
-        for shard, room in received.items():
-            self._add(version, shard, room)
+            self._exchange.send(outgoing, {rank: [buffer.flat] for rank, buffer in received.items()})
+        for shard, buffer in received.items():
+            self._add(version, shard, buffer)
 
     def confirm(self, version: int) -> None:
         """All members have their copies of `version`: older sets are not needed any more. That from which it was made
-        stays until the next one takes its room, for a rank that dies now may leave an image of `version` that is not
+        stays until the next one takes its buffer, for a rank that dies now may leave an image of `version` that is not
         whole yet."""
         now = self.base, version
         self._keep_only({now, self._before})
-        self.rooms.trim(self._elements)
+        self.pool.trim(self._elements)
         self._confirmed = self._before = now
 
     def held(self) -> list[tuple[int, int, int, list[int]]]:
         """What this rank could give: (base, version, count of shards, which of them) of each set, the newest last.
         Where there are images, they are whole."""
-        self.rooms.settle()
+        self.pool.wait_whole()
         return [(*key, found.count, sorted(found.shards)) for key, found in sorted(self._sets.items())]
 
     # ------------------------------------------------------------ adopting
     @torch.no_grad()
     def adopt(self, base: int, version: int, whole: Callable[[bytes], bool] = lambda extra: True) -> bytes:
-        """Collective, after :meth:`enter`: take up state `version` of generation `base` from whoever holds it.
+        """Collective, after :meth:`enter_generation`: take up state `version` of generation `base` from the ranks that
+        hold it.
 
         Only what a rank does not hold itself moves. Afterwards this rank's shard is kept as `version` of the present
         generation (copies are to be sent), the optimizer has it, and all parameters of the model are made from it.
         What was held of the state before stays until a copy is confirmed, so that this may be done again, with other
         members. Returns `extra` of :meth:`export`. Raises :class:`Uncovered` when a part has no holder.
 
-        whole(extra): the same in all members; where it is not, the set is let go of before anything has changed.
+        whole(extra): the same in all members; where it is not, the set is dropped before anything has changed.
         """
         old = self._sets.get((base, version))
         self._drop_spoiled(old)
@@ -231,59 +235,59 @@ class Shards:
             raise CopyFailed(f"a part of state {version} of generation {base} is nowhere")
         self._keep_only({(base, version), self._confirmed})
         self._before = base, version
-        with self._rooms(1, header) as (room,):
+        with self._take_buffers(1, header) as (buffer,):
             outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
             incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
             for move in self.buckets.moves(held, count):
                 if move.source == self.index and old is not None:
                     outgoing[move.target] += _pieces_of(old.shards[move.old].flat, move.read, move.size)
                 if move.target == self.index:
-                    incoming[move.source] += _pieces_of(room.flat, move.write, move.size)
+                    incoming[move.source] += _pieces_of(buffer.flat, move.write, move.size)
             if self.index in incoming:
                 fill(incoming.pop(self.index), outgoing.pop(self.index))
             self._exchange.send_soundly(outgoing, incoming)
-            extra = self._apply(room.flat, step, header)
+            extra = self._apply(buffer.flat, step, header)
             elastic_buckets.rebuild_parameters(self.model, self.optimizer)
             self._exchange.check_alive()
         if base == self.base:
             self._drop((base, version))
         self._sets[self.base, version] = _Set(self.count, step, header)
-        self._add(version, self.index, room)
+        self._add(version, self.index, buffer)
         return extra
 
-    def _add(self, version: int, shard: int, room: Room, told: bytes = b"", cut: bool = False) -> None:
-        """A room of the present generation has its content: from now on it is part of the set of `version`. told: for
-        whoever reads its image as a checkpoint's file."""
+    def _add(self, version: int, shard: int, buffer: Buffer, told: bytes = b"", cut: bool = False) -> None:
+        """A buffer of the present generation has its content: from now on it is part of the set of `version`. told: for
+        the readers of its image as a checkpoint's file."""
         mine = self._sets[self.base, version]
-        mine.shards[shard] = room
-        key = Key(SHARD, self.rooms.slot, version, self._place, self._size, shard, mine.count, *self._parted_base)
-        self.rooms.seal(room, key, self._head(mine.step, mine.header, told), cut)
+        mine.shards[shard] = buffer
+        key = Key(SHARD, self.pool.slot, version, self._place, self._size, shard, mine.count, *self._parted_base)
+        self.pool.seal(buffer, key, self._head(mine.step, mine.header, told), cut)
 
     def _head(self, step: float, header: bytes, told: bytes = b"") -> bytes:
-        """Of an image."""
+        """The head of an image."""
         packed: bytes = msgpack.packb((self._model, step, header, told))
         return packed
 
     @property
     def _model(self) -> bytes:
-        """The same for models whose buckets are the same."""
+        """A mark that models with the same buckets share."""
         return hashlib.blake2b(repr(self.buckets).encode(), digest_size=8).digest()
 
     def _pass_over(self, key: tuple[int, int]) -> None:
-        """Nobody can go on from this set, so it is not said of again."""
+        """Nobody can go on from this set, so this rank does not report it again."""
         self._passed.add(key)
         if (old := self._sets.pop(key, None)) is not None:
-            for room in old.shards.values():
-                self.rooms.discard(room)
+            for buffer in old.shards.values():
+                self.pool.discard(buffer)
 
     def _drop_spoiled(self, old: _Set | None) -> None:
         """What memory has spoiled since it was summed is not given to anybody."""
         if old is None:
             return
-        for shard, room in list(old.shards.items()):
-            if not self.rooms.sound(room):
+        for shard, buffer in list(old.shards.items()):
+            if not self.pool.is_sound(buffer):
                 del old.shards[shard]
-                self.rooms.spoiled(room)
+                self.pool.discard_spoiled(buffer)
 
     # ------------------------------------------------------------ the optimizer
     def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[dict[str, torch.Tensor], list[torch.Tensor]]]:
@@ -395,17 +399,17 @@ class Shards:
 
     @property
     def shard_bytes(self) -> int:
-        """Of one shard of the present generation."""
+        """Bytes of one shard of the present generation."""
         return self._elements * torch.float32.itemsize
 
-    def _rooms(self, count: int, header: bytes, told: bytes = b"") -> AbstractContextManager[list[Room]]:
+    def _take_buffers(self, count: int, header: bytes, told: bytes = b"") -> AbstractContextManager[list[Buffer]]:
         """Memory for so many shards of the present generation."""
-        return self.rooms.take(count, self._elements, len(self._head(0.0, header, told)))
+        return self.pool.take_buffers(count, self._elements, len(self._head(0.0, header, told)))
 
     def _drop(self, key: tuple[int, int]) -> None:
         if (old := self._sets.pop(key, None)) is not None:
-            for room in old.shards.values():
-                self.rooms.give_back(room)
+            for buffer in old.shards.values():
+                self.pool.give_back(buffer)
 
     def _keep_only(self, keys: set[Any]) -> None:
         for key in [key for key in self._sets if key not in keys]:

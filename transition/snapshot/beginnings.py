@@ -22,8 +22,8 @@ class Unusable(RuntimeError):
 
 
 class Beginnings:
-    """Of one rank: writer says its place and layout. memory: the folder of the images, if there is one. start: the
-    iteration with which the script begins.
+    """The choices of one rank. writer: says its place and layout. memory: the folder of the images, if there is one.
+    start: the iteration with which the script begins.
 
     Raises :class:`checkpoint.CheckpointError` where there are checkpoints and none can be used.
     """
@@ -54,7 +54,7 @@ class Beginnings:
         """The iteration to begin with where nobody has another."""
         return max((iteration for iteration, _ in self.told), default=self._start)
 
-    def take(self, state: TrainingState, iteration: int | None) -> int:
+    def take_up(self, state: TrainingState, iteration: int | None) -> int:
         """Put what there is of `iteration`, or the newest, into `state`; returns the iteration. From memory if it is
         there, else from the file.
 
@@ -81,10 +81,6 @@ class Beginnings:
         self._look()
         raise Unusable(f"what this rank has of iteration {wanted} is damaged")
 
-    def touched(self) -> None:
-        """The state is no longer what the script has made."""
-        self.untouched = False
-
     # ------------------------------------------------------------ what there is
     def _look(self) -> None:
         self._files = self._checkpoints.choices() if self._checkpoints is not None else []
@@ -97,12 +93,12 @@ class Beginnings:
             warn(f"passed over in memory: {error}")
 
     def _is_mine(self, found: images.Found) -> bool:
-        """It is of this rank's place in this layout."""
+        """Whether the image is of this rank's place in this layout."""
         writer, key = self._writer, found.key
         if (key.kind, key.place, key.size) != (images.STATE, writer.place, writer.size):
             return False
         try:
-            return bool(contents.opened(found).head["layout"] == writer.layout)
+            return bool(contents.opened(found).head.layout == writer.layout)
         except (images.BadImage, OSError) as error:
             warn(f"passed over in memory: {error}")
             return False

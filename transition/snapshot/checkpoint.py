@@ -29,7 +29,7 @@ from unicron.transition.snapshot import contents, folders, parts
 from unicron.transition.snapshot.files import DAMAGED, finished, folder_name, stem, unfinished
 from unicron.transition.snapshot.folders import Found
 from unicron.transition.snapshot.images import SUFFIX, BadImage, Key, digest, file_front, read_page
-from unicron.transition.snapshot.migrate import StateMismatch, TrainingState, as_before
+from unicron.transition.snapshot.migrate import Settings, StateMismatch, TrainingState, as_before
 
 # Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up
 # to the RESCUERSth, unless one before it has done so.
@@ -62,18 +62,18 @@ class Writer:
 
     @property
     def mark(self) -> str:
-        """The same in all files that belong together."""
+        """The mark that all files that belong together share."""
         if self.shards:
             return self.shards
         return hashlib.blake2b(repr((self.layout, self.loss)).encode(), digest_size=4).hexdigest()
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """The name of the file."""
         return f"{stem(self.key(0))}{SUFFIX}"
 
     def key(self, iteration: int, kind: str = "state", slot: int = 0, base: int = 0) -> Key:
-        """Of its image."""
+        """The key of its image."""
         return Key(kind, slot, iteration, self.place, self.size, self.shard, self.count, base, self.mark)
 
 
@@ -130,8 +130,8 @@ class Checkpoints:
         return True
 
     def choices(self) -> list[Found]:
-        """Those to go on from, the newest first; they are not read. Raises :class:`CheckpointError` where all that
-        there are have been found damaged."""
+        """The checkpoints to go on from, the newest first; they are not read. Raises :class:`CheckpointError` where all
+        that there are have been found damaged."""
         found = self.found()
         if not found and self._damaged():
             raise CheckpointError(self._nothing_sound())
@@ -151,15 +151,15 @@ class Checkpoints:
         return self.folder
 
     # ------------------------------------------------------------ writing
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """Whether one is to be written when `iteration` iterations are done."""
         return bool(self.interval) and iteration % self.interval == 0
 
-    def overdue(self) -> bool:
+    def is_overdue(self) -> bool:
         """`minutes` are over since the last one. Ranks' clocks differ, so they have to agree on one iteration."""
         return bool(self.minutes) and time.monotonic() - self._last >= 60.0 * self.minutes
 
-    def begun(self) -> None:
+    def restart_clock(self) -> None:
         """One is written now, by whomever: the minutes begin anew."""
         self._last = time.monotonic()
 
@@ -172,7 +172,7 @@ class Checkpoints:
         """Copies this rank's part of the state, and lets a thread write it; no other rank is waited for. Waits for the
         write before, if that still goes on. With a distributed optimizer every rank calls it, without one those of one
         replica do."""
-        self.wait()
+        self.wait_written()
         writer = writer or Writer()
         head, data = _copied(state, iteration, writer)
         self._error, self._written = None, (iteration, writer.mark)
@@ -180,7 +180,7 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._write, args=copied, name="unicron-checkpoint")
         self._thread.start()
 
-    def wait(self) -> None:
+    def wait_written(self) -> None:
         """Until the last write is over, however it ended."""
         if self._thread is not None:
             self._thread.join()
@@ -196,10 +196,10 @@ class Checkpoints:
             time.sleep(LOOK_SECONDS)
 
     def _save_now(self, state: TrainingState, iteration: int, writer: Writer) -> None:
-        self.wait()
+        self.wait_written()
         if self._written != (iteration, writer.mark) or self._error is not None:
             self.save(state, iteration, writer)
-            self.wait()
+            self.wait_written()
         if self._error is not None:
             raise CheckpointError(f"the last checkpoint was not written: {self._error}: make room in {self.folder}")
 
@@ -218,7 +218,7 @@ class Checkpoints:
 
         Raises :class:`CheckpointError` when it cannot be written.
         """
-        self.wait()
+        self.wait_written()
         writer = writer or Writer()
         part, patience = folders.part_of(writer.key(iteration)), RESCUE_SECONDS if apart is None else apart
         patience = max(2 * LOOK_SECONDS, patience * min(turn, RESCUERS)) if turn else 0.0
@@ -330,14 +330,14 @@ def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) 
             raise
         raise _other_model(folder, error) from None
     head = files[0].head
-    state.seed, state.loss = int(head["seed"]), head["loss"]
-    _restore_groups(state, head["groups"])
-    _restore_schedule(state.scheduler, head["scheduler"])
+    state.seed, state.loss = head.seed, head.loss
+    _restore_groups(state, head.groups)
+    _restore_schedule(state.scheduler, head.scheduler)
     with contextlib.suppress(StateMismatch):  # written in another precision: this one's scale begins anew
-        state.adopt_scales(head["scales"])
+        state.adopt_scales(head.scales)
 
 
-def _restore_groups(state: TrainingState, saved: list[dict[str, Any]]) -> None:
+def _restore_groups(state: TrainingState, saved: list[Settings]) -> None:
     """The step counts of optimizers that have one for a group; with torch's schedules its learning rate too. Megatron's
     schedule sets that by itself."""
     own = hasattr(state.scheduler, "num_steps")
@@ -347,7 +347,7 @@ def _restore_groups(state: TrainingState, saved: list[dict[str, Any]]) -> None:
         group.update({key: as_before(group[key], value) for key, value in taken.items()})
 
 
-def _restore_schedule(scheduler: Any, saved: dict[str, Any] | None) -> None:
+def _restore_schedule(scheduler: Any, saved: Settings | None) -> None:
     if scheduler is None or saved is None:
         return
     if hasattr(scheduler, "num_steps"):  # Megatron's: how far it is; the rest is what the script says today

@@ -2,8 +2,8 @@
 part (docs/design/memory.md, "For scripts without a session").
 
 One rank of each node tells all others what is there; from then on all compute the same. What comes from another node is
-sent from rank to rank, the sources spread over those that have it, and compared with its checksums where it arrives. A
-part that does not arrive as it was written comes from its next source; where there is none all take an older state.
+sent from rank to rank, the sources spread over those that have it, and compared with its digest where it arrives. A
+part that does not arrive as it was written comes from its next source; without one, all take an older state.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ import torch
 
 from unicron.transition.seams import modules
 from unicron.transition.snapshot import files, parts
-from unicron.transition.snapshot.images import BadImage, Found
-from unicron.transition.snapshot.migrate import TrainingState, as_plain, plain
+from unicron.transition.snapshot.images import BadImage, Found, Image
+from unicron.transition.snapshot.migrate import Settings, TrainingState, as_plain, plain
 
-VERSION = 3  # of the head
 ALIGN = 64  # bytes: where a tensor may begin
 SMALL = 1 << 15  # bytes of a tensor that torch copies with one thread, however many it has
 STEP = "step"  # in place of an offset: the tensor is nothing but the optimizer's step, which the head has
@@ -75,28 +74,32 @@ class Gatherer:
         return self._contents
 
 
+@dataclass
+class Head:
+    """What is no tensor. layout: as people write it. step: the optimizer's, where it is in no tensor. untrained: the
+    mark of the image whose data stand behind these in a file (:mod:`unicron.transition.snapshot.files`). about: which
+    tensors there are (:class:`Contents`)."""
+
+    iteration: int
+    layout: str
+    groups: list[Settings]
+    scheduler: Settings | None
+    scales: list[Settings]
+    seed: int
+    loss: float | None
+    step: float
+    untrained: str
+    about: bytes
+
+
 def head_of(
     state: TrainingState, about: bytes, iteration: int, layout: str, step: float = 0.0, untrained: str = ""
 ) -> bytes:
-    """What is no tensor, as it is now. about: which tensors there are (:class:`Contents`). layout: as people write it.
-    step: the optimizer's, where it is in no tensor. untrained: the mark of the image whose data stand behind these in a
-    file (:mod:`unicron.transition.snapshot.files`)."""
-    head: bytes = msgpack.packb(
-        {
-            "version": VERSION,
-            "iteration": iteration,
-            "layout": layout,
-            "groups": plain(state.optimizer.param_groups),
-            "scheduler": as_plain(state.schedule()),
-            "scales": state.scales(),
-            "seed": state.seed,
-            "loss": state.loss,
-            "step": step,
-            "untrained": untrained,
-            "about": about,
-        }
-    )
-    return head
+    """The head of a state as it is now, packed."""
+    groups, schedule = plain(state.optimizer.param_groups), as_plain(state.schedule())
+    head = Head(iteration, layout, groups, schedule, state.scales(), state.seed, state.loss, step, untrained, about)
+    packed: bytes = msgpack.packb(vars(head))
+    return packed
 
 
 def gathered(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
@@ -168,6 +171,11 @@ def fill(tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Te
     Copier(tensors, offsets, into).copy(tensors)
 
 
+def copy_flat(flat: torch.Tensor, image: Image) -> None:
+    """Copy a flat tensor of the host to the beginning of an image."""
+    fill([flat.view(torch.uint8)], [0], raw(image.data[: flat.nbytes]))
+
+
 def raw(data: memoryview) -> torch.Tensor:
     """The bytes as a tensor; it keeps the memory."""
     return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
@@ -186,7 +194,8 @@ class Opened:
     """An image whose head is as it was written. tensors: views of its data, which are not checked yet."""
 
     found: Found
-    head: dict[str, Any]
+    head: Head
+    places: list[Any]  # as in the index of :class:`Contents`
     tensors: list[torch.Tensor]
     _data: memoryview
     _checked: bool = False
@@ -200,7 +209,7 @@ class Opened:
 
     def index(self) -> Iterator[tuple[Any, ...]]:
         """(name, whole, offset, extent, begin, end, keys, others) of each part, as `snapshot.checkpoint` has it."""
-        for *place, keys, others, values in self.head["index"]:
+        for *place, keys, others, values in self.places:
             tensors = {key: self.tensors[number].view(shape) for key, (number, shape) in values.items()}
             yield *place, keys, others | tensors
 
@@ -210,21 +219,17 @@ def opened(found: Found) -> Opened:
     head, mapped = found.read()
     data = raw(mapped)
     try:
-        told = msgpack.unpackb(files.file_head(found.key, head), strict_map_key=False)
-        if told["version"] != VERSION:
-            raise BadImage(f"{found.path}: not a training state of this release")
-        about = msgpack.unpackb(told.pop("about"), strict_map_key=False)
+        told = Head(**msgpack.unpackb(files.file_head(found.key, head), strict_map_key=False))
+        about = msgpack.unpackb(told.about, strict_map_key=False)
         tensors, at = [], 0
         for kind, count, *where in about["tensors"]:
             dtype = getattr(torch, kind)
             if where == [STEP]:
-                tensors.append(torch.full((count,), told["step"], dtype=dtype))
+                tensors.append(torch.full((count,), told.step, dtype=dtype))
                 continue
             length, begin = count * dtype.itemsize, where[0] if where else at
             tensors.append(data[begin : begin + length].view(dtype))
             at += -(-length // ALIGN) * ALIGN
-        return Opened(found, {**told, "index": about["index"]}, tensors, mapped)
+        return Opened(found, told, about["index"], tensors, mapped)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, BadImage):
-            raise
         raise BadImage(f"{found.path}: not a training state of this release ({error})") from None

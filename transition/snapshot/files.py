@@ -4,8 +4,8 @@ An image that is to become a file is *set aside* by the rank: it gets a second n
 and which the agent removes when the file is there.
 
 The file of a place's first shard has what of the model is in no shard, too: the data of that image stand behind those
-of the shard's, whose head says where each tensor of both is, and names the image by its mark. So a checkpoint is whole
-by the files that it always had, and whoever reads one reads these.
+of the shard's, whose head says where each tensor of both is, and names the image by its mark. So there is one kind of
+file, and a checkpoint is whole when each place and shard has its own.
 """
 
 from __future__ import annotations

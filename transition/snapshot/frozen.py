@@ -1,14 +1,13 @@
 """What of a model its optimizer does not change: parameters that are not trained, and buffers. They are in no shard of
 a distributed optimizer, so they have an image of their own, named by their checksum, which goes with the shards.
 
-It is written only when they have changed. Who has them neither from training nor from an image gets them from a rank of
-its place that has.
+The image is written only when they have changed. A rank that has them neither from training nor from an image gets them
+from a rank of its place that has.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from unicron.transition.snapshot import contents
-from unicron.transition.snapshot.cutting import Cutting
-from unicron.transition.snapshot.images import SUFFIX, UNTRAINED, BadImage, Image, Key, inventory
+from unicron.transition.snapshot.cuts import Cuts
+from unicron.transition.snapshot.image_ring import ImageRing, ring_paths
+from unicron.transition.snapshot.images import UNTRAINED, BadImage, Image, Key, inventory
 from unicron.transition.snapshot.migrate import TrainingState, broadcast_bytes, checksum
 
 KEPT = 3  # images: of the state that is confirmed, of the next one, and of one that it was not gone on from
@@ -26,7 +26,8 @@ WORD = 8  # bytes; every tensor begins at a multiple
 
 
 class Untrained:
-    """Of one rank. folder: where images are made, None for none; place: of the rank among the `size` of its replica."""
+    """The untrained tensors of one rank. folder: where images are made, None for none; place: of the rank among the
+    `size` of its replica."""
 
     def __init__(
         self, state: TrainingState, folder: Path | None, slot: int, place: int, size: int, say: Callable[[str], None]
@@ -34,13 +35,14 @@ class Untrained:
         trained = {each.data_ptr() for each in state.trained()}
         self._tensors = [each for each in state.model_tensors() if each.numel() and each.data_ptr() not in trained]
         self._folder, self._slot, self._place, self._size, self._say = folder, slot, place, size, say
+        self._ring = None if folder is None else ImageRing(ring_paths(folder, UNTRAINED, slot, KEPT), replace=True)
         self._kept = ""
-        self._full = False  # there was no room last time
+        self._warned = False
         self.image: Path | None = None  # of this slot's, that of what was kept last; None where there is none
 
     @property
     def bytes(self) -> int:
-        """That an image of them takes."""
+        """Bytes of an image of them."""
         return sum(_padded(each) for each in self._tensors)
 
     def offsets(self) -> dict[int, int]:
@@ -48,57 +50,43 @@ class Untrained:
         sizes = itertools.accumulate((_padded(each) for each in self._tensors), initial=0)
         return {each.data_ptr(): offset for each, offset in zip(self._tensors, sizes, strict=False)}
 
-    def keep(self) -> str:
-        """Have them in an image as they are now; returns its mark, empty where there are none. What was kept before
-        stays until they change once more."""
-        if not self._tensors or self._folder is None:
+    def update_image(self, version: int) -> str:
+        """Have them in an image as they are now, in state `version`; returns its mark, empty where there are none. What
+        was kept before stays until they change once more."""
+        if not self._tensors or self._ring is None:
             return ""
         mark = self._mark()
         gone = self.image is not None and not self.image.exists()
         if mark != self._kept or gone:
             self._kept, self.image = mark, None
             try:
-                self.image = self._write(self._folder, mark)
-                self._full = False
+                self.image = self._ring.write(self._key(version), b"", self.bytes, self._copy_into)
+                self._warned = False
             except OSError as error:
                 self._complain(error)
         return mark
 
+    def keep_cut(self, cuts: Cuts, version: int) -> bool:
+        """Keep them as they are now with a cut's shards; whether they are there."""
+        return cuts.write(self._key(version), b"", self.bytes, self._copy_into)
+
+    def _key(self, version: int) -> Key:
+        return Key(UNTRAINED, self._slot, version, self._place, self._size, mark=self._kept)
+
+    def _copy_into(self, image: Image) -> None:
+        for place, tensor in self._places(contents.raw(image.data[: self.bytes])):
+            place.copy_(_raw(tensor))
+
     def _complain(self, error: OSError) -> None:
-        if not self._full:
-            self._full = True
+        if not self._warned:
+            self._warned = True
             self._say(
                 f"no room for {self.bytes >> 20} MiB of what is not trained in {self._folder} "
                 f"({error.strerror or error}): no agent makes files with it; give the node more shared memory"
             )
 
-    def _write(self, folder: Path, mark: str) -> Path:
-        before = self._own(folder)
-        image = Image(folder / f"{UNTRAINED}-{self._slot}.{max(before, default=0) + 1}{SUFFIX}", 0, self.bytes)
-        flat = torch.frombuffer(image.data, dtype=torch.uint8, count=self.bytes)
-        for place, tensor in self._places(flat):
-            place.copy_(_raw(tensor))
-        key = Key(UNTRAINED, self._slot, 0, self._place, self._size, mark=mark)
-        image.mark_whole(key, b"", self.bytes)
-        for number in sorted(before)[: 1 - KEPT]:
-            before[number].unlink(missing_ok=True)
-        return image.path
-
-    def cut(self, cuts: Cutting, iteration: int) -> bool:
-        """Keep them as they are now with a cut's shards; whether they are there."""
-        flat = torch.zeros(self.bytes, dtype=torch.uint8)
-        for place, tensor in self._places(flat):
-            place.copy_(_raw(tensor))
-        key = Key(UNTRAINED, self._slot, iteration, self._place, self._size, mark=self._kept)
-        return cuts.keep(key, b"", flat)
-
-    def _own(self, folder: Path) -> dict[int, Path]:
-        """The files that processes of this slot have made, by number."""
-        name = re.compile(rf"{UNTRAINED}-{self._slot}\.(\d+){re.escape(SUFFIX)}")
-        return {int(match[1]): path for path in folder.iterdir() if (match := name.fullmatch(path.name))}
-
     def find(self, mark: str) -> tuple[Path, torch.Tensor] | None:
-        """A sound image of that mark and its content, whoever of this node has made it."""
+        """A sound image of that mark and its content, whichever rank of this node has made it."""
         for found in inventory(self._folder) if self._folder is not None and mark else ():
             key = found.key
             if (key.kind, key.place, key.size, key.mark) != (UNTRAINED, self._place, self._size, mark):
@@ -119,15 +107,15 @@ class Untrained:
         path, flat = found
         for place, tensor in self._places(flat):
             _raw(tensor).copy_(place)
-        if path in self._own(path.parent).values():
+        if self._ring is not None and self._ring.resume_after(path):
             self._kept, self.image = mark, path
         return True
 
-    def somewhere(self, has: bool, device: torch.device, group: Any) -> bool:
-        """Collective over `group`, the ranks of this place: one of them has them."""
-        return not self._tensors or self._first(has, device, group)[0] is not None
+    def exists_somewhere(self, has: bool, device: torch.device, group: Any) -> bool:
+        """Collective over `group`, the ranks of this place: whether one of them has them."""
+        return not self._tensors or self._first_holder(has, device, group)[0] is not None
 
-    def _first(self, has: bool, device: torch.device, group: Any) -> tuple[int | None, bool]:
+    def _first_holder(self, has: bool, device: torch.device, group: Any) -> tuple[int | None, bool]:
         """The first rank of `group` that has them, and whether another one lacks them."""
         me, none = dist.get_rank(group), dist.get_world_size(group)
         said = torch.tensor([-(me if has else none), int(not has)], dtype=torch.int64, device=device)
@@ -136,12 +124,12 @@ class Untrained:
         return None if source == none else source, bool(said[1])
 
     def share(self, has: bool, device: torch.device, group: Any) -> None:
-        """Collective over `group`, the ranks of this place: who lacks them gets them from the first that has them;
-        where nobody has, as without a node's memory, they stay as they are. Raises RuntimeError when a peer is lost or
-        they come spoiled."""
+        """Collective over `group`, the ranks of this place: a rank that lacks them gets them from the first that has
+        them; where none has, as without a node's memory, they stay as they are. Raises RuntimeError when a peer is lost
+        or they come spoiled."""
         if not self._tensors or dist.get_world_size(group) == 1:
             return
-        source, lacking = self._first(has, device, group)
+        source, lacking = self._first_holder(has, device, group)
         if source is None or not lacking:
             return
         me = dist.get_rank(group)
@@ -162,17 +150,13 @@ class Untrained:
     def _places(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where each tensor's bytes are in an image."""
         places = flat.split([_padded(each) for each in self._tensors])
-        return [(place[: _bytes(each)], each) for place, each in zip(places, self._tensors, strict=True)]
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        return [(place[: each.nbytes], each) for place, each in zip(places, self._tensors, strict=True)]
 
 
 def _padded(tensor: torch.Tensor) -> int:
-    return -(-_bytes(tensor) // WORD) * WORD
+    return -(-tensor.nbytes // WORD) * WORD
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes; a view."""
+    """A view of its bytes."""
     return tensor.detach().view(-1).view(torch.uint8)

@@ -179,7 +179,7 @@ class Found:
 
 
 def read_page(path: Path) -> Found:
-    """What is in a file. Raises BadImage for a torn one, and for what is none; OSError."""
+    """The first page of an image file. Raises BadImage for a torn image and for another kind of file, OSError."""
     with path.open("rb") as file:
         page = file.read(PAGE)
     if len(page) < _KEY:

@@ -1,23 +1,18 @@
-"""A rank's training state in memory that outlives it: copied beside the training, after each step
-(docs/design/memory.md).
+"""Copies a rank's training state to memory that outlives it, beside the training (docs/design/memory.md).
 
-Two files take turns, so one is whole while the other is written. A thread copies while the next forward and backward
-passes run; before parameters change the session waits for it. Whatever goes wrong costs nothing but copies.
+A thread copies while the next forward and backward passes run; before parameters change the session waits for it.
+Whatever goes wrong costs nothing but copies.
 
 A state is of use only where all places have it. So no image is written over before a newer one is whole in all ranks:
-all settle theirs before they agree to step, and what a generation goes on from stays until its first copy is whole.
-
-The controller may name an iteration, a cut, whose copy is to stay until another one is in enough nodes: two more files
-take turns for these. A copy of which a checkpoint's file is to be made is set aside for the agent (`files.py`).
+all wait for theirs before they agree to step, and what a generation goes on from stays until its first copy is whole.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +21,11 @@ import torch
 
 from unicron.transition.iteration.rank_log import warn
 from unicron.transition.snapshot import contents, files
-from unicron.transition.snapshot.double_buffer import BUFFERS, Turns
-from unicron.transition.snapshot.images import STATE, SUFFIX, Image, Key, inventory, memory_folder
+from unicron.transition.snapshot.aside import Aside
+from unicron.transition.snapshot.cuts import Cuts
+from unicron.transition.snapshot.image_ring import ImageRing, ring_paths
+from unicron.transition.snapshot.images import STATE, Image, Key, inventory, memory_folder
+from unicron.transition.snapshot.worker import Worker
 
 EVERY = "UNICRON_MEMORY_EVERY"
 COPIES = "UNICRON_STATE_COPIES"
@@ -44,23 +42,26 @@ class Settings:
     @classmethod
     def chosen(cls, environment: Mapping[str, str] = os.environ) -> Settings:
         """What the environment says. Raises ValueError, one line, for what is no number."""
-        text = environment.get(EVERY) or "1"
-        if not text.isdecimal():
-            raise ValueError(f"{EVERY}={text!r}: write a number of iterations, 1 or more; 0 keeps nothing in memory")
-        return cls(memory_folder(environment) if int(text) else None, int(text))
+        every = _number(environment, EVERY, "iterations, 1 or more; 0 keeps nothing in memory")
+        return cls(memory_folder(environment) if every else None, every)
 
 
 def wanted_copies(environment: Mapping[str, str] = os.environ) -> int:
     """In how many other nodes each part of the state is to be. Raises ValueError, one line, for what is no number."""
-    text = environment.get(COPIES) or "1"
+    return _number(environment, COPIES, "copies, 1 or more; 0 for none")
+
+
+def _number(environment: Mapping[str, str], name: str, of_what: str) -> int:
+    text = environment.get(name) or "1"
     if not text.isdecimal():
-        raise ValueError(f"{COPIES}={text!r}: write a number of copies, 1 or more; 0 for none")
+        raise ValueError(f"{name}={text!r}: write a number of {of_what}")
     return int(text)
 
 
 @dataclass
-class _Task:
-    """One copy. ready: of a card, when the tensors are what they are to be."""
+class _Copy:
+    """One copy. tensors: as they are to be copied. ready: of a card, when they are. aside: its second name, if it is to
+    become a file."""
 
     key: Key
     head: bytes
@@ -71,138 +72,95 @@ class _Task:
 
 
 class Keeper:
-    """Of one rank. What is not private is called by the main thread."""
+    """Keeps the state of one rank. Its public methods are for the main thread."""
 
     def __init__(self, folder: Path, slot: int, every: int, tell: Callable[[str], None] = warn):
         self.folder, self.slot, self.every = folder, slot, every
         self._say = tell
-        self.newest = -1  # the iteration of the last whole image of this process
         self.trouble = ""  # why the last copy came to nothing
-        self.size = 0  # bytes of one image
-        self.cut = self.good = -1  # the iteration to keep when it comes; the one that is to stay meanwhile
-        self.keep = -1  # the iteration that the generation goes on from: not written over before another one is whole
-        self._turns, self._cuts = self._files("state"), self._files("cut")
-        self.none = False  # no cut is to be kept, and what there is goes
-        self._aside: Path | None = None  # the last copy that was to be set aside
-        self._setting_aside = False
-        self.missed = False  # what was to be set aside last was not
+        self.needed = -1  # the iteration that the generation goes on from: not written over before another one is whole
+        self._card = _Card()
+        self._ring = ImageRing(ring_paths(folder, STATE, slot), self._card.unpin)
+        self.cuts = Cuts(folder, slot, tell, self._card.unpin)
+        self.aside = Aside()
         self._failures = self._pause = 0
-        self._quiet = False  # that there is no room for a cut was said
-        self._free, self._done = threading.Event(), threading.Event()
-        self._free.set()
-        self._done.set()
-        self._tasks: queue.SimpleQueue[_Task | Turns | None] = queue.SimpleQueue()  # copies, and files to be removed
-        self._thread: threading.Thread | None = None
-        self._streams: dict[torch.device, Any] = {}
-        self._pins = True  # the driver lets the card write into files of shared memory
-        self._pinned: dict[Path, int] = {}  # file -> address
-
-    def _files(self, what: str) -> Turns:
-        paths = [self.folder / f"{what}-{self.slot}-{number}{SUFFIX}" for number in range(BUFFERS)]
-        return Turns(paths, self._unpin)
+        self._worker = Worker("unicron-memory")
+        self._copied = threading.Event()  # the tensors may change
+        self._copied.set()
+        self._whole: Future[None] | None = None  # the last copy
 
     # ------------------------------------------------------------ the main thread
     def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any, aside: bool = False) -> None:
-        """Begin to copy the state with which `iteration` comes next, if a copy is due. writer: what this rank's part is
-        to the whole (:class:`checkpoint.Writer`). base: the generation. aside: it is due, and the agent is
-        to make a file of it."""
-        if iteration != self.cut and not aside and (iteration % self.every or self._pause):
+        """Begin to copy the state with which `iteration` comes next, if a copy is due. base: the generation. writer:
+        what this rank's part is to the whole (:class:`checkpoint.Writer`). aside: the copy is due, and the agent is to
+        make a file of it."""
+        if not self.cuts.is_due(iteration) and not aside and (iteration % self.every or self._pause):
             self._pause -= bool(self._pause)
             return
-        self.settle()
+        self.wait_whole()
         found = gatherer.contents()
         head = contents.head_of(gatherer.state, found.about, iteration, writer.layout)
+        path = files.aside_path(self.folder, self.slot, iteration) if aside else None
         key = writer.key(iteration, STATE, self.slot, base)
-        self.size = found.size
-        self._free.clear()
-        self._done.clear()
-        apart = None
-        if aside:
-            apart = self._aside = files.aside_path(self.folder, self.slot, iteration)
-            self._setting_aside, self.missed = True, False
-        self._put(_Task(key, head, found, found.still(), _event(found.tensors), apart))
+        task = _Copy(key, head, found, found.still(), _event(found.tensors), path)
+        self._copied.clear()
+        try:
+            self._whole = self._worker.submit(lambda: self._run(task))
+        except RuntimeError as error:
+            self._whole = Future()
+            self._whole.set_exception(error)
+            self._fail(error)
+            self._copied.set()
+        if path is not None:
+            self.aside.note_image(path, self._whole)
 
-    def _put(self, task: _Task | Turns) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="unicron-memory", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # there are no more to be had
-                if isinstance(task, _Task):
-                    self._failed(error, task)
-                    self._ended(task)
-                return
-            self._thread = thread
-        self._tasks.put(task)
-
-    @property
-    def filing(self) -> bool:
-        """The agent has not made a file yet of what was set aside last."""
-        return self._setting_aside or (self._aside is not None and self._aside.exists())
-
-    def wait(self) -> None:
+    def wait_copied(self) -> None:
         """Until the tensors that are copied may change."""
-        self._free.wait()
+        self._copied.wait()
 
-    def settle(self) -> None:
+    def wait_whole(self) -> None:
         """Until the copy at hand is whole, or has failed."""
-        self._done.wait()
+        if self._whole is not None:
+            self._whole.exception()
 
     def hand_over(self, slot: int, iteration: int) -> None:
         """Another rank of the node keeps this one's state: what is here goes once it has had as much since before
         `iteration`, for then all other places have, too."""
-        self.settle()
+        self.wait_whole()
         newest, its = -1, -1
         for found in inventory(self.folder):
-            if found.path in self._turns.paths:
+            if found.path in self._ring.paths:
                 newest = max(newest, found.key.iteration)
             elif found.key.kind == STATE and found.key.slot == slot and found.key.iteration < iteration:
                 its = max(its, found.key.iteration)
         if its >= newest:
-            self._put(self._turns)
+            self._worker.submit(self._ring.remove)
 
-    def drop_cuts(self) -> None:
-        """Where the controller wants none their files go, and their memory. To give back that takes seconds, so it is
-        the thread's; what is to be copied is put there first."""
-        if self.none:
-            self.none = False
-            self._put(self._cuts)
+    def remove_unwanted_cuts(self) -> None:
+        """Where the controller wants no cut, the thread removes them, after what is to be copied."""
+        if self.cuts.unwanted:
+            self._worker.submit(self.cuts.remove_unwanted)
 
     @property
-    def holds(self) -> bool:
-        """It has files."""
-        return self._turns.holds
+    def has_files(self) -> bool:
+        """Whether it has images, cuts aside."""
+        return self._ring.has_files
 
     def close(self) -> None:
         """The copy at hand is over, and what is to go has gone."""
-        self.settle()
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread.join()
-            self._thread = None
+        self._worker.close()
 
     # ------------------------------------------------------------ the thread
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            if isinstance(task, Turns):
-                with contextlib.suppress(Exception):  # whatever it is, as a card's driver: the copies go on
-                    task.clear()
-                continue
-            try:
-                self._copy(task)
-            except Exception as error:  # whatever it is, the training goes on
-                self._failed(error, task)
-            finally:
-                self._ended(task)
+    def _run(self, task: _Copy) -> None:
+        try:
+            self._copy(task)
+        except Exception as error:  # whatever it is, the training goes on
+            self._fail(error)
+            raise
+        finally:
+            self._copied.set()
 
-    def _ended(self, task: _Task) -> None:
-        if task.aside is not None:
-            self._setting_aside = False
-        self._free.set()
-        self._done.set()
-
-    def _failed(self, error: Exception, task: _Task) -> None:
-        self.missed = self.missed or task.aside is not None
+    def _fail(self, error: BaseException) -> None:
         if not self.trouble:
             self._say(
                 f"the training state is not kept in memory, the training goes on: {error} (tried again later; see "
@@ -211,82 +169,80 @@ class Keeper:
         self.trouble = f"{type(error).__name__}: {error}"
         self._pause = min(FURTHEST, 1 << self._failures)
         self._failures += 1
-        for turns in (self._turns, self._cuts):
-            turns.forget()
+        self._ring.release()
+        self.cuts.release()
 
-    def _room(self, task: _Task) -> tuple[Turns, Image] | None:
-        """Of those for cuts, if this is one and there is room for it; else of those that take turns. None where this
-        copy can be left out. Raises OSError."""
-        if task.key.iteration == self.cut:
+    def _reserve(self, task: _Copy) -> tuple[ImageRing, Image] | None:
+        """A cut's image, if this is one and there is room for it; else one of the ring. None where this copy can be
+        left out. Raises OSError."""
+        sizes = len(task.head), task.contents.size
+        if self.cuts.is_due(task.key.iteration):
             try:
-                image = self._cuts.room(self._cuts.next(self.good), len(task.head), task.contents.size)
-                self._quiet = False
-                return self._cuts, image
+                return self.cuts.reserve(STATE, *sizes)
             except OSError as error:
-                if not (self._quiet or self.filing):
-                    self._say(
-                        f"no copies of the training state are kept for other nodes, the training goes on: {error}"
-                    )
-                    self._quiet = True
+                if not self.aside.is_open:
+                    self.cuts.complain(error)
             if task.key.iteration % self.every and task.aside is None:
                 return None  # it is not one that all ranks keep
         try:
-            return self._turns, self._turns.room(self._turns.next(self.keep), len(task.head), task.contents.size)
+            return self._ring, self._ring.reserve(*sizes, self.needed)
         except OSError:
             # There is room again when the agent has made its file; what is set aside can be gone on from.
-            if self.filing and task.aside is None:
+            if task.aside is None and self.aside.is_open:
                 return None
             raise
 
-    def _copy(self, task: _Task) -> None:
-        room = self._room(task)
-        if room is None:
+    def _copy(self, task: _Copy) -> None:
+        reserved = self._reserve(task)
+        if reserved is None:
             return
-        turns, image = room
-        image.mark_torn()
+        ring, image = reserved
         data = contents.raw(image.data[: task.contents.size])
+        copier, found = image.copier, task.contents
+        if not isinstance(copier, contents.Copier) or copier.tensors is not found.tensors:
+            copier = image.copier = contents.Copier(found.tensors, found.offsets, data, found.moving)
         if task.ready is None:
-            self._fill(task, image, data)
+            copier.copy(task.tensors)
         else:
-            self._fetch(task, image.path, data)
-        self._free.set()
-        image.mark_whole(task.key, task.head, task.contents.size)
+            self._card.copy(copier, task.tensors, task.ready, image.path)
+        self._copied.set()
+        ring.finish(image, task.key, task.head, found.size)
         if task.aside is not None:
             files.set_aside(image.path, task.aside)
-        self.newest = task.key.iteration
-        turns.written(image.path)
-        self.keep = -1
+        self.needed = -1
         if self.trouble:
             self._say("the training state is kept in memory again")
         self.trouble, self._failures = "", 0
 
-    def _fill(self, task: _Task, image: Image, data: torch.Tensor) -> None:
-        """What a copy of these contents to this image needs stays with the image."""
-        copier, found = image.copier, task.contents
-        if not isinstance(copier, contents.Copier) or copier.tensors is not found.tensors:
-            copier = image.copier = contents.Copier(found.tensors, found.offsets, data, found.moving)
-        copier.copy(task.tensors)
 
-    # ------------------------------------------------------------ from a card
-    def _fetch(self, task: _Task, path: Path, data: torch.Tensor) -> None:
-        """On a stream of its own, beside what the training computes."""
-        device = next(tensor.device for tensor in task.tensors if tensor.is_cuda)
+class _Card:
+    """Copies from a card, on a stream of their own, beside what the training computes."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+        self._pins = True  # the driver lets the card write into files of shared memory
+        self._pinned: dict[Path, int] = {}  # file -> address
+
+    def copy(self, copier: contents.Copier, tensors: list[torch.Tensor], ready: Any, path: Path) -> None:
+        """Copy the tensors, once `ready` is over, into the mapping of the file `path`."""
+        device = next(tensor.device for tensor in tensors if tensor.is_cuda)
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            self._pin(path, data)
-            stream.wait_event(task.ready)
-            contents.fill(task.tensors, task.contents.offsets, data)
+            self._pin(path, copier.into)
+            stream.wait_event(ready)
+            copier.copy(tensors)
             stream.synchronize()
 
     def _pin(self, path: Path, data: torch.Tensor) -> None:
-        """The card writes into the file itself. Where that is refused it goes by way of pageable memory, slower."""
+        """Have the card write into the file itself. Where that is refused it goes by way of pageable memory, slower."""
         if self._pins and path not in self._pinned:
             refused = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
             self._pins = not int(refused)
             if self._pins:
                 self._pinned[path] = data.data_ptr()
 
-    def _unpin(self, path: Path) -> None:
+    def unpin(self, path: Path) -> None:
+        """The mapping of the file is about to be released."""
         if path in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop(path))
 

@@ -26,6 +26,7 @@ from unicron.transition.snapshot.images import digest
 
 TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up
 CHUNK = 1 << 18  # 64-bit words that are summed at a time: their weights stay in the cache
+Settings = dict[str, Any]  # plain values by name: of a group of parameters, a schedule or a gradient scaler
 PIECE = 1 << 26  # bytes that are sent at a time: a large tensor on a slow link shows that it gets on
 TOGETHER = 1 << 22  # bytes of small tensors that are sent as one: each broadcast is a wait for all members
 
@@ -41,7 +42,7 @@ class CorruptTransfer(RuntimeError):
 class TrainingState:
     """What one rank must hold to go on: parameters, optimizer state, learning-rate schedule, loss scale, the seed of
     the random numbers, iteration. The state of a distributed optimizer is another one in each rank, and no part of it
-    (:mod:`unicron.transition.sharded.safekeeping`)."""
+    (:mod:`unicron.transition.sharded.sharded_state`)."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, seed: int = 0):
         self.model, self.optimizer, self.scheduler, self.seed = list(model), optimizer, scheduler, seed
@@ -54,30 +55,30 @@ class TrainingState:
         outer = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [getattr(optimizer, "optimizer", optimizer) for optimizer in outer]
 
-    def _groups(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def _groups(self) -> Iterator[tuple[Any, Settings]]:
         for inner in self._inner_optimizers():
             for group in inner.param_groups:
                 yield inner, group
 
-    def _plain_groups(self) -> list[dict[str, Any]]:
+    def _plain_groups(self) -> list[Settings]:
         return plain(group for _, group in self._groups())
 
-    def schedule(self) -> dict[str, Any] | None:
+    def schedule(self) -> Settings | None:
         """The state of the learning-rate schedule."""
         return self.scheduler.state_dict() if self.scheduler is not None else None
 
-    def adopt_schedule(self, saved: dict[str, Any] | None) -> None:
+    def adopt_schedule(self, saved: Settings | None) -> None:
         """Take up such a state."""
         if self.scheduler is not None:
             if hasattr(self.scheduler, "num_steps"):
                 self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
             self.scheduler.load_state_dict(saved)
 
-    def scales(self) -> list[dict[str, Any]]:
-        """Of fp16: each gradient scaler's scale, and how many steps went well or were skipped since it changed."""
+    def scales(self) -> list[Settings]:
+        """For fp16, each gradient scaler's scale, and how many steps went well or were skipped since it changed."""
         return [as_plain(scaler.state_dict()) for scaler in scalers(self.optimizer)]
 
-    def adopt_scales(self, saved: Sequence[dict[str, Any]]) -> None:
+    def adopt_scales(self, saved: Sequence[Settings]) -> None:
         """Take up such a state. Raises StateMismatch for one of other scalers."""
         mine = scalers(self.optimizer)
         if [set(scaler.state_dict()) for scaler in mine] != [set(each) for each in saved]:
@@ -115,7 +116,7 @@ class TrainingState:
         return torch.tensor([len(data), zlib.crc32(data)], dtype=torch.int64)
 
     @staticmethod
-    def _layout(state: dict[str, Any]) -> dict[str, Any]:
+    def _layout(state: Settings) -> Settings:
         """Key -> [dtype, shape, device type] for tensors, or the plain value."""
         return {
             key: [str(value.dtype), list(value.shape), value.device.type] if isinstance(value, torch.Tensor) else value
@@ -165,7 +166,7 @@ class TrainingState:
                 yield from (state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor))
 
 
-def plain(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def plain(groups: Iterable[Settings]) -> list[Settings]:
     """An optimizer's parameter groups without the parameters."""
     return [as_plain({key: value for key, value in group.items() if key != "params"}) for group in groups]
 
@@ -191,7 +192,7 @@ def as_before(before: Any, value: Any) -> Any:
 
 
 def can_be_told(value: Any) -> bool:
-    """It could stand in a header."""
+    """Whether the value could stand in a header."""
     try:
         msgpack.packb(value)
     except (TypeError, ValueError, OverflowError):

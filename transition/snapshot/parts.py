@@ -183,7 +183,8 @@ def _box(sharded: Any) -> Box:
 
 
 def _is_duplicate(replica_id: Any) -> bool:
-    """Of Megatron's (pipeline, tensor, data) ids the last is that of the data-parallel replica."""
+    """Whether another rank of the replica has the same: the last of Megatron's (pipeline, tensor, data) ids is that of
+    the data-parallel replica."""
     return any(replica_id[:-1]) if isinstance(replica_id, tuple | list) else bool(replica_id)
 
 
@@ -203,7 +204,7 @@ class Source(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Of a block: the keys of its optimizer state, and what else is in that."""
+    """The keys of a block's optimizer state, and what else is in that."""
 
     box: Box
     keys: Sequence[str]
@@ -296,7 +297,7 @@ def restore(
 
 
 def _optimizers_part(box: Box, saved: Mapping[str, Sequence[Saved]]) -> tuple[Sequence[str], Mapping[str, Any]]:
-    """Of the block itself: layers that are blocks of one tensor need not all be trained."""
+    """What the optimizer had of this very block: layers that are blocks of one tensor need not all be trained."""
     return next(((each.keys, each.others) for each in saved.get(box.name, ()) if _overlap(box, each.box)), ((), {}))
 
 

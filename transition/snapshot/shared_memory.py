@@ -1,10 +1,9 @@
-"""Room for a file in shared memory, taken before anything is written into it: where there is none that is an error now,
-which costs the file alone.
+"""Takes room for a file in shared memory before anything is written into it. A lack of room is an error then, which
+costs the file alone.
 
-A full /dev/shm is such an error by itself. The limit of the job's memory is none: shared memory counts for the job's
-cgroup, and at its limit the kernel ends a process instead, whose next one would take the same room. So that is looked
-at first. Only the standard library: agents and ranks take room alike.
-"""
+A full /dev/shm raises such an error by itself. The limit of the job's memory does not: shared memory counts for the
+job's cgroup, and at its limit the kernel ends a process instead, whose next one would take the same room. So that is
+looked at first. Only the standard library: agents and ranks take room alike."""
 
 from __future__ import annotations
 

@@ -8,9 +8,11 @@ Plain values and tensors are written as they are; nothing is pickled. Without an
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
-import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +23,10 @@ import torch.distributed as dist
 from unicron.transition.iteration.rank_log import warn
 from unicron.transition.snapshot import contents
 from unicron.transition.snapshot.common import World, choices
-from unicron.transition.snapshot.cuts import CUT_PREFIX, noted
-from unicron.transition.snapshot.double_buffer import BUFFERS, Turns
-from unicron.transition.snapshot.images import SAME, SUFFIX, USER, Image, Key, inventory
+from unicron.transition.snapshot.cuts import CUT_PREFIX, Cuts, read_cut_note
+from unicron.transition.snapshot.image_ring import ImageRing, ring_paths
+from unicron.transition.snapshot.images import SAME, USER, Image, Key, inventory
+from unicron.transition.snapshot.worker import Worker
 
 _TENSOR, _TUPLE = 1, 2  # MessagePack's codes for what it does not know
 
@@ -52,7 +55,7 @@ def save(state: Any, iteration: int, replicated: bool = False) -> None:
 
 
 def load() -> Saved | None:
-    """The newest that the ranks of the present world have in common; None where there is none. All ranks call it, after
+    """The newest state that the ranks of the present world have in common, or None. All ranks call it, after
     `torch.distributed.init_process_group`, and get the same iteration; also those whose node has no memory.
 
     What was saved `replicated` is in common if one rank has it: the others get it from that. Of the rest each rank gets
@@ -69,25 +72,24 @@ def load() -> Saved | None:
         images = [each for each in there if each.choice == choice]
         if (content := world.fetch(images)) is not None:
             if (keeper := _keeper(world)) is not None:
-                keeper.keep = choice.iteration
+                keeper.needed = choice.iteration
             return Saved(_unpacked(*content), choice.iteration)
     return None
 
 
 # ------------------------------------------------------------ writing
 class _Keeper:
-    """Of one process. folder: its node's memory."""
+    """Keeps what one process saves. folder: its node's memory."""
 
     def __init__(self, world: World, folder: Path):
-        self._world, self._folder = world, folder
-        self._turns, self._cuts = self._files(USER), self._files(f"{CUT_PREFIX}{USER}")
-        self.keep = -1  # the iteration that it began with: not overwritten before another one is whole
+        self.world, self._folder = world, folder
+        self._ring, self._cuts = ImageRing(ring_paths(folder, USER, world.rank)), Cuts(folder, world.rank)
+        self.needed = -1  # the iteration that it began with: not overwritten before another one is whole
         self._before = -1  # the iteration that was saved before the last one
-        self._thread: threading.Thread | None = None
-        self._quiet = False
-
-    def _files(self, what: str) -> Turns:
-        return Turns([self._folder / f"{what}-{self._world.rank}-{number}{SUFFIX}" for number in range(BUFFERS)])
+        self._warned = False
+        self._worker = Worker("unicron-memory")
+        atexit.register(self._worker.close)  # the last image becomes whole
+        self._whole: Future[None] | None = None
 
     def save(self, state: Any, iteration: int, replicated: bool) -> None:
         tensors: list[torch.Tensor] = []
@@ -95,63 +97,56 @@ class _Keeper:
         offsets, size = contents.laid(tensors)
         kinds = [_kind(*each) for each in zip(tensors, offsets, strict=True)]
         head = msgpack.packb({"state": packed, "tensors": kinds})
-        world = self._world
+        world = self.world
         base = int(os.environ.get("UNICRON_GENERATION", "0"))
         key = Key(USER, world.rank, iteration, world.rank, world.size, base=base, mark=SAME if replicated else "")
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
         try:
-            turns, image = self._room(iteration, base, len(head), size)
-            image.mark_torn()
-            data = contents.raw(image.data[:size])
-            contents.fill([tensor.reshape(-1) for tensor in tensors], offsets, data)
-            task = (turns, image, key, head, size)
-            # Of parts all ranks are to have the same one: this one is whole before others write over their older one.
-            if not (replicated and self._beside(task)):
-                self._finish(*task)
+            if self._whole is not None:
+                self._whole.exception()
+            ring, image = self._reserve(iteration, base, len(head), size)
+            contents.fill([tensor.reshape(-1) for tensor in tensors], offsets, contents.raw(image.data[:size]))
+            self._whole = self._finish_beside(lambda: self._finish(ring, image, key, head, size), replicated)
         except OSError as error:
-            if not self._quiet:
+            self._whole = None
+            if not self._warned:
                 warn(f"the state is not kept in memory, the training goes on: {error}")
-            self._quiet = True
+            self._warned = True
 
-    def _beside(self, task: tuple[Any, ...]) -> bool:
-        """A thread finishes it, beside the training; False where there is no thread to be had."""
-        thread = threading.Thread(target=self._finish, args=task, name="unicron-memory")
-        try:
-            thread.start()
-        except RuntimeError:
-            return False
-        self._thread = thread
-        return True
+    def _finish_beside(self, finish: Callable[[], None], replicated: bool) -> Future[None] | None:
+        """Make the image whole: what is replicated in a thread, beside the training. Of parts all ranks are to have the
+        same one, so each is whole before others write over their older one."""
+        if replicated:
+            with contextlib.suppress(RuntimeError):  # no thread is to be had
+                return self._worker.submit(finish)
+        finish()
+        return None
 
-    def _room(self, iteration: int, base: int, head_bytes: int, data_bytes: int) -> tuple[Turns, Image]:
-        """Of those that take turns; or of those for cuts, if this is one and there is room for it."""
-        wanted = noted(self._folder)
+    def _reserve(self, iteration: int, base: int, head_bytes: int, data_bytes: int) -> tuple[ImageRing, Image]:
+        """An image of the ring; or one for a cut, if this is one and there is room for it."""
+        self._cuts.wanted = wanted = read_cut_note(self._folder)
         if 0 <= wanted.at <= iteration and self._newest_cut(base) < wanted.at:
             with contextlib.suppress(OSError):
-                return self._cuts, self._cuts.room(self._cuts.next(wanted.good), head_bytes, data_bytes)
-        return self._turns, self._turns.room(self._turns.next(self.keep), head_bytes, data_bytes)
+                return self._cuts.reserve(USER, head_bytes, data_bytes)
+        return self._ring, self._ring.reserve(head_bytes, data_bytes, self.needed)
 
     def _newest_cut(self, base: int) -> int:
         """The newest that this rank has kept for a cut, in this world: an earlier one may have been further."""
-        mine = (found.key for found in inventory(self._folder) if found.path in self._cuts.paths)
+        mine = (found.key for found in inventory(self._folder) if found.path in self._cuts.paths(USER))
         return max((key.iteration for key in mine if key.base == base), default=-1)
 
-    def _finish(self, turns: Turns, image: Image, key: Key, head: bytes, size: int) -> None:
-        image.mark_whole(key, head, size)
-        turns.written(image.path)
-        self.keep, self._quiet = -1, False
-        if self._world.local == 0:
-            self._sweep(self._before)
+    def _finish(self, ring: ImageRing, image: Image, key: Key, head: bytes, size: int) -> None:
+        ring.finish(image, key, head, size)
+        self.needed, self._warned = -1, False
+        if self.world.local == 0:
+            self._remove_older(self._before)
         self._before = key.iteration
 
-    def _sweep(self, iteration: int) -> None:
+    def _remove_older(self, iteration: int) -> None:
         """What ranks have left that ran in this node in an earlier world goes where it is older than what this world
         has, and so do their cuts where a newer one is in enough nodes."""
-        good, first = noted(self._folder).good, self._world.node
+        good, first = read_cut_note(self._folder).good, self.world.node
         for found in inventory(self._folder):
-            here = first <= found.key.slot < first + self._world.per_node
+            here = first <= found.key.slot < first + self.world.per_node
             own, cut = found.path.name.startswith(f"{USER}-"), found.path.name.startswith(f"{CUT_PREFIX}{USER}-")
             if not here and ((own and found.key.iteration < iteration) or (cut and found.key.iteration < good)):
                 found.path.unlink(missing_ok=True)
@@ -161,11 +156,11 @@ _kept: _Keeper | None = None
 
 
 def _keeper(world: World) -> _Keeper | None:
-    """None where the node has no memory."""
+    """The keeper of this process; None where the node has no memory."""
     global _kept
     if world.folder is None:
         return None
-    if _kept is None or _kept._world != world:
+    if _kept is None or _kept.world != world:
         _kept = _Keeper(world, world.folder)
     return _kept
 

@@ -252,7 +252,7 @@ def test_what_goes_wrong_costs_that_checkpoint_alone(tmp_path, state, monkeypatc
         broken.setattr(checkpoint, "digest", fail)
         checkpoints = Checkpoints(tmp_path, interval=1)
         checkpoints.save(state, 1)
-        checkpoints.wait()
+        checkpoints.wait_written()
         assert "iteration 1 not written" in capsys.readouterr().err
         with pytest.raises(CheckpointError, match="make room"):
             checkpoints.save_last(state, 1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sbatch_templates import cpu_adapter
 from unicron.transition.seams import elastic_buckets, process_groups
 from unicron.transition.seams.table import UnsupportedLayout
-from unicron.transition.sharded.shard_files import Rooms
+from unicron.transition.sharded.buffer_pool import BufferPool
 from unicron.transition.sharded.shards import STATES, Shards, named
 from unicron.transition.snapshot import contents, files, images
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
@@ -257,21 +257,21 @@ def kept_by(build, memory: Path, dtype, frozen=False) -> None:
                 tensors[key].detach().view(-1).copy_(whole[within.start : within.end])
             if "step" in tensors:
                 tensors["step"].fill_(9.0)
-        kept = Shards([model], optimizer, rooms=Rooms(memory, rank, torch.device("cpu")))
+        kept = Shards([model], optimizer, pool=BufferPool(memory, rank, torch.device("cpu")))
         kept.base, kept.count, kept.index = named(4, 0xABCDE), 3, rank
         state = TrainingState([model], optimizer, None, seed=5)
         if frozen:
             for tensor in not_trained(model):
                 tensor.copy_((torch.arange(tensor.numel()) % 3).view_as(tensor))
         rest = Untrained(state, memory, rank, 0, 1, print)
-        mark = rest.keep() if rank == 0 else ""
+        mark = rest.update_image(9) if rank == 0 else ""
         kept.export(
             9,
             b"",
             lambda about, step, state=state, mark=mark: contents.head_of(state, about, 9, "TP1", step, mark),
             untrained=rest.offsets() if rank == 0 else None,
         )
-        kept.rooms.settle()
+        kept.pool.wait_whole()
 
 
 def not_trained(model) -> list[torch.Tensor]:
@@ -337,7 +337,7 @@ def test_a_tensor_that_is_in_no_image_leaves_the_file_to_the_rank(build, tmp_pat
     elastic_buckets.prepare()
     model, optimizer = build(MOST, 0, frozen=True)
     become(model, optimizer, 3, 0)
-    kept = Shards([model], optimizer, rooms=Rooms(tmp_path, 0, torch.device("cpu")))
+    kept = Shards([model], optimizer, pool=BufferPool(tmp_path, 0, torch.device("cpu")))
     kept.count = 3
     offsets = Untrained(TrainingState([model], optimizer, None), tmp_path, 0, 0, 1, print).offsets()
     offsets.pop(model.module.rest.biases.data_ptr())

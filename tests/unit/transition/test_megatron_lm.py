@@ -195,11 +195,11 @@ def folders(save: Path | None, load: Path | None, interval: int = 2, needed: boo
 def test_without_save_nothing_is_written(tmp_path):
     assert save_load.checkpoints(folders(None, None)) is None
     found = save_load.checkpoints(folders(None, tmp_path))
-    assert not found.due(2)
+    assert not found.is_due(2)
     found.save_last(None, 2)
     found.rescue(None, 2)
     assert list(tmp_path.iterdir()) == []
-    assert save_load.checkpoints(folders(tmp_path, None)).due(2)
+    assert save_load.checkpoints(folders(tmp_path, None)).is_due(2)
 
 
 def test_checkpoints_of_megatrons_own_are_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Rooms for shards: images in the agent's memory, what the next process finds there, and whose it is."""
+"""BufferPool for shards: images in the agent's memory, what the next process finds there, and whose it is."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from unicron.transition.sharded import shard_files
-from unicron.transition.sharded.shard_files import Rooms, claimant
+from unicron.detector.processes.rank_messages import Cut
+from unicron.transition.sharded import buffer_pool
+from unicron.transition.sharded.buffer_pool import BufferPool, claimant
 from unicron.transition.snapshot import contents, files, images
-from unicron.transition.snapshot.cuts import Wanted
-from unicron.transition.snapshot.cutting import Cutting
+from unicron.transition.snapshot.cuts import Cuts, Wanted
 from unicron.transition.snapshot.images import PAGE, SHARD, BadImage, Found, Key, read_page
 
 ELEMENTS = 3000
@@ -27,12 +27,12 @@ def key(slot: int, version: int = 1, shard: int = 0, place: int = 0, size: int =
     return Key(SHARD, slot, version, place, size, shard, 4, 1, "00001")
 
 
-def keep(store: Rooms, number: float, about: Key, elements: int = ELEMENTS) -> shard_files.Room:
+def keep(store: BufferPool, number: float, about: Key, elements: int = ELEMENTS) -> buffer_pool.Buffer:
     """A room with a content."""
-    with store.take(1, elements, 100) as (room,):
+    with store.take_buffers(1, elements, 100) as (room,):
         room.flat.fill_(number)
     store.seal(room, about, b"head")
-    store.settle()
+    store.wait_whole()
     return room
 
 
@@ -45,25 +45,29 @@ def said() -> list[str]:
     return []
 
 
+def write(cuts: Cuts, about: Key, flat: torch.Tensor) -> bool:
+    return cuts.write(about, b"head", flat.nbytes, lambda image: contents.copy_flat(flat, image))
+
+
 @pytest.fixture
-def store(tmp_path, said) -> Rooms:
-    return Rooms(tmp_path, 3, CPU, tell=said.append)
+def store(tmp_path, said) -> BufferPool:
+    return BufferPool(tmp_path, 3, CPU, tell=said.append)
 
 
 def test_the_next_process_has_what_was_kept(tmp_path, store):
     keep(store, 1.0, key(3, 1))
     keep(store, 2.0, key(3, 2))
-    found = Rooms(tmp_path, 3, CPU).claim([2, 3], 0, 1, usable)
+    found = BufferPool(tmp_path, 3, CPU).claim([2, 3], 0, 1, usable)
     assert [(each.key.iteration, each.head) for each in found] == [(2, b"head"), (1, b"head")]
-    assert [float(each.room.flat.mean()) for each in found] == [2.0, 1.0]
-    assert found[0].room.flat.numel() == ELEMENTS
+    assert [float(each.buffer.flat.mean()) for each in found] == [2.0, 1.0]
+    assert found[0].buffer.flat.numel() == ELEMENTS
 
 
 def test_an_image_is_torn_from_when_its_room_is_taken_again_and_whole_until_then(store):
     room = keep(store, 1.0, key(3))
     store.give_back(room)
     assert read_page(room.image.path).key.iteration == 1
-    with store.take(1, ELEMENTS, 100) as (again,):
+    with store.take_buffers(1, ELEMENTS, 100) as (again,):
         assert again is room
         with pytest.raises(BadImage, match="torn"):
             read_page(room.image.path)
@@ -72,31 +76,31 @@ def test_an_image_is_torn_from_when_its_room_is_taken_again_and_whole_until_then
 def test_a_room_is_not_written_before_the_thread_has_summed_it(store, monkeypatch):
     """Else it would call whole what is half written."""
     gate, order = threading.Event(), []
-    finish = shard_files._finish
+    finish = buffer_pool._finish
 
     def late(*arguments):
         gate.wait(10)
         finish(*arguments)
         order.append("summed")
 
-    monkeypatch.setattr(shard_files, "_finish", late)
-    with store.take(1, ELEMENTS, 100) as (room,):
+    monkeypatch.setattr(buffer_pool, "_finish", late)
+    with store.take_buffers(1, ELEMENTS, 100) as (room,):
         pass
     store.seal(room, key(3), b"")
     store.give_back(room)
     threading.Timer(0.05, gate.set).start()
-    with store.take(1, ELEMENTS, 100):
+    with store.take_buffers(1, ELEMENTS, 100):
         order.append("taken")
     assert order == ["summed", "taken"]
 
 
 def test_what_fails_costs_its_rooms_for_a_late_message_may_still_be_written_there(tmp_path, store):
     taken = []
-    with pytest.raises(RuntimeError), store.take(2, ELEMENTS, 100) as both:
+    with pytest.raises(RuntimeError), store.take_buffers(2, ELEMENTS, 100) as both:
         taken += both
         raise RuntimeError("a peer is gone")
-    assert store.spare == 0 and list(tmp_path.iterdir()) == []
-    with store.take(1, ELEMENTS, 100) as (other,):
+    assert store.free == 0 and list(tmp_path.iterdir()) == []
+    with store.take_buffers(1, ELEMENTS, 100) as (other,):
         assert other not in taken
 
 
@@ -110,24 +114,24 @@ def test_rooms_of_another_size_are_let_go_of_when_the_next_is_taken(tmp_path, st
 def test_a_head_that_has_grown_gets_a_larger_image(store):
     room = keep(store, 1.0, key(3))
     store.give_back(room)
-    with store.take(1, ELEMENTS, 10 * PAGE) as (larger,):
+    with store.take_buffers(1, ELEMENTS, 10 * PAGE) as (larger,):
         pass
     store.seal(larger, key(3, 2), bytes(10 * PAGE))
-    store.settle()
+    store.wait_whole()
     assert larger is not room and read_page(larger.image.path).head_bytes == 10 * PAGE
     assert not room.image.path.exists()
 
 
 def test_rooms_are_used_again_though_own_heads_and_those_of_copies_differ_in_size(tmp_path, store):
-    held: list[list[shard_files.Room]] = []
+    held: list[list[buffer_pool.Buffer]] = []
     made = []
     for version in range(1, 8):
         both = []
         for shard, head in ((3, bytes(10 * PAGE)), (2, b"head")):
-            with store.take(1, ELEMENTS, len(head)) as (room,):
+            with store.take_buffers(1, ELEMENTS, len(head)) as (room,):
                 both.append(room)
             store.seal(room, key(3, version, shard), head)
-        store.settle()
+        store.wait_whole()
         held.append(both)
         if len(held) > 2:
             for room in held.pop(0):
@@ -138,13 +142,13 @@ def test_rooms_are_used_again_though_own_heads_and_those_of_copies_differ_in_siz
 
 def test_a_room_of_an_older_smaller_head_does_not_cost_one_that_fits(store):
     small = keep(store, 1.0, key(3))
-    with store.take(1, ELEMENTS, 10 * PAGE) as (large,):
+    with store.take_buffers(1, ELEMENTS, 10 * PAGE) as (large,):
         pass
     for room in (large, small):
         store.give_back(room)
-    with store.take(1, ELEMENTS, 10 * PAGE) as (again,):
+    with store.take_buffers(1, ELEMENTS, 10 * PAGE) as (again,):
         assert again is large
-    assert small.image.path.exists() and store.spare == 1
+    assert small.image.path.exists() and store.free == 1
 
 
 @pytest.mark.parametrize(
@@ -163,13 +167,13 @@ def test_one_rank_of_a_node_claims_each_image(about, here, claims):
 
 def test_what_belongs_to_others_is_read_at_most_and_stays(tmp_path, store, said):
     for slot, shard in ((2, 0), (8, 1), (9, 2)):
-        keep(Rooms(tmp_path, slot, CPU), float(slot), key(slot, shard=shard))
-    keep(Rooms(tmp_path, 11, CPU), 1.0, key(11, shard=1, place=1, size=2))
+        keep(BufferPool(tmp_path, slot, CPU), float(slot), key(slot, shard=shard))
+    keep(BufferPool(tmp_path, 11, CPU), 1.0, key(11, shard=1, place=1, size=2))
     (tmp_path / "copy-7.image").write_bytes(b"no image")
     names = {path.name for path in tmp_path.iterdir()}
     found = store.claim([2, 3], 0, 1, usable)
     assert [each.key.slot for each in found] == [8]
-    store.give_back(found[0].room)
+    store.give_back(found[0].buffer)
     assert {path.name for path in tmp_path.iterdir()} == names and said == []
 
 
@@ -183,52 +187,52 @@ def test_what_is_torn_or_flipped_or_of_another_model_is_passed_over_with_one_lin
     paths[1].write_bytes(flipped)
     paths[2].write_bytes(torn)
     (tmp_path / f"{SHARD}-3.9.image.77.new").write_bytes(b"")
-    again = Rooms(tmp_path, 3, CPU, tell=said.append)
+    again = BufferPool(tmp_path, 3, CPU, tell=said.append)
     found = again.claim([3], 0, 1, lambda each: "of another model" if each.key.iteration == 3 else "")
     assert [each.key.iteration for each in found] == [4]
     assert len(said) == 4 and {path.name for path in tmp_path.iterdir()} == {paths[4].name}
     assert [any(word in line for line in said) for word in ("checksum", "torn", "model", "before it was made")] == [
         True
     ] * 4
-    with again.take(1, ELEMENTS, 100) as (fresh,):
+    with again.take_buffers(1, ELEMENTS, 100) as (fresh,):
         assert fresh.image.path.name == f"{SHARD}-3.10.image", "no name is used twice"
 
 
 def test_an_earlier_process_image_goes_when_its_state_is_not_needed(tmp_path, store):
     keep(store, 1.0, key(3))
-    again = Rooms(tmp_path, 3, CPU)
+    again = BufferPool(tmp_path, 3, CPU)
     (found,) = again.claim([3], 0, 1, usable)
-    again.give_back(found.room)
-    assert list(tmp_path.iterdir()) == [] and again.spare == 0
-    assert float(found.room.flat.sum()) == ELEMENTS, "who still reads it may"
+    again.give_back(found.buffer)
+    assert list(tmp_path.iterdir()) == [] and again.free == 0
+    assert float(found.buffer.flat.sum()) == ELEMENTS, "who still reads it may"
 
 
 def test_where_there_is_no_room_it_is_said_once_and_the_process_keeps_the_state_itself(store, said, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
     try:
-        with store.take(2, ELEMENTS, 100) as both:
+        with store.take_buffers(2, ELEMENTS, 100) as both:
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [room.image for room in both] == [None, None] and [room.flat.numel() for room in both] == [ELEMENTS] * 2
     assert len(said) == 1 and "no room for" in said[0] and str(tmp_path) in said[0] and list(tmp_path.iterdir()) == []
     store.seal(both[0], key(3), b"")
-    store.settle()
+    store.wait_whole()
     store.give_back(both[0])
-    with store.take(1, ELEMENTS, 100) as (again,):
+    with store.take_buffers(1, ELEMENTS, 100) as (again,):
         assert again is both[0]
 
 
 def test_a_bit_that_flips_in_a_living_ranks_memory_is_seen(store, said):
     room = keep(store, 1.0, key(3))
-    assert store.sound(room)
+    assert store.is_sound(room)
     data = bytearray(room.image.path.read_bytes())
     data[read_page(room.image.path).offset + 5] ^= 4
     with room.image.path.open("r+b") as file:
         file.write(data)
-    assert not store.sound(room)
-    store.spoiled(room)
+    assert not store.is_sound(room)
+    store.discard_spoiled(room)
     assert "changed since it was written" in said[0] and not room.image.path.exists()
 
 
@@ -237,25 +241,25 @@ def test_without_a_folder_nothing_is_written(monkeypatch, tmp_path):
     assert images.memory_folder() is None
     monkeypatch.setenv(images.FOLDER, str(tmp_path))
     assert images.memory_folder() == tmp_path
-    store = Rooms(None, 3, CPU)
+    store = BufferPool(None, 3, CPU)
     assert keep(store, 1.0, key(3)).image is None and store.claim([3], 0, 1, usable) == []
 
 
 def test_a_shard_without_an_element_is_one_too(tmp_path, store):
     keep(store, 0.0, key(3), 0)
-    (found,) = Rooms(tmp_path, 3, CPU).claim([3], 0, 1, usable)
-    assert found.room.flat.numel() == 0
+    (found,) = BufferPool(tmp_path, 3, CPU).claim([3], 0, 1, usable)
+    assert found.buffer.flat.numel() == 0
 
 
 def test_of_a_cut_there_is_an_image_that_the_next_states_do_not_overwrite(tmp_path, said):
-    cuts = Cutting(tmp_path, 3, said.append)
-    store = Rooms(tmp_path, 3, CPU, tell=said.append, cuts=cuts)
+    cuts = Cuts(tmp_path, 3, said.append)
+    store = BufferPool(tmp_path, 3, CPU, tell=said.append, cuts=cuts)
 
     def cut(version: int) -> None:
-        with store.take(1, ELEMENTS, 100) as (room,):
+        with store.take_buffers(1, ELEMENTS, 100) as (room,):
             room.flat.fill_(float(version))
         store.seal(room, key(3, version), b"head", cut=True)
-        store.settle()
+        store.wait_whole()
         store.give_back(room)
 
     def kept() -> list[int]:
@@ -265,14 +269,14 @@ def test_of_a_cut_there_is_an_image_that_the_next_states_do_not_overwrite(tmp_pa
         cuts.wanted = Wanted(version, good)
         cut(version)
     assert kept() == [8, 9], "of two files the one that is not good was written over"
-    found = Rooms(tmp_path, 3, CPU).claim([3], 0, 1, usable)
-    assert {each.key.iteration: float(each.room.flat.mean()) for each in found}[8] == 8.0
+    found = BufferPool(tmp_path, 3, CPU).claim([3], 0, 1, usable)
+    assert {each.key.iteration: float(each.buffer.flat.mean()) for each in found}[8] == 8.0
     assert not said
 
 
 def test_what_is_set_aside_stays_until_the_agent_has_made_its_file(tmp_path, store):
     room = keep(store, 4.0, key(3, 4))
-    assert store.set_aside(room, 4) and store.filing
+    assert store.set_aside(room, 4) and store.aside.is_open
     store.give_back(room)
     for version in (5, 6):
         store.give_back(keep(store, float(version), key(3, version)))
@@ -280,7 +284,7 @@ def test_what_is_set_aside_stays_until_the_agent_has_made_its_file(tmp_path, sto
     assert due.key.iteration == 4 and contents.read(due)[1].view(torch.float32).mean() == 4.0
     assert len(list(tmp_path.glob("shard-3.*"))) == 1, "the room of what is due was not used again"
     due.path.unlink()
-    assert not store.filing and not store.missed
+    assert not store.aside.is_open and store.aside.error is None
 
 
 def test_what_could_not_be_set_aside_is_missed_until_somebody_has_heard_of_it(store, monkeypatch, said):
@@ -290,12 +294,12 @@ def test_what_could_not_be_set_aside_is_missed_until_somebody_has_heard_of_it(st
     monkeypatch.setattr(files, "set_aside", full)
     room = keep(store, 4.0, key(3, 4))
     assert store.set_aside(room, 4)
-    store.settle()
+    store.wait_whole()
     store.give_back(room)
     assert keep(store, 5.0, key(3, 5)) is room, "nobody reads it"
-    assert store.missed and not store.filing
-    store.begin_anew()
-    assert not store.missed and len(said) == 1 and "No space left" in said[0]
+    assert store.aside.error is not None and not store.aside.is_open
+    store.forget_missed()
+    assert store.aside.error is None and len(said) == 1 and "No space left" in said[0]
     room = keep(store, 6.0, key(3, 6))
     assert not store.set_aside(room, 6), "the caller writes it this time"
     monkeypatch.undo()
@@ -314,73 +318,73 @@ def test_what_is_set_aside_is_nobodys_to_begin_with_for_it_goes_when_its_file_is
     room = keep(store, 4.0, key(3, 4))
     assert store.set_aside(room, 4)
     wait([room.aside])
-    found = Rooms(tmp_path, 3, CPU).claim([3], 0, 1, usable)
-    assert [each.room.path.name for each in found] == ["shard-3.1.image"]
+    found = BufferPool(tmp_path, 3, CPU).claim([3], 0, 1, usable)
+    assert [each.buffer.path.name for each in found] == ["shard-3.1.image"]
 
 
 def test_without_an_image_nothing_is_set_aside():
-    room = keep(store := Rooms(None, 3, CPU), 4.0, key(3, 4))
-    assert not store.set_aside(room, 4) and not store.filing
+    room = keep(store := BufferPool(None, 3, CPU), 4.0, key(3, 4))
+    assert not store.set_aside(room, 4) and not store.aside.is_open
 
 
 def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path, said):
-    cuts, flat = Cutting(tmp_path, 3, said.append), torch.ones(ELEMENTS)
-    store = Rooms(tmp_path, 3, CPU, tell=said.append, cuts=cuts)
+    cuts, flat = Cuts(tmp_path, 3, said.append), torch.ones(ELEMENTS)
+    store = BufferPool(tmp_path, 3, CPU, tell=said.append, cuts=cuts)
     cuts.wanted = Wanted(4)
-    assert cuts.keep(key(3, 4), b"head", flat)
-    store.drop_cuts()
-    store.settle()
+    assert write(cuts, key(3, 4), flat)
+    store.remove_unwanted_cuts()
+    store.wait_whole()
     (path,) = tmp_path.glob("cut-*")
     path.unlink()  # as the agent does
     mapped = Path("/proc/self/maps")
     assert str(path) in mapped.read_text()
-    cuts.wanted, cuts.none = Wanted(), True
-    store.drop_cuts()
-    store.settle()
+    cuts.on_order(Cut(-1, none=True))
+    store.remove_unwanted_cuts()
+    store.wait_whole()
     assert str(path) not in mapped.read_text() and not said
     cuts.wanted = Wanted(6)
-    assert cuts.keep(key(3, 6), b"head", flat) and read_page(path).key.iteration == 6, "and begun anew"
+    assert write(cuts, key(3, 6), flat) and read_page(path).key.iteration == 6, "and begun anew"
 
 
 def test_the_training_does_not_wait_while_cuts_are_removed(tmp_path, said, monkeypatch):
     """A state that is kept meanwhile is whole when they have gone."""
-    cuts = Cutting(tmp_path, 3, said.append)
-    store, go, unlink = Rooms(tmp_path, 3, CPU, tell=said.append, cuts=cuts), threading.Event(), os.unlink
+    cuts = Cuts(tmp_path, 3, said.append)
+    store, go, unlink = BufferPool(tmp_path, 3, CPU, tell=said.append, cuts=cuts), threading.Event(), os.unlink
     cuts.wanted = Wanted(4)
-    assert cuts.keep(key(3, 4), b"head", torch.ones(ELEMENTS))
+    assert write(cuts, key(3, 4), torch.ones(ELEMENTS))
 
     def slowly(path, **how):
         assert threading.current_thread() is not threading.main_thread() and go.wait(20.0)
         unlink(path, **how)
 
     monkeypatch.setattr(os, "unlink", slowly)
-    cuts.wanted, cuts.none = Wanted(), True
-    store.drop_cuts()
-    store.drop_cuts()
-    with store.take(1, ELEMENTS, 100) as (room,):
+    cuts.on_order(Cut(-1, none=True))
+    store.remove_unwanted_cuts()
+    store.remove_unwanted_cuts()
+    with store.take_buffers(1, ELEMENTS, 100) as (room,):
         room.flat.fill_(5.0)
     store.seal(room, key(3, 5), b"head")
     with pytest.raises(BadImage):
         read_page(room.image.path)
     assert list(tmp_path.glob("cut-*"))
     go.set()
-    store.settle()
+    store.wait_whole()
     assert not list(tmp_path.glob("cut-*")) and read_page(room.image.path).key.iteration == 5 and not said
     monkeypatch.setattr(os, "unlink", unlink)
-    assert cuts.keep(key(3, 6), b"head", torch.ones(ELEMENTS))
+    assert write(cuts, key(3, 6), torch.ones(ELEMENTS))
     monkeypatch.setattr(os, "unlink", slowly)
     go.clear()
-    cuts.none = True
-    store.drop_cuts()
+    cuts.unwanted = True
+    store.remove_unwanted_cuts()
     threading.Timer(0.2, go.set).start()
-    store.settle()  # before another thread keeps one
+    store.wait_whole()  # before another thread keeps one
     assert not list(tmp_path.glob("cut-*"))
 
 
 def test_a_living_rank_takes_of_cuts_and_copies_what_it_lacks_and_lets_its_own_alone(tmp_path, store, said):
     room = keep(store, 1.0, key(3, 5))
     for number, (slot, shard) in enumerate([(7, 1), (8, 2), (9, 3)]):
-        keep(Rooms(tmp_path, slot, CPU), 2.0, key(slot, 4, shard))
+        keep(BufferPool(tmp_path, slot, CPU), 2.0, key(slot, 4, shard))
         next(tmp_path.glob(f"shard-{slot}.*")).rename(tmp_path / f"copy-shard-{number}.image")
     spoiled = tmp_path / "copy-shard-2.image"
     data = bytearray(spoiled.read_bytes())

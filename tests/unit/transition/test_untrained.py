@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unicron.transition.snapshot.cuts import Wanted
-from unicron.transition.snapshot.cutting import Cutting
+from unicron.transition.snapshot.cuts import Cuts, Wanted
 from unicron.transition.snapshot.frozen import Untrained
 from unicron.transition.snapshot.images import UNTRAINED, inventory, read_page
 from unicron.transition.snapshot.migrate import TrainingState
@@ -46,7 +45,7 @@ def fill(of: TrainingState, number: float) -> None:
 def test_the_next_process_has_what_it_lacks_and_nothing_else(tmp_path, said):
     first = state()
     fill(first, 5.0)
-    mark = untrained(first, tmp_path, said).keep()
+    mark = untrained(first, tmp_path, said).update_image(7)
     other = state()
     trained = other.model[0].module[0].weight.clone()
     assert untrained(other, tmp_path, said, slot=4).restore(mark), "whoever of the place has written it"
@@ -61,9 +60,9 @@ def test_the_last_ones_are_kept_and_what_has_not_changed_is_not_written(tmp_path
     marks = []
     for number in (1.0, 2.0, 2.0, 3.0, 4.0):
         fill(mine, number)
-        marks.append(store.keep())
+        marks.append(store.update_image(7))
         written = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-        assert store.keep() == marks[-1]
+        assert store.update_image(7) == marks[-1]
         assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
     assert marks[1] == marks[2] and len(set(marks)) == 4
     again = state()
@@ -75,7 +74,7 @@ def test_the_last_ones_are_kept_and_what_has_not_changed_is_not_written(tmp_path
 def test_a_spoiled_one_is_seen_and_nothing_taken_from_it(tmp_path, said):
     mine = state()
     fill(mine, 5.0)
-    mark = untrained(mine, tmp_path, said).keep()
+    mark = untrained(mine, tmp_path, said).update_image(7)
     (found,) = inventory(tmp_path)
     data = bytearray(found.path.read_bytes())
     data[found.offset] ^= 1
@@ -86,18 +85,18 @@ def test_a_spoiled_one_is_seen_and_nothing_taken_from_it(tmp_path, said):
 
 
 def test_another_places_is_none_of_ours(tmp_path, said):
-    mark = untrained(state(), tmp_path, said).keep()
+    mark = untrained(state(), tmp_path, said).update_image(7)
     assert not untrained(state(), tmp_path, said, place=1).restore(mark)
 
 
 def test_where_all_is_trained_there_is_nothing(tmp_path, said):
     everything = untrained(state(frozen=False), tmp_path, said)
-    assert everything.keep() == "" and everything.bytes == 0 and not list(tmp_path.iterdir())
+    assert everything.update_image(7) == "" and everything.bytes == 0 and not list(tmp_path.iterdir())
 
 
 def test_without_memory_nothing_is_written(said):
     mine = untrained(state(), None, said)
-    assert mine.keep() == "" and not mine.restore("00")
+    assert mine.update_image(7) == "" and not mine.restore("00")
 
 
 def test_where_there_is_no_room_training_goes_on_and_it_is_said_once(tmp_path, said):
@@ -105,16 +104,16 @@ def test_where_there_is_no_room_training_goes_on_and_it_is_said_once(tmp_path, s
     store = untrained(mine, tmp_path / "missing", said)
     for number in (1.0, 2.0):
         fill(mine, number)
-        assert store.keep() and store.image is None
+        assert store.update_image(7) and store.image is None
     assert len(said) == 1 and "no room for" in said[0]
 
 
 def test_where_somebody_has_removed_it_it_is_written_again(tmp_path, said):
     store = untrained(state(), tmp_path, said)
-    mark = store.keep()
+    mark = store.update_image(7)
     assert store.image is not None
     store.image.unlink()
-    assert store.keep() == mark and store.image.exists() and not said
+    assert store.update_image(7) == mark and store.image.exists() and not said
     assert untrained(state(), tmp_path, said).restore(mark)
 
 
@@ -122,7 +121,7 @@ def test_each_lies_where_it_says(tmp_path, said):
     mine = state()
     fill(mine, 5.0)
     store = untrained(mine, tmp_path, said)
-    store.keep()
+    store.update_image(7)
     found = read_page(store.image)
     data, offsets = found.read()[1], store.offsets()
     module = mine.model[0].module
@@ -134,12 +133,12 @@ def test_each_lies_where_it_says(tmp_path, said):
 
 
 def test_what_goes_with_a_cut_stays_and_is_written_again_by_whoever_begins_with_it(tmp_path, said):
-    first, cuts = state(), Cutting(tmp_path, 0, said.append)
+    first, cuts = state(), Cuts(tmp_path, 0, said.append)
     fill(first, 5.0)
     its = untrained(first, tmp_path, said)
-    mark = its.keep()
+    mark = its.update_image(7)
     cuts.wanted = Wanted(8)
-    assert cuts.due(8) and not cuts.due(9) and its.cut(cuts, 8)
+    assert cuts.is_due(8) and not cuts.is_due(9) and its.keep_cut(cuts, 8)
     (cut,) = [each for each in inventory(tmp_path) if each.path.name.startswith("cut-")]
     assert (cut.key.kind, cut.key.iteration, cut.key.mark, cut.key.size) == (UNTRAINED, 8, mark, 2)
     for path in tmp_path.glob("untrained-*"):
@@ -147,14 +146,14 @@ def test_what_goes_with_a_cut_stays_and_is_written_again_by_whoever_begins_with_
     other = state()
     again = untrained(other, tmp_path, said)
     assert again.restore(mark) and float(other.model[0].module[1].weight.mean()) == 5.0
-    again.keep()
-    assert len(list(tmp_path.glob("untrained-0.*"))) == 1, "the cut's file is written over later"
+    again.update_image(7)
+    assert len(list(tmp_path.glob("untrained-0-*"))) == 1, "the cut's file is written over later"
     assert not said
 
 
 def test_without_room_there_is_no_cut_and_it_is_said_once(tmp_path, said):
-    first, cuts = state(), Cutting(tmp_path / "nothing", 0, said.append)
+    first, cuts = state(), Cuts(tmp_path / "nothing", 0, said.append)
     its = untrained(first, tmp_path, said)
-    its.keep()
-    assert not its.cut(cuts, 1) and not its.cut(cuts, 2)
+    its.update_image(7)
+    assert not its.keep_cut(cuts, 1) and not its.keep_cut(cuts, 2)
     assert len(said) == 1 and "the training goes on" in said[0]

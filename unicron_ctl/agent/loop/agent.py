@@ -38,6 +38,7 @@ from unicron.ctl.agent.ranks.rank_processes import Processes
 from unicron.ctl.agent.ranks.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stop_all
 from unicron.ctl.agent.ranks.warm_start import Warmth
 from unicron.ctl.agent.snapshots.checkpoint_files import Files
+from unicron.ctl.agent.snapshots.last_checkpoint import LastCheckpoint
 from unicron.ctl.agent.snapshots.node_memory import Memory, within
 from unicron.ctl.agent.snapshots.peer_copies import Copies
 from unicron.ctl.protocol import wire
@@ -228,8 +229,8 @@ class Agent:
         for what, step in (
             ("send stack traces", self._dumps.send_finished),
             ("report", partial(self._reports.on_timer, now)),
-            ("look after the memory", partial(self._memory.turn, now)),
-            ("look after the copies", partial(self._copies.turn, now)),
+            ("look after the memory", partial(self._memory.touch_folder, now)),
+            ("look after the copies", partial(self._copies.give_cut, now)),
             ("look after the zygote", lambda: self._warmth.on_timer(now, self._child_pid)),
             ("look after the processes", lambda: self._processes.on_timer(self.ranks.values())),
             ("begin what was forked", self._settle),
@@ -252,7 +253,7 @@ class Agent:
             self._stand_in.participant.seconds_to_tick(now),
             self._dumps.timeout,
             self._warmth.timeout(now),
-            self._copies.wait(now),
+            self._copies.seconds_to_cut(now),
         )
         until = now + min(*waits, self._processes.timeout(self.ranks.values(), now))
         while True:
@@ -331,7 +332,7 @@ class Agent:
     def _on_signal(self, numbers: bytes) -> None:
         for number in numbers:
             if number == SAVES and self.AGREES:
-                self._files.ask(self._states.isdisjoint(AT_WORK), self._copies.whole)
+                self._files.request_checkpoint(self._states.isdisjoint(AT_WORK), self._copies.whole)
                 self._to_all(wire.Save())
             elif number in FORWARDED:
                 for rank in self.ranks.values():
@@ -351,7 +352,8 @@ class Agent:
         how = self._plans.saving(self._states, ended)
         if how is None:
             return None
-        write = partial(self._memory.persist, how.before, None, self._copies.whole if how.rests else [], how.prunes)
+        last = LastCheckpoint(self._memory.folder, how.before, self._log.warn, prunes=how.prunes)
+        write = partial(last.write, self._copies.whole if how.rests else [])
         return partial(within, SAVE_SECONDS, write) if ended else write
 
     # ------------------------------------------------------------ messages

@@ -181,7 +181,7 @@ class RestartAgent(Agent):
         """Programs hear nothing of the agent; what they save looks for a note beside the images."""
         if isinstance(message, wire.Cut) and self._memory.folder is not None:
             with contextlib.suppress(OSError):  # a folder that is gone is said of, and made again
-                cuts.note(self._memory.folder, cuts.Wanted(message.iteration, message.good))
+                cuts.write_cut_note(self._memory.folder, cuts.Wanted(message.iteration, message.good))
 
     def _enter(self, plan: wire.Plan) -> None:
         outside = [rank for rank in self.ranks.values() if rank.slot not in plan.members]

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from unicron.ctl.agent.snapshots.node_memory import Before, Memory
+from unicron.ctl.agent.snapshots.last_checkpoint import Before, LastCheckpoint
+from unicron.ctl.agent.snapshots.node_memory import Memory
 from unicron.ctl.system.mailbox import Mailbox
 from unicron.transition.snapshot import files, folders
 from unicron.transition.snapshot.images import BadImage, Found, Key, read_page
@@ -30,7 +31,7 @@ class _Ended(OSError):
 
 
 class Files:
-    """memory: the node's. turn(key): after whom this node writes what nobody trains (:meth:`Memory.persist`).
+    """memory: the node's. turn(key): after whom this node writes what nobody trains (:class:`LastCheckpoint`).
     rate: most bytes a second, 0 for no limit. say: one line for the job's log."""
 
     def __init__(self, memory: Memory, turn: Callable[[Key], Before | None], rate: float, say: Callable[[str], None]):
@@ -45,7 +46,7 @@ class Files:
         self._thread = threading.Thread(target=self._run, name="unicron-files", daemon=True)
         self._thread.start()
 
-    def ask(self, rests: bool, cuts: Sequence[int] = ()) -> None:
+    def request_checkpoint(self, rests: bool, cuts: Sequence[int] = ()) -> None:
         """Somebody wants a checkpoint: say where the next one is. rests: no rank of this node trains, so none will set
         anything aside; what their memory has is written, the cuts of these iterations first."""
         self._cuts = cuts
@@ -77,7 +78,7 @@ class Files:
         """One look."""
         if self._all:
             self._all = False
-            self._memory.persist(self._turn_of, self._ends, self._cuts)
+            LastCheckpoint(self._memory.folder, self._turn_of, self._say, self._ends).write(self._cuts)
         self._look(self._memory.folder)
 
     def _look(self, memory: Path | None) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
-import itertools
 import os
 import re
 import secrets
@@ -23,14 +22,11 @@ import shutil
 import stat
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from unicron.ctl.agent.connections.identity import Place, memory_every
-from unicron.transition.snapshot import files, folders
-from unicron.transition.snapshot.folders import Part
-from unicron.transition.snapshot.images import FOLDER, SHARD, STATE, BadImage, Found, Key, inventory
+from unicron.transition.snapshot.images import FOLDER
 from unicron.transition.snapshot.shared_memory import AWAY
 
 BASE = "UNICRON_MEMORY_DIR"
@@ -38,17 +34,13 @@ SHARED_MEMORY = "/dev/shm"
 FORGOTTEN_SECONDS = 900.0  # without an agent; slurm_plugin/epilog.d has the same
 TOUCH_SECONDS = 10.0
 BUSY_SECONDS = 0.05  # before what was held in the moment of its removal is looked at again
-BOTH = 2  # buffers in which a rank's state takes turns
-TURNS = 3  # nodes that have the same place: the first writes it at the job's end, the others what those before did not
-TURN_SECONDS = 5.0  # without a sign of the node before; Slurm's KillWait is 30 s
-Before = tuple[int, ...]  # the nodes that have the same place and come first
 TRIES = 5  # to open a folder that others remove at the same time
 # Job, run, node, uid; an epilog knows the form. Where somebody else has taken the name, something is added to the run.
 _NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+(?:-[0-9a-f]+)?\.(.+)\.(\d+)")
 
 
 class Memory:
-    """Of one agent. folder: None while there is none. Raises UserError for settings that make no sense."""
+    """The memory of one agent. folder: None while there is none. Raises UserError for settings that make no sense."""
 
     def __init__(self, place: Place, environment: Mapping[str, str], complain: Callable[[str], None]):
         self.folder: Path | None = None
@@ -92,7 +84,7 @@ class Memory:
         """What ranks are told."""
         return {FOLDER: str(self.folder) if self.folder is not None else ""}
 
-    def turn(self, now: float) -> None:
+    def touch_folder(self, now: float) -> None:
         """Show now and then that the folder is in use. One that somebody has removed is made again: ranks try theirs
         again and again."""
         if self.folder is None or now - self._touched < TOUCH_SECONDS:
@@ -109,83 +101,6 @@ class Memory:
         except OSError:
             pass
 
-    def persist(
-        self,
-        turn: Callable[[Key], Before | None],
-        ends: threading.Event | None = None,
-        cuts: Sequence[int] = (),
-        prunes: bool = True,
-    ) -> None:
-        """The job ends in the middle of its training: the newest states of each place go to the job's checkpoints, if
-        its script makes some. turn(key): the nodes that have that place, too, and come first; None: this one does not
-        write it. ends: is set when nothing is waited for any more. prunes: older checkpoints go.
-
-        The newest two: ranks end in the middle of a copy, so another node may have the newest whole, and this one not.
-        With a distributed optimizer that is so of each shard, which its own rank has.
-
-        cuts: iterations of which the nodes' memories may have all, the surest first, where a part of the newest ones
-        may have been lost with a node. Each is written whole before the next one, for there may be little time.
-        """
-        where = files.destination(self.folder) if self.folder is not None else None
-        if where is None or self.folder is None:
-            return
-        ends = ends or threading.Event()
-        images = [each for each in inventory(self.folder) if turn(each.key) is not None and _fit_for_files(each)]
-        for cut in cuts:
-            of_it = [each for each in images if each.key.iteration == cut]
-            self._write_in_turn(_newest(of_it, 1), turn, where, ends, prunes, alone=True)
-        newer = [each for each in images if each.key.iteration not in cuts]
-        self._write_in_turn(_newest(newer, BOTH), turn, where, ends, prunes)
-
-    def _write_in_turn(
-        self,
-        parts: list[list[Found]],
-        turn: Callable[[Key], Before | None],
-        where: files.Destination,
-        ends: threading.Event,
-        prunes: bool,
-        alone: bool = False,
-    ) -> None:
-        """The first nodes begin at once. A later one writes what is missing when those before it have done nothing for
-        TURN_SECONDS each: they may have no memory. It looks before it writes what it is first for, which may take long:
-        so it sees what went on meanwhile. alone: files of later iterations are of no use in place of these."""
-        turns: dict[Before, dict[Part, list[Found]]] = defaultdict(dict)
-        for each in parts:
-            before = turn(each[0].key)
-            if before is not None and len(before) < TURNS:
-                turns[before][folders.part_of(each[0].key)] = each
-        first = turns.pop((), {})
-        now = time.monotonic()
-        waiting = [_turn(due, len(before) * TURN_SECONDS, now, alone) for before, due in turns.items()]
-        waiting = _still_missing(waiting, where.folder)
-        self._write(list(itertools.chain(*first.values())), where, prunes)
-        images = {part: due for each in turns.values() for part, due in each.items()}
-        pause = TURN_SECONDS / 16
-        while waiting:
-            if ends.wait(max(0.0, min(pause, min(each.until for each in waiting) - time.monotonic()))):
-                return
-            waiting = _still_missing(waiting, where.folder)
-            now = time.monotonic()
-            due = [found for each in waiting if now >= each.until for part in each.missing for found in images[part]]
-            waiting = [each for each in waiting if now < each.until]
-            self._write(due, where, prunes, last_first=True)
-            pause *= 2
-
-    def _write(self, images: list[Found], where: files.Destination, prunes: bool, last_first: bool = False) -> None:
-        """Their files, the newest first. last_first: of each iteration the last part first. So a node that writes what
-        another one writes after all, which it could not see, meets it in the middle: what is there stays as it is."""
-        images = sorted(images, reverse=last_first, key=lambda each: folders.part_of(each.key))
-        for found in sorted(images, reverse=True, key=lambda each: _age(each.key)):
-            try:
-                path = files.persist(found, where.folder)
-                self._complain(f"the training state of iteration {found.key.iteration} was saved in {path.parent}")
-            except Exception as error:  # whatever it is: the others are saved
-                why = str(error) or type(error).__name__
-                self._complain(f"couldn't save the training state of iteration {found.key.iteration}: {why}")
-        if prunes and any(folders.prunes(found.key) for found in images):
-            with contextlib.suppress(OSError):
-                folders.prune(where.folder, where.keep)
-
     def close(self, over: bool) -> None:
         """Let go of it. over: the job has ended, nobody will want it; unless other agents of it still live here."""
         if self.folder is None:
@@ -197,45 +112,6 @@ class Memory:
             _remove_if_unheld(self.folder, self._descriptor)
         os.close(self._descriptor)
         self.folder = None
-
-
-def _newest(images: Iterable[Found], most: int) -> list[list[Found]]:
-    """Of each part that an image is of the newest so many, the newest first."""
-    states: dict[tuple[int, ...], dict[tuple[int, int], Found]] = defaultdict(dict)
-    for found in images:
-        states[found.key.place, found.key.shard, found.key.count][_age(found.key)] = found
-    return [[each[age] for age in sorted(each, reverse=True)[:most]] for each in states.values()]
-
-
-def _age(key: Key) -> tuple[int, int]:
-    return key.iteration, key.base
-
-
-def _turn(due: Mapping[Part, list[Found]], patience: float, now: float, alone: bool) -> folders.Turn:
-    """due: of each part the images, the newest first."""
-    return folders.Turn({part: images[-1].key.iteration for part, images in due.items()}, patience, now, alone)
-
-
-def _still_missing(turns: list[folders.Turn], folder: Path) -> list[folders.Turn]:
-    """Look at the checkpoints in `folder`; returns the turns of which something is missing."""
-    begun: list[folders.Begun] = []
-    if oldest := [iteration for each in turns for iteration in each.missing.values()]:
-        with contextlib.suppress(OSError):
-            begun.extend(folders.begun(folder, min(oldest)))
-    now = time.monotonic()
-    for each in turns:
-        each.note_files(begun, now)
-    return [each for each in turns if each.missing]
-
-
-def _fit_for_files(found: Found) -> bool:
-    """It is a whole part of a checkpoint. A shard is one where its head says what is in it."""
-    if found.key.kind not in (STATE, SHARD):
-        return False
-    try:
-        return bool(files.file_head(found.key, found.read()[0]))
-    except (OSError, BadImage, ValueError, TypeError):
-        return False
 
 
 def within(seconds: float, what: Callable[[], None]) -> None:
@@ -365,7 +241,7 @@ def _hold(folder: Path) -> int:
 
 
 def _share(folder: Path, descriptor: int) -> bool:
-    """A shared lock on the folder; where somebody is removing it there is none, and the descriptor is closed. Raises
+    """Take a shared lock on the folder. False where somebody is removing it; the descriptor is closed then. Raises
     OSError."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -10,17 +10,15 @@ before it is removed. Nothing here decides, and nothing waits for a rank.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
-import queue
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from unicron.ctl.agent.connections.identity import Place, memory_every, memory_rate
 from unicron.ctl.agent.connections.interfaces import collectives_address
@@ -29,6 +27,7 @@ from unicron.ctl.protocol import ranges, wire
 from unicron.ctl.system.mailbox import Mailbox
 from unicron.transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
 from unicron.transition.snapshot.images import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
+from unicron.transition.snapshot.worker import Worker
 
 CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again
@@ -37,8 +36,6 @@ LEAST_MEASURED = 1 << 20  # bytes: how soon less is there says little of how muc
 SLOWER = 10.0  # times than usual: as long as the controller gives a cut
 USUAL_RATE = 1e8  # bytes a second where nothing is known; as the controller has it
 WHY = 120  # characters of the reason
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -63,30 +60,6 @@ class _Done:
     dropped: bool = False
     blames: bool = False
     rate: float = 0.0
-
-
-class _Lane(Generic[Item]):
-    """One task after the other, in a thread that begins with the first."""
-
-    def __init__(self, perform: Callable[[Item], None]):
-        self._perform = perform
-        self._tasks: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def put(self, task: Item) -> None:
-        self._tasks.put(task)
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="unicron-copies", daemon=True)
-            with contextlib.suppress(RuntimeError):  # none is to be had: the next task tries again
-                thread.start()
-                self._thread = thread
-
-    def close(self) -> None:
-        self._tasks.put(None)
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            self._perform(task)
 
 
 class _Blamed:
@@ -148,8 +121,8 @@ class Copies:
         self._complained: set[str] = set()
         self.plain = False  # the ranks say nothing of what they keep
         self._look_at = 0.0
-        self._giving, self._getting = _Lane(self._do), _Lane(self._do)
-        self._freeing, self._freed = _Lane(_unlink), itertools.count()
+        self._giving, self._getting, self._freeing = (Worker("unicron-copies") for _ in range(3))
+        self._freed = itertools.count()
 
     @property
     def moved(self) -> int:
@@ -163,7 +136,7 @@ class Copies:
 
     # ------------------------------------------------------------ orders
     def obey(self, order: wire.Cut) -> None:
-        """Keep a cut, give it to others, and let go of older ones."""
+        """Keep a cut, give it to others, and remove older ones."""
         if order.number < self.cut.number:
             return
         back = not order.none and order.iteration < self.cut.iteration
@@ -185,11 +158,11 @@ class Copies:
         self._submit(_Task(key, order.holder, failures=self._failures[order.holder.address, False]), now)
 
     # ------------------------------------------------------------ the agent's loop
-    def wait(self, now: float) -> float:
-        """Seconds until :meth:`turn` is to be called; infinity while there is nothing to do."""
+    def seconds_to_cut(self, now: float) -> float:
+        """Seconds until :meth:`give_cut` is to be called; infinity while there is nothing to do."""
         return max(0.0, self._look_at - now) if self.cut.targets else float("inf")
 
-    def turn(self, now: float) -> None:
+    def give_cut(self, now: float) -> None:
         """Give away what is there of the cut, until all of it has gone."""
         if not self.cut.targets or now < self._look_at:
             return
@@ -269,9 +242,8 @@ class Copies:
     def close(self) -> None:
         """Nothing is taken, given or got any more."""
         self.refuse()
-        self._giving.close()
-        self._getting.close()
-        self._freeing.close()
+        for worker in (self._giving, self._getting, self._freeing):
+            worker.close(wait=False)
         self.results.close()
 
     # ------------------------------------------------------------ inside
@@ -283,8 +255,10 @@ class Copies:
     def _submit(self, task: _Task, now: float) -> None:
         mark = _mark(task)
         if mark not in self._under_way and now >= self._not_before.get(mark, 0.0):
-            self._under_way.add(mark)
-            (self._getting if task.found is None else self._giving).put(task)
+            worker = self._getting if task.found is None else self._giving
+            with contextlib.suppress(RuntimeError):  # no thread is to be had: it is tried again
+                worker.submit(functools.partial(self._do, task))
+                self._under_way.add(mark)
 
     def _prune(self, order: wire.Cut, back: bool) -> None:
         """Copies of cuts that are not needed any more. The ranks write over their own; where none is needed these go,
@@ -305,9 +279,9 @@ class Copies:
         """Nobody finds it any more. To give back the memory of a large file takes seconds, so a thread does it; where
         that is ended in the middle, the next agent removes what is unfinished."""
         away = path.with_name(f"{path.name}.{os.getpid()}-{next(self._freed)}.new")
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):  # no thread is to be had: the next agent does
             path.rename(away)
-            self._freeing.put(away)
+            self._freeing.submit(lambda: away.unlink(missing_ok=True))
 
     def _blame(self, done: _Done, now: float) -> None:
         """An image could not be got from there, or given; the controller is told, for there may be others."""
@@ -317,7 +291,8 @@ class Copies:
             self._rests[address] = now + AGAIN_SECONDS  # until the controller has named another one
 
     def _is_slow(self, done: _Done) -> bool:
-        """It goes there so much slower than elsewhere that no cut may ever get through before the next one is due."""
+        """Whether images go there so much slower than elsewhere that no cut may get through before the next one is
+        due."""
         rates = [rate for element, rate in self.rates.items() if element != done.task.holder.element]
         usual = statistics.median(rates) if rates else USUAL_RATE
         return 0.0 < done.rate * SLOWER < min(usual, self._rate or usual)
@@ -375,15 +350,10 @@ def _needed(order: wire.Cut, iteration: int) -> bool:
 
 
 def _blames(task: _Task, error: Exception) -> bool:
-    """It was the other side, or the way there, and not what this node has or lacks."""
+    """Whether it was the other side, or the way there, and not what this node has or lacks."""
     if task.found is None:
         return not isinstance(error, (transfer.NoRoom, transfer.Busy))
     return isinstance(error, OSError) and not isinstance(error, transfer.Busy) and error.filename is None
-
-
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
 
 
 def row(found: Found) -> wire.Image:

@@ -31,11 +31,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgpack
+import msgspec
 import xxhash
 
 from unicron.ctl.system.addresses import join, listen_at, split
@@ -76,11 +75,11 @@ class TransferError(OSError):
 
 
 class NoRoom(TransferError):
-    """Whoever wanted it cannot take it; who has it is not to blame."""
+    """The receiver has no room for the image; its holder is not to blame."""
 
 
 class Busy(TransferError):
-    """Whoever is to take it, or to give it, serves others; it will."""
+    """The other side serves others for now."""
 
 
 class Unwanted(Exception):
@@ -96,10 +95,17 @@ class Damaged(TransferError):
 
 
 class News(NamedTuple):
-    """Of a server. problem: said once; more: what changes from one time to the next, said with it."""
+    """What a server has to tell. problem: said once; more: what changes from one time to the next, said with it."""
 
     problem: str = ""
     more: str = ""
+
+
+class _Request(msgspec.Struct, frozen=True):
+    """What a client wants: the image of this key, or to give one of so many bytes."""
+
+    key: Key | None = None
+    bytes: int = 0
 
 
 class Meter:
@@ -115,7 +121,7 @@ class Meter:
 
 
 def copy_name(key: Key) -> str:
-    """Of the file that holds a copy. What scripts keep in worlds of two sizes may be of one iteration."""
+    """The name of the file that holds a copy. What scripts keep in worlds of two sizes may be of one iteration."""
     kind = "" if key.kind == STATE else f"{key.kind}-"
     world = f"{int(key.size)}-{int(key.base)}-" if key.kind == USER else ""
     return f"{COPY_PREFIX}{kind}{world}{int(key.slot)}-{int(key.shard)}-{int(key.iteration)}{SUFFIX}"
@@ -124,7 +130,7 @@ def copy_name(key: Key) -> str:
 # ------------------------------------------------------------ the server
 class _Strangers:
     """Connections that have proved nothing yet, the one that came first in front. One too many and that one is shut:
-    whoever has the token proves it at once, and strangers who only wait keep nobody out."""
+    a client with the token proves it at once, and strangers who only wait keep nobody out."""
 
     def __init__(self) -> None:
         self._there: dict[socket.socket, None] = {}
@@ -139,8 +145,8 @@ class _Strangers:
                 with contextlib.suppress(OSError):
                     first.shutdown(socket.SHUT_RDWR)
 
-    def leave(self, connection: socket.socket) -> bool:
-        """It is none any more, or is to be closed; False where it was shut."""
+    def remove_stranger(self, connection: socket.socket) -> bool:
+        """The connection has proved itself, or is to be closed; False where it was shut."""
         with self._lock:
             if connection not in self._there:
                 return False
@@ -149,7 +155,7 @@ class _Strangers:
 
 
 class Server:
-    """Takes images into a folder and gives those that are there, to whoever has the token. In threads of its own.
+    """Takes images into a folder and gives those that are there to clients with the token, in threads of its own.
 
     folder(): None while there is none. news(news): one has come, or there is one less, or could not be taken, and
     why. address: host:port, empty where nothing could be bound.
@@ -176,7 +182,7 @@ class Server:
         assert self._socket is not None
         while not self._closing:
             try:
-                self._begin(self._socket.accept()[0])
+                self._start_serving(self._socket.accept()[0])
             except (OSError, RuntimeError) as error:  # a lost connection, no descriptor or no thread left: that passes
                 if not self._closing:
                     why = getattr(error, "strerror", "") or str(error)
@@ -184,13 +190,13 @@ class Server:
                     self._news(News(f"{what}: {why}; it goes on"))
                     time.sleep(PAUSE_SECONDS)
 
-    def _begin(self, connection: socket.socket) -> None:
-        """It is served in a thread of its own. Raises RuntimeError where there is none to be had."""
+    def _start_serving(self, connection: socket.socket) -> None:
+        """Serve a connection in a thread of its own. Raises RuntimeError where there is none to be had."""
         self._strangers.add(connection)
         try:
             threading.Thread(target=self._serve, args=(connection,), name="unicron-image", daemon=True).start()
         except RuntimeError:
-            self._strangers.leave(connection)
+            self._strangers.remove_stranger(connection)
             connection.close()
             raise
 
@@ -200,24 +206,23 @@ class Server:
                 try:
                     request = self._proven(connection)
                 finally:
-                    stays = self._strangers.leave(connection)
+                    stays = self._strangers.remove_stranger(connection)
                 if not stays:
                     return
                 if not self._slots.acquire(blocking=False):
-                    gets = msgpack.unpackb(request)["what"] == "get"
-                    connection.sendall(_LENGTH.pack(0) if gets else SO)
+                    connection.sendall(_LENGTH.pack(0) if request.key is not None else SO)
                     return
                 try:
                     connection.settimeout(SILENT_SECONDS)
                     _watch(connection)
-                    self._answer(connection, msgpack.unpackb(request))
+                    self._answer(connection, request)
                 finally:
                     self._slots.release()
-        except (OSError, ValueError, TypeError, KeyError, OverflowError, BadImage, msgpack.UnpackException):
+        except (OSError, OverflowError, BadImage, msgspec.DecodeError):
             pass  # the other side sees that nothing came, and says so
 
-    def _proven(self, connection: socket.socket) -> bytes:
-        """The request of somebody who has the token. Raises OSError."""
+    def _proven(self, connection: socket.socket) -> _Request:
+        """The request of somebody who has the token. Raises OSError, msgspec.DecodeError."""
         until, nonce = time.monotonic() + PROOF_SECONDS, secrets.token_bytes(NONCE)
         connection.settimeout(PROOF_SECONDS)
         connection.sendall(nonce)
@@ -228,23 +233,23 @@ class Server:
         request = _receive(connection, length, until)
         if not hmac.compare_digest(proof, _proof(self.token, nonce, request)):
             raise TransferError("the proof is wrong")
-        return request
+        return msgspec.msgpack.decode(request, type=_Request)
 
-    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
+    def _answer(self, connection: socket.socket, request: _Request) -> None:
         folder = self._where()
         if folder is None:
             return
-        if request["what"] == "get":
-            found = find(folder, Key(**request["key"]))
+        if request.key is not None:
+            found = find(folder, request.key)
             if found is not None:
                 connection.sendall(_LENGTH.pack(found.used))
                 _send_image(connection, found, 0.0, self._meter, _room_seconds(found.used))
                 if _receive(connection, len(KEPT)) == HARM and (problem := examine(found)):
                     self._news(News(problem))
-        elif request["what"] == "put":
-            self._take(connection, folder, int(request["bytes"]))
+        else:
+            self._take_image(connection, folder, request.bytes)
 
-    def _take(self, connection: socket.socket, folder: Path, length: int) -> None:
+    def _take_image(self, connection: socket.socket, folder: Path, length: int) -> None:
         try:
             draft = _Draft(folder, length)
         except (OSError, OverflowError) as error:
@@ -257,7 +262,7 @@ class Server:
             with draft:
                 connection.sendall(GO)
                 draft.receive(connection, self._meter)
-                draft.keep()
+                draft.keep_image()
         except Damaged:
             connection.sendall(HARM)
             raise
@@ -321,8 +326,8 @@ class _Draft:
         if _receive(connection, len(WHOLE)) != WHOLE:
             raise TransferError("it was overwritten while it was sent")
 
-    def keep(self) -> Found:
-        """It gets its name. Raises BadImage where its first page is not sound, Damaged where the rest is not."""
+    def keep_image(self) -> Found:
+        """Give the file its name. Raises BadImage where its first page is not sound, Damaged where the rest is not."""
         self._file.flush()
         found = read_page(self._path)
         if found.key.kind not in COPIED:
@@ -354,7 +359,7 @@ def put(found: Found, address: str, token: str, meter: Meter, rate: float = 0.0,
 
     Raises OSError, BadImage where the image was overwritten meanwhile, or is damaged: then it is gone; Unwanted.
     """
-    with _connected(address, token, {"what": "put", "bytes": found.used}) as connection:
+    with _connected(address, token, _Request(bytes=found.used)) as connection:
         connection.settimeout(_room_seconds(found.used))
         said = _receive(connection, len(GO))
         connection.settimeout(SILENT_SECONDS)
@@ -374,14 +379,14 @@ def put(found: Found, address: str, token: str, meter: Meter, rate: float = 0.0,
 def get(key: Key, folder: Path, address: str, token: str, meter: Meter) -> Found:
     """Get an image from the agent at `address` into `folder`. Raises OSError, Busy, NoRoom where this side cannot take
     it, BadImage."""
-    with _connected(address, token, {"what": "get", "key": asdict(key)}) as connection:
+    with _connected(address, token, _Request(key)) as connection:
         length = _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]
         if not length:
             raise Busy("it serves others")
         try:
             with _drafted(folder, length) as draft:
                 draft.receive(connection, meter)
-                found = draft.keep()
+                found = draft.keep_image()
         except Damaged:
             connection.sendall(HARM)
             raise
@@ -400,7 +405,7 @@ def _drafted(folder: Path, length: int) -> _Draft:
 
 
 def _no_room(folder: Path, length: int, error: Exception) -> tuple[str, str]:
-    """For people: for what there is none, and why, with figures that change from one time to the next."""
+    """For people: what there is no room for, and why, with figures that change from one time to the next."""
     return f"there is no room for {length / 1e6:.1f} MB in {folder}", f": {getattr(error, 'strerror', '') or error}"
 
 
@@ -410,19 +415,19 @@ def find(folder: Path, key: Key) -> Found | None:
 
 
 @contextlib.contextmanager
-def _connected(address: str, token: str, request: dict[str, Any]) -> Iterator[socket.socket]:
+def _connected(address: str, token: str, request: _Request) -> Iterator[socket.socket]:
     with socket.create_connection(split(address), SILENT_SECONDS) as connection:
         connection.settimeout(SILENT_SECONDS)
         _watch(connection)
-        nonce, data = _receive(connection, NONCE), msgpack.packb(request)
+        nonce, data = _receive(connection, NONCE), msgspec.msgpack.encode(request)
         connection.sendall(_proof(token, nonce, data) + _LENGTH.pack(len(data)) + data)
         yield connection
 
 
 # ------------------------------------------------------------ both
 def _watch(connection: socket.socket) -> None:
-    """Who makes room for a large image says nothing for long, but his kernel answers; where it does not the connection
-    ends."""
+    """Keep the connection alive: a side that makes room for a large image sends nothing for long, but its kernel
+    answers until the side is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -459,7 +464,7 @@ def _send_image(
     try:
         _send_bytes(connection, found, rate, meter, room, wanted)
     except ConnectionError:
-        _compare(found)  # whoever sees it torn takes no more of it
+        _compare(found)  # the other side takes no more of a torn image
         raise
     _compare(found)
     connection.sendall(WHOLE)

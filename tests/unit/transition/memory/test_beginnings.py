@@ -22,11 +22,11 @@ def test_a_damaged_one_is_said_and_the_older_taken(tmp_path, capsys):
     begin = beginnings(tmp_path)
     assert begin.newest == 5, "nothing is read before it is asked for"
     with pytest.raises(Unusable):
-        begin.take(other, 5)
+        begin.take_up(other, 5)
     assert "do not match their checksum" in capsys.readouterr().err
     assert begin.told == [(4, WRITER.mark)] and not newest.path.exists()
-    assert begin.take(other, 4) == 4 and same(everything(other), before)
-    assert keeper.holds
+    assert begin.take_up(other, 4) == 4 and same(everything(other), before)
+    assert keeper.has_files
 
 
 def test_a_torn_one_is_passed_over_and_said(tmp_path, capsys):
@@ -48,15 +48,15 @@ def test_after_memory_comes_the_file_and_never_the_start(tmp_path):
     for found in inventory(memory):
         spoil(found.path)
     with pytest.raises(Unusable):
-        begin.take(other, 4)
-    assert begin.newest == 3 and begin.take(other, 3) == 3
+        begin.take_up(other, 4)
+    assert begin.newest == 3 and begin.take_up(other, 3) == 3
     assert same(everything(other), everything(state))
     for path in saves.glob(f"*/*{SUFFIX}"):
         spoil(path)
     with pytest.raises(Unusable):
-        begin.take(other, 2)
+        begin.take_up(other, 2)
     with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
-        begin.take(other, 3)
+        begin.take_up(other, 3)
     with pytest.raises(CheckpointError, match=r"move .* away to start anew"):
         beginnings(memory, Checkpoints(saves))
 
@@ -77,4 +77,4 @@ def test_of_another_model_it_is_said_and_nothing_begins_anew(tmp_path):
     other.model[0].module[0] = torch.nn.Linear(5, 4)
     begin = beginnings(tmp_path)
     with pytest.raises(CheckpointError, match="of another model"):
-        begin.take(other, 4)
+        begin.take_up(other, 4)

@@ -14,13 +14,14 @@ import torch
 from tests.support.kept import WRITER, beginnings, everything, iterations, kept, same, spoil, step, training
 from unicron.detector.processes.rank_messages import Cut, Save
 from unicron.transition.iteration.exchange import Said
-from unicron.transition.session.save_schedule import Saving
+from unicron.transition.session.save_schedule import SaveSchedule
 from unicron.transition.snapshot import contents, files, images
 from unicron.transition.snapshot.checkpoint import Checkpoints
 from unicron.transition.snapshot.contents import Gatherer
+from unicron.transition.snapshot.image_ring import ImageRing
 from unicron.transition.snapshot.images import BadImage, inventory, read_page
 from unicron.transition.snapshot.keeper import Keeper, Settings
-from unicron.transition.snapshot.remembered import Remembered
+from unicron.transition.snapshot.whole_state import WholeState
 
 
 # ------------------------------------------------------------ what is copied
@@ -28,7 +29,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     state, other = training(), training(seed=3)
     kept(tmp_path, state, 7)
     assert beginnings(tmp_path).told == [(7, WRITER.mark), (0, "")]
-    assert beginnings(tmp_path).take(other, 7) == 7
+    assert beginnings(tmp_path).take_up(other, 7) == 7
     assert same(everything(other), everything(state)) and (other.seed, other.loss) == (0, 1.0)
     assert other.scheduler.state_dict() == state.scheduler.state_dict()
 
@@ -48,10 +49,10 @@ def test_the_copy_is_of_the_moment_it_was_begun_though_buffers_change_after_it(t
     state.model[0].module(torch.rand(5, 3))  # a forward pass changes the running mean
     assert not same(everything(state), before)
     go.set()
-    keeper.wait()
+    keeper.wait_copied()
     step(state)  # from here on parameters may change
     keeper.close()
-    beginnings(tmp_path).take(other, 5)
+    beginnings(tmp_path).take_up(other, 5)
     assert same(everything(other), before)
 
 
@@ -60,16 +61,16 @@ def test_what_is_gathered_again_is_the_present_state(tmp_path):
     state, other = training(), training(seed=3)
     keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(state)
     keeper.copy(gatherer, 1, 1, WRITER)
-    keeper.wait()
+    keeper.wait_copied()
     for held in state.optimizer.state.values():
         held["exp_avg"], held["told"] = held["exp_avg"] + 1.0, 5
     keeper.copy(gatherer, 2, 1, WRITER)
-    keeper.wait()
+    keeper.wait_copied()
     for held in state.optimizer.state.values():
         held["told"] = 6
     keeper.copy(gatherer, 3, 1, WRITER)
     keeper.close()
-    beginnings(tmp_path).take(other, 3)
+    beginnings(tmp_path).take_up(other, 3)
     assert same(everything(other), everything(state))
     assert [held["told"] for held in other.optimizer.state.values()] == [6] * 4
 
@@ -87,9 +88,9 @@ def test_what_a_generation_goes_on_from_stays_until_another_one_is_whole(tmp_pat
     kept(tmp_path, state, 4, 5)
     keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(state)
     for begins in (4, 4, 5, 5):  # twice from each: of what comes after it another place has had none
-        keeper.keep = begins
+        keeper.needed = begins
         keeper.copy(gatherer, begins + 1, 1, WRITER)
-        keeper.settle()
+        keeper.wait_whole()
         assert iterations(tmp_path) == [begins, begins + 1]
     keeper.close()
 
@@ -102,8 +103,8 @@ def test_where_no_thread_is_to_be_had_the_training_goes_on_without_copies(tmp_pa
     with monkeypatch.context() as none:
         none.setattr(threading.Thread, "start", refuse)
         keeper.copy(gatherer, 1, 1, WRITER)
-        keeper.wait()
-        keeper.settle()
+        keeper.wait_copied()
+        keeper.wait_whole()
     assert "can't start new thread" in keeper.trouble and "the training goes on" in capsys.readouterr().err
     for iteration in (2, 3):
         keeper.copy(gatherer, iteration, 1, WRITER)
@@ -126,14 +127,14 @@ def test_who_no_longer_keeps_the_state_drops_its_files_once_the_other_has_as_muc
     kept(tmp_path, state, 4)
     keeper.hand_over(0, 5)
     keeper.close()
-    assert iterations(tmp_path) == [4, 4, 5] and keeper.holds
+    assert iterations(tmp_path) == [4, 4, 5] and keeper.has_files
     kept(tmp_path, state, 5)
     keeper.hand_over(0, 5)
     keeper.close()
     assert iterations(tmp_path) == [4, 4, 5, 5], "other nodes may not have as much yet"
     keeper.hand_over(0, 6)
     keeper.close()
-    assert iterations(tmp_path) == [4, 5] and not keeper.holds
+    assert iterations(tmp_path) == [4, 5] and not keeper.has_files
 
 
 def test_settings_are_read_and_what_is_no_number_is_one_line():
@@ -157,7 +158,7 @@ def test_a_full_memory_is_said_once_and_tried_again_at_a_growing_distance(tmp_pa
         broken.setattr(images.os, "posix_fallocate", full)
         for now in range(1, 20):
             keeper.copy(gatherer, now, 1, WRITER)
-            keeper._done.wait()
+            keeper.wait_whole()
     assert tries == [1, 3, 6, 11] and len(said) == 1 and "No space left" in said[0]
     assert "No space left" in keeper.trouble and iterations(tmp_path) == []
     for now in range(20, 40):
@@ -171,13 +172,13 @@ def test_a_folder_that_vanishes_ends_nothing(tmp_path):
     folder.mkdir()
     keeper, gatherer = Keeper(folder, 0, 1, said.append), Gatherer(training())
     keeper.copy(gatherer, 1, 1, WRITER)
-    keeper._done.wait()
+    keeper.wait_whole()
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
     for iteration in range(2, 5):
         keeper.copy(gatherer, iteration, 1, WRITER)
-        keeper._done.wait()
+        keeper.wait_whole()
     assert len(said) == 1
     folder.mkdir()
     for iteration in range(5, 9):
@@ -221,15 +222,15 @@ def test_what_is_set_aside_stays_as_it_is_while_the_copies_go_on_and_its_room_is
     wanted = everything(state)
     for iteration in (1, 2, 3, 4):
         keeper.copy(gatherer, iteration, 1, WRITER, aside=iteration == 1)
-        keeper.wait()
+        keeper.wait_copied()
         step(state)
     keeper.close()
-    assert keeper.filing
+    assert keeper.aside.is_open
     (found,) = files.asides(tmp_path)
     assert iterations(tmp_path) == [1, 3, 4]
     path = files.persist(found, tmp_path / "saves")
     found.path.unlink()
-    assert not keeper.filing and not any(files.is_aside(path) for path in tmp_path.glob("state-*"))
+    assert not keeper.aside.is_open and not any(files.is_aside(path) for path in tmp_path.glob("state-*"))
     assert path.parent.name == "iteration-00000001"
     assert Checkpoints(tmp_path / "saves").load(other) == 1 and same(everything(other), wanted)
 
@@ -239,7 +240,7 @@ def test_it_is_set_aside_though_no_copy_is_due_and_before_it_is_whole_there_is_n
     seen = []
 
     def looked(*about):
-        seen.append((list(files.asides(tmp_path)), keeper.filing))
+        seen.append((list(files.asides(tmp_path)), keeper.aside.is_open))
         return mark_whole(*about)
 
     monkeypatch.setattr(images.Image, "mark_whole", looked)
@@ -254,17 +255,17 @@ def test_where_there_is_no_room_beside_what_is_set_aside_the_copies_wait_for_the
     keeper, gatherer = Keeper(tmp_path, 0, 1, said.append), Gatherer(state)
     for iteration in (1, 2):
         keeper.copy(gatherer, iteration, 1, WRITER, aside=iteration == 2)
-    keeper._done.wait()
+    keeper.wait_whole()
     allocate = os.posix_fallocate
 
     def full(descriptor, *room):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     keeper.copy(gatherer, 3, 1, WRITER)
-    keeper._done.wait()
+    keeper.wait_whole()
     monkeypatch.setattr(images.os, "posix_fallocate", full)
     keeper.copy(gatherer, 4, 1, WRITER)
-    keeper._done.wait()
+    keeper.wait_whole()
     assert iterations(tmp_path) == [2, 3] and not keeper.trouble
     files.asides(tmp_path)[0].path.unlink()
     monkeypatch.setattr(images.os, "posix_fallocate", allocate)
@@ -277,13 +278,13 @@ def test_where_there_is_no_room_beside_what_is_set_aside_the_copies_wait_for_the
 def test_cuts_go_when_none_are_wanted_any_more_and_what_takes_turns_stays(tmp_path: Path) -> None:
     state = training()
     keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(state)
-    keeper.cut = 1
+    keeper.cuts.on_order(Cut(1))
     for iteration in (1, 2, 3):
         keeper.copy(gatherer, iteration, 1, WRITER)
-        keeper.wait()
-    assert [path.name for path in sorted(tmp_path.glob("cut-*"))] == ["cut-0-0.image"]
-    keeper.cut, keeper.none = -1, True
-    keeper.drop_cuts()
+        keeper.wait_copied()
+    assert [path.name for path in sorted(tmp_path.glob("cut-*"))] == ["cut-state-0-0.image"]
+    keeper.cuts.on_order(Cut(-1, none=True))
+    keeper.remove_unwanted_cuts()
     keeper.copy(gatherer, 4, 1, WRITER)
     keeper.close()
     assert not list(tmp_path.glob("cut-*")) and iterations(tmp_path) == [3, 4]
@@ -295,12 +296,13 @@ def test_what_cannot_go_costs_no_copy(tmp_path: Path, monkeypatch: pytest.Monkey
 
     state = training()
     keeper = kept(tmp_path, state, 1)
-    monkeypatch.setattr(keeper._cuts, "clear", driver)
-    keeper.none = True
-    keeper.drop_cuts()
+    monkeypatch.setattr(ImageRing, "remove", driver)
+    keeper.cuts.paths("state")
+    keeper.cuts.on_order(Cut(-1, none=True))
+    keeper.remove_unwanted_cuts()
     keeper.copy(Gatherer(state), 2, 0, WRITER)
     keeper.close()
-    assert keeper.newest == 2
+    assert iterations(tmp_path) == [1, 2] and not keeper.trouble
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -317,13 +319,15 @@ def test_where_there_is_no_room_for_a_cut_what_takes_turns_goes_on_and_it_is_sai
     monkeypatch.setattr(images, "allocate", beside_two)
     keeper, gatherer = Keeper(tmp_path, 0, every, said.append), Gatherer(training())
     for iteration in range(1, 10):
-        keeper.cut = iteration if iteration in (3, 6, 8) else keeper.cut
+        if iteration in (3, 6, 8):
+            keeper.cuts.on_order(Cut(iteration))
         keeper.copy(gatherer, iteration, 1, WRITER)
-        keeper._done.wait()
+        keeper.wait_whole()
         due = [each for each in range(1, iteration + 1) if each % every == 0]
         assert iterations(tmp_path) == due[-2:] and not keeper.trouble
     assert len(said) == 1 and "no copies of the training state are kept for other nodes" in said[0]
-    full, keeper.cut = False, 11
+    full = False
+    keeper.cuts.on_order(Cut(11))
     for iteration in (10, 11):
         keeper.copy(gatherer, iteration, 1, WRITER)
     keeper.close()
@@ -340,18 +344,18 @@ def test_the_training_does_not_wait_while_much_is_removed(tmp_path, remembered, 
         gone.append(path)
         unlink(path, **how)
 
-    remembered.hear(Cut(1))
+    remembered.on_message(Cut(1))
     for iteration in (1, 2, 3):
-        remembered.keep(iteration, [1], 1, WRITER)
-        remembered.wait()
+        remembered.keep_boundary(iteration, [1], 1, WRITER)
+        remembered.wait_copied()
     kept(tmp_path, training(), 4)
-    remembered._keeper._done.wait()
+    remembered.wait_whole()
     monkeypatch.setattr(os, "unlink", slowly)
-    remembered.hear(Cut(-1, none=True))
-    remembered.keep(4, [1], 1, WRITER)
-    remembered._keeper._done.wait()
+    remembered.on_message(Cut(-1, none=True))
+    remembered.keep_boundary(4, [1], 1, WRITER)
+    remembered.wait_whole()
     assert iterations(tmp_path) == [1, 3, 4, 4] and not gone
-    remembered.keep(5, [0, 1], 2, WRITER)
+    remembered.keep_boundary(5, [0, 1], 2, WRITER)
     assert not gone
     go.set()
     remembered.close()
@@ -360,48 +364,48 @@ def test_the_training_does_not_wait_while_much_is_removed(tmp_path, remembered, 
 
 # ------------------------------------------------------------ what a session has to do with it
 @pytest.fixture
-def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remembered:
+def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WholeState:
     """Of slot 1, one of two ranks of a node."""
     for name, value in (("UNICRON_MEMORY", str(tmp_path)), ("LOCAL_WORLD_SIZE", "2"), ("UNICRON_MEMORY_EVERY", "1")):
         monkeypatch.setenv(name, value)
-    made = Remembered(1, training())
-    made.look(Checkpoints(tmp_path / "saves"), 0, WRITER)
+    made = WholeState(training(), 1)
+    made.find_start(Checkpoints(tmp_path / "saves"), 0, lambda: WRITER)
     return made
 
 
 def test_cuts_go_though_another_rank_of_the_node_keeps_the_state_by_now(tmp_path, remembered):
-    remembered.hear(Cut(1))
+    remembered.on_message(Cut(1))
     for iteration in (1, 2):
-        remembered.keep(iteration, [1], 1, WRITER)
-        remembered.wait()
+        remembered.keep_boundary(iteration, [1], 1, WRITER)
+        remembered.wait_copied()
     kept(tmp_path, training(), 3)
-    remembered.keep(4, [0, 1], 2, WRITER)
+    remembered.keep_boundary(4, [0, 1], 2, WRITER)
     remembered.close()
-    assert [path.name for path in tmp_path.glob("*-1-*")] == ["cut-1-0.image"]
-    remembered.hear(Cut(-1, none=True))
-    remembered.keep(4, [0, 1], 2, WRITER)
+    assert [path.name for path in tmp_path.glob("*-1-*")] == ["cut-state-1-0.image"]
+    remembered.on_message(Cut(-1, none=True))
+    remembered.keep_boundary(4, [0, 1], 2, WRITER)
     remembered.close()
-    assert not list(tmp_path.glob("*-1-*")) and "/cut-1-" not in Path("/proc/self/maps").read_text()
+    assert not list(tmp_path.glob("*-1-*")) and "/cut-state-1-" not in Path("/proc/self/maps").read_text()
 
 
 def test_a_checkpoint_that_could_not_be_set_aside_is_asked_for_again(tmp_path, remembered, monkeypatch, capsys):
     here = [1], 1, WRITER
-    saving = Saving(Checkpoints(tmp_path / "saves"), remembered)
-    remembered.hear(Save())
-    saving.hear(Said(save=saving.wanted))
-    assert saving.due(1) and not saving.wanted and remembered.files(*here)
+    saving = SaveSchedule(Checkpoints(tmp_path / "saves"), remembered)
+    remembered.on_message(Save())
+    saving.on_commit(Said(save=saving.wanted))
+    assert saving.is_due(1) and not saving.wanted and remembered.set_aside(1, *here)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as broken:
         broken.setattr(images.os, "posix_fallocate", full)
-        remembered.keep(1, *here, aside=True)
-        remembered.wait()
+        remembered.keep_boundary(1, *here)
+        remembered.wait_copied()
         remembered.close()
     assert not files.asides(tmp_path) and saving.wanted and not saving.busy
-    saving.begin()
-    saving.hear(Said(save=saving.wanted))
-    assert saving.due(2) and not saving.wanted, "it is asked for once"
-    assert not remembered.files(*here), "the rank writes it by itself"
+    saving.begin_iteration()
+    saving.on_commit(Said(save=saving.wanted))
+    assert saving.is_due(2) and not saving.wanted, "it is asked for once"
+    assert not remembered.set_aside(1, *here), "the rank writes it by itself"
     assert "No space left" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections import OrderedDict
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import unicron
 from unicron.transition.snapshot import user
-from unicron.transition.snapshot.cuts import Wanted, note
+from unicron.transition.snapshot.cuts import Wanted, write_cut_note
 from unicron.transition.snapshot.images import inventory, read_page
 
 
@@ -28,8 +29,8 @@ def memory(tmp_path, monkeypatch):
 
 def written() -> None:
     """The last save is over; what follows is as in a new process."""
-    if user._kept is not None and user._kept._thread is not None:
-        user._kept._thread.join()
+    if user._kept is not None:
+        user._kept._worker.close()
     user._kept = None
 
 
@@ -121,7 +122,7 @@ def test_without_a_thread_it_is_whole_when_the_call_returns_and_so_is_a_part_of_
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(user.threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     for iteration in (1, 2):
         unicron.memory.save({"x": 1}, iteration, replicated=replicated)
         assert iteration in [found.key.iteration for found in inventory(memory)]
@@ -152,11 +153,11 @@ def test_a_world_that_begins_behind_an_earlier_ones_cut_keeps_its_own(memory, mo
         written()
         return sorted((each.key.base, each.key.iteration) for each in inventory(memory) if each.path.name[:4] == "cut-")
 
-    note(memory, Wanted(500))
+    write_cut_note(memory, Wanted(500))
     monkeypatch.setenv("UNICRON_GENERATION", "1")
     unicron.memory.save({"x": 1}, 500)
     assert kept() == [(1, 500)]
-    note(memory, Wanted(103))
+    write_cut_note(memory, Wanted(103))
     monkeypatch.setenv("UNICRON_GENERATION", "2")
     unicron.memory.save({"x": 1}, 103)
     assert kept() == [(1, 500), (2, 103)]

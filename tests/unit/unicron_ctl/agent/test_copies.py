@@ -55,7 +55,7 @@ class Side:
 
         def turn() -> bool:
             self.now += 1.0
-            self.copies.turn(self.now)
+            self.copies.give_cut(self.now)
             self.copies.finish(self.now)
             return done()
 
@@ -82,11 +82,11 @@ def test_the_folder_is_looked_at_until_all_of_the_cut_is_given_and_no_longer(sid
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)], parts=2))
     one.image()
     one.until(lambda: other.names() == ["copy-0-0-70.image"])
-    assert one.copies.wait(one.now) < 1.0, "the second place's is not there yet"
+    assert one.copies.seconds_to_cut(one.now) < 1.0, "the second place's is not there yet"
     one.image(Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa"))
-    one.until(lambda: len(other.names()) == 2 and one.copies.wait(one.now) == float("inf"))
+    one.until(lambda: len(other.names()) == 2 and one.copies.seconds_to_cut(one.now) == float("inf"))
     one.copies.obey(wire.Cut(iteration=90, good=70, targets=[other.holder(1)], parts=2))
-    assert one.copies.wait(one.now) == 0.0, "until there is another one"
+    assert one.copies.seconds_to_cut(one.now) == 0.0, "until there is another one"
 
 
 def test_what_goes_with_shards_is_given_before_them(sides: tuple[Side, Side]) -> None:
@@ -94,9 +94,9 @@ def test_what_goes_with_shards_is_given_before_them(sides: tuple[Side, Side]) ->
     one.image(Key("shard", slot=0, iteration=70, base=1, mark="0000a"), name="cut-shard")
     one.image(Key("untrained", slot=0, iteration=70, mark="f00"), name="cut-untrained")
     given: list[str] = []
-    one.copies._giving.put = lambda task: given.append(task.key.kind)
+    one.copies._giving.submit = lambda run: given.append(run.args[0].key.kind)
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
-    one.copies.turn(0.0)
+    one.copies.give_cut(0.0)
     assert given == ["untrained", "shard"]
 
 
@@ -118,7 +118,7 @@ def test_an_image_is_got_while_another_one_is_given(sides: tuple[Side, Side]) ->
     one.copies._rate = 1e3  # the image would take half an hour
     one.image(Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa"))
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1), slow], parts=1))
-    one.copies.turn(0.0)
+    one.copies.give_cut(0.0)
     one.copies.fetch(wire.Fetch(image=wire.Image("state", 0, 70, 0, 2, 0, 1, 1, "aa"), holder=other.holder(1)), 0.0)
     one.until(lambda: [message for message in one.told if isinstance(message, wire.Fetch)])
     assert "copy-0-0-70.image" in one.names()
@@ -163,11 +163,11 @@ def test_an_older_order_is_not_obeyed_and_a_newer_one_may_name_a_lower_iteration
 def test_what_waits_to_be_given_of_an_older_cut_is_not_given_any_more(sides: tuple[Side, Side]) -> None:
     one, other = sides
     waiting: list = []
-    one.copies._giving.put = waiting.append
+    one.copies._giving.submit = lambda run: waiting.append(run.args[0])
     for slot, iteration in ((0, 70), (1, 80)):
         one.image(Key("state", slot=slot, iteration=iteration, place=slot, size=2, base=1, mark="aa"))
     one.copies.obey(wire.Cut(iteration=70, number=1, targets=[other.holder(1)]))
-    one.copies.turn(0.0)
+    one.copies.give_cut(0.0)
     assert sorted(task.key.iteration for task in waiting) == [70, 80]
     one.copies.obey(wire.Cut(iteration=80, number=2, targets=[other.holder(1)]))
     for task in waiting:
@@ -206,7 +206,7 @@ def test_of_whom_an_image_could_not_be_got_the_controller_is_told_and_what_waits
     one, other = sides
     other.image(Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa"), name="copy")
     waiting: list = []
-    one.copies._getting.put = waiting.append
+    one.copies._getting.submit = lambda run: waiting.append(run.args[0])
     for each in (order(gone), order(gone, slot=1)):
         one.copies.fetch(each, 0.0)
     for task in waiting:
@@ -240,7 +240,7 @@ def test_an_image_on_its_way_is_not_got_from_another_one_too(sides: tuple[Side, 
     """The nearest one may change while it is being sent."""
     one, other = sides
     waiting: list = []
-    one.copies._getting.put = waiting.append
+    one.copies._getting.submit = lambda run: waiting.append(run.args[0])
     one.copies.fetch(order(other.holder(1)), 0.0)
     one.copies.fetch(order(gone), 0.0)
     assert [task.holder.element for task in waiting] == [1]
@@ -274,11 +274,11 @@ def test_who_takes_no_image_is_told_and_the_others_do_not_wait_for_all_that_goes
     """Defect: each image for a silent agent held up those for the others, and the controller was only told how many."""
     one, other = sides
     waiting: list = []
-    one.copies._giving.put = waiting.append
+    one.copies._giving.submit = lambda run: waiting.append(run.args[0])
     for slot in (0, 1):
         one.image(Key("state", slot=slot, iteration=70, place=slot, size=2, base=1, mark="aa"))
     one.copies.obey(wire.Cut(iteration=70, number=1, targets=[gone, other.holder(1)], parts=2))
-    one.copies.turn(0.0)
+    one.copies.give_cut(0.0)
     assert len(waiting) == 4
     for task in waiting:
         one.copies._do(task)
@@ -288,10 +288,10 @@ def test_who_takes_no_image_is_told_and_the_others_do_not_wait_for_all_that_goes
     assert list(one.copies.refusing(0.0)) == [gone.address] and one.copies.failing(0.0) == {}
     assert len(other.names()) == 2
     waiting.clear()
-    one.copies.turn(AGAIN_SECONDS - 0.1)
+    one.copies.give_cut(AGAIN_SECONDS - 0.1)
     assert not waiting, "the controller has time to name another one"
-    one.copies.turn(AGAIN_SECONDS + 0.2)
-    assert {task.holder for task in waiting} == {gone} and one.copies.wait(AGAIN_SECONDS + 0.2) < 1.0
+    one.copies.give_cut(AGAIN_SECONDS + 0.2)
+    assert {task.holder for task in waiting} == {gone} and one.copies.seconds_to_cut(AGAIN_SECONDS + 0.2) < 1.0
     one.copies.obey(wire.Cut(iteration=70, number=2, targets=[other.holder(1)], parts=2))
     for task in waiting:
         one.copies._do(task)
@@ -332,10 +332,10 @@ def test_of_those_that_take_no_image_only_the_last_few_are_told(sides: tuple[Sid
 def test_nobody_is_blamed_for_an_image_that_is_not_here_any_more(sides: tuple[Side, Side], own: str) -> None:
     one, other = sides
     waiting: list = []
-    one.copies._giving.put = waiting.append
+    one.copies._giving.submit = lambda run: waiting.append(run.args[0])
     one.image()
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
-    one.copies.turn(0.0)
+    one.copies.give_cut(0.0)
     if own == "removed":
         (one.folder / f"cut-0-0{SUFFIX}").unlink()
     else:
@@ -398,7 +398,7 @@ def test_what_is_not_wanted_any_more_is_not_sent_on_and_who_takes_it_far_too_slo
     one.image()
     one.copies.rates[2] = elsewhere
     one.copies.obey(wire.Cut(iteration=70, number=1, targets=[other.holder(1)]))
-    one.copies.turn(0.0)
+    one.copies.give_cut(0.0)
     wait_for(lambda: other.copies.moved >= 8 << 20, "it is on its way")
     one.copies.obey(wire.Cut(iteration=90, number=2, targets=[other.holder(1)]))
     told.set()

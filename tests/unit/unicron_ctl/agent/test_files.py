@@ -53,7 +53,7 @@ def test_what_is_set_aside_becomes_files_of_which_the_newest_stay(memory: Memory
     wait_for(lambda: not any(name.exists() for name in names), "the files")
     wait_for(lambda: iterations(tmp_path / "saves") == [6, 4], "the oldest has gone")
     assert writer.results.take_all() == [2, 4, 6] and not said
-    writer.ask(rests=False)
+    writer.request_checkpoint(rests=False)
     aside(memory, 7)
     writer.close(20.0)
     assert said == [f"the training state of iteration 7 was saved in {tmp_path / 'saves' / 'iteration-00000007'}"]
@@ -157,7 +157,7 @@ def test_two_threads_of_one_process_write_no_file_of_the_same_name(tmp_path: Pat
 def test_while_nobody_trains_what_there_is_is_written_at_once(memory: Memory, tmp_path: Path, capfd) -> None:
     aside(memory, 2).unlink()
     writer = Files(memory, lambda key: (), 0.0, print)
-    writer.ask(rests=True)
+    writer.request_checkpoint(rests=True)
     wait_for(lambda: iterations(tmp_path / "saves") == [2], "the file")
     writer.close()
     assert "the training state of iteration 2 was saved in" in capfd.readouterr().out

@@ -8,14 +8,17 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes import wait_for
 from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.snapshots import last_checkpoint
 from unicron.ctl.agent.snapshots import node_memory as agent_memory
-from unicron.ctl.agent.snapshots.node_memory import FORGOTTEN_SECONDS, TURN_SECONDS, Memory, sweep, within
+from unicron.ctl.agent.snapshots.last_checkpoint import TURN_SECONDS, LastCheckpoint
+from unicron.ctl.agent.snapshots.node_memory import FORGOTTEN_SECONDS, Memory, sweep, within
 from unicron.ctl.protocol import wire
 from unicron.ctl.system.errors import UserError
 from unicron.transition.snapshot import files, folders
@@ -160,14 +163,25 @@ def kept(memory: Memory, *iterations: int, data: bytes = b"12345678", places: in
         made.mark_whole(key, b"head", len(data))
 
 
+def persist(
+    memory: Memory,
+    turn: Callable[[Key], tuple[int, ...] | None],
+    ends: threading.Event | None = None,
+    cuts: Sequence[int] = (),
+    prunes: bool = True,
+) -> None:
+    """The job ends here."""
+    LastCheckpoint(memory.folder, turn, memory._complain, ends, prunes).write(cuts)
+
+
 @pytest.fixture
 def left(make, tmp_path: Path, monkeypatch) -> Memory:
     """In a node that has the states of iterations 7 and 8, like others; where checkpoints of 5 and 6 are."""
-    monkeypatch.setattr(agent_memory, "TURN_SECONDS", 0.2)
+    monkeypatch.setattr(last_checkpoint, "TURN_SECONDS", 0.2)
     made: Memory = make()
     files.note_destination(made.folder, files.Destination(tmp_path / "saves", 2))
     kept(made, 5, 6)
-    made.persist(lambda key: ())
+    persist(made, lambda key: ())
     kept(made, 7, 8)
     return made
 
@@ -189,13 +203,13 @@ def test_what_the_nodes_before_do_not_begin_to_write_a_later_one_writes_in_its_t
 ) -> None:
     """Defect: where the first node had no memory nobody wrote the place, and there was no whole checkpoint."""
     began = time.monotonic()
-    left.persist(lambda key: tuple(range(turn)))
+    persist(left, lambda key: tuple(range(turn)))
     assert saved(tmp_path) == [8, 7] and time.monotonic() - began >= 0.2 * turn, "older ones have gone"
 
 
 @pytest.mark.parametrize("turn", [None, (0, 1, 2)])
 def test_who_does_not_train_the_place_or_comes_late_writes_nothing(left: Memory, tmp_path: Path, turn) -> None:
-    left.persist(lambda key: turn)
+    persist(left, lambda key: turn)
     assert saved(tmp_path) == [6, 5]
 
 
@@ -204,16 +218,16 @@ def test_what_is_there_is_neither_waited_for_nor_written_again(
     left: Memory, tmp_path: Path, said: list[str], monkeypatch, iteration: int
 ) -> None:
     """Also by a node whose last copy was whole, or torn, and this one's not: both have the one in the middle."""
-    monkeypatch.setattr(agent_memory, "TURN_SECONDS", 600.0)
+    monkeypatch.setattr(last_checkpoint, "TURN_SECONDS", 600.0)
     said.clear()
     unfinished(tmp_path, iteration).with_name(f"{MARK}.place-0-of-1.shard-0-of-1.image").touch()
-    left.persist(lambda key: (0,))
+    persist(left, lambda key: (0,))
     assert saved(tmp_path) == [iteration, 6, 5] and not said
 
 
 def test_what_a_process_left_unfinished_that_is_no_more_is_nobodys_writing(left: Memory, tmp_path: Path) -> None:
     unfinished(tmp_path, 8).write_bytes(b"x")
-    left.persist(lambda key: (0,))
+    persist(left, lambda key: (0,))
     assert saved(tmp_path) == [8, 7]
 
 
@@ -221,7 +235,7 @@ def test_a_later_checkpoint_that_was_found_damaged_is_not_there(left: Memory, tm
     file = unfinished(tmp_path, 20).with_name(f"{MARK}.place-0-of-1.shard-0-of-1.image")
     file.touch()
     file.with_name(f"{MARK}.{files.DAMAGED}").touch()
-    left.persist(lambda key: (0,))
+    persist(left, lambda key: (0,))
     assert saved(tmp_path) == [8, 7]
 
 
@@ -232,11 +246,11 @@ def test_where_a_node_was_lost_a_cut_is_written_whole_before_the_newest_states(
     """Of the lost half there is a copy of 7. Where the other node is there after all it writes that itself; what it had
     written of a later one before it was lost is of no use. The cut of 9 is not known to be anywhere else."""
     order: list[tuple[int, int]] = []
-    persist = files.persist
+    plain = files.persist
 
     def noted(found: Found, folder: Path) -> Path:
         order.append((found.key.place, found.key.iteration))
-        return persist(found, folder)
+        return plain(found, folder)
 
     monkeypatch.setattr(files, "persist", noted)
     for path in left.folder.glob("*.image"):
@@ -246,7 +260,7 @@ def test_where_a_node_was_lost_a_cut_is_written_whole_before_the_newest_states(
         (left.folder / f"state-1-{iteration}.image").unlink()
     if there is not None:
         unfinished(tmp_path, there).with_name(f"{MARK}.place-1-of-2.shard-0-of-1.image").touch()
-    left.persist(lambda key: (1,) if key.place else (), cuts=[7, 9])
+    persist(left, lambda key: (1,) if key.place else (), cuts=[7, 9])
     assert order == [(0, 7), *([] if there == 7 else [(1, 7)]), (0, 9), (0, 11), (0, 10)]
     assert saved(tmp_path) in ([7, 6], [7, 6, 5])
 
@@ -258,15 +272,15 @@ def test_a_save_that_hangs_is_left_behind() -> None:
 
 
 def test_a_job_that_is_ended_by_an_error_keeps_the_checkpoints_from_before_it(left: Memory, tmp_path: Path) -> None:
-    left.persist(lambda key: (), prunes=False)
+    persist(left, lambda key: (), prunes=False)
     assert saved(tmp_path) == [8, 7, 6, 5]
 
 
 def test_who_is_to_end_waits_for_nobody(left: Memory, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(agent_memory, "TURN_SECONDS", 600.0)
+    monkeypatch.setattr(last_checkpoint, "TURN_SECONDS", 600.0)
     ends = threading.Event()
     threading.Timer(0.2, ends.set).start()
-    left.persist(lambda key: (0,), ends)
+    persist(left, lambda key: (0,), ends)
     assert saved(tmp_path) == [6, 5]
 
 
@@ -315,7 +329,7 @@ def ending(make, tmp_path: Path, monkeypatch) -> Ending:
     files.note_destination(made.memory.folder, files.Destination(tmp_path / "saves", 2))
     kept(made.memory, 7, 8, places=PLACES)
     swept()
-    monkeypatch.setattr(agent_memory, "time", made)
+    monkeypatch.setattr(last_checkpoint, "time", made)
     monkeypatch.setattr(files, "persist", made.persist)
     return made
 
@@ -324,7 +338,7 @@ def test_while_the_first_node_writes_one_part_after_the_other_the_next_one_leave
     """Defect: what the first one had not begun in 5 s both wrote."""
     for place in range(PLACES):
         ending.other(3.0 * (place + 1), place)
-    ending.memory.persist(lambda key: (0,), ending)
+    persist(ending.memory, lambda key: (0,), ending)
     assert not ending.written and 24.0 <= ending.now <= 24.0 + TURN_SECONDS
 
 
@@ -333,18 +347,18 @@ def test_and_so_it_does_while_one_file_takes_long(ending: Ending) -> None:
         ending.other(second, 0, size=second)
     for place in range(PLACES):
         ending.other(60.0, place)
-    ending.memory.persist(lambda key: (0,), ending)
+    persist(ending.memory, lambda key: (0,), ending)
     assert not ending.written and ending.now >= 60.0
 
 
 @pytest.mark.parametrize("nodes", [(0,), (0, 1)])
 def test_where_nothing_happens_it_writes_all_in_its_turn_the_last_part_first(ending: Ending, nodes) -> None:
     """In the opposite order: a first node that it cannot see at work it meets once."""
-    ending.memory.persist(lambda key: nodes, ending)
+    persist(ending.memory, lambda key: nodes, ending)
     due = [(iteration, place) for iteration in (8, 7) for place in reversed(range(PLACES))]
     assert ending.written == [(len(nodes) * TURN_SECONDS, *each) for each in due]
     ending.written.clear()
-    ending.memory.persist(lambda key: (), ending)
+    persist(ending.memory, lambda key: (), ending)
     assert [place for _, _, place in ending.written] == [*range(PLACES)] * 2
 
 
@@ -352,7 +366,7 @@ def test_what_a_node_has_not_written_that_dies_in_the_middle_the_next_one_writes
     ending.other(3.0, 0)
     ending.other(6.0, 1)
     ending.other(7.0, 2, size=1)
-    ending.memory.persist(lambda key: (0,), ending)
+    persist(ending.memory, lambda key: (0,), ending)
     assert {place for *_, place in ending.written} == set(range(2, PLACES)) and len(ending.written) == 2 * 6
     assert 7.0 + TURN_SECONDS <= ending.written[0][0] <= 7.0 + 2 * TURN_SECONDS, "when it has seen nothing for so long"
 
@@ -364,7 +378,7 @@ def test_what_grows_while_it_writes_its_own_parts_is_not_written_again(ending: E
         ending.other(tenth / 10, 4, size=tenth)
     for place in range(4, PLACES):
         ending.other(26.0 + place, place)
-    ending.memory.persist(lambda key: () if key.place < 4 else (0,), ending)
+    persist(ending.memory, lambda key: () if key.place < 4 else (0,), ending)
     assert sorted({place for *_, place in ending.written}) == [0, 1, 2, 3] and ending.now >= 33.0
 
 
@@ -372,7 +386,7 @@ def test_what_nobody_touched_while_it_wrote_its_own_parts_it_writes_at_once(endi
     ending.other(0.0, 5, size=1)
     ending.wait(0.0)  # of a process that is no more
     ending.file_seconds = 2.0
-    ending.memory.persist(lambda key: () if key.place < 4 else (0,), ending)
+    persist(ending.memory, lambda key: () if key.place < 4 else (0,), ending)
     assert [when for when, *_ in ending.written] == [2.0 * number for number in range(2 * PLACES)]
 
 
@@ -380,7 +394,7 @@ def test_a_node_at_work_keeps_nobody_from_what_another_one_does_not_write(ending
     """Places 0 to 3 are the first node's, who writes; 4 to 7 those of one that has no memory."""
     for place in range(4):
         ending.other(3.0 * (place + 1), place)
-    ending.memory.persist(lambda key: (0,) if key.place < 4 else (1,), ending)
+    persist(ending.memory, lambda key: (0,) if key.place < 4 else (1,), ending)
     assert sorted({place for *_, place in ending.written}) == [4, 5, 6, 7] and ending.written[0][0] == TURN_SECONDS
 
 
@@ -390,15 +404,15 @@ def test_an_image_that_cannot_be_saved_for_whatever_reason_costs_no_other_one(
     memory = make()
     files.note_destination(memory.folder, files.Destination(tmp_path / "saves", 2))
     kept(memory, 7, 8)
-    persist = files.persist
+    plain = files.persist
 
     def stumbles(found: Found, folder: Path) -> Path:
         if found.key.iteration == 8:
             raise RuntimeError("whatever")
-        return persist(found, folder)
+        return plain(found, folder)
 
     monkeypatch.setattr(files, "persist", stumbles)
-    memory.persist(lambda key: ())
+    persist(memory, lambda key: ())
     assert ["iteration 8: whatever" in said[-2], "iteration 7 was saved in" in said[-1]] == [True, True], said
 
 
@@ -529,19 +543,19 @@ def test_what_was_found_forgotten_and_is_in_use_by_now_stays(make, left_late: Pa
 def test_it_shows_that_it_is_in_use(make) -> None:
     memory = make()
     age(memory.folder, 10_000.0)
-    memory.turn(100.0)
+    memory.touch_folder(100.0)
     assert time.time() - memory.folder.stat().st_mtime < 60.0
     age(memory.folder, 10_000.0)
-    memory.turn(105.0)  # not at every turn
+    memory.touch_folder(105.0)  # not at every turn
     assert time.time() - memory.folder.stat().st_mtime > 9_000.0
-    memory.turn(111.0)
+    memory.touch_folder(111.0)
     assert time.time() - memory.folder.stat().st_mtime < 60.0
 
 
 def test_a_folder_that_somebody_has_removed_is_made_again_and_held(make, said: list[str], tmp_path: Path) -> None:
     memory = make()
     memory.folder.rmdir()
-    memory.turn(100.0)
+    memory.touch_folder(100.0)
     assert memory.folder.is_dir() and len(said) == 1 and "somebody has removed" in said[0]
     age(memory.folder, FORGOTTEN_SECONDS + 5)
     assert not sweep(tmp_path, "n1", time.time()), "it is held"
@@ -565,7 +579,7 @@ def test_a_folder_that_another_user_has_put_there_is_not_used(make, tmp_path: Pa
 def test_without_a_place_the_job_goes_on_and_it_is_said(make, said: list[str], tmp_path: Path) -> None:
     memory = make(UNICRON_MEMORY_DIR=str(tmp_path / "missing"))
     assert memory.folder is None and len(said) == 1 and "No such file" in said[0]
-    memory.turn(1.0)
+    memory.touch_folder(1.0)
     memory.close(over=True)
 
 

@@ -80,7 +80,7 @@ def test_a_proof_is_good_for_its_own_connection_and_request(here: Path, there) -
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), 5.0) as first:
         nonce = first.recv(16)
-    request = transfer.msgpack.packb({"what": "get", "key": transfer.asdict(KEY)})
+    request = transfer.msgspec.msgpack.encode(transfer._Request(KEY))
     proof = transfer._proof(server.token, nonce, request)
     with socket.create_connection((host, int(port)), 5.0) as second:
         assert second.recv(16) != nonce
@@ -161,7 +161,7 @@ def test_who_cannot_take_what_it_asked_for_says_that_of_itself(
 def test_a_peer_whose_kernel_is_silent_is_given_up_while_he_makes_room(there) -> None:
     """Not before the time that is given to any silence."""
     _, server, _ = there
-    with transfer._connected(server.address, server.token, {"what": "nothing"}) as connection:
+    with transfer._connected(server.address, server.token, transfer._Request()) as connection:
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, again, times = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in transfer.KEEPALIVE)
     assert idle + again * times == transfer.SILENT_SECONDS
