@@ -131,7 +131,7 @@ class Core:
         return any(job.phase in (Phase.BREAKING, Phase.ENTERING) for job in self.state.jobs.values() if not job.over)
 
     def configure(self, config: ControllerConfig, classifier: Classifier) -> None:
-        """A new configuration."""
+        """Takes a new configuration."""
         self.config = self.view.config = config
         self.classifier = self.view.classifier = classifier
         self._charged = None
@@ -140,7 +140,7 @@ class Core:
                 desk.peers = outliers.JobPeers()
 
     def desk(self, job: JobState) -> JobDesk:
-        """What is remembered for now of a job's steps, iterations and peers."""
+        """The desk of a job: what is remembered for now of its steps, iterations and peers."""
         found = self.desks.get(job.job)
         if found is None:
             found = self.desks[job.job] = JobDesk.for_job(job, self.config)
@@ -233,7 +233,7 @@ class Core:
             iterations.suspected(self.desk(job).watch, finding, job.failures[-1].id)
 
     def _with_peers(self, outcome: Outcome) -> Outcome:
-        """A failure's reason tells what was odd with its node before."""
+        """Adds to a failure's reason what was odd with its node before."""
         for index, (job, generation, record) in enumerate(outcome.records):
             if isinstance(record, records.FailureDetected) and record.node:
                 said = outliers.evidence((desk.peers for desk in self.desks.values()), record.node, self.now)
@@ -268,7 +268,7 @@ class Core:
         self._dirty.add(name)
 
     def forget(self, job: str) -> None:
-        """What is known for now of a job that is over."""
+        """Drops what is known for now of a job that is over."""
         self.view.live.forget(job)
         self.view.views.pop(job, None)
         self.view.slurm.expected.pop(job, None)
@@ -299,7 +299,7 @@ class Core:
         self.view.job(known).live.changed.clear()
 
     def _bound(self, name: str) -> None:
-        """A job whose agents cause records without end is left alone: they would fill the disk of all."""
+        """Sets a job aside whose agents cause records without end: they would fill the disk of all."""
         known = self.state.jobs.get(name)
         if known is None or known.over or self.written.allows(name, known.owner, self.now):
             return
@@ -314,7 +314,7 @@ class Core:
         self.view.job(known).live.changed.clear()
 
     def _complain(self, what: str, error: Exception, where: str) -> None:
-        """Something broke that belongs to no job; the same is said again after a while only."""
+        """Logs that something broke that belongs to no job, and the same only after a while again."""
         key = f"{what[:50]} {type(error).__name__}"
         if self.now - self._complained.get(key, -COMPLAIN_AGAIN) < COMPLAIN_AGAIN:
             return
@@ -325,7 +325,8 @@ class Core:
 
     # ------------------------------------------------------------ inputs
     def receive(self, route: Route, message: wire.Message, now: float, key: str = "", asker: Asker = EVERYBODY) -> None:
-        """A message of an agent that passed the checks at the edge; `settle` must follow before anything is sent.
+        """Takes in a message of an agent that passed the checks at the edge; `advance_jobs` must follow before anything
+        is sent.
 
         key: the CURVE public key of the connection that it came by. asker: of a registration, who made its credential.
         """
@@ -345,7 +346,7 @@ class Core:
             self._dirty.add(name)
 
     def hint(self, hint: datagrams.Hint, now: float) -> None:
-        """A datagram of the plugin: never trusted alone."""
+        """Takes in a datagram of the plugin, which is never trusted alone."""
         self.now = now
         self._contained(hint.job, "a hint", lambda: self.carry_out(self.intake.on_hint(hint)))
 
@@ -366,17 +367,17 @@ class Core:
         self.budget.renew()
 
     def _read_for(self, job: str) -> None:
-        """What is judged by words next is charged to this job. Most messages say nothing that is, and come in a row."""
+        """Charges what is judged by words next to this job. Most messages say nothing that is, and come in a row."""
         if job != self._charged:
             self._charged, self.view.classifier = job, self.classifier.within(self.budget, job)
 
     @property
     def pending(self) -> bool:
-        """`settle` should be called again once what was decided has gone out."""
+        """`advance_jobs` should be called again once what was decided has gone out."""
         return bool(self.turns.later)
 
     def tick(self, now: float) -> None:
-        """What time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
+        """Does what time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
         self._notice_time(now)
         self.last_tick = now
         self._contained("", "agents that wait for Slurm's word", self.intake.overdue)
@@ -404,7 +405,7 @@ class Core:
             self.carry_out(outcome)
 
     def _notice_time(self, now: float) -> None:
-        """After a stall everyone was waiting for this process: nobody has been silent."""
+        """Excuses everyone after a stall: they were waiting for this process, and nobody has been silent."""
         late = now - self.last_tick
         self.now = now
         if late <= STALL_SECONDS:
@@ -413,7 +414,7 @@ class Core:
         self._excuse(late)
 
     def _excuse(self, seconds: float) -> None:
-        """Nobody was late in these seconds but this process, or its network."""
+        """Adds the seconds to all deadlines: only this process, or its network, was late."""
         self.view.live.shift(seconds)
         self.view.suspicions.shift(seconds)
         for desk in self.desks.values():
@@ -421,7 +422,7 @@ class Core:
         self.view.started_at += seconds
 
     def _heard_again(self) -> None:
-        """Somebody is heard after nobody was."""
+        """Ends the controller's doubt: somebody is heard after nobody was."""
         since = self.view.suspicions.alone_since
         if since is not None:
             self.carry_out(self_suspicion.end_alone(self.view))
@@ -441,7 +442,7 @@ class Core:
             self.carry_out(isolation.deferred(self.view))
 
     def _fell_silent(self, finding: Finding) -> None:
-        """An agent that is judged: nobody waits for its next word."""
+        """Marks an agent as judged: nobody waits for its next word."""
         agent, live = self.view.live.agent(finding.job, finding.element), self.view.live.jobs.get(finding.job)
         if agent is None or live is None:
             return
@@ -471,7 +472,7 @@ class Core:
         probes.on_probe(self.view.suspicions, probe, place, answer)
 
     def on_slurm_error(self, message: str) -> None:
-        """Slurm did not answer the question."""
+        """Takes in that Slurm did not answer the question."""
         self.slurm.listed(self.now, self.config.slurm_poll_seconds, self.now - self.slurm.asked_at, failed=True)
         if not self.view.slurm.error:
             self.view.slurm.error_since = self.now
@@ -484,7 +485,7 @@ class Core:
     def on_listing(
         self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo], site: Site = UNSAID, took: float = 0.0
     ) -> None:
-        """A fresh listing, and the seconds that Slurm's programs took for it."""
+        """Takes in a fresh listing. took: seconds that Slurm's programs needed for it."""
         self.view.slurm.private, self.view.slurm.domains = site.private, site.domains
         self.slurm.listed(self.now, self.config.slurm_poll_seconds, took)
         if self.view.slurm.error:
@@ -526,7 +527,7 @@ class Core:
         self._dirty.update(job.job for job in jobs)
 
     def on_action(self, action: Action, error: str) -> None:
-        """One action was carried out, or was refused."""
+        """Takes in that one action was carried out, or was refused."""
         self._contained(action.job, f"Slurm's answer to {action.label}", self._action_done, action, error)
 
     def on_knock(self, request: Knock, answer: Reach | None) -> None:
@@ -540,5 +541,5 @@ class Core:
         self.carry_out(reconcile.done(self.view, self.slurm, action, error))
 
     def on_actions_done(self, urgent: bool = False) -> None:
-        """All actions of a request are through: look at what became of them."""
+        """Takes in that all actions of a request are through, and has their outcome looked at."""
         self.slurm.acted(self.now, urgent)

@@ -1,4 +1,4 @@
-"""Messages of agents into what is known for now, and into the log where they are news by themselves."""
+"""Takes in messages of agents: into what is known for now, and into the log where they are news by themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ HINTS = 0.5, 4.0
 WAITING_KEPT = 20_000  # registrations that wait for Slurm's word
 REFUSALS = 1 / 60, 100.0  # records of final refusals a minute, and at once, of all agents together
 LARGE_JOB = 64  # nodes; above, progress and steps are told with the heartbeats
-OfAgent = wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
 
 
 class Intake:
@@ -56,7 +55,7 @@ class Intake:
         self._hints = Throttle(*HINTS)
 
     def receive(self, route: Route, message: wire.Message, key: str, asker: Asker) -> None:
-        """A message that passed the checks at the edge, of the connection with this CURVE key."""
+        """Takes in a message that passed the checks at the edge. key: the CURVE key of its connection."""
         match message:
             case wire.Register():
                 self._on_register(route, message, key, asker)
@@ -87,7 +86,7 @@ class Intake:
 
     # ------------------------------------------------------------ who speaks
     def knows(self, message: wire.Message, key: str) -> bool:
-        """An agent that was taken in says it, as far as its key tells: it is heard, whatever comes of the message."""
+        """The message comes from an agent that was taken in, as far as its key tells."""
         job = self._view.state.jobs.get(getattr(message, "job", ""))
         if job is None:
             return False
@@ -98,7 +97,7 @@ class Intake:
     def _of_agent(
         self, route: Route, key: str, message: wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
     ) -> AgentView | None:
-        """The agent that this is, if the message is its own; its lease begins again."""
+        """The agent that sent the message, if it is its own; its lease begins again."""
         agent = self._view.live.agent(message.job, message.element)
         if agent is None or agent.agent != message.agent or message.job not in self._view.state.jobs:
             return None
@@ -113,8 +112,8 @@ class Intake:
         return job if self._heard(agent, route, key) else None
 
     def _heard(self, agent: AgentView, route: Route, key: str) -> bool:
-        """Whether it was this agent that spoke. It is known by its key, whichever connection it has at present; where
-        nothing is encrypted, its id is believed."""
+        """Whether this agent spoke. Its key tells, whichever connection it has at present; where nothing is encrypted,
+        its id is believed."""
         if agent.key != key:
             return False
         agent.route = route
@@ -123,7 +122,7 @@ class Intake:
 
     # ------------------------------------------------------------ agents
     def _on_register(self, route: Route, message: wire.Register, key: str, asker: Asker) -> None:
-        """Slurm is asked first, but for an agent that has been taken in before."""
+        """Takes in a registration. Slurm is asked first, unless the agent has been taken in before."""
         job = self._view.state.jobs.get(message.job)
         whose = job.owner if job is not None else owner(asker.uid, message.settings.user)
         if not self._written.allows(message.job, whose, self._view.now):
@@ -149,8 +148,8 @@ class Intake:
         self._compare(name)
 
     def _room(self, asker: Asker) -> bool:
-        """Whether another agent of this user may wait. When too many do, one goes of the user who has the most: it
-        will register again."""
+        """Whether another agent of this user may wait. When too many wait, one of the user with the most goes and will
+        register again."""
         if len(self._waiting) < WAITING_KEPT:
             return True
         uid, most = self._of_user.most_common(1)[0]
@@ -199,7 +198,7 @@ class Intake:
             self._admit(route, message, key, asker, found, found is not None)
 
     def _refusal(self, waiting: Waiting, refused: wire.Refused) -> Outcome:
-        """A final refusal is on record, the same one once."""
+        """Records a final refusal, the same one once."""
         out = Outcome(sends=[Send(waiting.route, refused)])
         peer = f"{waiting.message.job} {waiting.message.element}"
         news = refused.final and (peer, refused.reason) not in self._refused
@@ -291,7 +290,7 @@ class Intake:
         )
 
     def _progress_seconds(self, job: JobState) -> float:
-        """For which an agent of the job may keep news of mere progress to itself."""
+        """Seconds for which an agent of the job may keep news of mere progress to itself."""
         large = job.settings.max_nodes > LARGE_JOB
         return max(PROGRESS_SECONDS, self._view.config.heartbeat_period) if large else PROGRESS_SECONDS
 
@@ -326,8 +325,8 @@ class Intake:
         self._note_changes(job, agent, changed)
 
     def _refusal_of(self, state: JobState | None, message: wire.Status, key: str) -> wire.Message | None:
-        """What is answered to the last agent of an element of a job that has ended, or is left alone; None where its
-        status counts."""
+        """The answer to the last agent of an element whose job has ended or is left alone; None where its status
+        counts."""
         record = state.agents.get(message.element) if state is not None else None
         if state is None or record is None or record.agent != message.agent or record.key != key:
             return None
@@ -390,7 +389,7 @@ class Intake:
                 self._carry_out(desk.take_steps(job, report, now, whole))
 
     def _on_rank_message(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
-        """What was asked for goes into the log, once; what was not does not."""
+        """Records what was asked for, once; the rest is ignored."""
         if job.over:
             return
         out, desk = Outcome(), self._desk(job)
@@ -423,7 +422,8 @@ class Intake:
 
     # ------------------------------------------------------------ hints
     def on_hint(self, hint: datagrams.Hint) -> Outcome:
-        """A datagram of the plugin, which anybody may have sent: agent and Slurm are asked, no lease is shortened."""
+        """Takes in a datagram of the plugin, which anybody may have sent: agent and Slurm are asked, no lease is
+        shortened."""
         out, now = Outcome(), self._view.now
         agent = self._view.live.agent(hint.job, hint.element)
         if hint.kind != "task_exit" or agent is None or not agent.alive:
@@ -436,7 +436,7 @@ class Intake:
         return out
 
     def suspect(self, agent: AgentView) -> Outcome:
-        """Somebody says that the agent has ended: it is asked, and so are others (`failure_detector.leases`)."""
+        """Has an agent asked that somebody says has ended (`failure_detector.leases`)."""
         out = Outcome()
         if agent.alive and agent.suspect_since is None:
             self._view.live.suspect(agent, self._view.now)

@@ -22,7 +22,7 @@ log = logging.getLogger("unicron.controller")
 
 
 def _plain(value: Any) -> Any:
-    """What msgspec does not know as something that it knows."""
+    """Turns what msgspec does not know into something that it knows."""
     if isinstance(value, deque):
         return [value.maxlen, list(value)]
     raise NotImplementedError(f"a {type(value).__name__} in the state")

@@ -1,14 +1,13 @@
-"""A generation that the controller knows nothing of: its log was lost, in part or whole, or the agents agreed on it
-while the controller was away (docs/design/consensus.md). It is taken over as its agents show it; until then nothing is
-decided about the job.
+"""Takes over a generation that the log does not hold: the log was lost, in part or whole, or the agents agreed on the
+generation while the controller was away (docs/design/consensus.md).
 
-What a plan of an earlier controller was is asked of agents whose ranks are in it (`wire.Recall`). When all of its
-members are there and in it the job simply goes on; else the generation is broken, and the survivors go on from what
-they have. What agents agreed on is believed when all living ones have spoken since they were asked: one may know that
-it was chosen while another does not yet.
+Nothing is decided about the job until then. The agents whose ranks are in the generation are asked what its plan was
+(`wire.Recall`). If all members are there and in it, the job simply goes on; otherwise the generation is broken, and the
+survivors go on from what they have. What agents agreed on is believed once all living ones have spoken since they were
+asked: one may know that it was chosen while another does not yet.
 
-All of this is bounded: after `state_wait_seconds` the generation is broken with those that are there, unless those that
-are not may be a majority that goes on by itself (`failure_detector.quorum`).
+All of this is bounded. After `state_wait_seconds` the generation is broken with those that are there, unless the
+missing ones may be a majority that goes on by itself (`failure_detector.quorum`).
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
 
 
 def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreed], out: Outcome) -> bool:
-    """None of those who were heard knows that it was chosen; but those who would, its members, are silent."""
+    """None of those heard knows that the generation was chosen, but its members, who would know, are silent."""
     for one in agreed:
         if quorum.plan_may_have_begun(view, job.state, one.plan, job.live.asked):
             elements = job.state.elements(one.plan.members)
@@ -127,7 +126,8 @@ def _once(view: View, agent: AgentView, key: str, message: wire.Message, out: Ou
 
 
 def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome) -> None:
-    """What the agents agreed on and follow. Each tells the micro-batches of its own ranks, their leaders all."""
+    """Adopts what the agents agreed on and follow. Each agent tells the micro-batches of its own ranks, their proposers
+    tell all."""
     first = chosen[0]
     assignment = {slot: share for one in chosen for slot, share in one.plan.assignment.items()}
     plan = msgspec.structs.replace(first.plan, assignment=assignment)
@@ -141,8 +141,11 @@ def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome
 
 
 def _missed(view: View, job: JobView, chosen: list[wire.Agreed], plan: wire.Plan) -> Iterator[Finding]:
-    """Processes that were left out, and whose agent nobody can be asked for any more: another one has its element, or
-    none has come. All others show their end themselves, or are asked for; unless another one comes first (`replaced`).
+    """Findings about processes that were left out and whose agent can no longer be asked: another agent has the
+    element, or none has come.
+
+    All other agents show such an end themselves or are asked for it, unless another agent comes first
+    (:func:`replaced`).
     """
     state = job.state
     gone = {slot: identity.agent for slot, identity in state.members.items() if slot not in plan.members}
@@ -163,7 +166,7 @@ def _missed(view: View, job: JobView, chosen: list[wire.Agreed], plan: wire.Plan
 
 
 def replaced(view: View, job: JobView, element: int, before: AgentRecord | None) -> Iterator[Finding]:
-    """Another agent has come for the element: what nobody has told of the one before it, nobody will."""
+    """Another agent has come for the element: nobody will tell any more what became of the one before it."""
     missed, state = job.live.missed, job.state
     slots = [slot for slot in missed if state.element(slot) == element]
     agents = dict(missed.pop(slot) for slot in slots)
@@ -183,7 +186,7 @@ def _miss(view: View, job: JobView, slots: list[int], node: str) -> Finding:
 
 
 def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
-    """What an earlier controller planned."""
+    """Adopts what an earlier controller planned, or asks for it."""
     plan = job.live.held
     if plan is None or plan.generation != generation:
         if _late(view, job):
@@ -205,7 +208,7 @@ def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
 
 
 def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
-    """Nobody can say what the plan was. Those that show the generation are taken for its members, and regrouped."""
+    """Nobody can say what the plan was: those that show the generation count as its members, and regroup."""
     state = job.state
     inside: dict[int, list[int]] = {}
     for agent, slot, status in job.all_ranks():
@@ -254,13 +257,13 @@ def _too_many(view: View, job: JobView, absent: list[int], count: int, out: Outc
 
 
 def _wait(job: JobState, slots: list[int], reason: str, out: Outcome) -> None:
-    """Put on record, once."""
+    """Records, once, for whom the job waits."""
     if job.waits != reason:
         out.record(job, records.StateAwaited(slots=slots, reason=reason))
 
 
 def _crews(view: View, job: JobView, plan: wire.Plan, out: Outcome) -> tuple[list[records.Crew], list[int]] | None:
-    """The plan's processes, and the slots of which nobody is there; None while somebody may still come."""
+    """The plan's processes, and the slots that nobody is there for; None while somebody may still come."""
     crews, missing, elements, unheard = [], [], _by_element(job, plan.members), []
     for element, slots in elements.items():
         crew = _crew(view, job, element, slots)
@@ -283,8 +286,8 @@ def _by_element(job: JobView, slots: Iterable[int]) -> dict[int, list[int]]:
 
 
 def _crew(view: View, job: JobView, element: int, slots: list[int]) -> records.Crew | None:
-    """The element's processes as its agent tells; those of one that has not come back are known from the log, if at
-    all."""
+    """The element's processes as its agent tells them. If the agent has not come back, they are known from the log, or
+    not at all."""
     agent = job.agents.get(element)
     if agent is not None:
         ranks = agent.ranks
@@ -297,7 +300,7 @@ def _crew(view: View, job: JobView, element: int, slots: list[int]) -> records.C
 
 
 def _may_come(view: View, job: JobView, element: int) -> bool:
-    """An agent of which only the plan tells may still register, or one that has may still speak: Slurm runs its
+    """An agent that only the plan names may still register, or a registered one may still speak: Slurm runs its
     element, or nothing is known of it."""
     if (agent := job.agents.get(element)) is not None:
         return agent.alive
@@ -315,7 +318,7 @@ def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
 
 
 def recalled(job: JobView, agent: AgentView, message: wire.Held) -> None:
-    """An agent's answer; a plan that is none says nothing."""
+    """Takes in an agent's answer to `wire.Recall`; one that holds no plan is ignored."""
     try:
         plan = shared_plans.whole(message.share)
     except wire.BadMessage:
@@ -346,13 +349,13 @@ def may_come_back(view: View, job: JobView) -> list[int]:
 
 
 def _patience(view: View, job: JobView) -> float:
-    """Seconds that they are worth: no longer than the work takes that is done again from what other nodes' memory
-    has."""
+    """Seconds for which the silent members are worth waiting: no longer than the work that would be done again from
+    other nodes' memory."""
     return min(view.config.state_wait_seconds, behind(job))
 
 
 def _report_incomplete(view: View, job: JobView) -> Outcome:
-    """A job that is to be formed anew, of which ranks have kept their state, lacks ranks for other places."""
+    """Records that a job to be formed anew has ranks with their state, but lacks ranks for other places."""
     out, state, live = Outcome(), job.state, job.live
     if view.now < live.nobody_until or not state.mode.keeps_state:
         return out
@@ -370,7 +373,7 @@ def _report_incomplete(view: View, job: JobView) -> Outcome:
 
 
 def _report_unlike(view: View, job: JobView, out: Outcome) -> bool:
-    """Whether ranks wait whose replicas are of another size."""
+    """Whether ranks wait whose replicas have another size; records it."""
     live = job.live
     if view.now >= live.unlike_look_at:
         strange = of_another_size(job)
@@ -386,7 +389,7 @@ def _report_unlike(view: View, job: JobView, out: Outcome) -> bool:
 
 
 def report_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:
-    """Puts on record, once, for whom a job waits that could be formed anew."""
+    """Records, once, for whom a job waits that could be formed anew."""
     out, state = Outcome(), job.state
     if state.phase in (Phase.FORMING, Phase.RUNNING) and _report_unlike(view, job, out):
         return out

@@ -1,6 +1,5 @@
-"""Who can come in, and what they make together: newcomers and standbys compose replicas, and so do the ranks that form
-the job anew. What completes none waits, with the state that it has.
-"""
+"""Says who can come in, and which replicas they make: newcomers and standbys, and the ranks that form the job anew.
+Ranks that complete no replica wait and keep their state."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def may_work(view: View, job: JobView, element: int) -> bool:
 
 
 def able(job: JobView, agent: AgentView, slot: int, forming: bool = False) -> bool:
-    """The rank can enter now. forming: one that has stopped can, too, with the state that it has kept."""
+    """The rank can enter now. forming: a stopped rank that has kept its state can enter, too."""
     status = agent.ranks.get(slot)
     if status is None or status.end is not None or not agent.alive or status.replica != job.replica:
         return False
@@ -55,8 +54,8 @@ def _whole(job: JobView, agent: AgentView, forming: bool = False) -> bool:
 
 
 def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
-    """All ranks that can form the job and are not to be spares. Where a rank is a replica, an element comes as a whole:
-    those are `whole`."""
+    """All ranks that can form the job and are not spares. whole: where one rank is a replica, the elements that come as
+    a whole."""
     if job.replica == 1:
         return spares.formers(job, (slot for element in whole for slot in job.agents[element].slots))
     agents = (job.agents[element] for element in sorted(job.live.ready) if may_work(view, job, element))
@@ -64,9 +63,12 @@ def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
 
 
 def newcomers(view: View, job: JobView, delay: float) -> list[int]:
-    """Slots that can come in now, replica-major, of elements whose processes have been ready for `delay` seconds, or
-    whom nobody can follow: those of an element that is inside already, or has a standby, by themselves, else all of it
-    together. Who is one too many waits as a spare."""
+    """Slots that can come in now, replica-major.
+
+    Their elements' processes have been ready for `delay` seconds, or nobody else can follow. Ranks of an element that
+    is inside already, or has a standby, come by themselves; other elements come as a whole. Whoever is one too many
+    waits as a spare.
+    """
     state = job.state
     found, late = dict[int, list[int]](), dict[int, list[int]]()
     for element in sorted(job.live.ready):
@@ -90,8 +92,8 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
 
 
 def _coming(view: View, job: JobView) -> bool:
-    """An agent that is there has processes that are neither inside nor able to come in, and may be any moment; or one
-    of the log's has not been heard yet, since the controller has just started."""
+    """A living agent has processes that are neither inside nor able to come in yet, or an agent of the log has not been
+    heard since the controller started."""
     if any(not known.gone and element not in job.agents for element, known in job.state.agents.items()):
         return True
     return any(
@@ -123,8 +125,8 @@ def leavers(job: JobView) -> list[int]:
 
 
 def of_another_size(job: JobView) -> dict[int, int]:
-    """Slots that would enter but can never train with the others, and the ranks of a replica as they say it; not those
-    that are to start again."""
+    """Slots that would enter but can never train with the others, with the size of a replica as they say it. Those that
+    are to start again do not count."""
     ranks = ((slot, status) for element in job.live.ready for slot, status in job.agents[element].ranks.items())
     return {
         slot: status.replica

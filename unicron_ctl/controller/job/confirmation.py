@@ -72,7 +72,7 @@ def _shown(seen: Listing, message: wire.Register) -> tuple[ElementInfo | None, M
 
 
 def size(seen: Listing, job: str) -> int:
-    """As many elements as Slurm shows; the nodes of a plain job."""
+    """The number of elements that Slurm shows; for a plain job, the number of its nodes."""
     elements = seen.of(job)
     plain = seen.nodes_of(elements[0]) if len(elements) == 1 and 0 in elements else {}
     return max(len(elements), len(plain))
@@ -85,7 +85,7 @@ def confirmed_jobs(view: View, jobs: Sequence[JobState]) -> list[JobState]:
 
 
 def confirm_agents(view: View, listing: Listing, job: JobState) -> Outcome:
-    """What the listing says of a job, or of agents of it, that Slurm had not confirmed."""
+    """Records what the listing says of a job, or of its agents, that Slurm had not confirmed yet."""
     out = Outcome()
     unsure = [element for element, agent in job.agents.items() if not agent.confirmed]
     if job.submitted and not unsure:

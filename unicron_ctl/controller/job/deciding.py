@@ -1,4 +1,4 @@
-"""How the survivors of a Break go on, from what the controller knows (`unicron.ctl.consensus.resume`)."""
+"""Decides how the survivors of a Break go on, from what the controller knows (`unicron.ctl.consensus.resume`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _end(status: RankStatus) -> int:
 
 
 def _lost_done(job: JobView, iteration: int) -> dict[int, list[int]]:
-    """What lost ranks had finished of the iteration."""
+    """The micro-batches of the iteration that lost ranks had finished."""
     found = {}
     for slot, identity in job.state.lost.items():
         status = job.last_word(slot, identity)
@@ -50,7 +50,7 @@ def _lost_done(job: JobView, iteration: int) -> dict[int, list[int]]:
 
 
 def _lost_share(job: JobView, iteration: int, total: int) -> list[int]:
-    """What the replicas that have lost a rank were to compute in the iteration."""
+    """The micro-batches of the iteration that were to be computed by replicas that have lost a rank."""
     plan = job.state.plan
     if plan is None or not job.state.lost:
         return []

@@ -1,4 +1,4 @@
-"""From what is known of a job to the next event of its state machine. Pure: (view, job) -> event and reason.
+"""Finds the next event of a job's state machine. Pure: (view, job) -> event and reason.
 
 Who is lost is not found here: a failure on record has condemned members (`judge`), and that is the event.
 """
@@ -78,7 +78,7 @@ def _regroup(view: View, job: JobView) -> Happening | None:
 
 
 def _relayout(view: View, job: JobView) -> Happening | None:
-    """The plan wants another layout: those who train stop for it, and all start again. Not when some have trained to
+    """The plan wants another layout: those who train stop for it, and all start again. Not where some have trained to
     the end."""
     state = job.state
     if not state.relayout or len(job.live.unfinished) < len(state.survivors()):
@@ -89,16 +89,16 @@ def _relayout(view: View, job: JobView) -> Happening | None:
 
 
 def _patient(view: View, job: JobView) -> bool:
-    """Ranks have kept a state that is of use again if those come back that are missing: they are waited for as long as
-    the work takes that would be done again without them."""
+    """Ranks have kept a state that is useful once the missing ones come back. They are waited for as long as the work
+    would take that is done again without them."""
     worth = min(view.config.state_wait_seconds, lost_seconds(view, job))
     kept = any(status.state in KEPT or status.shards for _, _, status in job.all_ranks())
     return kept and job.waited(view.now) < worth
 
 
 def _alike(job: JobView) -> bool:
-    """All have stopped with the same state, so that what they write is a whole one. Otherwise the job goes on as it is,
-    and is asked again from there."""
+    """All have stopped with the same state, so what they write is whole. Otherwise the job goes on as it is and is
+    asked again later."""
     stops = job.reports().values()
     same = {status.iteration + (status.phase == "stepped") for status in stops}
     return not job.state.lost and len(same) == 1 and all(status.phase != "synced" for status in stops)
@@ -142,8 +142,8 @@ def _ready(view: View, job: JobView) -> Happening | None:
 
 
 def _partial(view: View, job: JobView, slots: Iterable[int]) -> bool:
-    """These have a part of a state, and others who come may have the rest in their nodes' memory: they are waited for
-    as long as a start takes, and as the work takes that would be done again without them."""
+    """These ranks have a part of a state, and others who may come have the rest in their nodes' memory. They are waited
+    for as long as a start takes, and as the work would take that is done again without them."""
     worth = min(view.config.state_wait_seconds, max(START_SECONDS, lost_seconds(view, job)))
     reports = {slot: status for slot in slots if (status := job.status(slot)) is not None}
     if job.waited(view.now) >= worth or not any(each.shards for each in reports.values()):
@@ -197,7 +197,7 @@ def _entered(view: View, job: JobView) -> Happening | None:
 
 
 def _enter_timeout(view: View, job: JobView) -> Happening | None:
-    """Not all are in after the time: all try again. The last time it is a failure of those who never got in, unless
+    """Not all are in within the time: all try again. The last time out is a failure of those who never got in, unless
     nobody else has the training state."""
     reason, last = job.live.overdue, job.state.tries + 1 >= ENTER_TRIES
     return Happening(Event.TIMEOUT, reason) if reason and (not last or job.state.waits) else None
@@ -218,7 +218,7 @@ def _withdraw(view: View, job: JobView) -> Happening | None:
 
 # ---------------------------------------------------------------- breaking
 def _reported(view: View, job: JobView) -> Happening | None:
-    """Every survivor is at rest; or nobody is left."""
+    """Every survivor is at rest, or nobody is left."""
     if job.live.awaited:
         return None
     if len(job.state.lost) >= len(job.state.members):

@@ -1,7 +1,9 @@
-"""The two ways of healing a job, as strategies: *session*, within the iteration, and *restart* of all processes.
+"""Decides what differs between the two ways of healing a job: *session*, within the iteration, and *restart* of all
+processes.
 
-For the state machine they differ in little. In restart mode (`loop.plain_ranks`) nobody keeps a training
-state, so every Break leads to a new world of those that are there, and there is no boundary at which a node could join.
+The state machine is the same. In restart mode (`loop.plain_ranks`) nobody keeps a training state, so every Break leads
+to a new world of those that are there, and no node joins at a boundary. `model.healing_modes` has the facts that hold
+in each.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def _nobody(view: View, job: JobView) -> str:
 
 @dataclass
 class Told:
-    """What was said of a job's newcomers; lost with the process."""
+    """Remembers what was said of a job's newcomers; lost with the process."""
 
     newcomers: tuple[int, tuple[int, ...]] | None = None
 
@@ -149,8 +151,8 @@ class Restart:
 
 
 def _proof(job: JobView, age: float) -> records.Steady | None:
-    """That the world, `age` seconds old, gets on: it has lasted, or it has itself saved a later state than those before
-    it had when they broke. One that fails at the same iteration again and again saves none."""
+    """Proof that the world, `age` seconds old, gets on: it has lasted, or it has saved a later state than the worlds
+    before it had when they broke. A world that fails at the same iteration again and again saves none."""
     ranks, saved = len(job.state.members), newest_saved(job)
     if saved is not None and saved.iteration > job.state.reached:
         reason = f"the world of {ranks} ranks has saved the state of iteration {saved.iteration}"

@@ -1,6 +1,5 @@
-"""What one agent has to be told now, given what it says: level-triggered, so an order is due until the agent's status
-shows that it was obeyed.
-"""
+"""Lists what an agent has to be told now. Level-triggered: an order is due until the agent's status shows that it was
+obeyed."""
 
 from __future__ import annotations
 
@@ -48,7 +47,8 @@ class Letter:
         self.break_key = f"break {job.broken} {len(lost) if job.replica > 1 else bool(lost)}"
 
     def holds(self, job: JobState, arrivals: float, blocked: frozenset[int] = frozenset()) -> bool:
-        """Another one would say the same. It is asked at each turn, and the plan of a large job takes milliseconds."""
+        """Another letter would say the same. Each turn asks this, and making the plan of a large job takes
+        milliseconds."""
         plans = self.plan is _plan(job) and self._known is job.plan and self._arrivals == arrivals
         broken = self.broken.generation == job.broken and self.broken.reason == job.why
         return self._job is job and plans and broken and self.broken.lost == sorted(job.lost.keys() | blocked)
@@ -75,7 +75,7 @@ class Letter:
 
     @cached_property
     def confirmed(self) -> Letter:
-        """About the plan that the job is in, for agents that made it without the controller."""
+        """A letter about the plan that the job is in, for agents that made it without the controller."""
         return Letter(self._job, self._arrivals, self._job.plan)
 
     @cached_property
@@ -120,7 +120,7 @@ class Letter:
 
 
 def _plan(job: JobState) -> wire.Plan | None:
-    """What the job's phase is about."""
+    """The plan that the job's phase is about."""
     return {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
 
 
@@ -131,7 +131,7 @@ def reached(job: JobState, element: int) -> wire.Peer | None:
 
 
 def ending(ended: Ending) -> wire.Message:
-    """What the agents of a job that is over are told. Of a disowned one they may ask again: Slurm may be wrong."""
+    """The message to agents of a job that is over. Agents of a disowned job may ask again, since Slurm may be wrong."""
     if ended.disowned:
         return wire.Refused(reason=ended.reason)
     return wire.End(code=ended.code, reason=ended.reason)
@@ -142,9 +142,9 @@ Order = wire.Message | Callable[[], wire.Message]
 
 
 def due_orders(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, Order]]:
-    """(key, order) for every order to this agent that is not obeyed yet; the key is the same as long as the order is.
+    """(key, order) for every order to this agent that is not obeyed yet. The key is the same as long as the order is.
 
-    A process that is not to start yet is no order; see :func:`later`.
+    A process that is not to start yet needs no order; see :func:`next_start`.
     """
     if not agent.alive:
         return
@@ -220,7 +220,7 @@ def _processes(job: JobView, agent: AgentView, now: float) -> Iterator[tuple[str
 
 
 def _saving(job: JobView, now: float) -> bool:
-    """A rank still writes its part of what all are to begin from."""
+    """A rank still writes its part of the state that all are to begin from."""
     live, state = job.live, job.state
     if now >= state.saving_until:
         return False

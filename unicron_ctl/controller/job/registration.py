@@ -57,8 +57,8 @@ def answer(
 
 
 def turned_away(view: View, route: Route, message: wire.Register, answered: wire.Message) -> Outcome:
-    """`answered` goes to an agent that is not taken in. One that does not fit to the others of a job that nobody trains
-    yet takes the protection from all: without each other neither part has a world."""
+    """Sends `answered` to an agent that is not taken in. An agent that does not fit the others of a job that nobody
+    trains yet takes the protection from all: without each other neither part has a world."""
     out, job = Outcome(), view.state.jobs.get(message.job)
     if isinstance(answered, wire.Refused) and answered.apart and job is not None and _unformed(job) and not job.over:
         reason = f"element {message.element} on {message.node}: {answered.reason}. Until then nothing protects the job"
@@ -99,7 +99,7 @@ def _not_the_owner(view: View, message: wire.Register, job: JobState | None, ask
 
 
 def _too_many(view: View, message: wire.Register, asker: Asker) -> wire.Refused | None:
-    """A new agent of whose job Slurm says nothing: there are bounds on what may be made up meanwhile."""
+    """A new agent of a job that Slurm does not show: what may be made up meanwhile is bounded."""
     job = view.state.jobs.get(message.job)
     if job is not None and (known := job.agents.get(message.element)) and known.agent == message.agent:
         return None
@@ -148,7 +148,7 @@ def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | 
 
 
 def takes_over(job: JobState, message: wire.Register) -> bool:
-    """A training comes while a step that trains nothing is the job."""
+    """A step that trains takes the place of one that trains nothing."""
     return message.trains and not job.trains and not job.over and message.step > job.step
 
 
@@ -163,7 +163,8 @@ def begins(view: View, message: wire.Register, info: ElementInfo | None = None) 
 def begin_job(
     view: View, message: wire.Register, asker: Asker, info: ElementInfo | None = None, most: int = 0
 ) -> Outcome:
-    """`info` is Slurm's word on the element, `most` on how many the job has: they count, not the message's."""
+    """Records a new job. info: Slurm's word on the element; most: Slurm's word on the number of elements. They count,
+    not the message's."""
     out = Outcome()
     own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for somebody else
     owner, settings, submitted = asker.uid if own else None, message.settings, 0.0
@@ -182,7 +183,7 @@ def begin_job(
 
 
 def join(job: JobState, message: wire.Register, key: str, confirmed: bool = True) -> Outcome:
-    """The agent is one of the job's: a new one, or one that comes back."""
+    """Records the agent as one of the job's: a new one, or one that comes back."""
     out, known = Outcome(), job.agents.get(message.element)
     if known is None or known.agent != message.agent:
         out.hurry = True

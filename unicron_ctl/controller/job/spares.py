@@ -116,8 +116,8 @@ class Swap:
 
 
 def swaps(view: View, job: JobView, joiners: Collection[int]) -> list[Swap]:
-    """joiners: slots that come in. The elements of failures after which the job is not whole yet, each with the one
-    that comes in its place."""
+    """The elements of failures after which the job is not whole yet, each with the element that comes in its place.
+    joiners: slots that come in."""
     state, inside = job.state, job.state.inside
     if not state.settings.spares:
         return []
@@ -188,7 +188,7 @@ class Told:
 
 
 def report_spares(view: View, job: JobView, told: Told) -> Outcome:
-    """Puts on record who waits as a spare, when that changes, and once that their number does not fit."""
+    """Records who waits as a spare when that changes, and once that their number does not fit."""
     out, state = Outcome(), job.state
     if not state.settings.spares or state.phase not in HERE or view.now < told.look_at:
         return out
@@ -209,7 +209,7 @@ def report_spares(view: View, job: JobView, told: Told) -> Outcome:
 
 
 def note(job: JobState, found: Iterable[Swap], out: Outcome) -> None:
-    """What the spares do belongs to the stories of the failures."""
+    """Adds what the spares do to the stories of the failures."""
     for swap in found:
         if swap.text not in swap.failure.actions:
             out.record(job, records.FailureAction(failure=swap.failure.id, text=swap.text))

@@ -27,9 +27,11 @@ SAVE_SECONDS = 600.0  # for ranks that are to end, to write what a checkpoint ne
 
 
 def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
-    """The first generation, or one after which nobody could go on: a replica whose ranks stand where most has been
-    trained hands its state to all others. Where the ranks have no state in common those that have been in a generation
-    start again, from the script's newest checkpoint if there is one."""
+    """Plans the first generation, or one after which nobody could go on.
+
+    A replica whose ranks stand where most has been trained hands its state to all others. Ranks that have no state in
+    common start again if they have been in a generation, from the script's newest checkpoint if there is one.
+    """
     reports = {slot: status for slot in happening.joiners if (status := job.status(slot)) is not None}
     found, out = formed(reports, job.replica), Outcome()
     wanted = wanted_state(view, job, reports, found)
@@ -69,7 +71,7 @@ def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
 
 
 def break_generations(view: View, job: JobView, happening: Happening) -> Outcome:
-    """All generations so far are over; who is lost is named."""
+    """Ends all generations so far, and names who is lost."""
     out, state = Outcome(), job.state
     number = state.generation  # the highest ever used: an outstanding offer is over, too
     inside = {**state.members, **state.joining}
@@ -87,7 +89,7 @@ def break_generations(view: View, job: JobView, happening: Happening) -> Outcome
 
 
 def resume_training(view: View, job: JobView, happening: Happening) -> Outcome:
-    """The survivors have stopped: decide how they go on."""
+    """Plans how the survivors, who have stopped, go on."""
     out, state, decision = Outcome(), job.state, decided(job)
     unusable = decision.unusable if decision else dict.fromkeys(job.reports(), "its report cannot be worked with")
     if unusable:
@@ -120,7 +122,7 @@ def resume_training(view: View, job: JobView, happening: Happening) -> Outcome:
 
 
 def reform_job(view: View, job: JobView, happening: Happening) -> Outcome:
-    """Nobody knows the training state any more: wait for fresh ranks."""
+    """Waits for fresh ranks: nobody knows the training state any more."""
     out = Outcome()
     reason = f"{happening.reason}: formed anew from the newest state in memory, a checkpoint, or the script"
     out.record(job.state, records.Reform(reason=reason))
@@ -128,7 +130,7 @@ def reform_job(view: View, job: JobView, happening: Happening) -> Outcome:
 
 
 def change_layout(view: View, job: JobView, happening: Happening) -> Outcome:
-    """All ranks end and start again in the planned layout, from the newest checkpoint. Those that have the training
+    """Ends all ranks and starts them in the planned layout, from the newest checkpoint. Ranks that have the training
     state save it before."""
     out, state = Outcome(), job.state
     seconds = SAVE_SECONDS if any(status.state == "stopped" for _, _, status in job.all_ranks()) else 0.0
@@ -142,7 +144,7 @@ def change_layout(view: View, job: JobView, happening: Happening) -> Outcome:
 
 
 def offer_generation(view: View, job: JobView, happening: Happening) -> Outcome:
-    """A plan for the next iteration boundary, with newcomers or without leavers."""
+    """Plans the next iteration boundary, with newcomers or without leavers."""
     out, state = Outcome(), job.state
     assert state.plan is not None
     size, joiners = job.replica, list(happening.joiners)
@@ -172,8 +174,8 @@ def offer_generation(view: View, job: JobView, happening: Happening) -> Outcome:
 
 
 def withdraw_offer(view: View, job: JobView, happening: Happening) -> Outcome:
-    """What was offered does not come about. Members that hold the offer still can only take it together, which their
-    statuses show; so telling them once is enough."""
+    """Withdraws what was offered. Members that hold the offer still can only take it together, which their statuses
+    show, so telling them once is enough."""
     out, state = Outcome(), job.state
     assert state.offer is not None
     number = state.offer.generation
@@ -186,7 +188,7 @@ def withdraw_offer(view: View, job: JobView, happening: Happening) -> Outcome:
 
 
 def enter_generation(view: View, job: JobView, happening: Happening) -> Outcome:
-    """Everyone is in: training goes on."""
+    """Records that everyone is in: training goes on."""
     out, state = Outcome(hurry=True), job.state
     plan = state.offer or state.plan
     assert plan is not None
@@ -196,7 +198,7 @@ def enter_generation(view: View, job: JobView, happening: Happening) -> Outcome:
 
 
 def end_job(view: View, job: JobView, happening: Happening) -> Outcome:
-    """The job is over; its agents are told the exit code."""
+    """Ends the job; its agents are told the exit code."""
     out = Outcome(hurry=True)
     out.record(job.state, records.JobEnded(code=happening.code, reason=happening.reason))
     return out
@@ -226,7 +228,7 @@ def store_of(job: JobView, preferred: Iterable[int]) -> str:
 
 
 def prefix(job: JobState, generation: int) -> str:
-    """Keys of a generation never meet those of another, in whatever store."""
+    """The key prefix of a generation in the store: keys of two generations never meet."""
     return f"{job.job}.g{generation}"
 
 

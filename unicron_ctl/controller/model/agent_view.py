@@ -110,8 +110,8 @@ class AgentView:
         return f"cold: {self.cold[slot]}" if slot in self.cold else "warm"
 
     def on_status(self, status: Status, now: float) -> list[int]:
-        """A status of this agent; slots that are not its own are ignored. Returns those whose state has changed, none
-        for a late status (a newer one came before it).
+        """Takes in a status of this agent; slots that are not its own are ignored. Returns the slots whose state has
+        changed, none for a status that a newer one has overtaken.
 
         An agent dates every change of a rank (`changed`), so nothing else is compared.
         """

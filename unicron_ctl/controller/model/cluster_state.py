@@ -27,7 +27,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Mark:
-    """When, for which job, and why."""
+    """When something was done, for which job, and why."""
 
     at: float
     job: str

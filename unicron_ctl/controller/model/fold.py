@@ -35,7 +35,7 @@ def replay(events: Iterable[Event], state: ClusterState | None = None) -> Cluste
 
 
 def leave_alone(state: ClusterState, event: Event, reason: str) -> None:
-    """The job of this event is set aside."""
+    """Sets the job of this event aside."""
     state.last_event = event.id
     job = state.jobs.get(event.job)
     if job is not None and not job.set_aside:

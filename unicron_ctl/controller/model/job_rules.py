@@ -167,7 +167,7 @@ def break_(job: JobState, event: Event, record: records.Break) -> None:
 
 
 def _leave(job: JobState) -> None:
-    """What follows the present generation is not entered by all yet: agents may go on in it."""
+    """Notes that what follows the present generation is not entered by all yet: agents may go on in it."""
     group = job.agents_of(job.members)
     if group and job.mode.agents_agree and group not in job.former:
         job.former = [*job.former, group]
@@ -266,7 +266,7 @@ def entered(job: JobState, event: Event, record: records.Entered) -> None:
 
 
 def _whole(job: JobState, event: Event) -> None:
-    """Failures after which as many train again as are wanted, whoever they are, or those that were lost."""
+    """Dates failures after which as many train again as are wanted, whoever they are, or those that were lost."""
     all_here = len(job.members) >= job.wanted(job.replica) * max(1, job.settings.ranks_per_node)
     for failure in job.failures:
         if failure.broken_at is not None and failure.whole_at is None:
@@ -275,7 +275,7 @@ def _whole(job: JobState, event: Event) -> None:
 
 
 def _restored(job: JobState, event: Event, came: set[int]) -> None:
-    """Failures all of whose slots are members again, some of them just now."""
+    """Dates failures all of whose slots are members again, some of them just now."""
     for failure in job.failures:
         slots = failure.slots
         if failure.restored_at is None and slots and came & set(slots) and all(slot in job.members for slot in slots):
@@ -317,7 +317,7 @@ def step(job: JobState, event: Event, record: records.Step) -> None:
 
 
 def steady(job: JobState, event: Event, record: records.Steady) -> None:
-    """Restart mode: all progress that can be seen of a program that tells nothing else."""
+    """A plain program shows no other progress."""
     job.steady, job.restarts, job.worked = event.generation, 0, job.members
 
 

@@ -89,14 +89,14 @@ class AgentRecord:
 
     @property
     def lost(self) -> bool:
-        """With its node: it fell silent, whether its end was shown or not, or it died and its node ended after it. One
-        that died on a living node is not."""
+        """The agent was lost with its node: it fell silent, or it died and its node ended after it. An agent that died
+        on a living node was not."""
         return self.gone in ("dead", "silent", NODE_ENDED)
 
 
 @dataclass(frozen=True)
 class Avoided:
-    """A node that the job has left. agent: the one that was to go; empty when it need not any more. suspect: the node
+    """A node that the job has left. agent: the one that was to go, empty when it need not any more. suspect: the node
     may be at fault."""
 
     at: float
@@ -270,7 +270,7 @@ class JobState:
     """The members of which `inside` was worked out, and what came of it: members are replaced, never changed."""
 
     def begin_phase(self, phase: Phase, now: float) -> None:
-        """Only the fold calls this. A Break that names more losses does not begin its phase anew."""
+        """Begins a phase; only the fold calls this. A Break that names more losses does not begin its phase anew."""
         if not (phase is self.phase is Phase.BREAKING):
             self.phase, self.since, self.waits = phase, now, ""
 
@@ -295,8 +295,10 @@ class JobState:
         return math.lcm(replica, per_node) // per_node
 
     def wanted(self, replica: int) -> int:
-        """Elements that are to train when all are there: all but the spares, in whole replicas of so many ranks. All
-        of them where that would leave fewer than the job needs: a wrong number of spares ends no job."""
+        """Elements that are to train when all are there: all but the spares, in whole replicas of so many ranks.
+
+        All elements where that would leave fewer than the job needs: a wrong number of spares ends no job.
+        """
         settings, unit = self.settings, self.unit(replica)
         if not settings.spares:
             return settings.max_nodes

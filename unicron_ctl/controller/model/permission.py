@@ -11,7 +11,7 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.requests import Action
 from unicron.ctl.controller.model.view import Outcome, View
-from unicron.ctl.settings.partitions import ACT, OFF, Rules, strictest
+from unicron.ctl.settings.partitions import ACT, Rules, strictest
 
 
 def of_job(view: View, job: str) -> Rules:
@@ -46,9 +46,3 @@ def withheld(view: View, action: Action, out: Outcome) -> str:
 def acts(view: View, job: JobState) -> bool:
     """The plan may give the job nodes and take them."""
     return of_job(view, job.job).mode == ACT
-
-
-def is_off(view: View, job: str) -> bool:
-    """The admin wants no job of its partition protected. Without Slurm, or before it shows the job, nothing is known
-    of its partition but the default."""
-    return of_job(view, job).mode == OFF
