@@ -12,6 +12,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,11 @@ from unicron.ctl.agent.connections.containment import Containment
 from unicron.ctl.agent.connections.controller_connection import Line
 from unicron.ctl.agent.connections.identity import Place, memory_rate
 from unicron.ctl.agent.connections.job_log import JobLog
+from unicron.ctl.agent.connections.outbox import Outbox
 from unicron.ctl.agent.connections.polling import Polling
 from unicron.ctl.agent.connections.rank_socket import RankLine, from_rank, socket_folder
 from unicron.ctl.agent.connections.signals import ENDING, ENDING_SECONDS, FORWARDED, SAVES, SignalPipe
+from unicron.ctl.agent.loop.controller_registration import Registration
 from unicron.ctl.agent.loop.dumps import Dumps
 from unicron.ctl.agent.loop.plans import AT_WORK, Plans
 from unicron.ctl.agent.loop.reports import Reports
@@ -43,19 +46,29 @@ from unicron.ctl.agent.snapshots.node_memory import Memory, within
 from unicron.ctl.agent.snapshots.peer_copies import Copies
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.limits import ORPHAN_SECONDS
-from unicron.ctl.system.addresses import join
 from unicron.detector.processes.rank_messages import Step, Timing
 from unicron.detector.processes.supervise import adopt_orphans, shell_status
 
-REGISTER_SECONDS = 0.5
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
 SAVE_SECONDS = 600.0  # at the end by an error, for what memory has
+
+
+@dataclass
+class Ending:
+    """How the element ends. trained: the controller says that the job is trained to its end. final: nobody will go on
+    with this job. save: writes the training state. stop_seconds: for ranks to act on SIGTERM."""
+
+    exit_code: int | None = None
+    trained: bool = False
+    final: bool = False
+    save: Callable[[], None] | None = None
+    stop_seconds: float = STOP_SECONDS
 
 
 class Agent:
     """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the element's exit code.
 
-    `exit_code` is None until the element is over. Raises zmq.ZMQError for an address that is none, UserError for a
+    Raises zmq.ZMQError for an address that is none, UserError for a
     wrong configuration, and whatever else keeps it from beginning. From then on nothing that fails ends it.
     """
 
@@ -76,13 +89,13 @@ class Agent:
     def _build(self, place: Place, address: str) -> None:
         """All parts. What is missing here, the command runs without: its caller sees to that."""
         self._line = Line(self._context, address)
-        self.log = self._log = JobLog(place)
-        self._containment = Containment(self._log.warn)
-        self._memory = Memory(place, os.environ, self._log.warn)
-        self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self._log.warn)
+        self.log = JobLog(place)
+        self._containment = Containment(self.log.warn)
+        self._outbox = Outbox(self._line, self.log)
+        self._memory = Memory(place, os.environ, self.log.warn)
+        self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self.log.warn)
         self._plans = Plans(place.slots)
-        self._files = Files(self._memory, self._plans.writers_before_at_rest, memory_rate(os.environ), self._log.warn)
-        self._controller = self._line.socket
+        self._files = Files(self._memory, self._plans.writers_before_at_rest, memory_rate(os.environ), self.log.warn)
         self._folder = socket_folder(place.job, os.environ)
         self._rank_line = RankLine(self._context, self._folder)
         self._layout = ""  # in which the ranks are started, as the controller wants it
@@ -100,32 +113,34 @@ class Agent:
             self._line.pair,
             self.AGREES,
             self._to_ranks,
-            lambda: self._trials.muted,
-            self._log,
+            self._outbox,
+            self.log,
         )
-        self._trials = Trials(place.job, self._line, self._witness.door, self.ranks, self._tell, self._send, self._log)
+        self._trials = Trials(place.job, self._line, self._outbox, self._witness.door, self.ranks, self._tell, self.log)
         participant, sampling = self._stand_in.participant, Sampling(self._rank_line.folder)
-        self._reports = Reports(place, self.identity, self.ranks, participant, sampling, self._copies, self._send)
-        self._dumps = Dumps(place.job, self.ranks, self._rank_line.endpoint, self._send)
-        self._welcomed = self._registered = False
-        self._last_register = self._last_heard = 0.0
-        self.exit_code: int | None = None
-        self.alone = False  # the controller says that the others have done this already
-        self.refusal = ""  # why the controller did not take this agent, the last time
-        self._over = False  # the controller says that the job is trained to its end
-        self._ended = False  # nobody will go on with this job
-        self._save: Callable[[], None] | None = None  # writes the training state at the end
-        self._unprotected = False  # the controller will not have this agent, so it goes on without
-        self._stop_seconds = STOP_SECONDS
-        self._lost_steps = False  # some, and it was said
+        send = self._outbox.send
+        self._reports = Reports(place, self.identity, self.ranks, participant, sampling, self._copies, send)
+        self._dumps = Dumps(place.job, self.ranks, self._rank_line.endpoint, send)
+        self._ending = Ending()
+        self._last_heard = 0.0  # of the controller
         self._polling = Polling(self._containment)
+        self.registration = Registration(
+            place,
+            self.identity,
+            self._line,
+            self._outbox,
+            self._polling,
+            self._witness.door,
+            self._stand_in.address,
+            self._copies,
+        )
         self._signals = SignalPipe()
         self._watch_all()
         self._processes = Processes(
-            self._polling, self._rank_line, self._from_ranks, self._explain, self._send_status, self._log
+            self._polling, self._rank_line, self._from_ranks, self._explain, self._send_status, self.log
         )
         watch, unwatch = self._polling.watch, self._polling.unwatch
-        self._warmth = Warmth(self.ranks, self.command, watch, unwatch, self._processes.attend, self._log)
+        self._warmth = Warmth(self.ranks, self.command, watch, unwatch, self._processes.attend, self.log)
         self._store: Store = StoreProcess(
             self.command,
             {**os.environ, "PYTHONPATH": package_path(os.environ)},
@@ -133,13 +148,13 @@ class Agent:
             watch,
             unwatch,
             self._send_status,
-            self._log.warn,
+            self.log.warn,
         )
 
     def _watch_all(self) -> None:
         """What there is from the beginning."""
         watch = self._polling.watch
-        watch(self._controller, self._from_controller)
+        watch(self._line.socket, self._from_controller)
         watch(self._rank_line.socket, self._from_ranks)
         watch(self._line.events, self._line.notice)
         for socket in self._stand_in.sockets:
@@ -154,25 +169,24 @@ class Agent:
     def connect(self, seconds: float) -> bool:
         """Register; False when no controller takes this agent within `seconds`, or when it is over (`exit_code`)."""
         deadline = time.monotonic() + seconds
-        while not (self._welcomed or self.alone or self._unprotected or self.exit_code is not None):
+        registration = self.registration
+        while not (registration.welcomed or registration.alone or self._outbox.closed or self.exit_code is not None):
             if time.monotonic() >= deadline:
                 break
-            self._call()
+            registration.on_timer()
             self._serve(0.1)
-        return self._welcomed and self.exit_code is None
+        return registration.welcomed and self.exit_code is None
 
-    def why_not(self, address: str) -> str:
-        """Why it is not protected, in one line."""
-        if self._unprotected:
-            return self.refusal
-        said = self._line.problem or self.refusal
-        return f"no controller answers at {address}" + (f" ({said})" if said else "")
+    @property
+    def exit_code(self) -> int | None:
+        """None until the element is over."""
+        return self._ending.exit_code
 
     @property
     def released(self) -> bool:
         """Nothing protects it, and no rank has a world: the command is to run without this agent."""
         outside = all(rank.status.state in ("starting", "waiting") for rank in self.ranks.values())
-        return self._unprotected and outside
+        return self._outbox.closed and outside
 
     def run(self) -> int | None:
         """Start the ranks and serve until the element is over; None when it was released before it had a world."""
@@ -192,15 +206,15 @@ class Agent:
         return self.exit_code
 
     def _watch_node(self) -> None:
-        self._reports.node = node_watch.start(self._log.warn, os.environ)
+        self._reports.node = node_watch.start(self.log.warn, os.environ)
         self._polling.watch(self._reports.node.fileno(), self._reports.node_events)
 
     def close(self) -> None:
         """End the ranks, their zygote and the store, leave no socket behind. What fails there stops nothing else."""
         for what, step in (
-            ("end the ranks", lambda: stop_all(list(self.ranks.values()), self._stop_seconds)),
-            ("end the files", lambda: self._files.close(FILES_SECONDS if self._ended else 0.0)),
-            ("save the training state", self._save or (lambda: None)),
+            ("end the ranks", lambda: stop_all(list(self.ranks.values()), self._ending.stop_seconds)),
+            ("end the files", lambda: self._files.close(FILES_SECONDS if self._ending.final else 0.0)),
+            ("save the training state", self._ending.save or (lambda: None)),
             ("end the store", self._store.close),
             ("end the zygote", self._warmth.close),
             ("give up what ranks left behind", partial(adopt_orphans, False)),
@@ -213,7 +227,7 @@ class Agent:
             ("give the signals back", self._signals.close),
             ("close the door", self._witness.close),
             ("end the copies", self._copies.close),
-            ("let go of the memory", lambda: self._memory.close(self._ended)),
+            ("let go of the memory", lambda: self._memory.close(self._ending.final)),
             ("end the watch of the node", self._reports.node.close if self._reports.node is not None else lambda: None),
         ):
             self._containment.attempt(what, step)
@@ -236,7 +250,7 @@ class Agent:
             ("begin what was forked", self._settle),
             ("answer at the door", self._witness.door.answer),
             ("send a status", partial(self._report, now)),
-            ("call the controller", self._call),
+            ("call the controller", self.registration.on_timer),
             ("end", partial(self._end_if_over, now)),
         ):
             attempt(what, step)
@@ -290,9 +304,9 @@ class Agent:
         finished = [rank for rank in self.ranks.values() if rank.status.state == "finished"]
         if any(rank.alive for rank in finished):
             return  # trained to the end, but the script may save something yet
-        if len(finished) == len(self.ranks) or self._over:
+        if len(finished) == len(self.ranks) or self._ending.trained:
             codes = [shell_status(rank.status.exit.code) for rank in finished if rank.status.exit is not None]
-            self._ended = True
+            self._ending.final = True
             self._leave(max(codes, default=0), "finished")
         elif now - self._last_heard > ORPHAN_SECONDS:
             if any(rank.alive and rank.status.state == "stopped" for rank in self.ranks.values()):
@@ -300,12 +314,12 @@ class Agent:
             for rank in self.ranks.values():
                 if rank.status.state == "exited" and rank.status.exit is not None:
                     silent = f"no controller for {ORPHAN_SECONDS:.0f} s and rank {rank.slot} is dead"
-                    self._log.warn(f"{silent}; the element ends, requeue it with `scontrol requeue`")
+                    self.log.warn(f"{silent}; the element ends, requeue it with `scontrol requeue`")
                     self._leave(shell_status(rank.status.exit.code) or 1, "no controller")
                     return
 
     def _leave(self, code: int, reason: str) -> None:
-        self.exit_code = code
+        self._ending.exit_code = code
         self._send_status(leaving=reason)
 
     # ------------------------------------------------------------ processes
@@ -339,8 +353,8 @@ class Agent:
                     if rank.child is not None:
                         rank.child.signal(number)
             elif number in ENDING and self.exit_code is None:
-                self._stop_seconds = ENDING_SECONDS
-                self._save = self._saving()
+                self._ending.stop_seconds = ENDING_SECONDS
+                self._ending.save = self._saving()
                 self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
 
     @property
@@ -369,7 +383,7 @@ class Agent:
             match message:
                 case Timing():
                     told = {**vars(message), "job": self.place.job, "slot": rank.slot}
-                    self._send(msgspec.convert(told, wire.Timing))
+                    self._outbox.send(msgspec.convert(told, wire.Timing))
                     return
                 case Step():
                     self._reports.add_step(rank.slot, message)
@@ -384,44 +398,18 @@ class Agent:
                 self._reports.dirty = True
             self._rank_line.set_identity(rank.slot, identity)
         except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
-            self._log.drop("a rank", f"{type(error).__name__}: {error}")
-
-    def _call(self) -> None:
-        """Find the controller, and register until it welcomes this agent."""
-        self._line.find_controller()
-        if self._line.answers >= 0 and self._line.answers not in self._polling:
-            self._polling.watch(self._line.answers, partial(self._line.learn, self._register))
-        due = time.monotonic() - self._last_register >= REGISTER_SECONDS
-        if due and not self._welcomed and not self._unprotected and self._line.key is not None:
-            self._register()
-
-    def _register(self) -> None:
-        self._last_register = time.monotonic()
-        door = join(self.place.address, self._witness.door.port)
-        images = self._copies.address, self._copies.token
-        self._line.register(self.place, self.identity, door, self._stand_in.address, images, self._send)
+            self.log.drop("a rank", f"{type(error).__name__}: {error}")
 
     def _send_status(self, leaving: str = "") -> None:
         self._reports.status(self._store.port, leaving)
         self._stand_in.carry_out()
 
-    def _send(self, message: wire.Message) -> None:
-        if self._trials.muted or self._line.key is None or self._unprotected:
-            return
-        try:
-            self._controller.send(wire.encode(message), zmq.DONTWAIT)
-        except zmq.Again:  # the queue to a controller that is away is full; a status will tell again, a proof will not
-            proof = isinstance(message, wire.Steps) or (isinstance(message, wire.Status) and message.steps)
-            if proof and not self._lost_steps:
-                self._lost_steps = True
-                self._log.warn("the controller has been away for too long: reports of steps are lost until it is back")
-
     def _from_controller(self) -> None:
-        while self._controller.poll(0) and self.exit_code is None:
-            self._take(self._controller.recv())
+        while self._line.socket.poll(0) and self.exit_code is None:
+            self._on_controller(self._line.socket.recv())
 
-    def _take(self, data: bytes) -> None:
-        if self._trials.muted:
+    def _on_controller(self, data: bytes) -> None:
+        if self._outbox.muted:
             return  # a lost network brings nothing either, however soon ZeroMQ has found a way around it
         try:
             message = wire.decode(data, wire.ToAgent)
@@ -429,7 +417,7 @@ class Agent:
             self._stand_in.participant.on_controller(self._last_heard)
             self._obey(message)
         except wire.BadMessage as error:
-            self._log.drop("the controller", str(error))
+            self.log.drop("the controller", str(error))
 
     def _obey(self, message: Any) -> None:  # noqa: C901  (one branch a message)
         """Do what one of wire.ToAgent says. Raises BadMessage, before anything is done, when it makes no sense."""
@@ -454,7 +442,7 @@ class Agent:
             case wire.Recall():
                 if (share := self._plans.share(message.generation)) is not None:
                     job, element = self.place.job, self.place.element
-                    self._send(wire.Held(job=job, element=element, agent=self.identity, share=share))
+                    self._outbox.send(wire.Held(job=job, element=element, agent=self.identity, share=share))
             case wire.StartRank():
                 rank = self.ranks.get(message.slot)
                 if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
@@ -496,46 +484,45 @@ class Agent:
         self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
         self._layout = message.layout
         self._memory.open(message.run)
-        self._welcomed = True
+        again = self.registration.on_welcome()
         if self._memory.folder is None and self._copies.address:
             self._copies.refuse()
-            self._register()
-        if self._registered:
+            self.registration.register()
+        if again:
             self._send_status()
             self._reports.node_events(again=True)
-        self._registered = True
 
     def _on_end(self, message: wire.End) -> None:
         """A job that trained to its end lets its scripts finish: they may save something after the last iteration."""
-        if self._over and message.code == 0:
+        if self._ending.trained and message.code == 0:
             return
         if message.code or message.reason:
-            (self._log.warn if message.code else self._log.inform)(message.reason)
+            (self.log.warn if message.code else self.log.inform)(message.reason)
         if message.code:
-            self._ended, self._save = True, self._saving(ended=True)
+            self._ending.final, self._ending.save = True, self._saving(ended=True)
             self._leave(message.code & 0xFF or 1, "ended by the controller")
             return
-        self._over = True
+        self._ending.trained = True
         for rank in self.ranks.values():
             if rank.status.state != "finished":
                 rank.kill()  # a spare
         self._end_if_over(time.monotonic())
 
     def _on_refused(self, message: wire.Refused) -> None:
-        self.refusal, self.alone = message.reason, self.alone or message.alone
-        if message.alone and not message.final and self._registered:
+        self.registration.on_refused(message)
+        known = self.registration.was_welcomed
+        if message.alone and not message.final and known:
             self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
         elif message.replaced or message.apart:
-            self._log.warn(message.reason)
+            self.log.warn(message.reason)
             self._leave(1, "refused by the controller")
         elif message.final:
-            self._unprotected = True
-            if self._registered and not self.released:
+            self._outbox.closed = True
+            if known and not self.released:
                 what = "this step goes on" if message.alone else "the job trains on"
-                self._log.warn(f"{message.reason}; {what} unprotected")
-        elif self._welcomed:
-            self._welcomed = False  # a restarted controller does not know this agent: register again
-            self._register()
+                self.log.warn(f"{message.reason}; {what} unprotected")
+        else:
+            self.registration.register_again()
 
     def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
         self._to_all(message)

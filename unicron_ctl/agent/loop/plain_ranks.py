@@ -256,9 +256,9 @@ class RestartAgent(Agent):
         inside = [rank for rank in self._plain.values() if rank.child is not None]
         pids = [rank.child.pid for rank in inside if rank.child is not None]
         # What the controller has given up for good it forms no other world of.
-        connected = self._line.up or self._unprotected
-        if self._fence.check_lease(connected, self._trials.muted and not self._unprotected, pids, time.monotonic()):
-            self._log.warn(self._fence.told())
+        connected = self._line.up or self._outbox.closed
+        if self._fence.check_lease(connected, self._outbox.muted and not self._outbox.closed, pids, time.monotonic()):
+            self.log.warn(self._fence.told())
             for rank in inside:
                 rank.kill()
         if self._reports.fenced != self._fence.holds:
@@ -269,7 +269,7 @@ class RestartAgent(Agent):
         """A node that is through waits for the others: if one of them fails, all start again."""
         silent = now - self._last_heard > WITHOUT_CONTROLLER_SECONDS
         through = all(rank.status.state == "finished" for rank in self.ranks.values())
-        if self._over or not through or silent:
+        if self._ending.trained or not through or silent:
             super()._end_if_over(now)
 
 

@@ -9,6 +9,7 @@ import zmq
 
 from unicron.ctl.agent.connections.identity import Place
 from unicron.ctl.agent.connections.job_log import JobLog
+from unicron.ctl.agent.connections.outbox import Outbox
 from unicron.ctl.agent.connections.peer_connections import Peers
 from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.protocol import peer_messages, wire
@@ -16,7 +17,7 @@ from unicron.ctl.protocol import peer_messages, wire
 
 class StandIn:
     """pair: the agent's CURVE keys, public and secret. reachable: False where the job waits for the controller. obey:
-    hands a Break or a plan to the ranks. muted: the network is lost.
+    hands a Break or a plan to the ranks.
     """
 
     def __init__(
@@ -27,10 +28,10 @@ class StandIn:
         pair: tuple[str, str],
         reachable: bool,
         obey: Callable[[wire.Break | wire.Plan], None],
-        muted: Callable[[], bool],
+        outbox: Outbox,
         log: JobLog,
     ) -> None:
-        self._obey, self._muted, self._log = obey, muted, log
+        self._obey, self._outbox, self._log = obey, outbox, log
         self._line = Peers(context, place.address, pair, log.warn) if reachable else None
         self.address = self._line.address if self._line is not None else ""
         self.key = pair[0] if self.address else ""
@@ -50,7 +51,7 @@ class StandIn:
             self.carry_out()
 
     def _take(self, message: peer_messages.AnyPeer, now: float) -> None:
-        if not self._muted():
+        if not self._outbox.muted:
             self.participant.on_message(message, now)
 
     def on_timer(self, now: float) -> bool:
@@ -67,7 +68,7 @@ class StandIn:
             self._line.allow_only(known.values())
         outbox, self.participant.outbox = self.participant.outbox, []
         for peer, message in outbox:
-            if self._line is not None and not self._muted():
+            if self._line is not None and not self._outbox.muted:
                 self._line.send(peer, message)
         orders, self.participant.orders = self.participant.orders, []
         for order in orders:

@@ -12,6 +12,7 @@ import zmq
 
 from unicron.ctl.agent.connections.controller_connection import Line
 from unicron.ctl.agent.connections.job_log import JobLog
+from unicron.ctl.agent.connections.outbox import Outbox
 from unicron.ctl.agent.ranks.ranks import Rank
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.reach import Door
@@ -20,28 +21,23 @@ from unicron.detector.chaos.memory_cage import Cage, CageError
 
 
 class Trials:
-    """tell(slot, message): to a rank. send: to the controller."""
+    """tell(slot, message): sends it to a rank."""
 
     def __init__(
         self,
         job: str,
         line: Line,
+        outbox: Outbox,
         door: Door,
         ranks: Mapping[int, Rank],
         tell: Callable[[int, wire.Message], None],
-        send: Callable[[wire.Message], None],
         log: JobLog,
     ) -> None:
         self._job, self._line, self._door, self._ranks = job, line, door, ranks
-        self._tell, self._send, self._log = tell, send, log
-        self._until = 0.0
+        self._outbox, self._tell, self._log = outbox, tell, log
+        self._until = 0.0  # the network is lost until then
         self._hole: set[int] | None = None
         self._cages: dict[int, Cage] = {}
-
-    @property
-    def muted(self) -> bool:
-        """The network is lost: nothing is sent."""
-        return bool(self._until)
 
     def perform(self, order: wire.Inject) -> None:
         """Breaks what the controller wants broken, or says why not."""
@@ -68,9 +64,9 @@ class Trials:
 
     def restore_network(self) -> bool:
         """End an injected loss of the network when it has lasted long enough; True when it has just ended."""
-        if not self._until or time.monotonic() < self._until:
+        if not self._outbox.muted or time.monotonic() < self._until:
             return False
-        self._until = 0.0
+        self._outbox.muted = False
         self._door.open()
         if self._hole is None:
             self._line.call_again()
@@ -91,7 +87,7 @@ class Trials:
         seconds = order.seconds or inject.FAULTS[name][1]
         for slot in self._ranks:
             self._tell(slot, order)
-        self._until = time.monotonic() + seconds
+        self._outbox.muted, self._until = True, time.monotonic() + seconds
         self._door.shut()
         if name == "lost-network":
             self._line.hang_up()
@@ -108,4 +104,4 @@ class Trials:
 
     def _refuse(self, order: wire.Inject, why: str) -> None:
         self._log.warn(f"cannot inject {order.fault}: {why}")
-        self._send(wire.InjectRefused(job=self._job, slot=order.slot, fault=order.fault, reason=why))
+        self._outbox.send(wire.InjectRefused(job=self._job, slot=order.slot, fault=order.fault, reason=why))

@@ -22,7 +22,6 @@ from unicron.ctl.agent.start.resources import shortage
 from unicron.ctl.protocol.wire import SESSION
 from unicron.ctl.system import program as programs
 from unicron.ctl.system.errors import WRONG_USE, UserError
-from unicron.ctl.system.one_thread import one_thread
 
 if TYPE_CHECKING:
     from unicron.ctl.agent.connections.identity import Place
@@ -121,15 +120,15 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
             agent.log.inform(told)
         status = agent.run()
         standard_error.flush(FLUSH_SECONDS)
-        place = place.alone() if agent.alone else place
-        return run_unprotected(place, words, agent.refusal) if status is None else status
+        place = place.alone() if agent.registration.alone else place
+        return run_unprotected(place, words, agent.registration.refusal) if status is None else status
     agent.close()
     standard_error.flush(FLUSH_SECONDS)
     if agent.exit_code is not None:
         return agent.exit_code
-    if agent.alone:
-        return run_unprotected(place.alone(), words, agent.refusal)
-    return run_unprotected(place, words, agent.why_not(address))
+    if agent.registration.alone:
+        return run_unprotected(place.alone(), words, agent.registration.refusal)
+    return run_unprotected(place, words, agent.registration.why_not(address))
 
 
 def prepare(
@@ -161,9 +160,9 @@ def begin_agent(session: bool, place: Place, command: Sequence[str], address: st
     if short := shortage(len(place.slots)):
         return short
     try:
-        with one_thread():
-            from unicron.ctl.agent.loop.agent import Agent
-            from unicron.ctl.agent.loop.plain_ranks import RestartAgent
+        from unicron.ctl.agent.loop.agent import Agent
+        from unicron.ctl.agent.loop.plain_ranks import RestartAgent
+
         return (Agent if session else RestartAgent)(place, command, address)
     except UserError as error:  # of the configuration
         return str(error)

@@ -1,0 +1,80 @@
+"""An agent's place with the controller: it registers until it is welcomed, or refused for good."""
+
+from __future__ import annotations
+
+import time
+
+from unicron.ctl.agent.connections.controller_connection import Line
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.outbox import Outbox
+from unicron.ctl.agent.connections.polling import Polling
+from unicron.ctl.agent.snapshots.peer_copies import Copies
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.reach import Door
+from unicron.ctl.system.addresses import join
+
+REGISTER_SECONDS = 0.5
+
+
+class Registration:
+    """door: where others see that this agent lives. peer: the address at which other agents speak to it.
+
+    welcomed: the controller knows this agent. refusal: why it did not take it, the last time. alone: it says that the
+    others have done already what this step is for.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        identity: str,
+        line: Line,
+        outbox: Outbox,
+        polling: Polling,
+        door: Door,
+        peer: str,
+        copies: Copies,
+    ) -> None:
+        self._place, self._identity, self._line = place, identity, line
+        self._outbox, self._polling = outbox, polling
+        self._door, self._peer, self._copies = door, peer, copies
+        self._tried = float("-inf")
+        self.welcomed = self.was_welcomed = self.alone = False
+        self.refusal = ""
+
+    def on_timer(self) -> None:
+        """Find the controller, and register until it welcomes this agent."""
+        self._line.find_controller()
+        if self._line.answers >= 0 and self._line.answers not in self._polling:
+            self._polling.watch(self._line.answers, lambda: self._line.learn(self.register))
+        wanted = not self.welcomed and not self._outbox.closed and self._line.key is not None
+        if wanted and time.monotonic() - self._tried >= REGISTER_SECONDS:
+            self.register()
+
+    def register(self) -> None:
+        """Send the first message."""
+        self._tried = time.monotonic()
+        images = self._copies.address, self._copies.token
+        door = join(self._place.address, self._door.port)
+        self._line.register(self._place, self._identity, door, self._peer, images, self._outbox.send)
+
+    def on_welcome(self) -> bool:
+        """The controller knows this agent; True where it did so before."""
+        again, self.welcomed, self.was_welcomed = self.was_welcomed, True, True
+        return again
+
+    def on_refused(self, message: wire.Refused) -> None:
+        """The controller does not take this agent."""
+        self.refusal, self.alone = message.reason, self.alone or message.alone
+
+    def register_again(self) -> None:
+        """The controller was restarted and does not know this agent any more."""
+        if self.welcomed:
+            self.welcomed = False
+            self.register()
+
+    def why_not(self, address: str) -> str:
+        """Why this agent is not protected, in one line."""
+        if self._outbox.closed:
+            return self.refusal
+        said = self._line.problem or self.refusal
+        return f"no controller answers at {address}" + (f" ({said})" if said else "")
