@@ -1,5 +1,5 @@
-"""Whether a fork of this process is as good as a new one. The zygote loads this file by its path: standard library
-only."""
+"""Checks whether a fork of this process is as good as a new process. The zygote loads this file by its path: standard
+library only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/
 
 
 def unsafe() -> str | None:
-    """Why a fork of this process is not as good as a new one."""
+    """Say why a fork of this process is not as good as a new process; None where it is."""
     if (threads := threading.active_count()) > 1:
         return f"its imports start threads ({', '.join(t.name for t in threading.enumerate()[1:])}; {threads - 1})"
     native = len(os.listdir("/proc/self/task")) - 1 - blas_threads()
@@ -66,7 +66,7 @@ def opened(known: set[int]) -> str | None:
 
 
 def trial() -> str | None:
-    """Whether a forked process can compute; what it says otherwise."""
+    """Fork a process and let it compute; None where that works, else what went wrong."""
     pid = os.fork()
     if pid == 0:
         signal.setitimer(signal.ITIMER_REAL, TRIAL_SECONDS)  # SIGALRM ends it

@@ -1,8 +1,8 @@
-"""The way from a supervisor to the job's log, which may take nothing for a while: a file system that does not answer, a
-disk that is full, a reader that is stopped. The supervisor never waits for it.
+"""Writes a supervisor's output to the job's log, and never waits for it: the file system may not answer, the disk may
+be full, the reader may be stopped.
 
-What is written waits in a buffer for a thread of its own. While the log takes something, a buffer that fills is a
-reason to read less from the ranks, and nothing is lost. Once it has taken nothing for STALL_SECONDS, training goes on
+A thread of its own writes what is in a buffer. While the log takes something and the buffer fills, less is read from
+the ranks, and nothing is lost. Once it has taken nothing for STALL_SECONDS, training goes on
 and the newest output is dropped; the log says how much when it takes something again.
 """
 

@@ -53,14 +53,14 @@ def reap_orphans(known: Collection[int]) -> None:
 
 
 def _shown(line: bytes) -> bytes:
-    """What a terminal would show of the line: what is behind its last carriage return; of a long one both ends."""
+    """The line as a terminal would show it: the part behind its last carriage return. A long line keeps both ends."""
     line = line.rstrip(b"\r").rpartition(b"\r")[2]
     half = LINE_BYTES // 2
     return line if len(line) <= LINE_BYTES else line[:half] + line[-half:]
 
 
 class Forked:
-    """A process that another one has forked, and that is this one's child now: what :class:`Child` needs of a Popen."""
+    """A child of this process that another process has forked, with what :class:`Child` needs of a Popen."""
 
     def __init__(self, pid: int):
         self.pid = pid

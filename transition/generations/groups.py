@@ -1,8 +1,8 @@
 """Process groups of a generation: build, tear down, and re-point Megatron's cached handles to the new ones.
 
-What Megatron's groups are is learned once, in the world in which the rank prepared itself, as coordinates: over all
-replicas or inside one, and over which places. From then on only the rank's own groups are built, equal ones once, and
-those inside a replica that stays as it is are kept.
+A rank learns Megatron's groups once, in the world in which it prepared itself, as coordinates: over all replicas or
+inside one, and over which places. From then on it builds its own groups only, one for each set of ranks. Groups inside
+a replica that does not change live on.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def collective_timeout() -> datetime.timedelta:
 def connect_store(address: str, prefix: str, lost: Callable[[], bool]) -> Any:
     """The rendezvous store of one generation: keys under `prefix`, at `address` (host:port).
 
-    torch retries a refused connection deaf to everything, so the port is tried first; raises ConnectionError once
-    `lost()`, or after ENTER_TIMEOUT.
+    The port is tried first, since torch's own retries cannot be interrupted. Raises ConnectionError once `lost()`, or
+    after ENTER_TIMEOUT.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -61,25 +61,25 @@ def connect_store(address: str, prefix: str, lost: Callable[[], bool]) -> Any:
 
 
 def wait_for_members(store: Any) -> None:
-    """A newcomer waits here until a member has reached the boundary. Its socket can be shut down to end the wait."""
+    """Wait, as a newcomer, until a member has reached the boundary. To end the wait, shut the store's socket down."""
     store.wait(["open"], datetime.timedelta(seconds=BOUNDARY_TIMEOUT))
 
 
 def open_to_newcomers(store: Any) -> None:
-    """A member is at the boundary: from now on everybody connects, within ENTER_TIMEOUT."""
+    """Tell newcomers that a member is at the boundary: everybody connects now, within ENTER_TIMEOUT."""
     store.set("open", "1")
 
 
 @dataclass(frozen=True)
 class Role:
-    """The ranks of one of Megatron's groups: of these places, in this rank's replica or in all."""
+    """The ranks of one of Megatron's groups: those at `places`, in all replicas if `whole`, else in this rank's."""
 
     whole: bool
     places: tuple[int, ...]
     backend: str | None = None
 
     def ranks(self, layout: Layout, replica: int, replicas: int) -> list[int]:
-        """In a world of so many replicas, seen from a rank of this one."""
+        """The ranks of this group, seen from a rank of `replica` in a world of `replicas`."""
         within = range(replicas) if self.whole else (replica,)
         return sorted(layout.megatron_rank(one, place, replicas) for one in within for place in self.places)
 
@@ -87,8 +87,8 @@ class Role:
 class Groups:
     """The groups of one rank, from generation to generation.
 
-    To be made in the world in which the rank prepared itself (:mod:`generations.preparing`), when Megatron's groups are
-    there. Raises :class:`UnsupportedLayout` for a group that is part of the replicas only.
+    Make it in the world in which the rank prepared itself (:mod:`generations.preparing`), when Megatron has made its
+    groups. Raises :class:`UnsupportedLayout` for a group that is part of the replicas only.
     """
 
     def __init__(self, layout: Layout, unblocker: Unblocker, aborter: Aborter):
@@ -115,8 +115,9 @@ class Groups:
 
     # ------------------------------------------------------------ a generation
     def build(self, backend: str, store: Any, members: Sequence[int], slot: int, lost: Callable[[], bool]) -> None:
-        """The world, and this rank's groups, of a generation whose members are these, replica by replica; the old ones
-        are torn down. Raises ConnectionError or RuntimeError when a member does not connect, at once when `lost()`."""
+        """Build the world and this rank's groups for a generation with these members, replica by replica. The old
+        groups have been torn down. Raises ConnectionError or RuntimeError when a member does not connect, at once when
+        `lost()`."""
         layout, count = self.layout, len(members) // self.layout.size
         replica = replica_of(members, layout.size, slot)
         me = layout.megatron_rank(replica, slot % layout.size, count)

@@ -1,8 +1,8 @@
-"""Whether the network of a collective gets on while the main thread is in it: what the kernel says of its sockets.
+"""Tells from the kernel's socket statistics whether a collective's network makes progress while the main thread waits.
 
-A slow or lossy link is no hang. Bytes that move show it, and packets that are sent again and again: a peer that hangs
-still acknowledges what it is sent, its kernel does that. A link that is cut does not, so that counts for a while only.
-gloo's sockets; NCCL's are not looked at.
+A slow or lossy link is no hang: bytes move, or packets are sent again and again. (A peer that hangs still acknowledges
+them, since its kernel does that.) A link that is cut sends again too, so that counts for a while only. gloo's sockets
+are looked at, NCCL's are not.
 """
 
 from __future__ import annotations

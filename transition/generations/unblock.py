@@ -49,8 +49,8 @@ class Unblocker:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Around the building of a generation's groups: every TCP socket opened inside belongs to the generation, and
-        so do the connections inside the replica until :meth:`forget_inside`."""
+        """Every TCP socket that is opened inside this context belongs to the generation. So do the connections inside
+        the replica, until :meth:`forget_inside`."""
         with self._lock:
             self._foreign = set(tcp_sockets())
             self._across, self._armed = set(), True
@@ -64,7 +64,7 @@ class Unblocker:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Within :meth:`building`: what is opened here are connections inside the replica."""
+        """Sockets that are opened inside this context, within :meth:`building`, are connections inside the replica."""
         before = set(tcp_sockets())
         try:
             yield
@@ -73,7 +73,7 @@ class Unblocker:
                 self._inside |= set(tcp_sockets()) - before
 
     def forget_inside(self) -> None:
-        """The connections inside the replica do not live on."""
+        """Forget the connections inside the replica: they do not live on."""
         with self._lock:
             self._inside = set()
 
@@ -86,7 +86,7 @@ class Unblocker:
             return {inode: descriptor for inode, descriptor in tcp_sockets().items() if inode in mine}
 
     def disarm(self) -> None:
-        """The generation is over: its sockets must not be looked for again, since inodes are re-used."""
+        """Forget all sockets: the generation is over, and inodes are used again."""
         with self._lock:
             self._armed, self._across, self._inside = False, set(), set()
 

@@ -36,8 +36,8 @@ class PlanTimeout(RuntimeError):
 
 
 class Dismissed(SystemExit):
-    """The rank is to end, so that the job goes on in another layout: EX_TEMPFAIL of sysexits(3), for its process is
-    started again."""
+    """The rank ends so that the job can go on in another layout. The exit status is EX_TEMPFAIL of sysexits(3): its
+    process is started again."""
 
     def __init__(self) -> None:
         super().__init__(75)
@@ -107,8 +107,8 @@ class Watch:
             self._changed.notify_all()
 
     def _on_withdraw(self, generation: int) -> None:
-        """An offer will not come about: who trains forgets it, and for a newcomer that waits to enter it is over. A
-        member that enters it already does so with all others, and the Break that follows ends that."""
+        """An offer does not come about. A rank that trains forgets it; a newcomer that waits to enter gives up. A
+        member that is entering already does so with all others, until the Break that follows."""
         with self._changed:
             self._withdrawn = max(self._withdrawn, generation)
             if self._offer is not None and self._offer.generation <= generation:
@@ -150,8 +150,8 @@ class Watch:
         return (self._hit or self._cut) and self.lost()
 
     def disturbed(self, inside: bool) -> bool:
-        """What a collective delivered may be garbage: its connections may have been broken before it was over. inside:
-        it was among the ranks of the replica."""
+        """Whether the result of a collective may be garbage: its connections may have been broken before it was over.
+        inside: the collective was among the ranks of the replica."""
         return self.lost() and (not inside or self._ends_inside())
 
     def shelter(self, sheltered: bool) -> None:
@@ -168,7 +168,7 @@ class Watch:
             self._wake_kicker()
 
     def _wake_kicker(self) -> None:
-        """What has changed matters to it after a loss only; undisturbed it sleeps."""
+        """Wake the unblocking thread after a loss; before one it may sleep on."""
         if self.lost():
             self._changed.notify_all()
 
@@ -202,8 +202,7 @@ class Watch:
             return self._broken
 
     def put_back(self) -> None:
-        """A newcomer that did not get in is a newcomer again, and so is a rank that left: the next offer is its way
-        in."""
+        """Make this rank a newcomer: it did not get in, or has left. The next offer is its way in."""
         with self._changed:
             self._member = False
 

@@ -1,7 +1,7 @@
-"""The small collectives of an iteration: what the ranks tell each other beside gradients and activations.
+"""The small collectives of an iteration, beside those of gradients and activations.
 
-Nothing that a collective delivered is believed before the device is done with it and the generation still stands: an
-aborted NCCL collective returns without raising and leaves partial data.
+A result counts only when the device is done with it and the generation still stands: an aborted NCCL collective returns
+without raising and leaves partial data.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FIRST_TAG = 1 << 20  # of these messages; pipelines send with tag 0
 
 @dataclass(frozen=True)
 class Said:
-    """What the members' commit came to. offer: the one that all of them hold. first: some rank does not know yet in
-    which order its gradients are made. save: some rank wants a checkpoint of the state after this step; busy: some
-    rank's last one is still being written."""
+    """The result of the members' commit. offer: the plan that all of them hold. first: some rank does not know yet in
+    which order its gradients are made. save: some rank wants a checkpoint of the state after this step. busy: some
+    rank's last checkpoint is still being written."""
 
     offer: Plan | None = None
     first: bool = False
@@ -62,12 +62,12 @@ class Exchange:
 
     # ------------------------------------------------------------ what is said
     def inside(self, numbers: Sequence[float]) -> list[float]:
-        """The largest that a rank of the replica says, of each."""
+        """The largest of each number over the ranks of the replica."""
         told = self._largest(torch.tensor(numbers, dtype=torch.float64), self.replica, inside=True)
         return [float(number) for number in told]
 
     def begin_sum(self, tensor: torch.Tensor) -> Sum:
-        """Begins to sum a tensor in place, over all replicas: of what the ranks of this place have."""
+        """Begin to sum a tensor in place over the ranks at this place in all replicas."""
         if dist.get_world_size(self.data_parallel) == 1:
             return Sum(tensor, None, lambda: None)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.data_parallel, async_op=True)
@@ -84,7 +84,7 @@ class Exchange:
         return math.nan if bad else told
 
     def commit(self, offer: Plan | None, first: bool, save: bool = False, busy: bool = False) -> Said:
-        """Over all members; each says what is so of itself."""
+        """Commit the step with all members: each says what holds for itself."""
         held = float(offer.generation if offer else 0)
         said = torch.tensor([held, -held, float(first), float(save), float(busy)], dtype=torch.float64)
         most, least, *anybody = self._largest(said, None).tolist()

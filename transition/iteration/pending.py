@@ -1,4 +1,4 @@
-"""What an iteration changes beside the parameters: only once it is committed.
+"""Changes of an iteration beside the parameters, which are made only when it is committed.
 
 Megatron updates the loss scale of fp16, and the biases of experts, before all that communicates is over. Should the
 iteration be reduced once more after that, its micro-batches would be computed with other values than those that are in
@@ -18,11 +18,11 @@ class Pending:
         self._changes: list[Callable[[], None]] = []
 
     def add(self, change: Callable[[], None]) -> None:
-        """To be made at the commit."""
+        """Make this change at the commit."""
         self._changes.append(change)
 
     def apply(self) -> None:
-        """The iteration is committed."""
+        """Make the changes: the iteration is committed."""
         changes, self._changes = self._changes, []
         for change in changes:
             change()
@@ -40,7 +40,7 @@ def scalers(optimizer: Any) -> list[Any]:
 
 
 def hold_scalers(optimizer: Any, pending: Pending) -> None:
-    """Has every scaler's update wait in `pending`."""
+    """Make every scaler's update wait in `pending`."""
 
     def later(update: Callable[[bool], None]) -> Callable[[bool], None]:
         return lambda found_inf: pending.add(lambda: update(found_inf))

@@ -1,4 +1,4 @@
-"""One rank's part in the job's generations: it rests and says where it stands, waits for plans, enters them, and leaves
+"""One rank as a member of the job's generations: it stops and reports, waits for a plan, enters it, and leaves
 (docs/design/generations.md)."""
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Member:
 
     # ------------------------------------------------------------ resting
     def stop(self, error: Exception, drain: Callable[[Callable[[], Any]], None], clean: bool) -> None:
-        """All collectives of the generation are left for good; say where this rank stands. clean: all of the replica
-        left it together, and nothing is under way among them."""
+        """Leave all collectives of the generation for good, and report where this rank stands. clean: the whole replica
+        left it together, and nothing is under way among its ranks."""
         self.watch.give_up()
         if not clean:
             self._built = NEVER_KEPT
@@ -86,8 +86,7 @@ class Member:
         self.rest("stopped", None if isinstance(error, PeerLost) else fault_of(error))
 
     def rest(self, state: str, fault: Fault | None = None) -> None:
-        """Say that this rank has stopped, and remember it: it is said again whenever one more Break comes
-        before a plan."""
+        """Report that this rank has stopped. The report is repeated whenever another Break comes before a plan."""
         self._resting = (state, fault)
         self.publish(state, fault=fault)
 
@@ -119,8 +118,8 @@ class Member:
         return not self.inside and os.environ.get("UNICRON_SPARES", "0") not in ("", "0")
 
     def _leave(self) -> None:
-        """A plan went on without this rank: let go of everything, so that the others do not wait for it. It may come
-        back as a newcomer; a rank of a replica that is not complete keeps its training state for that."""
+        """Let go of everything, so that the others do not wait: a plan went on without this rank. It may come back as a
+        newcomer; a rank of an incomplete replica keeps its training state for that."""
         self.watch.give_up()
         assert self.groups is not None
         self.groups.tear_down()
@@ -153,7 +152,7 @@ class Member:
                 plan = self.wait_plan()
 
     def _outside(self) -> str:
-        """What a rank is that did not get in: what it was before."""
+        """The state of a rank that did not get in: what it was before."""
         return "standby" if self._resting[0] == "standby" and not self.half_received else "waiting"
 
     def _enter(self, plan: Plan) -> None:

@@ -1,4 +1,5 @@
-"""Where a session is in its training, and what it tells of that: the rank's status, its steps, what healing takes."""
+"""How far a session is in its training, and its reports: the rank's status, its steps, the memory that healing
+takes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from unicron.transition.session.persistence import Persistence
 
 @dataclass
 class Standing:
-    """The session keeps it up. iteration: the one at hand; between two of them the next one. moment: ledger and phase
+    """How far the session is. iteration: the one at hand; between two of them the next one. moment: ledger and phase
     of the one at hand or the last one, set together, because another thread reads them; the phase is computing,
     reducing, synced or stepped. loss: of the last one that was reduced. seconds: of the last one that was stepped."""
 
@@ -36,7 +37,8 @@ class Standing:
 
 
 class Telling:
-    """To the agent, where there is one. parameters: of this rank's part of the model. flops: of an iteration."""
+    """Reports to the agent, where there is one. parameters: of this rank's part of the model. flops: of an
+    iteration."""
 
     def __init__(
         self,

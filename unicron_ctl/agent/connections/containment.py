@@ -1,7 +1,5 @@
-"""Errors of the agent's own cost what they struck, and neither it nor its ranks (docs/design/failing-open.md).
-
-A node runs out of descriptors, threads, memory or disk while a training runs. Then what the agent does at that moment
-fails, and the rest goes on.
+"""Contains errors of the agent: one step of its loop fails, and the agent and its ranks go on
+(docs/design/failing-open.md). A node may run out of descriptors, threads, memory or disk while a training runs.
 """
 
 from __future__ import annotations
@@ -24,7 +22,8 @@ class Containment:
         self._told: set[str] = set()
 
     def attempt(self, what: str, work: Callable[[], Result]) -> Result | None:
-        """What `work` gives; None where it failed, which is said once for each error. what: completes "couldn't"."""
+        """Return what `work` returns; None where it failed, which is logged once for each error. what: completes
+        "couldn't"."""
         try:
             return work()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The agent's part in standing in for a controller that is away: :class:`Participant` with its sockets."""
+"""Lets the job's agents go on while the controller is away: :class:`Participant` with its sockets."""
 
 from __future__ import annotations
 

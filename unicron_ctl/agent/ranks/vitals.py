@@ -1,6 +1,6 @@
-"""What /proc says of the ranks' processes: whether they are stopped, how long they have done nothing, what they use.
+"""Reads from /proc whether the ranks' processes are stopped, how long they have been idle, and what they use.
 
-All of it is read without a lock that a stuck process could hold, so it never blocks the agent.
+Reading takes no lock that a stuck process could hold, so it never blocks the agent.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _text(path: str) -> str:
 
 
 class Activity:
-    """How long one process has done nothing worth mentioning. `now`: seconds on any clock that does not jump."""
+    """Tells how long one process has been idle. `now`: seconds on any clock that does not jump."""
 
     def __init__(self, usage: Usage, now: float) -> None:
         self._usage, self._time, self._busy_at = usage, now, now
