@@ -117,7 +117,7 @@ def architecture() -> Picture:
         picture.box(x, 250, 400, 254, GREY_FILL)
         picture.text(x + 12, 270, name, font_weight="bold")
         picture.card(x + 15, 284, 232, 88, "unicron-agent", [], BLUE_FILL)
-        agent = ["parent of the ranks; heartbeats", "copies of the state, in memory", "rendezvous store, warm template"]
+        agent = ["parent of the ranks; heartbeats", "copies of the state, in memory", "rendezvous store, zygote"]
         picture.lines(x + 25, 322, agent, 11.5)
         picture.card(x + 262, 284, 124, 88, "Slurm's side", ["SPANK plugin", "prolog, epilog", "health checks"], PAPER)
         for number in range(2):

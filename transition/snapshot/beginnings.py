@@ -90,7 +90,7 @@ class Beginnings:
 
     def _passed_over(self, error: images.BadImage) -> None:
         if self.untouched:  # once, at the start: later on others are writing theirs
-            warn(f"passed over in memory: {error}")
+            warn(f"training state in memory passed over: {error}")
 
     def _is_mine(self, found: images.Found) -> bool:
         """Whether the image is of this rank's place in this layout."""
@@ -100,14 +100,14 @@ class Beginnings:
         try:
             return bool(contents.opened(found).head.layout == writer.layout)
         except (images.BadImage, OSError) as error:
-            warn(f"passed over in memory: {error}")
+            warn(f"training state in memory passed over: {error}")
             return False
 
     def _take_image(self, state: TrainingState, found: images.Found) -> bool:
         try:
             load_image(state, found.path)
         except (images.BadImage, OSError) as error:
-            warn(f"passed over in memory: {error}")
+            warn(f"training state in memory passed over: {error}")
             with contextlib.suppress(OSError, images.BadImage):
                 if images.read_page(found.path) == found:  # nobody has overwritten it meanwhile
                     found.path.unlink()

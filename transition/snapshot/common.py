@@ -134,7 +134,7 @@ class World(NamedTuple):
         try:
             return contents.read(read_page(self.folder / name))
         except (BadImage, OSError) as error:
-            warn(f"passed over in memory: {error}")
+            warn(f"training state in memory passed over: {error}")
             return None
 
     # ------------------------------------------------------------ to each its own
@@ -236,7 +236,7 @@ def _sound(head: bytes, data: torch.Tensor, front: torch.Tensor, source: int) ->
     """What has come from another rank, if it is what was sent."""
     if torch.equal(_front((head, data)), front):
         return head, data
-    warn(f"what rank {source} has sent of the state in its node's memory was spoiled on its way")
+    warn(f"the state that rank {source} sent from its node's memory was damaged on its way")
     return None
 
 

@@ -116,7 +116,7 @@ class NodeWatch:
                     for name, rises in watched.look().items():
                         self._tell("link", describe(name, rises, self._seconds), name, rises)
         except Exception as error:  # the watch is a help, never a reason to lose the agent
-            self._warn(f"the node is not watched any more: {type(error).__name__}: {error}")
+            self._warn(f"the node is no longer watched: {type(error).__name__}: {error}")
 
     def _read_log(self, poll: select.poll) -> None:
         if self._log is None or self._lines >= LINES_PER_SECOND:

@@ -142,7 +142,7 @@ def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | 
         reason = f"{which} trains nothing, and step {job.step} is the job"
         return wire.Refused(reason=reason, final=True, alone=True)
     if message.step > job.step:
-        return wire.Refused(reason=f"{which} has to wait: step {job.step} still runs")
+        return wire.Refused(reason=f"{which} must wait: step {job.step} still runs")
     reason = f"{which} is over for the other elements, which are at step {job.step}"
     return wire.Refused(reason=reason, alone=True)
 
