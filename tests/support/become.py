@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from tests.support import entered
 from tests.support.processes import ROOT
 
 PROGRAMS = {"unicron-agent": "unicron.ctl.agent.start.agent_main", "unicrond": "unicron.ctl.controller.unicrond"}
@@ -23,6 +24,7 @@ def become(name: str, environment: str, words: Sequence[str]) -> None:
     tempfile.tempdir = None  # TMPDIR may be another
     sys.path[0] = str(ROOT)  # as `python -m` has it there
     sys.argv = [name, *words]
+    entered.watch(name)
     try:
         importlib.import_module(PROGRAMS[name]).main()
     except SystemExit as ended:
