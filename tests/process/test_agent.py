@@ -378,7 +378,7 @@ def test_without_a_controller_the_command_runs_unprotected(tmp_path):
     why = {
         address: f"no controller answers at {address} (no answer from UDP port {port} of 127.0.0.1)",
         "": "no controller is configured (UNICRON_CONTROLLER)",
-        "head node": "head node is no address of a controller: write tcp://HOST:PORT",
+        "head node": "head node is not the address of a controller: write tcp://HOST:PORT",
     }
     jobs = [
         Job(tmp_path, where, str(30 + i), 1, [sys.executable, "-c", SHOW], UNICRON_REGISTER_TIMEOUT="0.5")
@@ -445,7 +445,7 @@ def run_agent(folder: Path, *words: str, **settings: str) -> subprocess.Complete
     ("settings", "says"),
     [
         ({"SLURM_JOB_ID": ""}, "no SLURM_JOB_ID: start unicron-agent inside a Slurm job"),
-        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID='x' is no job id"),
+        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID='x' is not a job id"),
         ({"UNICRON_WEIGHT": "heavy"}, "UNICRON_WEIGHT='heavy' is no number"),
         ({"UNICRON_WEIGHT": "-1"}, "UNICRON_WEIGHT=-1 must be 1e-06 to 1e+06"),
         ({"UNICRON_WEIGHT": "1e308"}, "UNICRON_WEIGHT=1e308 must be 1e-06 to 1e+06"),

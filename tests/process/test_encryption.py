@@ -44,7 +44,7 @@ def test_only_peers_with_the_key_are_served(controller, monkeypatch):
     with pytest.raises(UserError, match="see that public_key is the controller's"):
         ask_controller({"kind": "status"}, controller.address, timeout=0.7)
     monkeypatch.setenv("UNICRON_PUBLIC_KEY", "short")
-    with pytest.raises(UserError, match="'short' is no public key"):
+    with pytest.raises(UserError, match="'short' is not a public key"):
         ask_controller({"kind": "status"}, controller.address)
     monkeypatch.delenv("UNICRON_PUBLIC_KEY")
     monkeypatch.setenv("UNICRON_CONFIG", str(controller.config))

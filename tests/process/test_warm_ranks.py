@@ -186,7 +186,7 @@ def test_why_a_rank_starts_cold_is_on_record_and_explained(tmp_path):
     ("settings", "says"),
     [
         ({"UNICRON_WARM": "0"}, "UNICRON_WARM=0"),
-        ({"UNICRON_PRELOAD": "os, no module"}, "UNICRON_PRELOAD: 'no module' is no module"),
+        ({"UNICRON_PRELOAD": "os, no module"}, "UNICRON_PRELOAD: 'no module' is not a module"),
         ({"UNICRON_PRELOAD": "no_such_module"}, "import no_such_module: ModuleNotFoundError"),
     ],
 )

@@ -316,7 +316,7 @@ def test_the_command_cuts_heals_loses_and_runs(cluster: LocalCluster) -> None:
     for words, told in (
         (("cut", "n9"), "no node 'n9'; this cluster has n1 to n3 and head"),
         (("cut", "n1", "n1"), "n1 cannot be cut from itself; name different hosts"),
-        (("loss", "n1", "300%"), "a share of packets is 0% to 100%, not '300%'"),
+        (("loss", "n1", "300%"), "a share of packets must be 0% to 100%, not '300%'"),
         (("cut",), "name a node, or head"),
     ):
         wrong = call(*words)

@@ -70,6 +70,16 @@ def test_pictures_are_those_that_the_script_draws_from_the_figures_of_today() ->
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("path", tracked("*.md"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_files_that_are_named_are_there(path: Path) -> None:
+    """`judge/judge.py` is any file whose path ends so."""
+    if path.name == "CHANGELOG.md":
+        return
+    known = [f"/{file.relative_to(ROOT)}" for file in tracked("*.py", "*.c", "*.toml", "*.sh", "*.service")]
+    for named in re.findall(r"`(\w[\w.-]*/[\w./-]+\.(?:py|c|toml|sh|service))`", path.read_text()):
+        assert any(file.endswith(f"/{named}") for file in known), f"{path.relative_to(ROOT)} names {named}"
+
+
 def defaults() -> dict[str, float]:
     sections = (ControllerConfig, AgentConfig)
     found = {field.name: field.default for section in sections for field in msgspec.structs.fields(section)}

@@ -26,7 +26,7 @@ _state_dir = click.option(
 
 @click.group("cluster")
 def command() -> None:
-    """A private Slurm cluster on this machine: slurmctld, munged and one slurmd per virtual node, as any user."""
+    """Run a private Slurm cluster on this machine: slurmctld, munged and one slurmd per virtual node, as any user."""
 
 
 @command.command()
@@ -38,7 +38,11 @@ def command() -> None:
 @click.option("--conf", "config_lines", multiple=True, metavar="LINE", help="A line of slurm.conf, e.g. Prolog=/path.")
 @click.option("--topology", "topology_lines", multiple=True, metavar="LINE", help="A line of topology.conf (a tree).")
 @click.option(
-    "--family", default="ipv4", metavar="ipv4|ipv6|both", help="Of the addresses with --links.", show_default=True
+    "--family",
+    default="ipv4",
+    metavar="ipv4|ipv6|both",
+    help="Family of the addresses, with --links.",
+    show_default=True,
 )
 @click.option("--links", is_flag=True, help="Each node in a network namespace of its own, with a link. Needs root.")
 @click.option("--accounting", is_flag=True, help="With slurmdbd and a private MariaDB, for sacct.")
@@ -158,7 +162,7 @@ def cut(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
 @_one_or_two
 @_state_dir
 def heal(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
-    """Mend all links, or those of HOSTS, or those between two groups. What has no power stays off."""
+    """Mend all links, or those of HOSTS, or those between two groups. A node without power stays off."""
     LocalCluster.load(state_dir).links.heal(*hosts)
     click.echo("healed")
 
@@ -197,6 +201,6 @@ def power_off(node: str, state_dir: Path) -> None:
 @click.argument("node")
 @_state_dir
 def power_on(node: str, state_dir: Path) -> None:
-    """Start NODE again. Slurm keeps it down until it is resumed if it was set down, or was gone unnoticed."""
+    """Start NODE again. If Slurm set it down, or never noticed that it was gone, it stays down until it is resumed."""
     LocalCluster.load(state_dir).power_on(node)
     click.echo(f"{node} is on")

@@ -47,7 +47,7 @@ class ConfigReport(msgspec.Struct, kw_only=True):
 
 @click.group("config")
 def command() -> None:
-    """Look at unicron.toml."""
+    """Check unicron.toml."""
 
 
 @command.command()

@@ -21,14 +21,19 @@ QUIET = "step timing ranks_ready"  # too many to be read
 
 
 @click.command(name="events")
-@click.option("-f", "--follow", is_flag=True, help="Go on with new events until Ctrl-C.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new events until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 @click.option("--job", metavar="JOB", help="Only this job, by id or name.")
 @click.option("--after", type=click.IntRange(0), default=0, metavar="ID", help="Only events with a higher id.")
 @click.option(
-    "-n", "--limit", type=click.IntRange(1, 5000), default=100, show_default=True, help="So many old events at most."
+    "-n",
+    "--limit",
+    type=click.IntRange(1, 5000),
+    default=100,
+    show_default=True,
+    help="Show at most this many old events.",
 )
-@click.option("--steps", is_flag=True, help="Optimizer steps, too (JSON has them always).")
+@click.option("--steps", is_flag=True, help="Show optimizer steps, too (JSON always has them).")
 @controller_option()
 def command(
     follow: bool, as_json: bool, job: str | None, after: int, limit: int, steps: bool, controller: str | None

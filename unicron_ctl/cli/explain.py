@@ -31,7 +31,7 @@ def alternative(scenario: Any, job: str) -> Any:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @controller_option()
 def command(job: str, as_json: bool, controller: str | None) -> None:
-    """Say why a job was treated as it was. JOB is an id or a name."""
+    """Explain why a job was treated as it was. JOB is an id or a name."""
     data = ask_controller({"kind": "explain", "job": job}, controller)
     data["alternative"] = (
         None if data["ended"] else alternative(ask_controller({"kind": "scenario"}, controller), data["job"])

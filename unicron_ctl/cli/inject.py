@@ -29,7 +29,7 @@ _state_dir = click.option(
     type=click.Path(file_okay=False, path_type=Path),
     default=default_state_dir,
     show_default="$UNICRON_CLUSTER_DIR or ~/.local/state/unicron/cluster",
-    help="Of the local cluster, for lost-node.",
+    help="Folder of the local cluster, for lost-node.",
 )
 REFUSABLE = ("oom-kill",)  # what an agent may be unable to do
 REFUSED_SECONDS = 1.0  # by then it has said so
@@ -115,7 +115,7 @@ def _lose_node(done: Injected, controller: str | None, state_dir: Path) -> Injec
         local = False
     if not local:
         raise UserError(
-            f"{node} is no node of a local cluster in {state_dir}: cut its power yourself, for example with "
+            f"{node} is not a node of a local cluster in {state_dir}: cut its power yourself, for example with "
             f"`ipmitool -H {node}-bmc chassis power off` or `ssh {node} 'echo b > /proc/sysrq-trigger'`"
         )
     order = InjectOrder(job=done.job, fault=done.fault, slot=done.slot, node=node, seconds=done.seconds)
@@ -139,7 +139,7 @@ def _raise_refusal(done: Injected, controller: str | None) -> None:
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), required=True, metavar="M", help="How long.")
 @click.option("--faults", default=DEFAULT_FAULTS, show_default=True, metavar="LIST", help="Chosen from at random.")
 @click.option("--job", metavar="JOB", help="Only this job, by id or name.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of times, faults, jobs and slots.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the times, faults, jobs and slots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 @_state_dir
 @_controller

@@ -47,13 +47,29 @@ class PairReport(msgspec.Struct, kw_only=True):
 
 @click.command(name="pair-test")
 @click.option("--nodes", metavar="N1,N[2-8],...", default="", help="Nodes to test [default: all idle ones].")
-@click.option("--seconds", type=click.FloatRange(0.1, 600), default=2.0, show_default=True, help="To measure per pair.")
 @click.option(
-    "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="auto: the best of all."
+    "--seconds", type=click.FloatRange(0.1, 600), default=2.0, show_default=True, help="Seconds of measuring per pair."
 )
-@click.option("--slower", type=click.FloatRange(1.1), default=3.0, show_default=True, help="Slow: times the median.")
-@click.option("--patience", type=click.FloatRange(1, 600), default=15.0, show_default=True, help="For one answer, s.")
-@click.option("--queue", type=click.IntRange(1, 3600), default=10, show_default=True, help="Wait for the nodes, s.")
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="auto",
+    show_default=True,
+    help="auto: the best that both nodes have.",
+)
+@click.option(
+    "--slower",
+    type=click.FloatRange(1.1),
+    default=3.0,
+    show_default=True,
+    help="A pair is slow below the median divided by this.",
+)
+@click.option(
+    "--patience", type=click.FloatRange(1, 600), default=15.0, show_default=True, help="Seconds to wait for one answer."
+)
+@click.option(
+    "--queue", type=click.IntRange(1, 3600), default=10, show_default=True, help="Seconds to wait for the nodes."
+)
 @click.option("--partition", default="", metavar="P", help="Slurm's partition.")
 @click.option("--python", default="", metavar="FILE", help="The nodes' interpreter [default: this one].")
 @click.option("--drain", is_flag=True, help="Drain nodes that are proven bad.")
@@ -74,7 +90,7 @@ def command(
     as_json: bool,
     controller: str | None,
 ) -> None:
-    """Test idle nodes in pairs, those that failed again beside good ones; say which is bad."""
+    """Test idle nodes in pairs, those that failed once more beside good ones, and say which is bad."""
     import dataclasses
 
     from unicron.ctl.nodes import pairs

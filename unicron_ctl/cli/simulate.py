@@ -63,7 +63,7 @@ class Options:
     "--trace",
     type=click.Path(),
     metavar="FILE",
-    help="CSV `seconds,event,node,cause`, or a public format, which is found out: churn `ms,add|remove,node`, CSV with "
+    help="CSV `seconds,event,node,cause`, or a public format, which is detected: churn `ms,add|remove,node`, CSV with "
     "node, start and stop, JSON of faults with start and end, or what `sacctmgr show event -P` prints.",
 )
 @click.option("--generate", metavar="NAME", help="Make a trace instead: trace-a, trace-b, unicron, llama3 or rsc1.")
@@ -75,9 +75,14 @@ class Options:
     "JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes`.",
 )
 @click.option(
-    "--checkpoint-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Between checkpoints there [30]."
+    "--checkpoint-minutes",
+    type=click.FloatRange(0),
+    metavar="MINUTES",
+    help="Minutes between two checkpoints there [30].",
 )
-@click.option("--setup-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Of a start there [14].")
+@click.option(
+    "--setup-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Minutes that a start takes there [14]."
+)
 @click.option("--days", type=float, help="Length of a generated trace [365; trace-a always 56, trace-b 7].")
 @click.option("--seed", type=int, help="Seed of a generated trace [0].")
 @click.option(
@@ -88,7 +93,7 @@ class Options:
     "--policy",
     multiple=True,
     metavar="NAME",
-    help="Can be repeated; default: unicron. clairvoyant: a bound that no plan can pass, for it knows the future.",
+    help="Can be repeated; default: unicron. clairvoyant: an upper bound, since it knows the future.",
 )
 @click.option("--until", type=float, metavar="SECONDS", help="End of the replay; default: a day after the last event.")
 @click.option("--save-trace", type=click.Path(), metavar="FILE", help="Write the trace as CSV.")

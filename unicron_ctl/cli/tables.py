@@ -130,9 +130,9 @@ def _notes(job: Job) -> list[str]:
     if said := spares(job):
         found.append(said)
     if job.silent:
-        found.append(f"silent, and not taken for lost: element {', '.join(job.silent)}")
+        found.append(f"silent, not lost: element {', '.join(job.silent)}")
     if job.left_out:
-        found.append(f"left out, for it and others do not reach each other: element {', '.join(job.left_out)}")
+        found.append(f"left out, since it and others do not reach each other: element {', '.join(job.left_out)}")
     if job.mode == "restart":
         found.append("restart mode")
     starts = [rank.start for element in job.elements for rank in element.ranks]
@@ -223,7 +223,9 @@ def _short(said: str) -> bool:
 
 def _remarks(node: Node) -> str:
     """Slurm's reason, whether it is asked who reaches the node, and by what it stands out among its peers."""
-    odd = ["its agent is silent or gone: who reaches it is asked"] if node.asked_since is not None else []
+    odd = (
+        ["its agent is silent or gone; others are asked whether they reach it"] if node.asked_since is not None else []
+    )
     odd += [anomaly.reason for anomaly in node.anomalies]
     odd += [f"{element}: spare, {how}" for element, how in node.spare_of.items()]
     return "; ".join([node.reason, *odd] if node.reason else odd)
@@ -308,13 +310,13 @@ def _obstacles(data: Explanation) -> list[str]:
     """What limits the job, and its plan."""
     lines = []
     if said := not_finite(data):
-        lines.append(f"{said}: the training goes on, and what it saves has it, too")
+        lines.append(f"{said}: the training goes on, and its snapshots and checkpoints have the same loss")
     for reason, slots in data.cold.items():
         lines.append(f"started cold: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
     for reason, slots in data.forgets.items():
         lines.append(f"keeps no state in memory: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
     for one in data.waiting:
-        after = "" if one.starts else ": they cannot start before that changes"
+        after = "" if one.starts else ": they cannot start until that changes"
         lines.append(
             f"pending: element{'s' if len(one.elements) > 1 else ''} {_few(one.elements)}: "
             f"{one.reason or 'no reason yet'} ({one.words}){after}"

@@ -116,7 +116,7 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
             refuse(fresh.path, found)
             server.apply_config(fresh, classifier_of(fresh))
         except UserError as error:
-            log.error("configuration not reloaded, the old one stays: %s", error)
+            log.error("the configuration was not reloaded, and the old one stays: %s", error)
         notifier.ready()
 
     server.reload = reload

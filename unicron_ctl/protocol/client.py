@@ -82,7 +82,9 @@ def as_struct(data: object, kind: type[Answer]) -> Answer:
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise UserError(f"the controller is of another release ({error}): use its own unicronctl, or --json") from None
+        raise UserError(
+            f"the controller is of another release ({error}): use that release's unicronctl, or --json"
+        ) from None
 
 
 def _target(hello: Hello, key: str, deadline: float) -> Target | None:
@@ -95,7 +97,7 @@ def _target(hello: Hello, key: str, deadline: float) -> Target | None:
 def _nobody(where: str, address: str | None, hint: str) -> UserError:
     if is_guess(address):
         return UserError(
-            "no controller runs on this host, and nothing says on which other: write "
+            "no controller runs on this host, and no other is configured: write "
             'address = "tcp://HOST:PORT" into [controller] of unicron.toml, set UNICRON_CONTROLLER, or pass '
             "--controller"
         )

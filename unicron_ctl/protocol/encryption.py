@@ -40,7 +40,7 @@ def public_key(environment: Mapping[str, str] = os.environ, config: Config | Non
         return PLAIN
     if not is_key(key):
         raise UserError(
-            f"{key!r} is no public key: write the 40 characters that `unicrond --make-key` printed", WRONG_USE
+            f"{key!r} is not a public key: write the 40 characters that `unicrond --make-key` printed", WRONG_USE
         )
     return key
 
@@ -78,7 +78,7 @@ def secret_of_server(folder: Path, configured: str) -> tuple[str, str]:
         raise UserError(f"{path}: others may read it: `chmod 600 {path}`, or {make}")
     key = zmq.curve_public(secret.encode()).decode() if is_key(secret) else ""
     if not key:
-        raise UserError(f"{path}: this is no secret key: move it away, or {make}")
+        raise UserError(f"{path}: this is not a secret key: move it away, or {make}")
     if configured and configured != key:
         raise UserError(f"public_key does not belong to {path}: {make}")
     return key, secret

@@ -25,7 +25,9 @@ def _library() -> ctypes.PyDLL:
         loaded = next((line.split()[-1] for line in _MAPS.read_text().splitlines() if "libsodium" in line), "")
         library = ctypes.PyDLL(loaded or ctypes.util.find_library("sodium") or "libsodium.so")
     except OSError:
-        raise UserError("libsodium is not installed, nothing can be encrypted: `pip install pyzmq` has one") from None
+        raise UserError(
+            "libsodium is not installed, so nothing can be encrypted: `pip install pyzmq` brings it"
+        ) from None
     size, text = ctypes.c_ulonglong, ctypes.c_char_p
     library.crypto_box_beforenm.argtypes = [text, text, text]
     for function in (library.crypto_box_easy_afternm, library.crypto_box_open_easy_afternm):

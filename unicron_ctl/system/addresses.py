@@ -103,7 +103,7 @@ def endpoint(address: str) -> tuple[str, int]:
     except ValueError:
         host, port = "", 0
     if not address.startswith("tcp://") or not host:
-        raise UserError(f"{address} is no address of a controller: write tcp://HOST:PORT", WRONG_USE)
+        raise UserError(f"{address} is not the address of a controller: write tcp://HOST:PORT", WRONG_USE)
     return host, port
 
 

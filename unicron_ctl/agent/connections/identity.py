@@ -105,8 +105,8 @@ def memory_rate(environment: Mapping[str, str]) -> float:
     rate = number(_set(environment), "UNICRON_MEMORY_RATE", "1000", float, least=0.0)
     if 0.0 < rate < LEAST_MEMORY_RATE:
         raise UserError(
-            f"UNICRON_MEMORY_RATE={rate:g} must be at least {LEAST_MEMORY_RATE:g}, for slower copies are given up, or "
-            "0 for no limit: unset it or give a value like 1000",
+            f"UNICRON_MEMORY_RATE={rate:g} must be at least {LEAST_MEMORY_RATE:g}, since slower copies are given up, "
+            "or 0 for no limit: unset it or give a value like 1000",
             WRONG_USE,
         )
     return rate * 1e6
@@ -127,7 +127,7 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
             WRONG_USE,
         )
     if not job.isascii() or not job.isdigit():
-        raise UserError(f"SLURM_JOB_ID={job!r} is no job id: start unicron-agent inside a Slurm job", WRONG_USE)
+        raise UserError(f"SLURM_JOB_ID={job!r} is not a job id: start unicron-agent inside a Slurm job", WRONG_USE)
     array = "SLURM_ARRAY_TASK_ID" in environment
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
     ranks = environment.get("UNICRON_RANKS_PER_NODE") or (gpus if gpus not in ("", "0") else "1")

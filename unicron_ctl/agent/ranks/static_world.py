@@ -93,8 +93,8 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
         elements = list(running)
     if place.element not in running:
         raise UserError(
-            f"Slurm does not tell which nodes job {place.job} has, so {place.label} cannot train together with the "
-            "others: see why squeue and scontrol do not answer here"
+            f"Slurm does not say which nodes job {place.job} has, so {place.label} cannot train together with the "
+            "others: find out why squeue and scontrol do not answer here"
         )
     first = _address(running[elements[0]])
     return World(elements.index(place.element), len(elements), ranks, first, port, place.job)

@@ -43,7 +43,7 @@ def named_modules(environment: Mapping[str, str]) -> list[str]:
     names = [name.strip() for name in environment.get(PRELOAD, "").split(",") if name.strip()]
     for name in names:
         if not _MODULE.fullmatch(name):
-            raise UserError(f"{PRELOAD}: {name!r} is no module; write names as `import` has them, with commas between")
+            raise UserError(f"{PRELOAD}: {name!r} is not a module; write names as in `import`, with commas between")
     return names
 
 

@@ -35,7 +35,7 @@ def run_all(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -
         try:
             running.add(os.posix_spawnp(command[0], list(command), dict(environment), setsigdef=[*RESTORED]))
         except OSError as error:
-            print(f"unicron: couldn't start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            print(f"unicron: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
             status = NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_EXECUTE
             forward(signal.SIGTERM, None)
             break
@@ -60,5 +60,5 @@ def without_agent(words: Sequence[str], why: str) -> NoReturn:
     try:
         become(command, os.environ)
     except OSError as error:
-        print(f"unicron: couldn't start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"unicron: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         sys.exit(NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_EXECUTE)

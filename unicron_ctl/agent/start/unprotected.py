@@ -49,7 +49,7 @@ def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     try:
         bare.become(command, environment)
     except OSError as error:
-        raise UserError(f"couldn't start {command[0]}: {error.strerror}") from None
+        raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
 
 
 class _Ranks:
@@ -66,7 +66,7 @@ class _Ranks:
             try:
                 child = Child(command, environment)
             except OSError as error:
-                log.warn(f"couldn't start {command[0]}: {error.strerror}")
+                log.warn(f"cannot start {command[0]}: {error.strerror}")
                 self._status = CANNOT_START
                 break
             self._running.append(child)

@@ -64,5 +64,5 @@ def become(command: Sequence[str], environment: Mapping[str, str], why: str = ""
     try:
         bare.become(command, kept)
     except OSError as error:
-        print(f"unicron: couldn't start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"unicron: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         sys.exit(bare.NOT_FOUND if isinstance(error, FileNotFoundError) else bare.CANNOT_EXECUTE)

@@ -45,7 +45,7 @@ class WeeklySum:
         try:
             week = observed_since(self._core, self._store)
         except Exception:
-            log.exception("couldn't sum up what acting would have saved")
+            log.exception("could not sum up what acting would have saved")
             return
         if week is not None:
             self._core.append("", 0, week)

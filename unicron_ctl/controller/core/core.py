@@ -290,7 +290,7 @@ class Core:
             return
         if known.set_aside:
             return
-        log.error("job %s is set aside, handling %s: %r\n%s", name, what[:200], error, where)
+        log.error("job %s is set aside after an error in the handling of %s: %r\n%s", name, what[:200], error, where)
         reason = (
             f"the controller cannot handle this job ({type(error).__name__}: {str(error)[:200]}) and leaves it alone; "
             "its ranks train on. Please report it with this record"
@@ -321,7 +321,7 @@ class Core:
         if len(self._complained) > COMPLAINTS_KEPT:
             self._complained.clear()
         self._complained[key] = self.now
-        log.error("couldn't handle %s, going on without it: %r\n%s", what[:200], error, where)
+        log.error("could not handle %s, which is skipped: %r\n%s", what[:200], error, where)
 
     # ------------------------------------------------------------ inputs
     def receive(self, route: Route, message: wire.Message, now: float, key: str = "", asker: Asker = EVERYBODY) -> None:

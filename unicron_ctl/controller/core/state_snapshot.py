@@ -62,7 +62,7 @@ def read_state(store: Store, progress: Progress = nothing) -> ClusterState:
     progress: called every now and then. Raises StoreError where there is nothing to begin with.
     """
     if why := store.open_to_others():
-        log.warning("the event log may hold what others have written: %s", why)
+        log.warning("others can write the event log: %s", why)
     states = store.states()
     for event, data in states:
         try:
@@ -70,7 +70,7 @@ def read_state(store: Store, progress: Progress = nothing) -> ClusterState:
             return replay(told(store.replay(after=event), progress), state)
         except DAMAGED as error:
             why = str(error)
-            log.warning("the state at event %d cannot be used, what is older is read: %s", event, why)
+            log.warning("the state at event %d cannot be used; what is older is read: %s", event, why)
     if len(states) == STATES:  # the log may have lost its beginning
         raise StoreError(
             f"{store.path}: the state that it begins with cannot be read ({why}): go back to the release that wrote "

@@ -389,8 +389,10 @@ class Server:
         except (answers.Unanswerable, StoreError) as error:
             reply = wire.Answer(ok=False, error=str(error))
         except Exception as error:  # a question must not end the controller
-            log.exception("couldn't answer %s", ask.what[:50])
-            reply = wire.Answer(ok=False, error=f"the controller couldn't answer ({type(error).__name__}): see its log")
+            log.exception("could not answer %s", ask.what[:50])
+            reply = wire.Answer(
+                ok=False, error=f"the controller could not answer ({type(error).__name__}): see its log"
+            )
         return wire.encode(reply)
 
     def flush(self) -> None:

@@ -46,5 +46,5 @@ def slurm_version(slurmctld: str) -> tuple[int, int]:
     text = subprocess.run([slurmctld, "-V"], capture_output=True, text=True, timeout=10).stdout
     match = re.search(r"(\d+)\.(\d+)", text)
     if match is None:
-        raise UserError(f"{slurmctld} -V does not say its version: {text.strip()!r}")
+        raise UserError(f"{slurmctld} -V does not print a version: {text.strip()!r}")
     return int(match[1]), int(match[2])

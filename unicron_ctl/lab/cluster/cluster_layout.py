@@ -110,7 +110,7 @@ class Layout:
             pass
         found = self.short_dir.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise UserError(f"{self.short_dir} is not a folder of ours; remove it or name another state folder")
+            raise UserError(f"{self.short_dir} is not a folder of this program; remove it or name another state folder")
         self.short_dir.chmod(0o755)  # whatever the umask: users' jobs reach munge and their scripts through it
 
     def save(self, spec: Spec) -> None:

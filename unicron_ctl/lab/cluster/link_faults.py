@@ -52,7 +52,7 @@ def share_of(text: str) -> float:
     """A share of packets as a number from 0 to 1: "10%", "0.5 %". Raises UserError (wrong use)."""
     match = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?%", text.strip())
     if match is None or float(match[1]) > 100:
-        raise UserError(f"a share of packets is 0% to 100%, not {text!r}", WRONG_USE)
+        raise UserError(f"a share of packets must be 0% to 100%, not {text!r}", WRONG_USE)
     return float(match[1]) / 100
 
 

@@ -503,7 +503,7 @@ class LocalCluster:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         folder = self.layout.state_dir
-                        raise UserError(f"another 'unicronctl cluster' works on {folder}; try again") from None
+                        raise UserError(f"another 'unicronctl cluster' is using {folder}; try again") from None
                     time.sleep(0.05)
             yield
 

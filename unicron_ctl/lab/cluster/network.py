@@ -195,7 +195,7 @@ def _call(command: Sequence[str], text: str) -> str:
             command, input=text, env=environment, capture_output=True, text=True, timeout=CALL_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"'{' '.join(command)}' takes more than {CALL_SECONDS:.0f} s; try again") from None
+        raise UserError(f"'{' '.join(command)}' took more than {CALL_SECONDS:.0f} s; try again") from None
     if done.returncode:
         raise UserError(f"'{' '.join(command)}' says: {one_line(done.stderr)[:300] or done.returncode}")
     return done.stdout

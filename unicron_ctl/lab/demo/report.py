@@ -180,9 +180,9 @@ def tables(result: DemoResult) -> list[Listing]:
     for join in result.joins:
         failures.add_row(join.job, "join", *["-"] * 8, _after(join.used_at, join.at))
     failures.add_note("rank: kill -9 of one; node: power-off; join: a repaired node comes back and goes to this job")
-    failures.add_note("found, again, whole: seconds until it was noticed, until the next step, until no node lacked")
-    failures.add_note("kept, taken: micro-batches in survivors' gradients, and those that they took over from the lost")
-    failures.add_note("twice: of the latter, those that the lost rank was known to have finished")
+    failures.add_note("found, again, whole: seconds until the failure was detected, the next step, full strength")
+    failures.add_note("kept, taken: micro-batches in survivors' gradients, and taken over from the lost rank")
+    failures.add_note("twice: micro-batches taken over although the lost rank had finished them")
     losses = Listing("job", "iterations", "loss", "reference", "loss diff", "gradient diff")
     for job in result.jobs:
         losses.add_row(
@@ -193,8 +193,8 @@ def tables(result: DemoResult) -> list[Listing]:
             f"{job.max_loss_difference:.1e}",
             f"{job.max_gradient_difference:.1e}",
         )
-    losses.add_note("reference: an undisturbed run with the same seed; diff: the largest of all iterations, of losses")
-    losses.add_note("relative, of gradients absolute")
+    losses.add_note("reference: an undisturbed run with the same seed; diff: the largest difference of all iterations,")
+    losses.add_note("relative for losses, absolute for gradients")
     return [failures, losses]
 
 

@@ -131,7 +131,7 @@ class Story:
 
     @staticmethod
     def _over(job: DemoJob) -> bool:
-        raise UserError(f"{job.name} ended before the demo was through; run it again with --keep and look at its logs")
+        raise UserError(f"{job.name} ended before the demo was over; run it again with --keep and read its logs")
 
     def record(self, injury: Injury) -> Failure | None:
         """The controller's record of this failure: the first one of the job that was detected after it was caused."""

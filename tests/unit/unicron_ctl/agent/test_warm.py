@@ -55,7 +55,7 @@ def test_what_users_may_say():
         wanted({"UNICRON_WARM": "no"})
     assert named_modules({}) == [] and named_modules({"UNICRON_PRELOAD": " torch, a.b_c ,"}) == ["torch", "a.b_c"]
     for wrong in ("a b", "a;b", "1a", "a..b", ".a", "a/b.py"):
-        with pytest.raises(UserError, match="is no module"):
+        with pytest.raises(UserError, match="is not a module"):
             named_modules({"UNICRON_PRELOAD": wrong})
 
 

@@ -74,14 +74,14 @@ def test_elements_that_run_are_the_nodes_of_the_world(slurm):
 )
 def test_without_slurms_answer_no_element_trains_alone(slurm, squeue):
     slurm(squeue)
-    with pytest.raises(UserError, match="Slurm does not tell which nodes job 130 has, so 130_2 cannot") as caught:
+    with pytest.raises(UserError, match="Slurm does not say which nodes job 130 has, so 130_2 cannot") as caught:
         static_world(read_place(array(2)), array(2))
     assert caught.value.exit_code == 1
 
 
 def test_without_slurms_programs_no_element_trains_alone(slurm, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="Slurm does not tell"):
+    with pytest.raises(UserError, match="Slurm does not say"):
         static_world(read_place(array(1)), array(1))
 
 
@@ -98,7 +98,7 @@ def test_a_plain_job_of_several_nodes_meets_at_its_first_node(slurm):
     world = static_world(read_place(environment), environment)
     assert (world.node, world.nodes, world.master) == (1, 2, "10.0.0.3")
     lost = environment | {"SLURM_JOB_NODELIST": "n[3,8]"}
-    with pytest.raises(UserError, match="Slurm does not tell which nodes job 131 has"):
+    with pytest.raises(UserError, match="Slurm does not say which nodes job 131 has"):
         static_world(read_place(lost), lost)
 
 

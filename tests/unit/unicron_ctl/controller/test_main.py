@@ -139,9 +139,7 @@ def test_a_life_from_start_to_stop(
     assert [config.controller.offer_delay for config in servers[0].taken] == [0.5]
     assert servers[0].calls[-1] == "close" and hear() == "STOPPING=1" and not (state / "address").exists()
     assert undated(err[0]).startswith("WARNING unicrond: 1024 open files are granted")
-    assert (
-        undated(err[1]).startswith("ERROR unicrond: configuration not reloaded, the old one stays: ") and len(err) == 2
-    )
+    assert undated(err[1]).startswith("ERROR unicrond: the configuration was not reloaded") and len(err) == 2
     manager.close()
 
 

@@ -117,7 +117,7 @@ def test_somebody_elses_folder_for_sockets_is_not_used(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
     layout.short_dir.symlink_to(tmp_path)
     try:
-        with pytest.raises(UserError, match="not a folder of ours"):
+        with pytest.raises(UserError, match="not a folder of this program"):
             layout.make_short_dir()
     finally:
         layout.short_dir.unlink()

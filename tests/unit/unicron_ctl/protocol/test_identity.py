@@ -94,7 +94,7 @@ def test_the_key_that_somebody_has_configured(tmp_path: Path) -> None:
         return encryption.public_key({"UNICRON_PUBLIC_KEY": text, "HOME": str(tmp_path)})
 
     assert key("") is None and key("none") == encryption.PLAIN and key(KEY) == KEY
-    with pytest.raises(UserError, match="no public key"):
+    with pytest.raises(UserError, match="is not a public key"):
         key("short")
 
 

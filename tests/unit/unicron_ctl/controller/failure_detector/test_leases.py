@@ -136,7 +136,7 @@ def test_an_agent_that_others_reach_is_not_lost():
     world.run(60.0)
     assert not world.job().failures and not taken(world)
     assert (
-        "silent, and not taken for lost: element 1 (n2)"
+        "silent, not lost: element 1 (n2)"
         in tables.jobs(answers.answer(world.core, None, "jobs", {}, EVERYBODY)).lines()[-1]
     )
     assert any("others reach it" in event.record.reason for event in world.log if event.kind == "silence")
