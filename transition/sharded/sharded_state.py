@@ -155,8 +155,8 @@ class ShardedState(LocalState):
         nowhere = not untrained.exists_somewhere(has, self._process.device, self._exchange.data_parallel)
         if nowhere:
             warn(
-                f"training state in memory passed over: of iteration {version} what is not trained (parameters, "
-                "buffers) is in no node's memory; an older state is taken, or a checkpoint"
+                f"training state in memory passed over: the untrained part of iteration {version} (parameters, "
+                "buffers) is in no node's memory; an older state or a checkpoint is used"
             )
         return not self._exchange.largest(int(nowhere))
 
