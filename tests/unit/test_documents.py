@@ -59,6 +59,13 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
 
 
+@pytest.mark.parametrize("folder", ["docs", "docs/design"])
+def test_the_index_of_a_folder_names_every_document_in_it(folder: str) -> None:
+    index = (ROOT / folder / "README.md").read_text()
+    for path in (ROOT / folder).glob("*.md"):
+        assert path.name == "README.md" or f"]({path.name})" in index, path.name
+
+
 def test_pictures_are_those_that_the_script_draws_from_the_figures_of_today() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "docs" / "pictures" / "draw.py"), "--check"],
