@@ -23,7 +23,7 @@ class Seeds:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Around the imports."""
+        """Notes, while the imports run, whether one of them chooses a seed."""
         calls = {name: getattr(random, name) for name in ("seed", "setstate")}
         for name, call in calls.items():
             setattr(random, name, self._noting(call))
@@ -43,7 +43,7 @@ class Seeds:
         return noting
 
     def renew(self) -> None:
-        """In the fork."""
+        """Draw new random numbers in the fork."""
         if self._state is not None:
             random.setstate(self._state)
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")

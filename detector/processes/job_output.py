@@ -54,7 +54,7 @@ class JobOutput:
 
     @property
     def full(self) -> bool:
-        """Who has more to write had better wait: much is in the buffer, and the log takes it."""
+        """Whether writers should wait: much is in the buffer, and the log takes it."""
         return self._size > FULL_BYTES and time.monotonic() - self._moved < self._stall
 
     def flush(self, seconds: float) -> bool:
@@ -82,7 +82,7 @@ class JobOutput:
         return True
 
     def _write_now(self, data: bytes) -> None:
-        """Without a thread: what the log takes at once."""
+        """Write what the log takes at once, where there is no thread."""
         with contextlib.suppress(OSError):
             poll = select.poll()
             poll.register(self._descriptor, select.POLLOUT)

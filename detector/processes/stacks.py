@@ -24,14 +24,14 @@ _file = None  # kept open for the life of the rank
 
 
 def register(path: str) -> None:
-    """In the rank: all threads' stacks go to `path` whenever SIGNAL comes."""
+    """Have all threads' stacks written to `path` whenever SIGNAL comes. Called in the rank."""
     global _file
     _file = open(path, "ab", buffering=0)
     faulthandler.register(SIGNAL, file=_file, all_threads=True)
 
 
 def register_from_environment() -> None:
-    """In the rank: `register` where the agent asks for it (UNICRON_STACKS)."""
+    """Call `register` where the agent asks for it (UNICRON_STACKS). Called in the rank."""
     path = os.environ.get("UNICRON_STACKS")
     if path:
         try:

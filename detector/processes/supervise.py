@@ -26,7 +26,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _die_with_parent(parent: int | None = None) -> None:
-    """In the child before exec: no rank outlives its agent (prctl(2))."""
+    """Have the kernel end this process with its parent (prctl(2)). Called in the child before exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)  # it died between the fork and the call

@@ -150,8 +150,8 @@ def watched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the garbage collector, which goes over all that the imports make again and again: a quarter of their
-    time. What an import has chosen of it stays."""
+    """Keeps the garbage collector off: it would go over all that the imports make again and again, for a quarter of
+    their time. What an import has chosen of it stays."""
     before, off = gc.get_threshold(), (0, *gc.get_threshold()[1:])
     gc.set_threshold(*off)
     try:
@@ -195,7 +195,7 @@ class Files:
         self._stamps.setdefault(os.path.abspath(path), stamp(path))
 
     def loaded(self) -> None:
-        """All has been read: the modules that there are now."""
+        """Add the modules that there are now: all has been read."""
         for module in list(sys.modules.values()):
             path = getattr(module, "__file__", None)
             if isinstance(path, str) and os.path.isabs(path):
@@ -352,7 +352,7 @@ class Zygote:
         return int(text or -1)
 
     def _become(self, between: int, environment: Mapping[str, str], streams: list[int]) -> None:
-        """In the rank: what a new process of the agent's would be."""
+        """Become what a new process of the agent's would be. Called in the rank."""
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         adopt(self._agent, between)

@@ -1,5 +1,5 @@
-"""Where each rank is in the job's layout: a replica is the ranks that hold one copy of the model, and a rank's place is
-where it is in it (docs/design/generations.md). Pure, and without torch: the controller uses it too.
+"""The job's layout. A replica is the ranks that hold one copy of the model; a rank's place is its position in the
+replica (docs/design/generations.md). Pure, and without torch: the controller uses it too.
 
 A slot's place is fixed: `slot % size`, tensor fastest, then context, then pipeline. Its *home* replica is
 `slot // size`, but after losses a replica may be composed of slots of different homes. A generation's members are
@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def text(self) -> str:
-        """For people: "TP2 PP2"; empty where a rank is a replica."""
+        """The layout in words, "TP2 PP2"; empty where a rank is a replica."""
         named = (("TP", self.tensor), ("CP", self.context), ("PP", self.pipeline))
         return " ".join(f"{name}{count}" for name, count in named if count > 1)
 
@@ -79,7 +79,7 @@ class Stated(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As :func:`stated` reads it: "TP2 PP2 VPP2"; "TP1" where a rank is a replica."""
+        """The layout in the words that :func:`stated` reads: "TP2 PP2 VPP2"; "TP1" where a rank is a replica."""
         virtual = f" VPP{self.virtual}" if self.virtual > 1 else ""
         return (self.layout.text or "TP1") + virtual
 

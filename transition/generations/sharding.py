@@ -1,4 +1,4 @@
-"""Who holds which part of a sharded optimizer: sizes, heirs, and what moves when the number of shards changes. Pure.
+"""The shards of a sharded optimizer: their sizes, their heirs, and what moves when their number changes. Pure.
 
 A bucket is a run of parameters whose gradients are reduced together. Megatron cuts each bucket into one equal part for
 each data-parallel rank; a rank's **shard** is its parts of all buckets, one after the other. The cut follows from the

@@ -133,7 +133,7 @@ class Watch:
     # ------------------------------------------------------------ the main thread
     @property
     def broken(self) -> int:
-        """All generations up to this one are over."""
+        """The number up to which all generations are over."""
         return self._broken
 
     @property

@@ -54,7 +54,7 @@ class Sum:
         return self.tensor
 
     def checked(self) -> None:
-        """To be called when the device is done with it: raises PeerLost where it may be garbage."""
+        """Raise PeerLost where the sum may be garbage. Call it when the device is done with it."""
         self.check()
 
 
@@ -109,7 +109,7 @@ class Accumulation(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Nothing is in the gradient any more."""
+        """Drop what is in the gradient."""
 
     def compute(self, ledger: Ledger) -> None:
         """Forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two
@@ -127,7 +127,7 @@ class Accumulation(ABC):
 
     @abstractmethod
     def _compute(self, ledger: Ledger) -> None:
-        """As :meth:`compute`."""
+        """Do the work of :meth:`compute`."""
 
     @abstractmethod
     def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Ledger:
         self.computed.append(index)
 
     def drop(self) -> None:
-        """Nothing is in the gradient any more."""
+        """Note that nothing is in the gradient any more."""
         self.done = []
 
     def reassign(self, indices: Iterable[int]) -> None:

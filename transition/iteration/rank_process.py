@@ -45,7 +45,7 @@ class Process:
 
     @property
     def device(self) -> torch.device:
-        """Where collectives of this backend want their tensors."""
+        """The device on which this backend's collectives want their tensors."""
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
 
@@ -71,7 +71,7 @@ def _compare(layout: Layout) -> None:
 
 
 def init_process_group(backend: str, layout: Layout | None = None) -> None:
-    """In place of `torch.distributed.init_process_group`. layout: of a replica; by default each rank is one.
+    """Replaces `torch.distributed.init_process_group`. layout: of a replica; by default each rank is one.
 
     Under an agent the rank starts in a world without peers, to build its part of the model in; the session takes it
     into the job's generations. Without an agent it is torch's own call with the usual environment variables; a single

@@ -49,7 +49,7 @@ class Auxiliary:
     # ------------------------------------------------------------ computing
     @contextlib.contextmanager
     def forward(self, chunk: int, real: bool) -> Iterator[None]:
-        """Around the forward pass of a micro-batch; one that is not real, or fails, counts nothing."""
+        """Wraps the forward pass of a micro-batch; one that is not real, or fails, counts nothing."""
         before = _counts(self._routers[chunk])
         try:
             yield
@@ -84,7 +84,7 @@ class Auxiliary:
         self._frozen.clear()
 
     def drop(self) -> None:
-        """Nothing is counted any more."""
+        """Drop all counts."""
         self._frozen.clear()
         self._reduced = None
         for router in self._all:
@@ -93,7 +93,7 @@ class Auxiliary:
     # ------------------------------------------------------------ reducing
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
-        """Around Megatron's `finalize_model_grads`, which makes new biases of the counts."""
+        """Wraps Megatron's `finalize_model_grads`, which makes new biases of the counts."""
         found = self._all
         self._reduced = _counts(found)
         before = [router.expert_bias.clone() for router in found]

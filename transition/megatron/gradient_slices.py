@@ -18,7 +18,7 @@ from unicron.transition.seams import megatron_core
 
 @contextlib.contextmanager
 def own_parts_only(model: Sequence[Any]) -> Iterator[None]:
-    """Around Megatron's `finalize_model_grads`: what it does to gradients after the reduce, it does to the own parts.
+    """Wraps Megatron's `finalize_model_grads`: what it does to gradients after the reduce, it does to the own parts.
 
     That is the sum over stages that share an embedding, the sum over tensor-parallel ranks for sequence parallelism
     and norms, and the division by the number of tokens. All of these are between ranks that have the same part of the

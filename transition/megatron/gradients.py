@@ -79,7 +79,7 @@ class Gradients(Accumulation):
         self._ordered = ordered
 
     def drop(self) -> None:
-        """Nothing is in the gradient any more."""
+        """Drop what is in the gradient."""
         for group in self._bucket_groups():  # Megatron asserts that a first backward pass was seen whole, or not
             if group.is_first_batch and len(group.per_param_grad_ready_counts) < len(group.params):
                 group.per_param_grad_ready_counts = {}
@@ -236,8 +236,8 @@ class Gradients(Accumulation):
         return first.device
 
     def _dispatch_overlapped(self) -> None:
-        """With overlapped reduces the backward hooks start them: not for gradients that were kept, nor in a rank that
-        had nothing to compute."""
+        """Start overlapped reduces that no backward hook has started: those of gradients that were kept, and all in a
+        rank that had nothing to compute."""
         for group in self._bucket_groups():
             if group.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
                 group.start_grad_sync()
@@ -264,12 +264,13 @@ class Gradients(Accumulation):
         group.start_grad_sync = start_grad_sync
 
     def _snapshot(self, group: Any) -> None:
-        """Before the reduce of a bucket group."""
+        """Copy what the reduce of a bucket group is about to overwrite."""
         for bucket in group.buckets:
             self._snapshots.copy_before_reduce(id(bucket), self._overwritten(bucket, group))
 
     def _overwritten(self, bucket: Any, group: Any) -> torch.Tensor:
-        """By its reduce: a failed in-place all-reduce leaves a mix of partial sums."""
+        """The part of a bucket that its reduce overwrites: a failed in-place all-reduce leaves a mix of partial
+        sums."""
         return elastic_buckets.own_part(bucket, group) if self._sharded else bucket.grad_data
 
     def _reduced(self) -> Iterator[torch.Tensor]:
@@ -297,7 +298,7 @@ class Gradients(Accumulation):
         return undone
 
     def adopt_groups(self) -> None:
-        """After the groups were re-pointed: forget handles and sizes that belong to the old ones."""
+        """Forget handles and sizes that belong to the old groups."""
         for chunk in self.model:
             for buffer in megatron_core.buffers(chunk):
                 buffer.data_parallel_world_size = buffer.data_parallel_group.size()

@@ -90,7 +90,7 @@ def as_if_alone() -> Iterator[None]:
 
 
 def _folder(args: Any) -> Path:
-    """Where the sample indices are written: one rank at a time does so, and the others read them."""
+    """The folder of the sample indices: one rank at a time writes them, and the others read them."""
     if getattr(args, "data_cache_path", None):
         folder = Path(args.data_cache_path)
         folder.mkdir(parents=True, exist_ok=True)

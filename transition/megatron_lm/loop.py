@@ -159,7 +159,7 @@ class Loop:
         return first.device
 
     def _ask_for_the_end(self, args: Any) -> None:
-        """All ranks end after the same iteration, if one of them is to."""
+        """Have all ranks end after the same iteration, if one of them is to end."""
         assert self._session is not None
         signalled = args.exit_signal_handler and end_was_signalled()
         late = args.exit_duration_in_mins and time.time() - self._began > 60 * args.exit_duration_in_mins

@@ -89,7 +89,7 @@ class World:
 
     @staticmethod
     def follow() -> None:
-        """After every step: what the log says of the world."""
+        """Give Megatron-LM the present rank and size, for its log. Call it after every step."""
         from megatron.training import get_args
 
         args = get_args()

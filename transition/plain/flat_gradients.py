@@ -46,13 +46,13 @@ class Bucket:
         self.views = [piece.view(each.shape).data for piece, each in zip(pieces, parameters, strict=True)]
 
     def put(self, proof: torch.Tensor) -> None:
-        """Before the reduce: what this rank has to prove."""
+        """Put this rank's proof into the bucket, before the reduce."""
         counts, numbers = proof.view(2, -1)
         self._counts.copy_(counts)
         self._numbers.copy_(numbers.view(torch.uint8))
 
     def proven(self) -> torch.Tensor:
-        """After the reduce: the sum of the ranks' proofs, once the device has it."""
+        """The sum of the ranks' proofs, after the reduce, once the device has it."""
         counts, numbers = (part.real if part.is_complex() else part for part in (self._counts, self._numbers))
         exact = numbers.cpu().to(torch.int64).to(torch.uint8).view(torch.float64)
         return torch.cat([counts.cpu().to(torch.float64), exact]).view(4, -1)
@@ -72,22 +72,22 @@ class Bucket:
         return [modules.version(view) for view in self.views]
 
     def mark(self, used: Sequence[bool]) -> None:
-        """Before the reduce: which of the parameters got a gradient here."""
+        """Mark the parameters that got a gradient here, before the reduce."""
         if all(used):
             self._marks.fill_(1)
         else:
             self._marks.copy_(torch.tensor(used))
 
     def release_unused(self) -> None:
-        """After the reduce: who got no gradient anywhere has none."""
+        """Remove, after the reduce, the gradients of parameters that got none anywhere."""
         for parameter, mark in zip(self.parameters, self._marks.tolist(), strict=True):
             if not mark:
                 parameter.grad = None
 
 
 def buckets(parameters: Iterable[torch.nn.Parameter], size: int, proof: int = 0) -> list[Bucket]:
-    """All of them, in buckets of at most `size` bytes, the same in every rank; the last layers, whose gradients are
-    there first, in the first ones. proof: micro-batches whose proof goes with the last one."""
+    """Put all parameters into buckets of at most `size` bytes, the same in every rank; the last layers, whose gradients
+    are there first, in the first ones. proof: micro-batches whose proof goes with the last one."""
     found: list[list[torch.nn.Parameter]] = []
     kinds = {parameter: (str(parameter.dtype), str(parameter.device)) for parameter in reversed(list(parameters))}
     for _, alike in groupby(sorted(kinds, key=kinds.__getitem__), kinds.__getitem__):

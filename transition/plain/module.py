@@ -59,7 +59,7 @@ class Plain:
         return PlainGradients(self._model, self.optimizer.trained(), scale, forward_step, work)
 
     def begin_alone(self, state: TrainingState, device: torch.device) -> None:
-        """Without an agent: every rank has the first one's parameters, as in torch's DistributedDataParallel."""
+        """Give every rank the first one's parameters, as torch's DistributedDataParallel does; without an agent."""
         if dist.get_world_size() > 1:
             transfer(state, 0, 0, dist.get_rank() > 0, device)
 

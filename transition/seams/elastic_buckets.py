@@ -88,7 +88,8 @@ def _with_room(build: Callable[..., None], module: Any) -> Callable[..., None]:
 
 
 def _remembering(build: Callable[..., None]) -> Callable[..., None]:
-    """Afterwards the groups of a distributed optimizer have nothing but this rank's shards."""
+    """Have a distributed optimizer remember the model's parameters: its groups hold only this rank's shards later
+    on."""
 
     @functools.wraps(build)
     def __init__(self: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> None:
@@ -100,7 +101,7 @@ def _remembering(build: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Layout:
-    """In place of the module `math` while one buffer is laid out.
+    """Replaces the module `math` while one buffer is laid out.
 
     Megatron pads the end of a bucket by `math.ceil(end / divisor) * divisor`, with a divisor from `math.lcm`, which it
     uses for nothing else: once for each bucket to lay the buffer out, once more to cut the buckets from it.
@@ -116,7 +117,7 @@ class _Layout:
         return _Divisor(math.lcm(size, *quanta), lambda end: self._end(end, size, math.lcm(*quanta)))
 
     def _end(self, end: int, size: int, quantum: int) -> int:
-        """Where the bucket ends, room included, that has parameters up to `end`, or ends there."""
+        """The end, room included, of the bucket that has parameters up to `end`, or ends there."""
         if end not in self._ends:
             start = max((earlier for earlier in self._ends if earlier < end), default=0)
             self._ends.append(start + capacity(end - start, size, quantum))
@@ -352,8 +353,8 @@ def rebuild_parameters(model: Sequence[Any], optimizer: Any) -> None:
 
 
 def gather_without_forward(model: Sequence[Any]) -> None:
-    """With `overlap_param_gather`, for a rank that computes no micro-batch: what its forward pass would have gathered,
-    in the same order."""
+    """Gather what a forward pass would have gathered with `overlap_param_gather`, in the same order, in a rank that
+    computes no micro-batch."""
     for chunk in model:
         for group in reversed(chunk.bucket_groups):
             group.finish_param_sync()

@@ -57,8 +57,8 @@ def abandonable_connections(lost: Callable[[], bool]) -> Iterator[None]:
 
 
 def abandon_lost_messages(cut: Callable[[], bool]) -> None:
-    """From now on waits of the main thread for messages, whoever sends them, raise :class:`LostWait` GRACE_SECONDS
-    after `cut()`: the connections that they are for have been broken."""
+    """Make waits of the main thread for messages raise :class:`LostWait` GRACE_SECONDS after `cut()`: their connections
+    have been broken by then."""
 
     def abandonable_wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
         main = threading.current_thread() is threading.main_thread()

@@ -20,8 +20,8 @@ SETTINGS = {
 
 
 def keep_torch_from_aborting() -> list[str]:
-    """Before the first group: set what torch must not do by itself when a collective fails. Returns a line for each
-    variable that the site has set otherwise; these are overruled."""
+    """Keep torch from ending the process when a collective fails. Call it before the first group. Returns a line for
+    each variable that the site has set otherwise; these are overruled."""
     overruled = []
     for name, value in SETTINGS.items():
         before = os.environ.get(name, value)
@@ -73,8 +73,8 @@ class Aborter:
 
 
 def _has_communicator(group: Any) -> bool:
-    """Only a communicator that is wholly made says that it is there. So one in the making is aborted twice; torch
-    leaves the second abort out."""
+    """Whether the communicator is wholly made. One in the making does not say so, and is aborted twice; torch leaves
+    the second abort out."""
     return bool(group._get_backend(torch.device("cuda"))._is_initialized())
 
 

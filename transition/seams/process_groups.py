@@ -77,7 +77,7 @@ def forget(kept: Collection[Any]) -> None:
 
 
 def names() -> dict[Any, str]:
-    """All groups that torch knows, with their names."""
+    """The groups that torch knows, with their names."""
     return dict(distributed_c10d._world.pg_names)
 
 

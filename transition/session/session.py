@@ -62,7 +62,7 @@ class _Again(Exception):
 
 
 class _ReplicaStopped(PeerLost):
-    """All ranks of the replica have finished their schedule, and stop together."""
+    """Raised when all ranks of the replica have finished their schedule and stop together."""
 
 
 class Session:
@@ -190,7 +190,7 @@ class Session:
 
     @property
     def train_iterations(self) -> int:
-        """Where the training ends. It may be set, to the same on all ranks."""
+        """The iteration at which the training ends. It may be set, to the same on all ranks."""
         return self._at.train_iterations
 
     @train_iterations.setter
@@ -204,7 +204,7 @@ class Session:
 
     @property
     def stopping(self) -> bool:
-        """All ranks have agreed that the last iteration was the last one."""
+        """Whether all ranks have agreed to end the training after the last iteration."""
         return self._stopping
 
     # ------------------------------------------------------------ the loop

@@ -248,7 +248,7 @@ class Line:
         self._in_thread("addresses", work, then)
 
     def _first(self) -> Target | None:
-        """Where the line leads while no address accepts a connection: ZeroMQ tries it again and again."""
+        """The address to use while none accepts a connection: ZeroMQ tries it again and again."""
         candidates = self._hello.candidates(self._theirs or PLAIN)
         return candidates[0] if candidates and not self._endpoint else None
 

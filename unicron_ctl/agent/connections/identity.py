@@ -113,7 +113,7 @@ def memory_rate(environment: Mapping[str, str]) -> float:
 
 
 def _set(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables that are empty."""
+    """The variables that are not empty."""
     return {name: value for name, value in environment.items() if value}
 
 

@@ -61,11 +61,11 @@ class Peers:
 
     @property
     def sockets(self) -> tuple[Any, ...]:
-        """To be polled."""
+        """The sockets to poll."""
         return self._in.fileno(), self._out
 
     def allow_only(self, known: Iterable[wire.Peer]) -> None:
-        """Only these are listened to and spoken to from now on."""
+        """Listen and speak to these agents only, from now on."""
         self._known = {peer.key.encode(): peer for peer in known if peer.key}
         if len(self._known) > self._in.most // 2:
             raise_limit()
@@ -77,7 +77,7 @@ class Peers:
                     self._out.disconnect(endpoint)
 
     def send(self, peer: wire.Peer, message: peer_messages.AnyPeer) -> None:
-        """Nothing waits, and what cannot be sent is lost."""
+        """Send a message without waiting; what cannot be sent is lost."""
         key = peer.key.encode()
         if key not in self._known or not peer.address:
             return
@@ -118,7 +118,7 @@ class Peers:
         self._in.receive(on_bytes, time.monotonic() + RECEIVE_SECONDS)
 
     def _admits(self, key: str) -> bool:
-        """Who is not let in yet tries again: the plan that names it may be on its way."""
+        """Whether this key may connect. A stranger tries again: the plan that names it may be on its way."""
         return key.encode() in self._known
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class Peers:
 
 
 def _listen(host: str) -> tuple[str, list[socket.socket]]:
-    """Where others reach this agent, empty when they cannot."""
+    """The address at which others reach this agent, empty when they cannot."""
     for interface in (host, "*"):  # the name of a node need not be one of its interfaces'
         with contextlib.suppress(OSError):
             sockets = listening(interface, 0)

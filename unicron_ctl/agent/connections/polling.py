@@ -23,12 +23,12 @@ class Polling:
         return source in self._calls
 
     def watch(self, source: Any, call: Callable[[], object]) -> None:
-        """From now on; source: a ZeroMQ socket or a descriptor."""
+        """Call `call` whenever `source` can be read: a ZeroMQ socket or a descriptor."""
         self._calls[source] = call
         self._poller.register(source, zmq.POLLIN)
 
     def unwatch(self, source: Any) -> None:
-        """Not any more; one that is not watched does no harm."""
+        """Stop watching; a source that is not watched does no harm."""
         if self._calls.pop(source, None) is not None:
             self._poller.unregister(source)
 

@@ -33,9 +33,8 @@ class RankLine:
         self._identities: dict[int, bytes] = {}
 
     def bind_again(self) -> bool:
-        """Where something has removed the socket from its folder, as cleaners of /tmp do: make it once more. True when
-        that was needed. ZeroMQ removes a name when it lets go of it, so the old one is kept and the new one bound
-        beside it."""
+        """Make the socket again where something has removed it, as cleaners of /tmp do. True when that was needed.
+        ZeroMQ removes a name when it lets go of it, so the old one is kept and the new one bound beside it."""
         path = self.endpoint.removeprefix("ipc://")
         if os.path.exists(path):
             return False

@@ -79,7 +79,7 @@ def _read(text: str) -> Stated:
 
 
 def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int]) -> list[Stated]:
-    """All that fit, those with the fewest ranks first; tensor parallelism within a node."""
+    """The layouts that fit, those with the fewest ranks first; tensor parallelism stays within a node."""
     if not model:
         raise _wrong(LAYOUTS, f"{AUTO} needs the sizes of the model", f'give {MODEL}="{_SIZES}"')
     deepest = min(model["layers"], per_node * nodes, MOST_STAGES)

@@ -87,7 +87,7 @@ class Agent:
             raise
 
     def _build(self, place: Place, address: str) -> None:
-        """All parts. What is missing here, the command runs without: its caller sees to that."""
+        """Make all parts. Where one cannot be made the caller runs the command without an agent."""
         self._line = Line(self._context, address)
         self.log = JobLog(place)
         self._containment = Containment(self.log.warn)
@@ -152,7 +152,7 @@ class Agent:
         )
 
     def _watch_all(self) -> None:
-        """What there is from the beginning."""
+        """Watch the sockets and descriptors that there are from the beginning."""
         watch = self._polling.watch
         watch(self._line.socket, self._from_controller)
         watch(self._rank_line.socket, self._from_ranks)
@@ -184,7 +184,7 @@ class Agent:
 
     @property
     def released(self) -> bool:
-        """Nothing protects it, and no rank has a world: the command is to run without this agent."""
+        """Whether the command is to run without this agent: nothing protects it, and no rank has a world."""
         outside = all(rank.status.state in ("starting", "waiting") for rank in self.ranks.values())
         return self._outbox.closed and outside
 
@@ -261,7 +261,8 @@ class Agent:
         return self._store.pid
 
     def _wait(self) -> None:
-        """Until something is to be done. That ranks get on is taken in here: it changes nothing but when to report."""
+        """Wait until something is to be done. Mere progress of ranks is taken in here: it only changes when to
+        report."""
         now, sent = time.monotonic(), self._reports.sent_at
         waits = (
             self._stand_in.participant.seconds_to_tick(now),
@@ -278,7 +279,7 @@ class Agent:
                 return
 
     def _report(self, now: float) -> None:
-        """A status, when it is due."""
+        """Send a status when it is due."""
         urgent = self._stand_in.on_timer(now) or self._trials.restore_network()
         if urgent or self._status_wait(now) <= 0.0:
             self._send_status()
@@ -293,12 +294,12 @@ class Agent:
         return came
 
     def _settle(self) -> None:
-        """Processes that were forked begin."""
+        """Start the processes that were forked."""
         self._store.complete_start()
         self._warmth.start_forked_ranks()
 
     def _end_if_over(self, now: float) -> None:
-        """All ranks finished and ended, or some died and the controller has been silent for too long."""
+        """End when all ranks have finished, or when some died and the controller has been silent for too long."""
         if self.exit_code is not None:
             return
         finished = [rank for rank in self.ranks.values() if rank.status.state == "finished"]

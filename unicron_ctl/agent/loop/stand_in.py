@@ -41,7 +41,7 @@ class StandIn:
 
     @property
     def sockets(self) -> tuple[Any, ...]:
-        """To be polled."""
+        """The sockets to poll."""
         return self._line.sockets if self._line is not None else ()
 
     def serve(self, now: float) -> None:

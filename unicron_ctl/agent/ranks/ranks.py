@@ -117,7 +117,7 @@ class Rank:
         self.status.pid, self.status.changed = child.pid, time.time()
 
     def _ends(self, code: int, why: str) -> None:
-        """Without a process of its own."""
+        """Note that the rank has ended without a process of its own."""
         now = time.time()
         self.status.state, self.status.changed = "exited", now
         self.status.exit = wire.Exit(code=code, at=now, lived=0.0, last_line=why)
@@ -278,6 +278,6 @@ def rank_environment(
 
 
 def stacks_file(endpoint: str, slot: int) -> str:
-    """Where a rank writes its stacks when it is asked: beside its channel's socket."""
+    """The file for a rank's stacks, beside its channel's socket."""
     folder = endpoint.removeprefix("ipc://").rpartition("/")[0]
     return f"{folder}/stacks.{slot}" if folder else ""

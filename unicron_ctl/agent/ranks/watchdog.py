@@ -18,7 +18,7 @@ MOST_WAIT = 1.0
 
 
 def main() -> None:
-    """Until its standard input closes."""
+    """Watch until the standard input closes."""
     until, rest = float("inf"), b""
     ranks: list[int] = []
     while True:

@@ -280,7 +280,8 @@ class ZygoteClient:
         return max(0.0, min(due) - now) if due else float("inf")
 
     def _since(self, coming: Coming) -> float:
-        """From when on it is waited for. Forks are made one after the other: each has its time after the one before."""
+        """The time from which this fork's limit counts. Forks are made one after the other, so each has its time after
+        the one before."""
         return self._began if coming.asked is None else max(coming.asked, self._answered)
 
     # ------------------------------------------------------------ the process

@@ -34,7 +34,8 @@ PACKAGE = "unicron"
 
 
 def import_folders(command: Sequence[str], folder: str, python_path: str) -> list[Path]:
-    """Where the command's Python looks before it comes to unicron's packages: beside its script, then PYTHONPATH."""
+    """The folders in which the command's Python looks before it comes to unicron: beside its script, then
+    PYTHONPATH."""
     beside = Path(folder)
     for word in command:
         if word in ("-m", "-c"):  # the working folder leads then

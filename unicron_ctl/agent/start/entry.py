@@ -1,5 +1,5 @@
-"""Where the `unicron-agent` program begins. Nothing is imported here that might be missing or not fit: the command runs
-all the same."""
+"""The entry of the `unicron-agent` program. It imports nothing that might be missing or not fit, so that the command
+runs all the same."""
 
 from __future__ import annotations
 

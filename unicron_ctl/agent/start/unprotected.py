@@ -74,7 +74,7 @@ class _Ranks:
             self._poll.register(child.stderr, select.POLLIN)
 
     def run(self) -> int:
-        """Until all have ended; the exit status of the first that failed, as a shell shows it."""
+        """Wait until all have ended. Returns the exit status of the first that failed, as a shell shows it."""
         while self._running and not self._status:
             self._turn({descriptor for descriptor, _ in self._poll.poll()})
         stop_children(self._running, self._patience)
