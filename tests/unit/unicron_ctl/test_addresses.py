@@ -163,7 +163,7 @@ def test_an_agent_finds_the_address_that_answers(
     line.socket.setsockopt(zmq.LINGER, 0)
 
     def connected() -> bool:
-        line.turn()
+        line.find_controller()
         line.learn(lambda: None)
         line.notice()
         for result in line.results.take_all():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tests.support.clock import START
 from unicron.ctl.controller.model.requests import OURS
-from unicron.ctl.controller.nodes.readmission import Report, checked
+from unicron.ctl.controller.nodes.readmission import Report
 from unicron.ctl.nodes import admission
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.errors import UserError
@@ -98,11 +99,11 @@ def test_the_report_says_what_was_found(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(admission, "ask_controller", lambda question, where, timeout: told.append(question))
     run(tmp_path, "--controller", "tcp://h:1", "--at", "prolog", config="[health]\ngpus = 99\n")
     assert [(t["kind"], t["node"], t["source"], t["verdict"]) for t in told] == [("health", "n1", "prolog", "bad")]
-    assert "99 GPUs expected" in told[0]["reason"] and isinstance(checked(told[0]), Report)
+    assert "99 GPUs expected" in told[0]["reason"] and msgspec.convert(told[0], Report)
 
 
 def test_a_report_that_cannot_be_sent_is_one_line() -> None:
-    with pytest.raises(UserError, match="no address"):
+    with pytest.raises(UserError, match="not the address of a controller"):
         admission.report("nonsense", "n1", "interval", admission.run(Settings(skip=("all",))), 0.0)
 
 
