@@ -1,4 +1,4 @@
-"""Files that take ring: which is written next."""
+"""A ring of image files: which is written next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BufferPool for shards: images in the agent's memory, what the next process finds there, and whose it is."""
+"""Buffers for shards: images in the agent's memory, what the next process finds there, and whose it is."""
 
 from __future__ import annotations
 
