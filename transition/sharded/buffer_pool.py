@@ -173,13 +173,13 @@ class BufferPool:
         image whole. cut: and a copy that stays."""
         if (image := buffer.image) is not None:
             cuts = self._cuts if cut else None
-            buffer.digest = self._worker.submit(lambda: _finish(buffer, image, key, head, cuts))
+            buffer.digest = self._worker.submit_or_run(lambda: _finish(buffer, image, key, head, cuts))
             self._pending.append(buffer.digest)
 
     def remove_unwanted_cuts(self) -> None:
         """Where the controller wants no cut, the thread removes them."""
         if self._cuts.unwanted:
-            self._pending.append(self._worker.submit(self._cuts.remove_unwanted))
+            self._pending.append(self._worker.submit_or_run(self._cuts.remove_unwanted))
 
     def set_aside(self, buffer: Buffer, iteration: int, untrained: Path | None = None) -> bool:
         """The agent is to make a checkpoint's file of the image of a sealed buffer; nobody writes over it before.
@@ -189,7 +189,7 @@ class BufferPool:
         if failed or (image := buffer.image) is None or self._folder is None or buffer.digest is None:
             return False
         path = files.aside_path(self._folder, self.slot, iteration)
-        buffer.aside = self._worker.submit(lambda: files.set_aside(image.path, path, untrained))
+        buffer.aside = self._worker.submit_or_run(lambda: files.set_aside(image.path, path, untrained))
         self.aside.note_image(path, buffer.aside)
         return True
 

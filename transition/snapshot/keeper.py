@@ -134,12 +134,12 @@ class Keeper:
             elif found.key.kind == STATE and found.key.slot == slot and found.key.iteration < iteration:
                 its = max(its, found.key.iteration)
         if its >= newest:
-            self._worker.submit(self._ring.remove)
+            self._worker.submit_or_run(self._ring.remove)
 
     def remove_unwanted_cuts(self) -> None:
         """Where the controller wants no cut, the thread removes them, after what is to be copied."""
         if self.cuts.unwanted:
-            self._worker.submit(self.cuts.remove_unwanted)
+            self._worker.submit_or_run(self.cuts.remove_unwanted)
 
     @property
     def has_files(self) -> bool:

@@ -29,6 +29,15 @@ class Worker:
         self._tasks.put(lambda: _complete(task, future))
         return future
 
+    def submit_or_run(self, task: Callable[[], Result]) -> Future[Result]:
+        """As :meth:`submit`, but the caller's thread does the task where no other one is to be had."""
+        try:
+            return self.submit(task)
+        except RuntimeError:
+            future: Future[Result] = Future()
+            _complete(task, future)
+            return future
+
     def close(self, wait: bool = True) -> None:
         """The tasks so far are the last ones. wait: until they are done."""
         if self._thread is not None:

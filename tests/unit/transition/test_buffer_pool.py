@@ -394,3 +394,16 @@ def test_a_living_rank_takes_of_cuts_and_copies_what_it_lacks_and_lets_its_own_a
     assert [(each.key.iteration, each.key.shard) for each in found] == [(4, 1)]
     assert len(said) == 1 and not spoiled.exists(), "the agent does not say any more that it is there"
     assert room.image.path.exists() and (tmp_path / "copy-shard-0.image").exists()
+
+
+def test_where_no_thread_is_to_be_had_images_become_whole_all_the_same(tmp_path, store, monkeypatch):
+    """Defect: the error that there is no thread ended the training."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    kept = keep(store, 4.0, key(3, 4))
+    assert store.set_aside(kept, 4) and store.aside.is_open
+    (found,) = files.asides(tmp_path)
+    assert found.key.iteration == 4

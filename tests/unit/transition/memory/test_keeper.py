@@ -105,6 +105,9 @@ def test_where_no_thread_is_to_be_had_the_training_goes_on_without_copies(tmp_pa
         keeper.copy(gatherer, 1, 1, WRITER)
         keeper.wait_copied()
         keeper.wait_whole()
+        keeper.cuts.on_order(Cut(-1, none=True))
+        keeper.remove_unwanted_cuts()
+        keeper.hand_over(1, 1)
     assert "can't start new thread" in keeper.trouble and "the training goes on" in capsys.readouterr().err
     for iteration in (2, 3):
         keeper.copy(gatherer, iteration, 1, WRITER)
