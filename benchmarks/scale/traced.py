@@ -86,7 +86,7 @@ class Hosts:
 
     def revive(self, node: str) -> None:
         """It answers again."""
-        blackhole.hear(self._listening[node])
+        blackhole.undeafen(self._listening[node])
 
     def close(self) -> None:
         for one in self._listening.values():

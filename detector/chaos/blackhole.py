@@ -37,7 +37,7 @@ def fill(inodes: set[int]) -> None:
     for inode, view in _sockets():
         with view, contextlib.suppress(OSError):
             if inode in inodes:
-                hear(view)
+                undeafen(view)
                 view.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("I", UNLIMITED))
 
 
@@ -48,7 +48,7 @@ def deafen(one: socket.socket) -> None:
     one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, drop_all)
 
 
-def hear(one: socket.socket) -> None:
+def undeafen(one: socket.socket) -> None:
     """What is sent to this socket reaches it again. Raises OSError for one that was not deaf."""
     one.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 

@@ -86,7 +86,7 @@ class Injector:
         self._spoils = 0
         self.break_connections: Callable[[], Any] = lambda: None  # set by whoever knows the generation's sockets
 
-    def take(self, message: Mapping[str, Any]) -> None:
+    def on_order(self, message: Mapping[str, Any]) -> None:
         """An order of the agent: keys fault and seconds. Raises InjectError for an unknown one."""
         name, detail = parse(str(message["fault"]))
         seconds = float(message.get("seconds") or FAULTS[name][1])

@@ -30,7 +30,7 @@ from unicron.detector.failures.severity import (
     folded,
 )
 from unicron.detector.failures.speakers import library_lines, own_words
-from unicron.detector.failures.statements import shortened
+from unicron.detector.failures.statements import head_and_tail
 from unicron.detector.failures.text_budget import END_JUDGED, NOT_JUDGED, Budget, alike
 
 # The head and the tail of a longer statement are read; the middle is the application's own noise.
@@ -123,14 +123,14 @@ class Classifier:
 
     def _by_words(self, text: str, source: str, generic: bool, weak: bool) -> Verdict | None:
         if source == "kernel":
-            return self._match(shortened(text, MAX_TEXT), source, generic)
+            return self._match(head_and_tail(text, MAX_TEXT), source, generic)
         if "\n" in text.strip():
             known = self.last_words(text, source, generic)[1]
         else:
-            known = self._match(shortened(text, MAX_TEXT), source, generic)
+            known = self._match(head_and_tail(text, MAX_TEXT), source, generic)
         if known is None and weak:
             said = self.last_words(text, source)[0]
-            known = self._match(shortened(said, MAX_TEXT), source, True, True)
+            known = self._match(head_and_tail(said, MAX_TEXT), source, True, True)
         return known
 
     def last_words(self, text: str, source: str = "stderr", generic: bool = True) -> tuple[str, Verdict | None]:
@@ -139,10 +139,10 @@ class Classifier:
         The statement alone gets the same verdict, so it can be told on in place of the lines.
         """
         said, verdict = last_words.cause(
-            text, lambda each, general: self._match(shortened(each, MAX_TEXT), source, general)
+            text, lambda each, general: self._match(head_and_tail(each, MAX_TEXT), source, general)
         )
         if verdict is None and generic and said:
-            verdict = self._match(shortened(said, MAX_TEXT), source, True)
+            verdict = self._match(head_and_tail(said, MAX_TEXT), source, True)
         return said, verdict
 
     def _match_text(self, text: str, source: str, generic: bool, weak: bool = False) -> Verdict | None:

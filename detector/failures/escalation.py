@@ -188,7 +188,7 @@ class Recent:
 
 
 def near(faults: list[Fault], at: float, seconds: float) -> Iterator[Fault]:
-    """Those of the faults, which are in order, that are no further from `at` than so many seconds."""
+    """The faults that are at most `seconds` from `at`; they are given in order of time."""
     first = bisect.bisect_left(faults, at - seconds, key=operator.attrgetter("time"))
     for index in range(first, len(faults)):
         if faults[index].time > at + seconds:
@@ -540,7 +540,7 @@ def _is_quick(fault: Fault, policy: Policy) -> bool:
 
 
 def _quick_deaths(mine: list[Fault], policy: Policy) -> list[Fault]:
-    """Of one slot's faults, the quick deaths; none if the last one is not one."""
+    """The quick deaths among one slot's faults; none if the last fault is not one."""
     return [fault for fault in mine if _is_quick(fault, policy)] if _is_quick(mine[-1], policy) else []
 
 

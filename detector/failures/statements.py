@@ -141,10 +141,10 @@ def exception(text: str) -> re.Match[str] | None:
 
 def statements(text: str) -> list[Statement]:
     """What was said, in the order of the text; frames of backtraces and the like are left out."""
-    return list(_Reader(shortened(text, LONGEST_TEXT).splitlines()[-MOST_LINES:]))
+    return list(_Reader(head_and_tail(text, LONGEST_TEXT).splitlines()[-MOST_LINES:]))
 
 
-def shortened(text: str, most: int) -> str:
+def head_and_tail(text: str, most: int) -> str:
     """The head and the tail of a text and of each of its lines, where these are longer than is read."""
     if len(text) > LONGEST_LINE:
         text = "\n".join(_halves(line, LONGEST_LINE) for line in text.split("\n"))

@@ -325,7 +325,7 @@ def check_kernel(settings: Settings) -> Finding:
     state = Path(settings.kernel_state, f"kernel-{node}.json")
     try:
         boot = _root(settings, "proc/sys/kernel/random/boot_id").read_text().strip()
-        bad = kernel_check.look(_root(settings, "dev/kmsg"), boot, state, lambda: _rules(settings))
+        bad = kernel_check.check_kernel_log(_root(settings, "dev/kmsg"), boot, state, lambda: _rules(settings))
     except OSError as error:
         return Finding(WARNING, f"the kernel log is not read: {error.filename or 'kmsg'}: {error.strerror}")
     except SeverityTableError as error:

@@ -59,7 +59,7 @@ def proven(line: str, classifier: Classifier) -> Verdict | None:
     return verdict if verdict.cause in PROVEN and verdict.rule not in UNPROVEN else None
 
 
-def look(log: Path, boot: str, state: Path, classifier: Callable[[], Classifier]) -> list[str]:
+def check_kernel_log(log: Path, boot: str, state: Path, classifier: Callable[[], Classifier]) -> list[str]:
     """Lines since the first check of this boot that prove the hardware broken, with what they mean; the first check of
     all only notes where the log ends. `state`: where that is kept, in a folder that only this user can write; without
     it, once the hardware is mended, nothing is held against the node. classifier: made only where a line needs it.

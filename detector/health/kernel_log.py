@@ -140,7 +140,7 @@ class KernelFaults:
         ] = {}  # kind of line -> [last line, last report, lines since]
         self._reported: list[float] = []
 
-    def take(self, line: str, now: float) -> KernelFault | None:
+    def read_line(self, line: str, now: float) -> KernelFault | None:
         """The fault to report, or None. `now` in seconds of any clock that does not go back."""
         verdict = self._classifier.match(line, "kernel")
         if verdict is None or not (verdict.rule in self._for_kernels or of_a_kernel(verdict, line)):

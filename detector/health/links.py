@@ -10,15 +10,15 @@ NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
 
 class LinkWatch:
-    """Rises of the counters since the last look. Only interfaces of a device count: a container engine's bridge says
+    """Rises of the counters since the last call. Only interfaces of a device count: a container engine's bridge says
     nothing of the node's network. `root` stands for /sys/class."""
 
     def __init__(self, root: Path | None = None) -> None:
         self._net, self._infiniband = (root / "net", root / "infiniband") if root else (NET, INFINIBAND)
         self._last = self._read()
 
-    def look(self) -> dict[str, int]:
-        """Link -> how often its counter rose since the last look; "mlx5_0:1" is port 1 of an InfiniBand adapter."""
+    def new_flaps(self) -> dict[str, int]:
+        """Link -> how often its counter rose since the last call; "mlx5_0:1" is port 1 of an InfiniBand adapter."""
         before, self._last = self._last, self._read()
         return link_flaps(before, self._last)
 

@@ -65,27 +65,27 @@ class OomKills:
         self._count = read_count(file) if file else None
         self._open: list[list[Any]] = []  # [when it was seen, whether it was reported]
 
-    def look(self) -> None:
+    def read_kills(self) -> None:
         """Read the count; kills that are new wait to be claimed."""
         with self._lock:
-            self._look()
+            self._read_kills()
 
     def claim(self) -> bool:
         """A rank was killed: was it one of the kills that nobody has claimed yet?"""
         with self._lock:
-            self._look()
+            self._read_kills()
             return bool(self._open) and bool(self._open.pop())
 
     def unclaimed(self) -> int:
         """New kills that no rank's end explains: a process beside the ranks was hit. Each is told once."""
         with self._lock:
-            self._look()
+            self._read_kills()
             fresh = [kill for kill in self._open if not kill[1] and self._clock() - kill[0] > REPORT_SECONDS]
             for kill in fresh:
                 kill[1] = True
             return len(fresh)
 
-    def _look(self) -> None:
+    def _read_kills(self) -> None:
         now, count = self._clock(), read_count(self.file) if self.file else None
         if count is not None:
             rise = count - (self._count if self._count is not None else count)

@@ -435,7 +435,7 @@ def play(options: argparse.Namespace) -> dict[str, object]:
     return result
 
 
-def say(**what: object) -> None:
+def print_result(**what: object) -> None:
     """One line, at once: lines of several nodes meet in one stream."""
     os.write(1, f"{MARK}{json.dumps(what)}\n".encode())
 
@@ -446,18 +446,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.node not in options.nodes or len(options.nodes) < 2 or len(set(options.nodes)) != len(options.nodes):
         print(f"pair_probe: {options.node} must be one of at least two different --nodes", file=sys.stderr)
         return 2
-    say(node=options.node, started=True)
+    print_result(node=options.node, started=True)
     total = CONNECT_SECONDS + 4 * options.patience + options.seconds * len(options.nodes) + 60.0
     box = threading.Timer(total, _give_up, (options.node, total))
     box.daemon = True
     box.start()
     result = play(options)
-    say(**result)
+    print_result(**result)
     return 0 if result["ok"] else 1
 
 
 def _give_up(node: str, seconds: float) -> None:
-    say(node=node, ok=False, error=f"no end within {seconds:g} s", backend="")
+    print_result(node=node, ok=False, error=f"no end within {seconds:g} s", backend="")
     os._exit(1)
 
 

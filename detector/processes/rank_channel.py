@@ -145,7 +145,7 @@ class RankChannel:
         try:
             message = rank_messages.decode(data)
             if isinstance(message, Inject):
-                injector.take(vars(message))
+                injector.on_order(vars(message))
             elif message is not None:
                 self._on_message(message)
         except Exception as error:  # a bad message must not end the line to the agent

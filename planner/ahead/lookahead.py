@@ -43,7 +43,7 @@ class Entry:
 
     @cached_property
     def plan(self) -> Plan:
-        """The same as solve(self.scenario)."""
+        """What solve(self.scenario) gives."""
         return plan_of(self.scenario, self.assignment)
 
 
@@ -317,8 +317,8 @@ class Keeper:
                 return entry, True
         return Entry(solve(after(scenario, event, queue)).assignment, scenario, normal(event), queue), False
 
-    def wait(self, timeout: float) -> bool:
-        """Waits until the table is the wanted one; raises what its computation raised."""
+    def wait_for_table(self, timeout: float) -> bool:
+        """Waits until the table is the wanted one; False if time runs out. Raises what its computation raised."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._fresh(), timeout)
             if self._error:

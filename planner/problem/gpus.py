@@ -105,6 +105,6 @@ def gpu_memory(gres: str) -> float:
 
 
 def _words(gres: str) -> list[str]:
-    """Of the types of a node's GPUs."""
+    """The words in the types of a node's GPUs."""
     items = [item.strip().split(":") for item in gres.lower().split(",")]
     return [word for item in items if item[0] == "gpu" for word in re.split(r"[^a-z0-9]+", ":".join(item[1:]))]

@@ -31,7 +31,7 @@ class Split:
 
     @property
     def gpus(self) -> int:
-        """Of a replica."""
+        """GPUs of a replica."""
         return self.tp * self.pp
 
 

@@ -314,5 +314,5 @@ class Scenario:
         raise PlanError(f"there is no job {name!r}: the jobs are {', '.join(job.name for job in self.jobs)}")
 
     def with_job(self, changed: Job) -> Scenario:
-        """The same scenario with the job of that name replaced."""
+        """The scenario with the job of that name replaced."""
         return replace(self, jobs=tuple(changed if job.name == changed.name else job for job in self.jobs))

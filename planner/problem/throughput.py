@@ -210,7 +210,7 @@ class Throughput:
 
 
 def _repaired(raw: dict[int, Estimate]) -> dict[int, Estimate]:
-    """The same estimates, made non-decreasing in size."""
+    """The estimates, made non-decreasing in size."""
     weights = [1.0 / max(estimate.sigma, 1e-9 * estimate.flops, 1e-300) ** 2 for estimate in raw.values()]
     largest = max(weights, default=1.0)
     rates = isotonic([estimate.flops for estimate in raw.values()], [weight / largest for weight in weights])

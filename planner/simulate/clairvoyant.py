@@ -102,8 +102,8 @@ class _Jobs:
         self.level = np.where(np.isfinite(self.work), self.work, 0.0)
 
     def _seconds(self, scenario: Scenario, row: int, job: Job, before: int, size: int, after: int | None) -> None:
-        """Of a change to `size`: from a smaller one, a larger one, none, and as many nodes, and of the least of these.
-        What kind it is does not depend on how much smaller or larger."""
+        """Sets the seconds of a change to `size` from a smaller size, a larger one, none and the same, and the least
+        of these. The kind of change does not depend on how much smaller or larger."""
 
         def seconds(nodes: int, lost: bool) -> float:
             return scenario.d_transition(replace(job, nodes=nodes, lost_worker=lost), size)
@@ -118,7 +118,7 @@ class _Jobs:
 
 @dataclass
 class _Prices:
-    """Of each span. node: for a node, weighted FLOP/s. hit: for the job that the failure at its beginning hits, FLOP.
+    """Prices by span. node: for a node, weighted FLOP/s. hit: for the job that the failure at its beginning hits, FLOP.
     whole: for work, a share of it: what all jobs do together is no more than the best split does."""
 
     node: Floats
@@ -211,7 +211,7 @@ class _Search:
         return float(total), (over * self.seconds, unhit, more * self.seconds)
 
     def _gain(self, number: int, prices: _Prices) -> Floats:
-        """Of one span, by job and size: work less what the nodes cost. A node that idles may be the one that fails."""
+        """The gain in one span, by job and size: work less what the nodes cost. An idle node may be the one that fails."""
         span, sizes = self.spans[number], self.jobs.sizes
         gain = self.jobs.work * (span.seconds * max(1.0 - prices.whole[number], TINY))
         gain = gain - (prices.node[number] * span.seconds + prices.hit[number]) * sizes

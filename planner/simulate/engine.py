@@ -278,7 +278,7 @@ class Simulation:
             self._redistribute(event=("lost", task.job.name))
 
     def _recover(self, task: Task, severity: int) -> None:
-        """The same nodes, after the transition of that severity."""
+        """Gives the job its nodes again, after the transition of that severity."""
         seconds = self.policy.transition[severity]
         if seconds is None:
             seconds = self._planned_seconds(task, task.size, lost=True)

@@ -150,7 +150,7 @@ def _is_pair(value: object) -> bool:
 
 
 def _words(value: object) -> str:
-    """Of a description: itself, or all the words of its parts."""
+    """A description as text: itself, or all the words of its parts."""
     if isinstance(value, Mapping):
         return " ".join(str(part) for part in value.values())
     return "" if value is None else str(value)

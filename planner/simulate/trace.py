@@ -77,7 +77,7 @@ def _text(path: str | Path) -> str:
 
 
 def _events(path: str | Path, lines: Sequence[tuple[int, list[str]]]) -> list[TraceEvent]:
-    """Of a CSV; its first line tells which kind it is."""
+    """The events in a CSV; its first line tells which kind it is."""
     first = [field.strip().lower() for field in lines[0][1]]
     if first == HEADER:
         return _infer([_own(path, number, row) for number, row in lines[1:]])

@@ -75,7 +75,7 @@ class Claim:
         rest = self.totals >> (nodes + 1)
         return nodes + (rest & -rest).bit_length() if rest else None
 
-    def turn(self, nodes: int) -> tuple[float, bool, float, str]:
+    def turn_for(self, nodes: int) -> tuple[float, bool, float, str]:
         """When the owner's turn for `nodes` nodes comes, among those who have what is theirs by weight. Nodes that its
         jobs have now count for one less, so nobody is disturbed for a fraction of a node."""
         kept = nodes <= self.holds
@@ -170,7 +170,7 @@ def _deal(claims: Sequence[Claim], given: dict[str, int], left: int) -> None:
     for one in claims:
         wanted = one.following(given[one.owner])
         if wanted is not None:
-            heapq.heappush(turns, (one.turn(wanted), wanted))
+            heapq.heappush(turns, (one.turn_for(wanted), wanted))
     while turns and left:
         (*_, owner), wanted = heapq.heappop(turns)
         if wanted - given[owner] > left:
@@ -179,4 +179,4 @@ def _deal(claims: Sequence[Claim], given: dict[str, int], left: int) -> None:
         given[owner] = wanted
         following = by_owner[owner].following(wanted)
         if following is not None:
-            heapq.heappush(turns, (by_owner[owner].turn(following), following))
+            heapq.heappush(turns, (by_owner[owner].turn_for(following), following))

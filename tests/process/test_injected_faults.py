@@ -23,7 +23,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_out_of_memory_is_the_ranks_own_and_leaves_it_able_to_report():
     code = (
-        "from unicron.detector.chaos.inject import Injector\ni = Injector()\ni.take({'fault': 'oom'})\n"
+        "from unicron.detector.chaos.inject import Injector\ni = Injector()\ni.on_order({'fault': 'oom'})\n"
         "try: i.point()\nexcept MemoryError as e: print('reported', len(bytearray(200 << 20)), e)"
     )
     done = run(code)

@@ -59,7 +59,7 @@ def test_every_fault_can_be_named():
 def test_an_exception_strikes_once_at_the_next_micro_batch():
     injector = Injector()
     injector.point()
-    injector.take({"kind": "inject", "fault": "exception:connection-reset"})
+    injector.on_order({"kind": "inject", "fault": "exception:connection-reset"})
     with pytest.raises(ConnectionResetError, match="Connection reset by peer"):
         injector.point()
     injector.point()
@@ -69,7 +69,7 @@ def test_a_slow_rank_takes_so_many_times_as_long_for_a_while():
     slept, now = [], [100.0]
     injector = Injector(clock=lambda: now[0], sleep=slept.append)
     injector.slow_down(0.2)
-    injector.take({"fault": "slow:2.5", "seconds": 10.0})
+    injector.on_order({"fault": "slow:2.5", "seconds": 10.0})
     injector.slow_down(0.2)
     now[0] = 110.5
     injector.slow_down(0.2)
@@ -79,13 +79,13 @@ def test_a_slow_rank_takes_so_many_times_as_long_for_a_while():
 def test_a_lost_network_breaks_the_connections():
     injector, broken = Injector(), []
     injector.break_connections = lambda: broken.append(1)
-    injector.take({"fault": "lost-network"})
+    injector.on_order({"fault": "lost-network"})
     assert broken == [1]
 
 
 def test_a_full_disk_is_the_kernels_own_error():
     injector = Injector()
-    injector.take({"fault": "full-disk"})
+    injector.on_order({"fault": "full-disk"})
     with pytest.raises(OSError, match="No space left on device") as caught:
         injector.point()
     assert caught.value.errno == errno.ENOSPC
@@ -96,8 +96,8 @@ def test_a_full_disk_is_the_kernels_own_error():
 def test_a_corrupted_checkpoint_is_sent_once_for_every_order():
     injector = Injector()
     assert not injector.spoils_transfer()
-    injector.take({"fault": "corrupt-checkpoint"})
-    injector.take({"fault": "corrupt-checkpoint"})
+    injector.on_order({"fault": "corrupt-checkpoint"})
+    injector.on_order({"fault": "corrupt-checkpoint"})
     assert [injector.spoils_transfer() for _ in range(3)] == [True, True, False]
 
 

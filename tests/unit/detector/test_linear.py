@@ -11,7 +11,7 @@ import pytest
 from unicron.detector.failures.classify import MAX_TEXT, Classifier
 from unicron.detector.failures.prefilter import LONGEST_REPEAT, Alternative, bounded
 from unicron.detector.failures.severity import default_table, parse_rule
-from unicron.detector.failures.statements import LONGEST_LINE, LONGEST_TEXT, label, shortened, statements
+from unicron.detector.failures.statements import LONGEST_LINE, LONGEST_TEXT, head_and_tail, label, statements
 
 TABLE = default_table()
 TEXT_RULES = TABLE.of_kind("text")
@@ -152,9 +152,11 @@ def test_an_admins_pattern_gets_ends_too():
 
 def test_of_a_long_text_the_head_and_the_tail_of_each_line_are_kept():
     text = f"head{'x' * 9999}tail\nshort\n{'y' * 100_000}"
-    kept = shortened(text, MAX_TEXT)
+    kept = head_and_tail(text, MAX_TEXT)
     assert kept.startswith("head") and "tail\nshort\n" in kept
-    assert max(map(len, kept.split("\n"))) <= LONGEST_LINE and len(shortened("z\n" * 99_999, MAX_TEXT)) <= MAX_TEXT + 1
-    assert shortened("as it is\n", MAX_TEXT) == "as it is\n"
+    assert (
+        max(map(len, kept.split("\n"))) <= LONGEST_LINE and len(head_and_tail("z\n" * 99_999, MAX_TEXT)) <= MAX_TEXT + 1
+    )
+    assert head_and_tail("as it is\n", MAX_TEXT) == "as it is\n"
     said = statements(f"RuntimeError: {'x' * 50_000} Connection refused")
     assert "Connection refused" in said[-1].text and label("ERROR: x") is not None

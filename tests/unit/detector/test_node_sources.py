@@ -108,7 +108,7 @@ def test_only_what_a_kernel_would_say_of_a_fault_is_one():
         "ModuleNotFoundError: No module named 'x'",
         "RuntimeError: CUDA out of memory",
     ]
-    assert [line for line in quiet if faults.take(line, 0.0)] == []
+    assert [line for line in quiet if faults.read_line(line, 0.0)] == []
     loud = {
         XID: "illegal_memory_access",
         "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.": "gpu_lost",
@@ -116,38 +116,38 @@ def test_only_what_a_kernel_would_say_of_a_fault_is_one():
         "python[4242]: segfault at 0 ip 00007f sp 00007f error 4 in libtorch_cpu.so": "exited_abnormally",
         "mlx5_core 0000:5e:00.0 ib0: Link down": "link_flapping",
     }
-    assert {line: fault.verdict.cause for line in loud if (fault := faults.take(line, 0.0))} == loud
+    assert {line: fault.verdict.cause for line in loud if (fault := faults.read_line(line, 0.0))} == loud
 
 
 def test_one_out_of_memory_kill_is_one_fault_with_its_process():
     faults = KernelFaults(default_classifier())
-    found = [fault for line in OOM_LINES if (fault := faults.take(line, 0.0))]
+    found = [fault for line in OOM_LINES if (fault := faults.read_line(line, 0.0))]
     assert [(fault.verdict.cause, pid_in(fault.text)) for fault in found] == [("host_out_of_memory", 4242)]
     second = OOM_LINES[3].replace("4242", "4243")
-    assert faults.take(second, 1.0), "another process is another fault"
+    assert faults.read_line(second, 1.0), "another process is another fault"
 
 
 def test_a_burst_is_told_once_and_again_when_it_does_not_end():
     faults, told = KernelFaults(default_classifier()), []
     for tick in range(700):
-        fault = faults.take(XID, tick * 1.0)
+        fault = faults.read_line(XID, tick * 1.0)
         told += [(tick, fault.count)] if fault else []
     assert told == [(0, 1), (LONGEST_BURST, LONGEST_BURST), (2 * LONGEST_BURST, LONGEST_BURST)]
-    after = faults.take(XID, 700.0 + BURST_SECONDS)
+    after = faults.read_line(XID, 700.0 + BURST_SECONDS)
     assert after and after.count > 1, "those held back are counted"
 
 
 def test_the_rate_is_limited_and_what_was_held_back_comes_later():
     faults = KernelFaults(default_classifier())
     lines = [f"NVRM: Xid (PCI:0000:{bus:02x}:00): 13, pid=7" for bus in range(100)]
-    assert sum(faults.take(line, 1.0) is not None for line in lines) == PER_MINUTE
-    assert faults.take(lines[-1], 70.0).count == 2
+    assert sum(faults.read_line(line, 1.0) is not None for line in lines) == PER_MINUTE
+    assert faults.read_line(lines[-1], 70.0).count == 2
 
 
 def test_a_rule_of_the_admin_for_kernels_counts_whatever_its_cause():
     rule = {"id": "ours", "pattern": "our fabric is tired", "cause": "application_error", "only_from": ["kernel"]}
     faults = KernelFaults(default_classifier().load({"severity": {"rule": [rule]}}))
-    assert faults.take("our fabric is tired", 0.0).code == "ours"
+    assert faults.read_line("our fabric is tired", 0.0).code == "ours"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_each_kill_explains_one_end_and_those_before_the_start_none(tmp_path):
     write(file, 7)
     assert kills.claim() and kills.claim() and not kills.claim()
     write(file, 8)
-    kills.look()
+    kills.read_kills()
     clock[0] += CLAIM_SECONDS + 1
     assert not kills.claim(), "too long ago"
     file.unlink()
@@ -251,14 +251,14 @@ def test_links_of_devices_and_of_infiniband_ports(tmp_path):
     link("ib0", 2)
     link("docker0", 2, device=False)
     watch = LinkWatch(tmp_path)
-    assert watch.look() == {}
+    assert watch.new_flaps() == {}
     link("ib0", 4)
     link("docker0", 9, device=False)
     port.write_text("1\n")
-    assert watch.look() == {"ib0": 2, "mlx5_0:1": 1}
-    assert watch.look() == {}
+    assert watch.new_flaps() == {"ib0": 2, "mlx5_0:1": 1}
+    assert watch.new_flaps() == {}
     link("ib0", 0)  # the driver was loaded anew
-    assert watch.look() == {}
+    assert watch.new_flaps() == {}
 
 
 def test_a_flap_in_words():

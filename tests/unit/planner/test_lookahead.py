@@ -113,14 +113,14 @@ def test_keeper_answers_before_and_after_the_table_is_there():
         with pytest.raises(RuntimeError):
             keeper.get(("join",))
         keeper.update(cluster())
-        assert keeper.wait(10)
+        assert keeper.wait_for_table(10)
         entry, ready = keeper.get(("lost", "a"))
         assert ready and entry.plan == solve(after(cluster(), ("lost", "a")))
         newer = cluster(spare=0)
         keeper.update(newer)
         entry, _ = keeper.get(("lost", "a"))  # ready or not, the answer is for the newer scenario
         assert entry.plan == solve(after(newer, ("lost", "a")))
-        assert keeper.wait(10) and keeper.get(("lost", "a"))[1]
+        assert keeper.wait_for_table(10) and keeper.get(("lost", "a"))[1]
     finally:
         keeper.stop()
     assert "unicron-lookahead" not in {thread.name for thread in threading.enumerate() if thread not in others}
@@ -132,12 +132,12 @@ def test_keeper_survives_a_scenario_that_cannot_be_planned(monkeypatch):
         monkeypatch.setattr(lookahead, "Lookahead", lambda *a: (_ for _ in ()).throw(ValueError("broken")))
         keeper.update(cluster())
         with pytest.raises(ValueError, match="broken"):
-            keeper.wait(10)
+            keeper.wait_for_table(10)
         monkeypatch.undo()
         entry, ready = keeper.get(("join",))
         assert not ready and entry.assignment == solve(after(cluster(), ("join",))).assignment
         keeper.update(cluster(2))
-        assert keeper.wait(10)
+        assert keeper.wait_for_table(10)
     finally:
         keeper.stop()
 

@@ -113,7 +113,7 @@ class NodeWatch:
                     self._memory()
                 if now >= next_links:
                     next_links = now + self._seconds
-                    for name, rises in watched.look().items():
+                    for name, rises in watched.new_flaps().items():
                         self._tell("link", describe(name, rises, self._seconds), name, rises)
         except Exception as error:  # the watch is a help, never a reason to lose the agent
             self._warn(f"the node is no longer watched: {type(error).__name__}: {error}")
@@ -133,7 +133,7 @@ class NodeWatch:
         if self._lines >= LINES_PER_SECOND or not self._log.pollable:
             self._unpoll(poll, self._log)
         for line in lines:
-            fault = self._faults.take(line, time.monotonic())
+            fault = self._faults.read_line(line, time.monotonic())
             if fault is not None:
                 self._tell("kernel", fault.text, fault.code, fault.count)
 

@@ -19,21 +19,21 @@ REFRESH_RATIO = 0.05  # a table is made anew when a measured rate has moved by m
 
 
 class Aheads:
-    """One for each pool of nodes, by the jobs that share it."""
+    """The look-ahead of each pool of nodes, by the jobs that share it."""
 
     def __init__(self) -> None:
         self._known: dict[frozenset[str], Ahead] = {}
 
     def of(self, jobs: Sequence[JobInput]) -> Ahead:
-        """The one that has planned for most of these jobs; a new one when none has."""
+        """The look-ahead that has planned for most of these jobs; a new one when none has."""
         names = frozenset(job.job for job in jobs)
         nearest = max(self._known, key=lambda known: (len(known & names), sorted(known)), default=frozenset())
         found = self._known.pop(nearest) if nearest & names else Ahead()
         self._known[names] = found
         return found
 
-    def keep(self, pools: Sequence[Sequence[JobInput]]) -> None:
-        """Ends those of pools that are no more."""
+    def close_others(self, pools: Sequence[Sequence[JobInput]]) -> None:
+        """Closes the tables of pools that are no more."""
         names = {frozenset(job.job for job in jobs) for jobs in pools}
         for gone in self._known.keys() - names:
             self._known.pop(gone).close()
@@ -56,7 +56,7 @@ class Ahead:
             return found, True
         return planning.plan(jobs, nodes, mtbf_node_hours, transition_seconds), False
 
-    def settle(
+    def prepare(
         self,
         jobs: Sequence[JobInput],
         assignment: dict[str, int],
@@ -64,7 +64,7 @@ class Ahead:
         mtbf_node_hours: float,
         transition_seconds: float,
     ) -> None:
-        """This is how things stand once `assignment` is carried out: prepare for what may come next."""
+        """Prepares the table for what may come once `assignment` is carried out."""
         settled = {
             job.job: replace(job, nodes=assignment.get(job.job, 0), alive=assignment.get(job.job, 0)) for job in jobs
         }

@@ -33,7 +33,7 @@ def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
     found = pools(inputs(view, jobs))
     key = key_of(found)
     if key == state.plan_inputs:
-        _settle(view, found, state.assignment, aheads)
+        _prepare(view, found, state.assignment, aheads)
         return out
     plan, looked_up = plan_for(view, found, aheads)
     trigger = f"was: {state.plan_inputs}; is: {key}" if state.plan_inputs else f"first plan: {key}"
@@ -52,7 +52,7 @@ def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
             reason=trigger,
         ),
     )
-    _settle(view, found, plan.assignment, aheads)
+    _prepare(view, found, plan.assignment, aheads)
     return out
 
 
@@ -109,12 +109,12 @@ def plan_for(view: View, found: Sequence[Pool], aheads: Aheads) -> tuple[Plan, b
     return joined(parts, sum(len(pool.nodes) for pool in found)), all(looked)
 
 
-def _settle(view: View, found: Sequence[Pool], assignment: dict[str, int], aheads: Aheads) -> None:
+def _prepare(view: View, found: Sequence[Pool], assignment: dict[str, int], aheads: Aheads) -> None:
     config = view.config
     for pool in found:
         ahead = aheads.of(pool.jobs)
-        ahead.settle(pool.jobs, assignment, pool.count, config.mtbf_node_hours, config.transition_seconds)
-    aheads.keep([pool.jobs for pool in found])
+        ahead.prepare(pool.jobs, assignment, pool.count, config.mtbf_node_hours, config.transition_seconds)
+    aheads.close_others([pool.jobs for pool in found])
 
 
 def usable_nodes(view: View, listing: Listing, jobs: Sequence[JobState]) -> list[str]:
@@ -132,7 +132,7 @@ class Around:
 
 
 def around(view: View, listing: Listing, jobs: Sequence[JobState]) -> Around:
-    """The same for all these jobs. What others want is worked out once a listing: it is much of the work."""
+    """What all these jobs have in common. What others want is worked out once a listing: it is much of the work."""
     names = frozenset(job.job for job in jobs)
     ground = listing.grounds.get(names)
     if ground is None:
@@ -254,7 +254,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
 
 
 def _startable(view: View, e: ElementInfo) -> bool:
-    """It waits, and nothing but nodes keeps it from starting."""
+    """True if the element waits, and nothing but nodes keeps it from starting."""
     if e.state != "PENDING" or held_by_others(e, view.state.held):
         return False
     return not pending_reasons.barred(e, view.now)
@@ -269,7 +269,7 @@ def _wait(view: View, listing: Listing, within: Reach) -> float:
 
 
 def _gres(listing: Listing, within: Reach) -> str:
-    """Of one of the nodes that the job may be given."""
+    """The GRES of a node that the job may be given; all of them have the same."""
     return next((node.gres for node in listing.nodes if node.name in within.nodes), "")
 
 

@@ -28,7 +28,7 @@ Table = Mapping[int, float]  # FLOP/s by number of nodes
 
 # ------------------------------------------------------------ what the planner is told
 def with_layouts(view: View, job: JobState, found: JobInput, gres: str, peak: float) -> JobInput:
-    """The same with what the job can do in each of its layouts; unchanged where it has stated none. gres: of a node
+    """Adds what the job can do in each of its layouts; unchanged where it has stated none. gres: of a node
     that it may be given; peak: FLOP/s of a node at most."""
     if not job.layout:
         return found
@@ -124,7 +124,7 @@ def _measured(view: View, settings: Settings, job: JobState | None) -> dict[str,
 
 
 def possible(job: JobView, found: Mapping[str, Table]) -> dict[str, Table]:
-    """Those in which the job can go on: a script that makes no checkpoints would begin anew, so it stays as it is."""
+    """The layouts in which the job can go on: a script without checkpoints would start over, so it stays as it is."""
     if job.state.iteration < 0 or newest_saved(job) > NEVER_SAVES:
         return dict(found)
     return {name: table for name, table in found.items() if name == job.state.layout}

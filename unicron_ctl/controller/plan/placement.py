@@ -55,7 +55,7 @@ class Need:
         return node not in self.avoid and (self.reach is None or node in self.reach)
 
     def why_not(self, node: str) -> str:
-        """Of a node that it may not have."""
+        """Why the job may not have this node, which it may not."""
         return f"{self.job} avoids {node}" if node in self.avoid else f"{self.job} may not be given {node}"
 
 
@@ -107,8 +107,8 @@ class _Place:
         self.leavers: dict[str, list[int]] = {}
         self.started: dict[str, set[int]] = {}
 
-    def begin(self, needs: Sequence[Need]) -> None:
-        """Look at what each job has, and choose who leaves."""
+    def choose_leavers(self, needs: Sequence[Need]) -> None:
+        """Surveys what each job has, and chooses who leaves."""
         self.groups = {need.job: self.survey(need) for need in needs}
         self.leavers = {need.job: [] for need in needs}
         self.started = {need.job: set() for need in needs}
@@ -189,7 +189,7 @@ def place(
     occupy nodes. held: elements that were held here.
     """
     work = _Place(elements, nodes, pins, put_aside, now, held)
-    work.begin(needs)
+    work.choose_leavers(needs)
     _give_free_nodes(work, needs)
     _change_nodes(work, needs)
     _hold_limited(work, needs)

@@ -71,7 +71,7 @@ def throughput(job: JobInput, per_node: float) -> dict[int, float]:
 
 
 def _by_nodes(job: JobInput, per_node: float) -> dict[int, float]:
-    """The same where any number of nodes can train."""
+    """Throughput by number of nodes where any number can train."""
     sizes = range(1, job.trains + 1)
     if len(job.rates) >= 2:
         fitted = Throughput(flops_per_iteration=1.0)

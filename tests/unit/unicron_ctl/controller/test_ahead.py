@@ -25,7 +25,7 @@ SETTLED = [job("a", 3, weight=2.0), job("b", 2)]
 @pytest.fixture
 def ahead():
     made = Ahead()
-    made.settle(SETTLED, {"a": 3, "b": 2}, 6, *RECKONING)
+    made.prepare(SETTLED, {"a": 3, "b": 2}, 6, *RECKONING)
     assert made._keeper.wait(20)
     yield made
     made.close()
@@ -53,7 +53,7 @@ def test_a_known_event_is_looked_up_and_equals_solving(ahead: Ahead, event: tupl
 def test_so_it_is_where_each_job_has_an_owner_of_its_own(event: tuple[str, ...]) -> None:
     jobs, nodes = EVENTS[event]
     made = Ahead()
-    made.settle([replace(known, owner=known.job) for known in SETTLED], {"a": 3, "b": 2}, 6, *RECKONING)
+    made.prepare([replace(known, owner=known.job) for known in SETTLED], {"a": 3, "b": 2}, 6, *RECKONING)
     try:
         assert made._keeper.wait(20)
         plan, looked_up = made.plan([replace(known, owner=known.job) for known in jobs], nodes, *RECKONING)
@@ -89,7 +89,7 @@ def test_a_job_is_never_planned_away_by_a_look_up(ahead: Ahead) -> None:
 
 def test_small_drifts_of_speed_do_not_make_a_new_table(ahead: Ahead) -> None:
     before = ahead._keeper._wanted
-    ahead.settle([replace(SETTLED[0], rate=SETTLED[0].rate * 1.01), SETTLED[1]], {"a": 3, "b": 2}, 6, *RECKONING)
+    ahead.prepare([replace(SETTLED[0], rate=SETTLED[0].rate * 1.01), SETTLED[1]], {"a": 3, "b": 2}, 6, *RECKONING)
     assert ahead._keeper._wanted is before
-    ahead.settle([replace(SETTLED[0], rate=SETTLED[0].rate * 1.5), SETTLED[1]], {"a": 3, "b": 2}, 6, *RECKONING)
+    ahead.prepare([replace(SETTLED[0], rate=SETTLED[0].rate * 1.5), SETTLED[1]], {"a": 3, "b": 2}, 6, *RECKONING)
     assert ahead._keeper._wanted is not before
