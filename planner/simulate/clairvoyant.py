@@ -211,7 +211,7 @@ class _Search:
         return float(total), (over * self.seconds, unhit, more * self.seconds)
 
     def _gain(self, number: int, prices: _Prices) -> Floats:
-        """The gain in one span, by job and size: work less what the nodes cost. An idle node may be the one that fails."""
+        """The gain in one span, by job and size: work less what the nodes cost. An idle node may fail, too."""
         span, sizes = self.spans[number], self.jobs.sizes
         gain = self.jobs.work * (span.seconds * max(1.0 - prices.whole[number], TINY))
         gain = gain - (prices.node[number] * span.seconds + prices.hit[number]) * sizes

@@ -64,3 +64,8 @@ def test_what_is_finished_is_never_owed_again():
     assert ledger.assigned == [0, 2] and ledger.done == [2]
     ledger.reassign([2, 0, 1])
     assert ledger.todo() == [0, 1]
+
+
+def test_a_signature_tells_sets_of_micro_batches_apart():
+    assert Ledger.signature([3, 1]) == Ledger.signature([1, 3])
+    assert len({Ledger.signature(done) for done in ([1, 3], [1], [13], [], None)}) == 5

@@ -50,6 +50,13 @@ def test_a_world_whose_doors_never_answered_has_none():
     assert not one.armed, "the next world is another one"
 
 
+def test_before_a_world_begins_there_is_none():
+    one = Lease()
+    assert not one.armed and math.isinf(one.expires_at)
+    one.on_answers(1, 5.0)
+    assert not one.armed
+
+
 def test_alone_there_is_nobody_to_miss():
     one = lease(0)
     assert math.isinf(one.expires_at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import World
-from unicron.ctl.controller.job.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger
+from unicron.ctl.controller.job.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
 from unicron.ctl.controller.log import records
 from unicron.ctl.protocol.wire import RankStep, Status, StepReport, Steps
 
@@ -74,6 +74,23 @@ def test_a_stranger_is_no_micro_batch_that_is_missing_or_doubled():
     (account,) = accounts
     assert account.problems[:2] == ["micro-batch -1 does not exist", "micro-batch 4 does not exist"]
     assert account.problems[2:] == ["micro-batches [3] are in nobody's gradient"] or account.unreported == [3]
+
+
+def test_who_has_to_report_is_found_anew_when_the_members_change():
+    entry = OpenIteration(4)
+    entry.add(RankStep(0, [0], 1.0, 2.0), 1)
+    entry.add(RankStep(1, [1], 1.0, 2.0), 1)
+    two, others = {0, 1}, {0, 2}
+    assert entry.all_in(two) and entry.all_in(two) and not entry.all_in(others)
+    entry.add(RankStep(2, [2], 1.0, 2.0), 1)
+    assert entry.all_in(others)
+
+
+def test_what_is_computed_twice_without_being_dropped_is_a_violation():
+    ledger = JobLedger()
+    ledger.add(step(0, 0, [0, 2]), {0, 1}, lambda i: True)
+    (account,) = ledger.add(step(1, 0, [1, 3], [3, 0]), {0, 1}, lambda i: True)
+    assert account.problems == ["micro-batch 0 was computed 2 times by ranks that lived on"]
 
 
 def test_a_dead_ranks_missing_report_is_named_and_no_violation():

@@ -63,15 +63,20 @@ def test_requeues_count_within_their_windows():
 
     assert refused([3599.0, 3598.0], "1") and not refused([3600.0, 3598.0], "1") and not refused([3599.0], "1")
     assert not refused([3599.0, 3598.0], "2"), "that job has had none"
+    assert refused([], "2", max_requeues_per_job=0)
     assert refused([59.0, 58.0], "2") and not refused([60.0, 58.0], "2")
     assert refused([59.0, 58.0, 57.0], "2", max_requeues_per_minute=3)
     short = ControllerConfig(isolation_window_seconds=30.0, max_requeues_per_job=1, max_requeues_per_minute=1)
     world = World()
     world.core.configure(short, world.core.classifier)
     world.core.state.taken.append(Take(world.now - 40.0, "requeue", "1", 0))
-    assert Bounds(world.core.view)._of_job("1") == "" and Bounds(world.core.view)._of_all(
-        REQUEUES, "max_requeues_per_minute"
-    )
+    bounds = Bounds(world.core.view)
+    assert bounds._of_job("1") == "", "its window is shorter than a minute"
+    assert "elements were requeued within 60 s" in bounds._of_all(REQUEUES, "max_requeues_per_minute")
+    world.core.state.taken[0] = Take(world.now - 30.0, "requeue", "1", 0)
+    assert Bounds(world.core.view)._of_job("1") == ""
+    world.core.state.taken[0] = Take(world.now - 29.0, "requeue", "1", 0)
+    assert Bounds(world.core.view)._of_job("1")
 
 
 def test_a_refusal_is_recorded_once_a_minute():
@@ -83,6 +88,7 @@ def test_a_refusal_is_recorded_once_a_minute():
         out = Outcome()
         kept = within(world.core.view, asked, out)
         assert len(kept) == 1
+        assert all(generation == 0 and "1 elements were held" in record.reason for _, generation, record in out.records)
         return len(out.records)
 
     assert recorded() == 1
@@ -111,6 +117,7 @@ def test_half_of_a_job_at_most():
     why = left_too_many("1", ["a", "b"], ["c", "d"], "c", CONFIG)
     assert "job 1 has left a, b within" in why and "no more than 2 of its 4" in why
     assert not left_too_many("1", [], ["z"], "z", CONFIG), "one is always allowed"
+    assert left_too_many("1", ["a"], ["b"], "c", CONFIG), "and two of three are more than half"
     assert not left_too_many("1", ["z"], ["y"], "z", CONFIG), "the same node again"
     assert "left a, b, c, d, e, f, g, h within" in left_too_many("1", list("abcdefghi"), ["x"], "y", CONFIG)
 
