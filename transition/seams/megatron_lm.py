@@ -7,9 +7,9 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unicron.transition.seams.table import MEGATRON_LM, difference
+from unicron.transition.seams.table import KNOWN, MEGATRON_LM, difference
 
-RELEASES = ("0.16.1",)
+RELEASES = (KNOWN["megatron-core"],)
 
 
 class Refused(RuntimeError):
