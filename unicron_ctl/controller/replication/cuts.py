@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from unicron.ctl.controller.log import records
@@ -19,7 +19,7 @@ from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.replication import nearest
 from unicron.ctl.controller.replication.receivers import NOBODY, passed_over, refusing
 from unicron.ctl.controller.replication.strategies import strategy_of
-from unicron.ctl.controller.replication.strategy import Pace, ReplicationStrategy, with_memory
+from unicron.ctl.controller.replication.strategy import Pace, ReplicationStrategy, Stored, with_memory
 from unicron.ctl.protocol import ranges, wire
 from unicron.ctl.system.throttle import Throttle
 
@@ -79,18 +79,11 @@ def cut_orders(
 ) -> Iterator[tuple[AgentView, wire.Cut]]:
     """The cut for each agent that has not heard of it. waiting: elements that are hot spares. Called at every tick."""
     state, kind = job.state, strategy_of(job)
-    if state.over or state.phase is not Phase.RUNNING or state.plan is None or (first := kind.reached(job)) is None:
+    if state.over or state.phase is not Phase.RUNNING or state.plan is None:
         return
     if view.now >= cuts.look_at or _regrouped(job, cuts):
         cuts.look_at = view.now + LOOK_SECONDS
-        if _membership_changed(job, kind, cuts, waiting, first):
-            cuts.without_memory = kind.without_memory(job)
-            cuts.targets = {} if cuts.without_memory else kind.targets(view, job, waiting, NOBODY)
-        if cuts.targets:
-            _redirect(view, job, kind, cuts, waiting)
-            _name_next(view, job, kind, cuts, first)
-        elif kind.removable and first > cuts.since + AHEAD:
-            _let_go(view, job, cuts)
+        _update(view, job, kind, cuts, waiting)
     if not cuts.none and (not cuts.targets or cuts.asked < 0):
         return
     for agent in job.alive():
@@ -103,14 +96,27 @@ def cut_orders(
             yield agent, wire.Cut(iteration=cuts.asked, number=cuts.number, good=cuts.good, targets=to, parts=parts)
 
 
+def _update(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, waiting: Sequence[int]) -> None:
+    """Looks who is there, who has what, and whether another cut is to be named."""
+    if not kind.begun(job):
+        cuts.targets = {}
+        return
+    if _membership_changed(job, kind, cuts, waiting):
+        cuts.without_memory = kind.without_memory(job)
+        cuts.targets = {} if cuts.without_memory else kind.targets(view, job, waiting, NOBODY)
+    if cuts.targets:
+        _redirect(view, job, kind, cuts, waiting)
+        _name_next(view, job, kind, cuts)
+    elif kind.removable:
+        _let_go(view, job, kind, cuts)
+
+
 def _regrouped(job: JobView, cuts: Cuts) -> bool:
     """The job is in another generation than at the last look."""
     return job.state.plan is not None and job.state.plan.generation != next(iter(cuts.there), -1)
 
 
-def _membership_changed(
-    job: JobView, kind: ReplicationStrategy, cuts: Cuts, waiting: Sequence[int], first: int
-) -> bool:
+def _membership_changed(job: JobView, kind: ReplicationStrategy, cuts: Cuts, waiting: Sequence[int]) -> bool:
     """Others are there than at the last look: who came has heard of no cut, and what was lost is to be made again."""
     assert job.state.plan is not None
     agents = [(agent.element, agent.node, agent.images_at) for agent in job.alive()]
@@ -119,40 +125,40 @@ def _membership_changed(
         return False
     if _regrouped(job, cuts):
         cuts.asked = -1  # its iterations may be lower
-    cuts.there, cuts.asked_at, cuts.since, cuts.none = there, -math.inf, first, False
+    cuts.there, cuts.asked_at, cuts.since, cuts.none = there, -math.inf, kind.reached(job), False
     cuts.refusing, cuts.redirect_at = {}, 0.0  # who was passed over may be the one with room now
     return True
 
 
 # ---------------------------------------------------------------- the next cut
-def newest_good(job: JobView, kind: ReplicationStrategy) -> int:
+def newest_good(job: JobView, stored: Iterable[Stored]) -> int:
     """The newest iteration of which every part lies in enough nodes' memory; -1 where there is none."""
     enough = min(1 + job.state.settings.copies, len({agent.node for agent in with_memory(job)}))
-    return max((one.iteration for one in kind.stored(job) if one.fits and one.nodes >= enough), default=-1)
+    return max((one.iteration for one in stored if one.fits and one.nodes >= enough), default=-1)
 
 
-def newest_whole(job: JobView, kind: ReplicationStrategy) -> int:
+def newest_whole(stored: Iterable[Stored]) -> int:
     """The newest iteration of which every part lies in any node's memory, of those that fit if there are some; -1 where
     there is none."""
-    return max(((one.fits, one.iteration) for one in kind.stored(job)), default=(True, -1))[1]
+    return max(((one.fits, one.iteration) for one in stored), default=(True, -1))[1]
 
 
 def behind(job: JobView) -> float:
     """Seconds of work that are done again when the job goes on from what living nodes have in memory; infinity where
     they have no whole state."""
-    newest, times = newest_whole(job, strategy_of(job)), [seconds for _, seconds, _ in job.state.recent]
+    newest, times = newest_whole(strategy_of(job).stored(job)), [seconds for _, seconds, _ in job.state.recent]
     if newest < 0 or not times:
         return math.inf
     return (job.state.iteration + 1 - newest) * sum(times) / len(times)
 
 
-def _name_next(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, first: int) -> None:
-    """Names another cut where the last one is good, or has come to nothing. first: the iteration that the first ranks
-    are in."""
+def _name_next(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts) -> None:
+    """Names another cut where the last one is good, or has come to nothing."""
     rate = kind.rate(view, job, cuts.pace)
     if rate is None or view.now - cuts.asked_at < CUT_SECONDS:
         return
-    good, whole = newest_good(job, kind), newest_whole(job, kind)
+    stored, first = kind.stored(job), kind.reached(job)
+    good, whole = newest_good(job, stored), newest_whole(stored)
     past = 0 <= cuts.asked < first - AHEAD
     late = past and good < cuts.asked and len(kind.kept(job, cuts.asked)) != 1
     if not late and not (past and _incomplete(view, cuts, whole)) and _patient(view, job, cuts, good):
@@ -195,9 +201,11 @@ def _renumber(job: JobView, cuts: Cuts) -> None:
     cuts.number = 1 + max([cuts.number, *(agent.cut for agent in job.alive())])
 
 
-def _let_go(view: View, job: JobView, cuts: Cuts) -> None:
+def _let_go(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts) -> None:
     """Ends all copies: the job has grown, and for a while enough nodes have trained every place."""
-    if not cuts.none and not cuts.without_memory and any(agent.images for agent in job.alive()):
+    if cuts.none or cuts.without_memory or not any(agent.images for agent in job.alive()):
+        return
+    if kind.reached(job) > cuts.since + AHEAD:
         cuts.none, cuts.good = True, -1
         _name_cut(view, job, cuts, -1)
 

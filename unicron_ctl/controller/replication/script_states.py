@@ -28,9 +28,12 @@ class ScriptStates(ReplicationStrategy):
     lead_seconds = LEAD_SECONDS + HEARD_SECONDS
     removable = False
 
-    def reached(self, job: JobView) -> int | None:
+    def reached(self, job: JobView) -> int:
         newest = newest_saved(job)
-        return newest.iteration + 1 if newest is not None else None
+        return newest.iteration + 1 if newest is not None else 0
+
+    def begun(self, job: JobView) -> bool:
+        return newest_saved(job) is not None
 
     def rate(self, view: View, job: JobView, pace: Pace) -> float | None:
         newest = newest_saved(job)

@@ -48,8 +48,8 @@ class ReplicationStrategy(ABC):
     """Copies are removed once they are not needed."""
 
     @abstractmethod
-    def reached(self, job: JobView) -> int | None:
-        """The iteration that the first ranks are in; None while nothing is kept."""
+    def reached(self, job: JobView) -> int:
+        """The iteration that the first ranks are in."""
 
     @abstractmethod
     def rate(self, view: View, job: JobView, pace: Pace) -> float | None:
@@ -77,6 +77,10 @@ class ReplicationStrategy(ABC):
     def without_memory(self, job: JobView) -> dict[int, list[str]]:
         """place -> nodes without a memory on whose account no cut would ever be whole."""
         return {}
+
+    def begun(self, job: JobView) -> bool:
+        """Ranks keep states; before that no cut is named."""
+        return True
 
     def alike(self, job: JobView) -> bool:
         """All ranks keep the same state."""

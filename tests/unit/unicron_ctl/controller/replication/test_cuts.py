@@ -350,7 +350,8 @@ def test_images_of_two_trainings_are_no_whole_together():
     for agent in agents:
         agent.has(cut, 0, mark="one")
         agent.has(cut, 1, mark="other")
-    assert cuts.newest_good(world.core.view.job(world.job()), WHOLE_STATES) == -1
+    job = world.core.view.job(world.job())
+    assert cuts.newest_good(job, WHOLE_STATES.stored(job)) == -1
 
 
 # ---------------------------------------------------------------- who takes nothing

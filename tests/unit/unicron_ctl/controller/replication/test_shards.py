@@ -210,7 +210,8 @@ def test_a_state_of_which_nobody_has_what_goes_with_the_shards_is_passed_over_fo
         agent.has(30, (1, 0))
     world.run(1.0)
     job = world.core.view.job(world.job())
-    assert newest_good(job, SHARDS) == newest_whole(job, SHARDS) == 20
+    stored = SHARDS.stored(job)
+    assert newest_good(job, stored) == newest_whole(stored) == 20
     new = lose_the_second(world, agents)
     fetched = [*agents[0].orders(wire.Fetch), *new.orders(wire.Fetch)]
     assert {(order.image.place, order.image.iteration) for order in fetched} == {(0, 20), (1, 20)}
