@@ -433,7 +433,7 @@ class Training:
     def run(self) -> None:
         fresh = self.settings.get("fresh", False)
         for _ in range(self.settings.get("spoil", 0) if self.rank == 0 else 0):
-            injector.take({"fault": "corrupt-checkpoint"})
+            injector.on_order({"fault": "corrupt-checkpoint"})
         shard_exchange.PIECE = self.settings.get("piece", shard_exchange.PIECE)
         if not fresh:
             elastic_buckets.prepare()

@@ -166,7 +166,7 @@ class Door:
     def open(self) -> None:
         """Answers again."""
         with contextlib.suppress(OSError):  # it was not shut
-            blackhole.hear(self._socket)
+            blackhole.undeafen(self._socket)
 
     def close(self) -> None:
         self._socket.close()
