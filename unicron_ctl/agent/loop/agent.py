@@ -367,7 +367,7 @@ class Agent:
         how = self._plans.saving(self._states, ended)
         if how is None:
             return None
-        last = LastCheckpoint(self._memory.folder, how.before, self._log.warn, prunes=how.prunes)
+        last = LastCheckpoint(self._memory.folder, how.before, self.log.warn, prunes=how.prunes)
         write = partial(last.write, self._copies.whole if how.rests else [])
         return partial(within, SAVE_SECONDS, write) if ended else write
 
