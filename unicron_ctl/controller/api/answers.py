@@ -145,7 +145,7 @@ def inject(core: Core, store: Store, order: InjectOrder, asker: Asker) -> schema
         raise Unanswerable(str(error)) from None
     core.carry_out(outcome)
     if not order.dry_run:
-        core.desk(state).injected.add(done.slot)
+        core.runtime(state).injected.add(done.slot)
         done.event = core.state.last_event
     return done
 

@@ -162,11 +162,11 @@ def _planned_with(core: Core, state: JobState) -> list[JobState]:
 
 def _slow(core: Core, state: JobState) -> schema.Slow | None:
     """What makes the job slow at present."""
-    desk = core.desks.get(state.job)
-    return plain(desk.times.slow, schema.Slow) if desk and desk.times.slow else None
+    runtime = core.runtimes.get(state.job)
+    return plain(runtime.sensors.times.slow, schema.Slow) if runtime and runtime.sensors.times.slow else None
 
 
 def anomalies(core: Core, job: str) -> list[schema.Anomaly]:
     """The job's present anomalies."""
-    desk = core.desks.get(job)
-    return [plain(item, schema.Anomaly) for item in desk.peers.standing] if desk else []
+    runtime = core.runtimes.get(job)
+    return [plain(item, schema.Anomaly) for item in runtime.sensors.peers.standing] if runtime else []

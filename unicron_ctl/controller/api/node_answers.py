@@ -84,7 +84,7 @@ def _last_event(known: NodeState | None) -> schema.NodeEvent | None:
 def _anomalies_of_nodes(core: Core) -> dict[str, list[schema.Anomaly]]:
     """The present anomalies of all jobs, by node."""
     found: dict[str, list[schema.Anomaly]] = {}
-    for job in core.desks:
+    for job in core.runtimes:
         for item in anomalies(core, job):
             for name in item.nodes:
                 found.setdefault(name, []).append(item)
@@ -93,6 +93,6 @@ def _anomalies_of_nodes(core: Core) -> dict[str, list[schema.Anomaly]]:
 
 def _metrics(core: Core, job: str, element: int) -> dict[str, float]:
     """What the element's agent measured last on its node."""
-    desk = core.desks.get(job)
-    sample = desk.peers.samples.get(element) if desk else None
+    runtime = core.runtimes.get(job)
+    sample = runtime.sensors.peers.samples.get(element) if runtime else None
     return sample.values if sample else {}

@@ -23,9 +23,8 @@ from unicron.ctl.controller.core.intake import Intake
 from unicron.ctl.controller.core.turn import Turns
 from unicron.ctl.controller.failure_detector import ending_nodes, leases, network_partitions, probes, self_suspicion
 from unicron.ctl.controller.job import adoption, confirmation
-from unicron.ctl.controller.job.desk import JobDesk
 from unicron.ctl.controller.job.modes import mode_of
-from unicron.ctl.controller.judge import agent_failures as judge_agents
+from unicron.ctl.controller.job.runtime import JobRuntime
 from unicron.ctl.controller.judge import node_failures as judge_nodes
 from unicron.ctl.controller.judge.judge import judge
 from unicron.ctl.controller.log import records
@@ -46,8 +45,9 @@ from unicron.ctl.controller.model.view import Listing, Outcome, Send, SlurmView,
 from unicron.ctl.controller.nodes import isolation, readmission
 from unicron.ctl.controller.plan import reconcile
 from unicron.ctl.controller.plan.inputs import around, inputs, replan
-from unicron.ctl.controller.sense import iterations, outliers, overdue
-from unicron.ctl.controller.sense import slurm_states as sense_slurm
+from unicron.ctl.controller.sense import iterations, outliers
+from unicron.ctl.controller.sense.sensors import When
+from unicron.ctl.controller.sense.slurm_states import ended_agents
 from unicron.ctl.protocol import datagrams, wire
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.settings.config import ControllerConfig
@@ -100,19 +100,18 @@ class Core:
             self.started_at,
             self.started_at,
         )
-        self.desks: dict[str, JobDesk] = {}
+        self.runtimes: dict[str, JobRuntime] = {}
         self.slurm = reconcile.Desk()
-        self.clocks = overdue.Clocks()
         self.talk = judge_nodes.Talk(waiting=judge_nodes.waiting(self.state.nodes))
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
         self.written = Written()
         self._steps: Counter[str] = Counter()
-        self.intake = Intake(self.view, self.desk, self.talk, self.carry_out, self.written)
+        self.intake = Intake(self.view, self.runtime, self.talk, self.carry_out, self.written)
         self._dirty: set[str] = set()
         self._complained: dict[str, float] = {}
         self._findings: deque[Finding] = deque()
         self._judging = False
-        self.turns = Turns(self.view, self.desk, self.carry_out, self.judge, self._send)
+        self.turns = Turns(self.view, self.runtime, self.carry_out, self.judge, self._send)
         for job in self.state.jobs.values():
             if not job.over:
                 self.view.job(job).begin_phase(self.started_at)
@@ -136,14 +135,14 @@ class Core:
         self.classifier = self.view.classifier = classifier
         self._charged = None
         if not config.metrics_seconds:  # peers are no longer compared: nobody stands out any more
-            for desk in self.desks.values():
-                desk.peers = outliers.JobPeers()
+            for runtime in self.runtimes.values():
+                runtime.sensors.peers = outliers.JobPeers()
 
-    def desk(self, job: JobState) -> JobDesk:
-        """The desk of a job: what is remembered for now of its steps, iterations and peers."""
-        found = self.desks.get(job.job)
+    def runtime(self, job: JobState) -> JobRuntime:
+        """What is known about the job and lost with the process."""
+        found = self.runtimes.get(job.job)
         if found is None:
-            found = self.desks[job.job] = JobDesk.for_job(job, self.config)
+            found = self.runtimes[job.job] = JobRuntime.for_job(self.view.job(job), self.config)
         return found
 
     # ------------------------------------------------------------ the door
@@ -230,13 +229,15 @@ class Core:
             known = self.view.job(job)
             self.carry_out(network_partitions.start_survey(self.view, known, known.live.survey, finding.slots))
         if finding.what is What.HANG and not finding.seen:
-            iterations.suspected(self.desk(job).watch, finding, job.failures[-1].id)
+            iterations.on_hang_recorded(self.runtime(job).sensors.iterations, finding, job.failures[-1].id)
 
     def _with_peers(self, outcome: Outcome) -> Outcome:
         """Adds to a failure's reason what was odd with its node before."""
         for index, (job, generation, record) in enumerate(outcome.records):
             if isinstance(record, records.FailureDetected) and record.node:
-                said = outliers.evidence((desk.peers for desk in self.desks.values()), record.node, self.now)
+                said = outliers.evidence(
+                    (runtime.sensors.peers for runtime in self.runtimes.values()), record.node, self.now
+                )
                 if said:
                     outcome.records[index] = job, generation, records.amended(record, record.reason + said)
         return outcome
@@ -257,13 +258,12 @@ class Core:
         if isinstance(record, records.JobRegistered):
             self.forget(name)
         elif isinstance(record, records.JobEnded):
-            self.desks.pop(name, None)
-            self.clocks.forget(name)
+            self.runtimes.pop(name, None)
             self._observed = {said for said in self._observed if said[0] != name}
             for known in [known for known in self.view.views if known not in self.state.jobs]:
                 self.forget(known)
         if not job.over:
-            self.desk(job).phase_changed(record)
+            self.runtime(job).on_phase_changed(record)
         self.turns.begun.add(name)
         self._dirty.add(name)
 
@@ -272,7 +272,7 @@ class Core:
         self.view.live.forget(job)
         self.view.views.pop(job, None)
         self.view.slurm.expected.pop(job, None)
-        self.desks.pop(job, None)
+        self.runtimes.pop(job, None)
 
     # ------------------------------------------------------------ containment
     def _contained(self, job: str, what: str, work: Callable[..., object], *args: object) -> None:
@@ -417,8 +417,8 @@ class Core:
         """Adds the seconds to all deadlines: only this process, or its network, was late."""
         self.view.live.shift(seconds)
         self.view.suspicions.shift(seconds)
-        for desk in self.desks.values():
-            desk.watch.shift(seconds)
+        for runtime in self.runtimes.values():
+            runtime.sensors.iterations.shift(seconds)
         self.view.started_at += seconds
 
     def _heard_again(self) -> None:
@@ -452,19 +452,14 @@ class Core:
         live.ready.discard(agent.element)
 
     def _tick(self, state: JobState) -> None:
-        job, desk = self.view.job(state), self.desk(state)
+        job, runtime = self.view.job(state), self.runtime(state)
         if job.live.ahead:
             self.turns.advance(state)
             return
-        for finding in list(overdue.look(self.view, self.clocks, state)):
-            self.judge(finding)
-        self.carry_out(iterations.look(self.view, job, desk.times, desk.watch))
-        self.carry_out(network_partitions.check_partitions(self.view, job, job.live.survey))
-        period = self.config.metrics_seconds
-        self.carry_out(outliers.look(state, desk.peers, desk.times.phases.comparable, period, self.now))
-        self.carry_out(mode_of(state).report(self.view, job, desk.told))
+        self.turns.run_sensors(state, When.TICK)
+        self.carry_out(mode_of(state).report(self.view, job, runtime.newcomers))
         self.turns.advance(state)
-        self.carry_out(adoption.report_awaited(self.view, job, desk))
+        self.carry_out(adoption.report_awaited(self.view, job, runtime))
 
     # ------------------------------------------------------------ results of slow work
     def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
@@ -503,10 +498,9 @@ class Core:
         self.carry_out(confirmation.confirm_agents(self.view, listing, job))
         if job.over:
             return
-        for agent in list(sense_slurm.ended_agents(self.view, listing, job)):
+        for agent in list(ended_agents(self.view, listing, job)):
             self.carry_out(self.intake.suspect(agent))
-        for said in list(sense_slurm.look(self.view, listing, job)):
-            self.carry_out(judge_agents.slurm_said(self.view, said))
+        self.turns.run_sensors(job, When.LISTING)
 
     def _plan(self, listing: Listing) -> None:
         self.carry_out(reconcile.before_planning(self.view, self.slurm, listing))

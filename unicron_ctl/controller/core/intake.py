@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from unicron.ctl.controller.failure_detector import network_partitions, probes
 from unicron.ctl.controller.job import adoption, confirmation, registration
 from unicron.ctl.controller.job.confirmation import Waiting
-from unicron.ctl.controller.job.desk import JobDesk
 from unicron.ctl.controller.job.orders import ending
+from unicron.ctl.controller.job.runtime import JobRuntime
 from unicron.ctl.controller.judge import node_failures as judge_nodes
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model import permission
@@ -36,17 +36,17 @@ LARGE_JOB = 64  # nodes; above, progress and steps are told with the heartbeats
 
 
 class Intake:
-    """One per core. desk: what is remembered of a job. carry_out: the core's door."""
+    """One per core. runtime: what is known for now of a job. carry_out: the core's door."""
 
     def __init__(
         self,
         view: View,
-        desk: Callable[[JobState], JobDesk],
+        runtime: Callable[[JobState], JobRuntime],
         talk: judge_nodes.Talk,
         carry_out: Callable[[Outcome], bool],
         written: Written,
     ) -> None:
-        self._view, self._desk, self._talk, self._carry_out = view, desk, talk, carry_out
+        self._view, self._runtime, self._talk, self._carry_out = view, runtime, talk, carry_out
         self._written = written
         self._waiting: dict[tuple[str, int, str], Waiting] = {}
         self._of_user: Counter[int | None] = Counter()  # of those that wait
@@ -67,7 +67,7 @@ class Intake:
                 if (agent := self._of_agent(route, key, message)) is not None:
                     job = self._view.state.jobs[message.job]
                     if self._view.config.metrics_seconds and not job.over:
-                        self._desk(job).peers.take(agent, message, self._view.now)
+                        self._runtime(job).sensors.peers.on_metrics(agent, message, self._view.now)
             case wire.Reached():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     probes.on_reached(self._view.suspicions, agent, message)
@@ -317,10 +317,10 @@ class Intake:
         if was_expired or message.leaving:
             changed = list(agent.slots)
         if agent.cold:
-            self._carry_out(registration.started_cold(state, agent, self._desk(state).cold))
+            self._carry_out(registration.started_cold(state, agent, self._runtime(state).cold))
         if message.leaving:
             self._view.live.silenced(agent)
-            if (left := members.leaving(self._view, job, agent)) is not None:
+            if (left := members.check_leaving(self._view, job, agent)) is not None:
                 self._carry_out(Outcome(findings=[left]))
         self._note_changes(job, agent, changed)
 
@@ -375,28 +375,28 @@ class Intake:
             self._take_steps(job, agent, message.reports)
 
     def _take_steps(self, state: JobState, agent: AgentView, reports: Iterable[wire.StepReport]) -> None:
-        job, desk, now = self._view.job(state), self._desk(state), self._view.now
+        job, runtime, now = self._view.job(state), self._runtime(state), self._view.now
         held = wire.hold_seconds(self._view.config.heartbeat_period, self._progress_seconds(state))
         for report in reports:
             whole, agent.steps = report.number == agent.steps + 1, report.number
             report.ranks = [rank for rank in report.ranks if rank.slot in agent.slots]
             if report.generation > state.generation:  # who else is in it is not known yet, so this says too little
-                desk.unheard_until = max(desk.unheard_until, report.iteration)
+                runtime.unheard_until = max(runtime.unheard_until, report.iteration)
                 continue
             if state.plan is not None and report.generation == state.plan.generation:
                 job.live.stepped.note_iteration(report.iteration, now, held)
             if report.ranks:
-                self._carry_out(desk.take_steps(job, report, now, whole))
+                self._carry_out(runtime.on_steps(job, report, now, whole))
 
     def _on_rank_message(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
         """Records what was asked for, once; the rest is ignored."""
         if job.over:
             return
-        out, desk = Outcome(), self._desk(job)
+        out, runtime = Outcome(), self._runtime(job)
         if isinstance(message, wire.Timing):
-            self._carry_out(desk.take_timing(job, message))
+            self._carry_out(runtime.on_timing(job, message))
             return
-        asked = desk.watch.due if isinstance(message, wire.StackTrace) else desk.injected
+        asked = runtime.sensors.iterations.stacks_due if isinstance(message, wire.StackTrace) else runtime.injected
         if message.slot not in asked:
             return
         asked.discard(message.slot)
@@ -413,7 +413,7 @@ class Intake:
                 reason=f"slot {message.slot}: {said[:300]}",
             )
             out.record(job, record)
-            desk.watch.asked.discard(message.slot)
+            runtime.sensors.iterations.asked.discard(message.slot)
         else:
             told = f"{message.fault} was not injected into slot {message.slot}: {message.reason[:400]}"
             refused = records.InjectRefused(slot=message.slot, fault=message.fault, reason=told)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.job import adoption, job_events, spares, transitions
-from unicron.ctl.controller.job.desk import JobDesk
 from unicron.ctl.controller.job.modes import Happening
 from unicron.ctl.controller.job.orders import Letter, Order, due_orders, next_start
+from unicron.ctl.controller.job.runtime import JobRuntime
 from unicron.ctl.controller.judge.rank_failures import revive
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.finding import Finding
@@ -22,8 +21,8 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.state_machine import ACTIONS
 from unicron.ctl.controller.model.view import Outcome, Send, View
 from unicron.ctl.controller.replication.cuts import cut_orders, report_gaps
-from unicron.ctl.controller.sense import members, progress
-from unicron.ctl.controller.sense.sensors import SENSORS
+from unicron.ctl.controller.sense import members
+from unicron.ctl.controller.sense.sensors import SENSORS, When
 from unicron.ctl.protocol import wire
 
 EVENTS_PER_TURN = 50  # of one job's state machine; more would be a loop
@@ -36,24 +35,24 @@ class BrokenInvariant(Exception):
 
 
 class Turns:
-    """desk: what is remembered of a job. carry_out, judge, send: the core's door."""
+    """Takes each job's turns. runtime: what is known for now of a job. carry_out, judge, send: the core's door."""
 
     def __init__(
         self,
         view: View,
-        desk: Callable[[JobState], JobDesk],
+        runtime: Callable[[JobState], JobRuntime],
         carry_out: Callable[[Outcome], bool],
         judge: Callable[[Finding], None],
         send: Callable[[Send], None],
     ) -> None:
-        self._view, self._desk, self._carry_out, self._judge, self._send = view, desk, carry_out, judge, send
+        self._view, self._runtime, self._carry_out, self._judge, self._send = view, runtime, carry_out, judge, send
         self.later: set[str] = set()
         """Jobs whose turn goes on once what was decided has gone out."""
         self.begun: set[str] = set()
         """Jobs in a new phase, of which not all members have been looked at."""
 
     def advance(self, job: JobState) -> None:
-        """Sense, judge, decide, act."""
+        """Takes the job as far as it can go now."""
         view = self._view.job(job)
         if not job.over and view.live.ahead and adoption.ahead(view):
             self._carry_out(adoption.adopt_generation(self._view, view))
@@ -73,11 +72,64 @@ class Turns:
                 self._sense(job, view)
             else:
                 raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
-            self._revive(job, view)
-            self._carry_out(spares.report_spares(self._view, view, self._desk(job).waiting))
+            self._revive_outsiders(job, view)
+            self._carry_out(spares.report_spares(self._view, view, self._runtime(job).spares))
         if not job.set_aside and (view.live.touched or job.job in self.begun):
             self._send_orders(job)
 
+    # ------------------------------------------------------------ sense
+    def run_sensors(self, job: JobState, when: When) -> None:
+        """Runs the sensors of this occasion; what each has found is judged before the next one runs."""
+        view, memory = self._view.job(job), self._runtime(job).sensors
+        for sensor in SENSORS:
+            if job.over:
+                return
+            if sensor.when is when:
+                self._apply(sensor.sense(self._view, view, memory))
+
+    def _apply(self, outcome: Outcome) -> None:
+        for agent, key, message in outcome.orders:
+            self._order(agent, key, message)
+        self._carry_out(outcome)
+
+    def _sense(self, job: JobState, view: JobView) -> None:
+        if job.over:
+            return
+        self._begin_phase(job, view)
+        for _ in range(2):  # what is made of the first findings may change what others mean
+            if not self._sense_changes(job, view):
+                break
+        if job.over:
+            return
+        progress = view.live.progress
+        blocked = progress.blocked
+        self.run_sensors(job, When.TURN)
+        if progress.blocked is not blocked:
+            view.live.touched.update(job.elements(job.hit(progress.blocked)))
+
+    def _sense_changes(self, job: JobState, view: JobView) -> bool:
+        """Takes in the slots that changed. True when some needed a closer look."""
+        live, runtime = view.live, self._runtime(job)
+        if not live.changed:
+            return False
+        if job.phase is Phase.OFFERING:
+            live.touched.update({job.element(slot) for slot in live.changed})
+        memory = runtime.sensors
+        memory.odd = members.take_in_changes(view, memory.iterations.standing)
+        live.changed.clear()
+        if not memory.odd:
+            return False
+        found = [s.sense(self._view, view, memory) for s in SENSORS if s.when is When.CHANGE]
+        for slot in memory.odd:
+            view.notice(slot, self._view.now)
+            memory.iterations.standing.on_change(view, slot)
+            runtime.on_change(view, slot)
+            live.touched.add(job.element(slot))
+        for outcome in found:
+            self._apply(outcome)
+        return True
+
+    # ------------------------------------------------------------ decide and act
     def _send_first(self, job: JobState, view: JobView) -> None:
         """A Break, or a plan, is on its way before anything else is worked out."""
         self.later.add(job.job)
@@ -89,93 +141,41 @@ class Turns:
             view.live.touched.update(view.agents)
             self._send_orders(job)
 
-    def _sense(self, job: JobState, view: JobView) -> None:
-        if job.over:
-            return
-        live, desk = view.live, self._desk(job)
-        self._begin_phase(job, view)
-        for _ in range(2):  # what is made of the first findings may change what others mean
-            if not live.changed:
-                break
-            if job.phase is Phase.OFFERING:
-                live.touched.update({job.element(slot) for slot in live.changed})
-            odd = members.plain(view, desk.watch.standing)
-            live.changed.clear()
-            if not odd:
-                break
-            found = list(members.look(self._view, view, odd))
-            for slot in odd:
-                view.notice(slot, self._view.now)
-                desk.watch.standing.notice(view, slot)
-                desk.notice_outsider(view, slot)
-                live.touched.add(job.element(slot))
-            for finding in found:
-                self._judge(finding)
-        if not job.over:
-            for sensor in SENSORS:
-                for finding in list(sensor(self._view, view)):
-                    self._judge(finding)
-            self._unblock(job, view)
-            live.overdue = progress.late_to_enter(self._view, view, desk.times)
-            for look in (progress.late_to_stop, progress.never_entered):
-                self._carry_out(look(self._view, view, desk.times))
-            self._ask_witnesses(job, view)
-            for agent in quorum.agents_with_free_votes(self._view, view):
-                over = quorum.last_vote(job, agent)
-                self._order(agent, f"over {over}", wire.Ping(over=over))
-
-    def _unblock(self, job: JobState, view: JobView) -> None:
-        """Whoever waits for a rank of its replica that has stopped is told to stop, too."""
-        found = progress.blocked(self._view, view)
-        if found - view.live.blocked:
-            view.live.blocked |= found
-            view.live.touched.update(job.elements(job.hit(view.live.blocked)))
-
-    def _ask_witnesses(self, job: JobState, view: JobView) -> None:
-        """After a rank stopped by itself every agent is asked whether it lives."""
-        if job.phase is Phase.BREAKING:
-            return
-        latest = self._view.now - progress.WITNESS_SECONDS
-        since = max((at for at in view.live.stopped.values() if at <= latest), default=None)
-        if since is not None:
-            for agent in progress.unheard_since(view, since):
-                self._order(agent, f"ping {since}", wire.Ping())
-
     def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
         """One step of the job's state machine. False when the event changes nothing in this phase."""
         action = ACTIONS[job.phase].get(happening.event)
         return action is not None and self._carry_out(transitions.PERFORM[action](self._view, view, happening))
 
-    def _revive(self, job: JobState, view: JobView) -> None:
+    def _revive_outsiders(self, job: JobState, view: JobView) -> None:
         """Starts processes again that a plan went on without."""
         if job.over:
             return
-        desk = self._desk(job)
-        for slot in sorted(desk.outsiders):
+        runtime = self._runtime(job)
+        for slot in sorted(runtime.outsiders):
             agent = view.agent(slot)
             if agent is None or not agent.alive:
-                desk.outsiders.discard(slot)  # what comes in its place is looked at when it does
+                runtime.outsiders.discard(slot)  # what comes in its place is looked at when it does
                 continue
             self._carry_out(revive(self._view, view, slot))
-            if not desk.is_outsider(view, slot):
-                desk.outsiders.discard(slot)
+            if not runtime.is_outsider(view, slot):
+                runtime.outsiders.discard(slot)
 
     def _begin_phase(self, job: JobState, view: JobView) -> None:
         """All members are looked at once; put off until what was decided has gone out."""
         if job.job in self.begun:
             self.begun.discard(job.job)
             if job.phase is not Phase.OFFERING:
-                self._desk(job).watch.standing.clear()
+                self._runtime(job).sensors.iterations.standing.clear()
             view.begin_phase(self._view.now)
 
     def repeat_orders(self, job: JobState) -> None:
         """Tells those again who have not obeyed. Called at every tick."""
         view = self._view.job(job)
         self._look_again(view)
-        desk = self._desk(job)
-        for agent, order in list(cut_orders(self._view, view, desk.cuts, desk.waiting.ready)):
+        runtime = self._runtime(job)
+        for agent, order in list(cut_orders(self._view, view, runtime.cuts, runtime.spares.ready)):
             self._order(agent, f"cut {order.iteration}", order)
-        self._carry_out(report_gaps(view, desk.cuts))
+        self._carry_out(report_gaps(view, runtime.cuts))
         if view.live.touched:
             self._send_orders(job)
 
@@ -212,11 +212,11 @@ class Turns:
         job, arrivals = view.state, view.live.last_arrival
         if job.over:
             return Letter(job)
-        desk = self._desk(job)
-        blocked = view.live.blocked
-        if desk.letter is None or not desk.letter.holds(job, arrivals, blocked):
-            desk.letter = Letter(job, arrivals, blocked=blocked)
-        return desk.letter
+        runtime = self._runtime(job)
+        blocked = view.live.progress.blocked
+        if runtime.letter is None or not runtime.letter.holds(job, arrivals, blocked):
+            runtime.letter = Letter(job, arrivals, blocked=blocked)
+        return runtime.letter
 
     @staticmethod
     def _recheck(view: JobView, element: int, at: float) -> None:

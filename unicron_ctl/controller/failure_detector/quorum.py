@@ -12,9 +12,11 @@ from __future__ import annotations
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.live import ProgressWatch
 from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.controller.model.requests import OURS
-from unicron.ctl.controller.model.view import View
+from unicron.ctl.controller.model.view import Order, Outcome, View
+from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.wire import Plan
 from unicron.ctl.slurm.slurm_client import NodeInfo, slurms_own
 
@@ -57,12 +59,12 @@ def majority_may_run(view: View, job: JobState, missing: list[int] | None = None
     return not no_majority_missing(view, job, missing)
 
 
-def waits_for_majority(view: View, job: JobView) -> bool:
+def waits_for_majority(view: View, job: JobView, progress: ProgressWatch) -> bool:
     """`majority_may_run` for callers that ask at every message: a large job is looked through only now and then."""
-    if view.now < job.live.majority_until:
+    if view.now < progress.majority_until:
         return True
     found = majority_may_run(view, job.state)
-    job.live.majority_until = look_again(view.now, len(job.state.members)) if found else 0.0
+    progress.majority_until = look_again(view.now, len(job.state.members)) if found else 0.0
     return found
 
 
@@ -98,17 +100,23 @@ def _votes_here(view: View, job: JobState, element: int, name: str) -> bool:
     return agent.over >= last_vote(job, agent) or any(_goes_on(job, slot) for slot in agent.slots)
 
 
-def agents_with_free_votes(view: View, job: JobView) -> list[AgentView]:
-    """Agents that could vote and have no rank that goes on, while the missing might have a majority with them.
-
-    Only giving up the vote keeps them from voting for the others once they cannot be heard any more.
-    """
-    state = job.state
-    if state.phase not in BETWEEN or not state.mode.agents_agree or no_majority_missing(view, state):
-        return []
-    speaking = (_speaking(view, state, element, name) for element, name in sorted(_voters(state)))
-    free = (a for a in speaking if a is not None and not any(_goes_on(state, slot) for slot in a.slots))
-    return [agent for agent in free if agent.over < last_vote(state, agent)]
+def check_free_votes(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
+    """Asks agents without a rank that goes on to give up their votes, while the missing might have a majority with
+    them. Nothing else keeps them from voting for the others once they cannot be heard any more."""
+    out, state = Outcome(), job.state
+    if state.phase not in BETWEEN or not state.mode.agents_agree or view.now < progress.votes_check_at:
+        return out
+    progress.votes_check_at = look_again(view.now, len(state.members))
+    if no_majority_missing(view, state):
+        return out
+    for element, name in sorted(_voters(state)):
+        agent = _speaking(view, state, element, name)
+        if agent is None or any(_goes_on(state, slot) for slot in agent.slots):
+            continue
+        over = last_vote(state, agent)
+        if agent.over < over:
+            out.orders.append(Order(agent, f"over {over}", wire.Ping(over=over)))
+    return out
 
 
 def last_vote(job: JobState, agent: AgentView) -> int:

@@ -19,7 +19,7 @@ import msgspec
 from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.job.candidates import forming_slots, missing_places, of_another_size, waiting_elements
 from unicron.ctl.controller.job.deciding import decided
-from unicron.ctl.controller.job.desk import JobDesk
+from unicron.ctl.controller.job.runtime import JobRuntime
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.finding import Finding, Source, What
@@ -388,7 +388,7 @@ def _report_unlike(view: View, job: JobView, out: Outcome) -> bool:
     return live.unlike
 
 
-def report_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:
+def report_awaited(view: View, job: JobView, runtime: JobRuntime) -> Outcome:
     """Records, once, for whom a job waits that could be formed anew."""
     out, state = Outcome(), job.state
     if state.phase in (Phase.FORMING, Phase.RUNNING) and _report_unlike(view, job, out):
@@ -396,11 +396,11 @@ def report_awaited(view: View, job: JobView, desk: JobDesk) -> Outcome:
     if state.phase is Phase.FORMING:
         return _report_incomplete(view, job)
     here = state.phase is Phase.BREAKING and not job.live.awaited and job.waited(view.now) > SAY_SECONDS
-    if not here or desk.state_awaited == state.broken:
+    if not here or runtime.state_awaited == state.broken:
         return out
     slots = may_come_back(view, job)
     if slots and (not job.anybody_stopped() or (job.replica > 1 and decided(job) is None)):
-        desk.state_awaited = state.broken
+        runtime.state_awaited = state.broken
         nodes = ", ".join(sorted({state.node(slot) for slot in slots}))
         reason = (
             f"slots {slots} on {nodes} are silent, may live, and nobody else has the training state: the job is not "

@@ -27,7 +27,7 @@ from unicron.ctl.controller.model.view import View
 from unicron.ctl.controller.plan.job_layouts import lost_seconds
 from unicron.ctl.controller.replication.forming import formed
 from unicron.ctl.controller.sense import fencing
-from unicron.ctl.controller.sense.progress import ENTER_TRIES, ignored, taken
+from unicron.ctl.controller.sense.progress import ENTER_TRIES, offer_ignored, offer_taken
 
 FEW = 64  # elements that are looked through at each turn; many are now and then
 START_SECONDS = 60.0  # of a process, on a file system that is busy
@@ -199,7 +199,7 @@ def _entered(view: View, job: JobView) -> Happening | None:
 def _enter_timeout(view: View, job: JobView) -> Happening | None:
     """Not all are in within the time: all try again. The last time out is a failure of those who never got in, unless
     nobody else has the training state."""
-    reason, last = job.live.overdue, job.state.tries + 1 >= ENTER_TRIES
+    reason, last = job.live.progress.overdue, job.state.tries + 1 >= ENTER_TRIES
     return Happening(Event.TIMEOUT, reason) if reason and (not last or job.state.waits) else None
 
 
@@ -209,10 +209,10 @@ def _withdraw(view: View, job: JobView) -> Happening | None:
     if state.offer is None:
         return None
     if gone:
-        if any(slot in state.members for slot in gone) or taken(job, state.offer):
+        if any(slot in state.members for slot in gone) or offer_taken(job, state.offer):
             return None
         return Happening(Event.WITHDRAW, _named(gone))
-    reason = ignored(view, job)
+    reason = offer_ignored(view, job, job.live.progress)
     return Happening(Event.WITHDRAW, reason) if reason else None
 
 
@@ -233,7 +233,7 @@ def _reported(view: View, job: JobView) -> Happening | None:
         relaid = None
     if nobody and relaid is None and may_come_back(view, job):
         return None
-    return None if quorum.waits_for_majority(view, job) else relaid or happening
+    return None if quorum.waits_for_majority(view, job, job.live.progress) else relaid or happening
 
 
 _Look = Callable[[View, JobView], Happening | None]

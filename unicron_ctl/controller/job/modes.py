@@ -72,7 +72,7 @@ class Session:
         """Why it is no use to form another generation; empty while it is."""
         return ""
 
-    def report(self, view: View, job: JobView, told: Told) -> Outcome:
+    def report(self, view: View, job: JobView, said: NewcomersSaid) -> Outcome:
         """What goes on record of a running job. Called at every tick."""
         return Outcome()
 
@@ -89,8 +89,8 @@ def _nobody(view: View, job: JobView) -> str:
 
 
 @dataclass
-class Told:
-    """Remembers what was said of a job's newcomers; lost with the process."""
+class NewcomersSaid:
+    """What the log says about a job's newcomers."""
 
     newcomers: tuple[int, tuple[int, ...]] | None = None
 
@@ -130,7 +130,7 @@ class Restart:
         short += ", and saved nothing new"
         return f"{short}, the last time because: {last}" if last else short
 
-    def report(self, view: View, job: JobView, told: Told) -> Outcome:
+    def report(self, view: View, job: JobView, said: NewcomersSaid) -> Outcome:
         """Records that a world has proved itself, and why newcomers are kept waiting."""
         out, state = Outcome(), job.state
         if state.phase is not Phase.RUNNING or state.plan is None:
@@ -142,10 +142,10 @@ class Restart:
             return out
         inside, waiting = set(state.inside), waiting_elements(view, job)
         newcomers = tuple(e for e in waiting if e not in inside and e not in state.leaving)
-        if newcomers and told.newcomers != (generation, newcomers):
+        if newcomers and said.newcomers != (generation, newcomers):
             good, reason = worth(len(inside), len(newcomers), age, view.config)
             if not good:
-                told.newcomers = generation, newcomers
+                said.newcomers = generation, newcomers
                 out.record(state, records.NewcomersWait(elements=list(newcomers), reason=reason), generation)
         return out
 

@@ -174,8 +174,8 @@ def misfit(job: JobView) -> str:
 
 
 @dataclass
-class Told:
-    """What was said of a job's spares; lost with the process. look_at: when they are looked at next."""
+class SparesSaid:
+    """What the log says about a job's spares. look_at: when they are looked at next."""
 
     said: tuple[tuple[int, str], ...] = ()
     misfit: str = ""
@@ -187,19 +187,19 @@ class Told:
         return [element for element, how in self.said if how == "ready"]
 
 
-def report_spares(view: View, job: JobView, told: Told) -> Outcome:
+def report_spares(view: View, job: JobView, last: SparesSaid) -> Outcome:
     """Records who waits as a spare when that changes, and once that their number does not fit."""
     out, state = Outcome(), job.state
-    if not state.settings.spares or state.phase not in HERE or view.now < told.look_at:
+    if not state.settings.spares or state.phase not in HERE or view.now < last.look_at:
         return out
-    told.look_at = view.now + STANDING_SECONDS
+    last.look_at = view.now + STANDING_SECONDS
     found = standing(job)
     wrong = misfit(job)
-    news = [wrong] if wrong != told.misfit and wrong else []
+    news = [wrong] if wrong != last.misfit and wrong else []
     said = tuple(found.items())
-    if said == told.said and not news:
+    if said == last.said and not news:
         return out
-    told.said, told.misfit = said, wrong
+    last.said, last.misfit = said, wrong
     ready = [element for element, how in said if how == "ready"]
     starting = [element for element, how in said if how != "ready"]
     words = [f"elements {some[:NAMED]} {how}" for some, how in ((ready, "are ready"), (starting, "start")) if some]

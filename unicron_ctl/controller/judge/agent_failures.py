@@ -14,7 +14,7 @@ from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.nodes import isolation
 from unicron.ctl.controller.sense import fencing
 from unicron.ctl.controller.sense.members import given_up, taken_away
-from unicron.ctl.controller.sense.slurm_states import Said, describe
+from unicron.ctl.controller.sense.slurm_states import describe
 from unicron.detector.failures import escalation
 from unicron.detector.failures.escalation import ISOLATE, MOVE, REATTEMPT, RESTART, Decision
 from unicron.detector.failures.severity import Severity, Verdict
@@ -249,15 +249,18 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
     return out
 
 
-def slurm_said(view: View, said: Said) -> Outcome:
-    """Adds to a failure what Slurm says of its element or its node."""
-    out, failure = Outcome(), said.failure
-    if said.node is None:
-        verdict, words, state = evidence.element_end(view.classifier, said.element), describe(said.element), ""
-        state = said.element.state
+def slurm_said(view: View, job: JobView, finding: Finding) -> Outcome:
+    """Adds to a failure what Slurm says about its element, or about its node where the finding names one."""
+    out, failure, state = Outcome(), job.state.failure(finding.seen), finding.evidence
+    element = view.slurm.seen.of(finding.job).get(finding.element) if view.slurm.seen is not None else None
+    node = view.slurm.node(finding.node)
+    if failure is None or element is None:
+        return out
+    if node is None:
+        verdict, words = evidence.element_end(view.classifier, element), describe(element)
     else:
-        verdict, state = view.classifier.slurm(said.state), said.state
-        words = f"Slurm: {said.node.name} is {state} ({said.node.reason or 'no reason'})"
+        verdict = view.classifier.slurm(state)
+        words = f"Slurm: {node.name} is {state} ({node.reason or 'no reason'})"
     if verdict is None:
         return out
     counts = verdict.scope != "none"
@@ -268,5 +271,5 @@ def slurm_said(view: View, said: Said) -> Outcome:
         slurm=state,
         reason=f"{failure.reason}; {words}: {verdict.reason}",
     )
-    out.record(said.job, record)
+    out.record(job.state, record)
     return out

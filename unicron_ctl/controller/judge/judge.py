@@ -31,6 +31,7 @@ JUDGES: dict[What, Callable[[View, JobView, Finding], Outcome]] = {
     What.MISSED: agent_failures.missed,
     What.LEFT: agent_failures.left,
     What.NODE: agent_failures.node_unfit,
+    What.SLURM: agent_failures.slurm_said,
     What.ACTION: agent_failures.action_failed,
 }
 

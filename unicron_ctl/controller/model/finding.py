@@ -33,6 +33,7 @@ class What(enum.StrEnum):
     COLLECTIVE = "collective"  # all wait in a collective that nobody finishes
     NOTE = "note"  # a rank has put something right by itself
     NODE = "node"  # the job's agent says that the node's log calls it unfit for work
+    SLURM = "slurm"  # Slurm says more about the end of an element or its node
     ACTION = "action"  # what was done about a failure did not come to its end
 
 
@@ -66,7 +67,7 @@ class Finding:
     pid: int = 0
     iteration: int | None = None
     seen: int = 0
-    """With NODE: the id of the node's event; with ACTION: the failure's."""
+    """With NODE: the id of the node's event; with ACTION, HANG and SLURM: the failure's."""
     action: str = ""
     """With ACTION: the one that failed."""
     moved: bool = False

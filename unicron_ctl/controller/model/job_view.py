@@ -184,9 +184,9 @@ class JobView:
         live, state, phase = self.live, self.state, self.state.phase
         live.stopped.clear()
         live.strayed.clear()
-        live.overdue, live.enter_look_at, live.stalled, live.stepped = "", 0.0, 0.0, Stepped()
-        live.majority_until = live.ready_look_at = live.nobody_until = live.blocked_look_at = 0.0
-        live.blocked = frozenset()
+        live.stalled, live.stepped = 0.0, Stepped()
+        live.progress.reset()
+        live.ready_look_at = live.nobody_until = 0.0
         live.unfinished = set(state.survivors())
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:

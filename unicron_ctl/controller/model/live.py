@@ -72,6 +72,28 @@ class Fence:
 
 
 @dataclass
+class ProgressWatch:
+    """What sensors have found about members that do not come where the others wait for them, in the present phase."""
+
+    overdue: str = ""
+    """Why the time to enter the present plan or offer is over."""
+    enter_check_at: float = 0.0
+    """When all members are looked at next for that."""
+    blocked: frozenset[int] = frozenset()
+    """Ranks that have stopped where the rest of their replica cannot finish its schedule without them."""
+    blocked_check_at: float = 0.0
+    majority_until: float = 0.0
+    """Until when it counts as known that a majority may train on without the controller."""
+    votes_check_at: float = 0.0
+    """When agents with a vote and without a rank that goes on are looked for next."""
+
+    def reset(self) -> None:
+        """A new phase began."""
+        self.overdue, self.blocked = "", frozenset()
+        self.enter_check_at = self.blocked_check_at = self.majority_until = self.votes_check_at = 0.0
+
+
+@dataclass
 class LiveJob:
     """One job's agents and what has to be looked at."""
 
@@ -119,20 +141,12 @@ class LiveJob:
     """Members that stopped without a Break, and when that was heard."""
     strayed: set[int] = field(default_factory=set)
     """Members that are in a generation, or enter one, whose offer was withdrawn."""
-    overdue: str = ""
-    """Why the time to enter the present plan or offer is over."""
-    majority_until: float = 0.0
-    """Until when it counts as known that a majority may go on by itself (`failure_detector.quorum`)."""
-    enter_look_at: float = 0.0
-    """When all members are looked at next for that."""
+    progress: ProgressWatch = field(default_factory=ProgressWatch)
     ready_look_at: float = 0.0
     """When those that wait to come in are looked through next."""
     replica: int = 1
     layout: str = ""
     """Ranks of a replica, and its shape, as the job's ranks say."""
-    blocked: frozenset[int] = frozenset()
-    """Ranks that have stopped where the rest of their replica cannot finish its schedule without them."""
-    blocked_look_at: float = 0.0
     saves: bool = False
     saves_look_at: float = 0.0
     """Whether ranks still save their state before all start again, and when that is looked at again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from unicron.ctl.controller.log.records import Record
 from unicron.ctl.controller.model.agent_view import AgentView, Route
@@ -181,14 +181,23 @@ class Send:
     message: wire.Message
 
 
+class Order(NamedTuple):
+    """A message that is repeated until it is obeyed, but not more often than `repeat_seconds`. key: its name."""
+
+    agent: AgentView
+    key: str
+    message: wire.Message
+
+
 @dataclass
 class Outcome:
-    """What a decider wants: records for the log, messages, slow work, and findings for the judge. Empty means that
-    there is nothing to do."""
+    """What a sensor has found or a decider wants. Empty means that there is nothing to do."""
 
     records: list[tuple[str, int, Record]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
+    """Sent by the job's turn; only sensors return them."""
     requests: list[Any] = field(default_factory=list)
     hurry: bool = False
     """Slurm should be asked soon."""

@@ -1,8 +1,8 @@
-"""Iterations that do not end (method 4; docs/design/paper.md, section 3): who keeps the others waiting.
+"""Iterations that do not end (method 4; docs/design/paper.md, section 3): which rank keeps the others waiting.
 
-Where a job stands is kept up slot by slot from its ranks' statuses (:class:`Standing`). A hang is believed only after
-every agent of the job has answered a ping sent past the deadline: silence is the lease's matter, the answers say where
-ranks stand. The culprit's stacks are asked for before anything is done.
+The ranks' statuses keep up, slot by slot, where a job stands (:class:`Standing`). A hang is believed only after every
+agent of the job has answered a ping that was sent past the deadline: silence is the lease's matter, and the answers
+say where ranks stand. The culprit's stacks are asked for before anything is done.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unicron.ctl.controller.model.finding import Finding, Source, What
 from unicron.ctl.controller.model.job_state import Identity, Phase
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
-from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.model.view import Order, Outcome, View
 from unicron.ctl.controller.sense.patience import STOPPED, Limit
 from unicron.ctl.controller.sense.timing import JobTimes
 from unicron.ctl.protocol import wire
@@ -56,8 +56,8 @@ class Standing:
         self.unjudged.clear()
         self.moved.clear()
 
-    def run(self, members: Iterable[tuple[int, RankStatus]]) -> None:
-        """Members that run in the job's generation tell how far they have come. This runs for every rank in every
+    def update_running(self, members: Iterable[tuple[int, RankStatus]]) -> None:
+        """Takes in how far members that run in the job's generation have come. This runs for every rank in every
         iteration, so it is one loop."""
         came, count, outside = self.done, self.count, self.outside
         for slot, status in members:
@@ -84,7 +84,7 @@ class Standing:
                 waiting.discard(slot)
             self.moves += done <= self.upto
 
-    def notice(self, job: JobView, slot: int) -> None:
+    def on_change(self, job: JobView, slot: int) -> None:
         """The member's status, or its agent, changed."""
         state, agent, status = job.state, job.agent(slot), job.status(slot)
         if slot not in state.members:
@@ -96,7 +96,7 @@ class Standing:
             running = status.state == "running" and status.generation == state.plan.generation
             running = running and state.members[slot] == Identity(agent.agent, status.incarnation)
         if running and status is not None:
-            self.run([(slot, status)])
+            self.update_running([(slot, status)])
         else:
             self._judge_not(slot)
 
@@ -151,13 +151,14 @@ class IterationWatch:
     """When a member's collective last got on: a slow or lossy network is no hang."""
     overdue: float | None = None
     """When the deadline was found to be over."""
-    look_at: float = 0.0
+    check_at: float = 0.0
+    """When the limits of all members are looked at next."""
     said: bool = False
-    """That this iteration takes long, without anything to be done about it."""
+    """The log says that this iteration takes long, and that nothing is done about it yet."""
     suspects: list[Suspect] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
     """Slots whose stacks are awaited, until `act_at`."""
-    due: set[int] = field(default_factory=set)
+    stacks_due: set[int] = field(default_factory=set)
     """Slots whose stacks were asked for and have not come: no others are recorded."""
     act_at: float = 0.0
 
@@ -169,34 +170,31 @@ class IterationWatch:
         self.overdue = None
 
 
-def look(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Outcome:
-    """What an iteration that does not end calls for. Called at every tick."""
+def check_iteration(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Outcome:
+    """Finds an iteration that does not end, and what has to be done about it."""
     out = Outcome()
     if not view.config.monitor_iterations:
         return out
-    state, least = job.state, watch.standing.least()
-    judged = state.phase in (Phase.RUNNING, Phase.OFFERING) and state.plan is not None and least is not None
-    at = None
-    if judged and least is not None and state.plan is not None:
-        times.adapt(state)
-        at = state.plan.generation, max(least, state.iteration + 1)
+    at = _stands_at(job, watch)
+    if at is not None:
+        times.adapt(job.state)
         watch.standing.upto = at[1]
     if at is None or at != watch.at or watch.moves != watch.standing.moves:
-        _moved(job, watch, out)
+        _drop_suspects(job, watch, out)
         watch.at, watch.moves = at, watch.standing.moves
-        watch.since, watch.overdue, watch.look_at, watch.said = view.now, None, 0.0, False
+        watch.since, watch.overdue, watch.check_at, watch.said = view.now, None, 0.0, False
         return out
     if watch.pulses != watch.standing.pulses:
         watch.pulses, watch.moved_at, watch.overdue = watch.standing.pulses, view.now, None
-        _moved(job, watch, out)
+        _drop_suspects(job, watch, out)
     if watch.suspects:
         if not job.live.survey.open and (not watch.asked or view.now >= watch.act_at):
             _confirm(view, job, watch, out)
         return out
     waited = view.now - max(watch.since, watch.moved_at)
-    if view.now < watch.look_at or waited < times.limit(state, view.config):
+    if view.now < watch.check_at or waited < times.limit(job.state, view.config):
         return out
-    watch.look_at = look_again(view.now, len(state.members))
+    watch.check_at = look_again(view.now, len(job.state.members))
     limits = _limits(job, times, watch, waited, view.config)
     if waited < min(limit for limit, _ in limits.values()):
         return out
@@ -205,9 +203,17 @@ def look(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Ou
         return out
     if watch.overdue is None:
         watch.overdue = view.now
-    if _all_answered(view, job, watch.overdue, out):
+    if _all_answered(job, watch.overdue, out):
         _hung(view, job, times, watch, limits, out)
     return out
+
+
+def _stands_at(job: JobView, watch: IterationWatch) -> tuple[int, int] | None:
+    """The generation and iteration in which the job stands; None while that is not to be judged."""
+    state, least = job.state, watch.standing.least()
+    if state.phase not in (Phase.RUNNING, Phase.OFFERING) or state.plan is None or least is None:
+        return None
+    return state.plan.generation, max(least, state.iteration + 1)
 
 
 def _outside(watch: IterationWatch) -> set[int]:
@@ -230,14 +236,10 @@ def _limits(
     return found
 
 
-def _all_answered(view: View, job: JobView, since: float, out: Outcome) -> bool:
+def _all_answered(job: JobView, since: float, out: Outcome) -> bool:
     elements = job.state.elements(job.state.members)
     silent = [agent for e in elements if (agent := job.agents.get(e)) is not None and agent.last_heard <= since]
-    for agent in silent:
-        key = f"ping overdue {since}"
-        if view.now - agent.repeated.get(key, -math.inf) >= view.config.repeat_seconds:
-            agent.repeated[key] = view.now
-            out.send(agent, wire.Ping())
+    out.orders += [Order(agent, f"ping overdue {since}", wire.Ping()) for agent in silent]
     return not silent
 
 
@@ -315,12 +317,12 @@ def _suspect(
         )
     waiting = next((slot for slot in job.state.members if slot not in set(slots)), None)
     watch.asked = _ask_stacks(job, slots, out)
-    watch.due |= watch.asked | _ask_stacks(job, [] if waiting is None else [waiting], out)
+    watch.stacks_due |= watch.asked | _ask_stacks(job, [] if waiting is None else [waiting], out)
     watch.act_at = view.now + view.config.stacks_seconds
 
 
 def _ask_stacks(job: JobView, slots: Sequence[int], out: Outcome) -> set[int]:
-    """Of the first few; returns whom."""
+    """Asks the first few ranks for their stacks; returns their slots."""
     asked = set()
     for slot in slots[:MOST_STACKS]:
         agent, status = job.agent(slot), job.status(slot)
@@ -330,13 +332,13 @@ def _ask_stacks(job: JobView, slots: Sequence[int], out: Outcome) -> set[int]:
     return asked
 
 
-def suspected(watch: IterationWatch, finding: Finding, failure: int) -> None:
-    """The judge has put a hang on record."""
+def on_hang_recorded(watch: IterationWatch, finding: Finding, failure: int) -> None:
+    """Suspects the rank of a hang that the judge has put on record as this failure."""
     if finding.identity is not None:
         watch.suspects.append(Suspect(finding.slots[0], finding.identity, failure, finding.evidence))
 
 
-def _moved(job: JobView, watch: IterationWatch, out: Outcome) -> None:
+def _drop_suspects(job: JobView, watch: IterationWatch, out: Outcome) -> None:
     """The job went on, or is being healed already, before anybody was stopped."""
     for suspect in watch.suspects:
         text = f"slot {suspect.slot} is not stopped: the job went on"
@@ -345,8 +347,8 @@ def _moved(job: JobView, watch: IterationWatch, out: Outcome) -> None:
 
 
 def _confirm(view: View, job: JobView, watch: IterationWatch, out: Outcome) -> None:
-    """The generation is over for those who hang: nobody waits for their end, which a stuck kernel could put off for
-    ever."""
+    """Reports the suspects once more, now that their stacks are known, so that they are stopped. Nobody waits for their
+    end, which a stuck kernel could put off for ever."""
     for suspect in watch.suspects:
         if job.state.members.get(suspect.slot) == suspect.identity:
             out.findings.append(
@@ -391,7 +393,8 @@ def behind(job: JobView) -> list[Culprit]:
 
 
 def _held_up(job: JobView, last: set[int]) -> set[int]:
-    """Those of the last who only wait for another rank of their replica: its process is stopped by a signal."""
+    """The ranks among the last that only wait for another rank of their replica, whose process is stopped by a
+    signal."""
     if job.replica == 1 or not any(_stopped(job, slot) for slot in last):
         return set()
     heads = heads_of(job.state.order, job.replica)

@@ -1,23 +1,22 @@
 """Processes and agents of one job: what ended, was replaced, names its own fault, or has put something right.
 
-Looked at are only slots whose status changed since the last look (`LiveJob.changed`), and closely only the few of
-them that do not just go on.
+Only slots whose status changed (`LiveJob.changed`) are looked at, and closely only the few that do not just go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.finding import Finding, Source, What
 from unicron.ctl.controller.model.job_state import AgentRecord, Identity, JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
-from unicron.ctl.controller.model.view import View
+from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.sense.iterations import Standing
 from unicron.ctl.protocol.wire import RankStatus
 
 
-def plain(job: JobView, standing: Standing) -> list[int]:
+def take_in_changes(job: JobView, standing: Standing) -> list[int]:
     """Takes in what most changes are, a member's progress or its stop after a Break, and returns the slots that need a
     closer look. This runs for every rank in every iteration, so it is one loop."""
     state, live = job.state, job.live
@@ -55,32 +54,35 @@ def plain(job: JobView, standing: Standing) -> list[int]:
             awaited.discard(slot)
         else:
             odd.append(slot)
-    standing.run(running)
+    standing.update_running(running)
     return odd
 
 
-def look(view: View, job: JobView, slots: Iterable[int]) -> Iterator[Finding]:
-    """What these slots show."""
+def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
+    """What these slots show: ends of processes, members that were replaced, and notes of ranks."""
+    out = Outcome()
     for slot in sorted(slots):
         agent = job.agent(slot)
         if agent is None:
             continue
         status = agent.ranks.get(slot)
-        yield from _end(view, job, agent, slot, status)
-        yield from _membership(view, job, agent, slot, status)
-        yield from _note(view, job, agent, slot, status)
+        for find in (_find_end, _find_replaced, _find_note):
+            finding = find(view, job, agent, slot, status)
+            if finding is not None:
+                out.findings.append(finding)
+    return out
 
 
-def _end(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Iterator[Finding]:
+def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
     end = status.end if status is not None else None
     if status is None or end is None or agent.left:
-        return
+        return None
     identity = Identity(agent.agent, status.incarnation)
     if job.state.slot(slot).exit_seen == identity:
-        return
+        return None
     text = (status.fault.cause or f"{status.fault.type}: {status.fault.text}") if status.fault else ""
     wanted = end.code == 0 or _is_wanted(view, job, agent, slot, identity)
-    yield Finding(
+    return Finding(
         What.WANTED_END if wanted else What.EXIT,
         job.state.job,
         (slot,),
@@ -110,8 +112,8 @@ def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: 
 
 
 def taken_away(job: JobState, element: int) -> bool:
-    """The plan has taken the element's node: its end is wanted. A member that is neither allotted nor leaving is one
-    that Slurm has ended."""
+    """The plan has taken the element's node, so its end is wanted. A member that is neither allotted nor leaving was
+    ended by Slurm."""
     if job.allotted is None or element in job.allotted or element in job.leaving:
         return False
     per_node = max(1, job.settings.ranks_per_node)
@@ -120,65 +122,66 @@ def taken_away(job: JobState, element: int) -> bool:
 
 
 def given_up(view: View, job: JobState, agent: AgentRecord) -> bool:
-    """The node was put out of service, or the job leaves it, and the job went on without it: what ends there is no
-    news."""
+    """The node was put out of service, or the job leaves it, and the job went on without it: ends there are no news."""
     mark = job.avoid.get(agent.node)
     if not view.unfit(agent.node) and (mark is None or mark.agent != agent.agent):
         return False
     return not any((s in job.members or s in job.joining) and s not in job.lost for s in agent.slots)
 
 
-def _membership(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Iterator[Finding]:
+def _find_replaced(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
     state = job.state
     member = state.members.get(slot) or state.joining.get(slot)
     if member is None or slot in state.lost or slot in state.condemned:
-        return
+        return None
     why, what, by = "", What.REPLACED, "status"
     if agent.agent != member.agent:
         why = "was replaced: its element was started again"
     elif status is None or status.state == "finished" or not agent.alive:
-        return
+        return None
     elif status.incarnation != member.incarnation:
         why = "was started again"
     elif status.state == "left" and slot in state.members and state.phase is not Phase.OFFERING:
         why = "left"
     elif state.phase is Phase.BREAKING and status.state == "stopped" and status.fault is not None:
         why, what, by = f"stopped: {status.fault.type}: {status.fault.text}", What.BROKEN, "exception"
-    if why:
-        yield Finding(
-            what,
-            state.job,
-            (slot,),
-            view.now,
-            Source.RANK if what is What.BROKEN else Source.AGENT,
-            why,
-            element=agent.element,
-            node=agent.node,
-            by=by,
-            identity=member,
-            fault=status.fault if status else None,
-            iteration=status.iteration if status else None,
-        )
+    if not why:
+        return None
+    return Finding(
+        what,
+        state.job,
+        (slot,),
+        view.now,
+        Source.RANK if what is What.BROKEN else Source.AGENT,
+        why,
+        element=agent.element,
+        node=agent.node,
+        by=by,
+        identity=member,
+        fault=status.fault if status else None,
+        iteration=status.iteration if status else None,
+    )
 
 
-def _note(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Iterator[Finding]:
+def _find_note(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
     note = status.note if status is not None else None
-    if note is not None and note.at > job.state.slot(slot).noted:
-        yield Finding(
-            What.NOTE,
-            job.state.job,
-            (slot,),
-            view.now,
-            Source.RANK,
-            note.text,
-            element=agent.element,
-            node=agent.node,
-            by="checksum",
-            fault=note,
-        )
+    if note is None or note.at <= job.state.slot(slot).noted:
+        return None
+    return Finding(
+        What.NOTE,
+        job.state.job,
+        (slot,),
+        view.now,
+        Source.RANK,
+        note.text,
+        element=agent.element,
+        node=agent.node,
+        by="checksum",
+        fault=note,
+    )
 
 
-def leaving(view: View, job: JobView, agent: AgentView) -> Finding | None:
+def check_leaving(view: View, job: JobView, agent: AgentView) -> Finding | None:
     """The agent says that it ends by itself: its ranks finished, or Slurm stopped it. None when that is known."""
     record = job.state.agents.get(agent.element)
     if not agent.left or record is None or record.gone or record.agent != agent.agent:

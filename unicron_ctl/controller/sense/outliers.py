@@ -1,18 +1,16 @@
-"""TEE in the running system (docs/design/paper.md, section 7): several metrics at once, of each node and rank, against
-the job's peers.
+"""Nodes and ranks that differ from their peers in several metrics at once (docs/design/paper.md, section 7).
 
-Agents send :class:`wire.Metrics` every few seconds; here they are compared round by round, in groups of at most
-:data:`GROUP` nodes, one group a tick. Whoever stands out for some rounds in a row is an *anomaly*: an event, a mark in
-`unicronctl status` and `nodes`, and evidence in the reason of a failure on that node or rank. Nothing is done because
-of it: that a node differs does not show that it harms the job. What harms it shows in its iterations, and those are
-judged by themselves.
+Agents send :class:`wire.Metrics` every few seconds. They are compared round by round, in groups of at most
+:data:`GROUP` nodes, one group a tick. A peer that stands out for some rounds in a row is an *anomaly*: an event, a mark
+in `unicronctl status` and `nodes`, and evidence in the reason of a failure on that node or rank. Nothing else is done:
+that a node differs does not show that it harms the job. What harms the job shows in its iterations.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -21,7 +19,9 @@ import numpy  # noqa: F401  (what `unicron.detector.iterations.peer_metrics` rec
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_state import JobState, Phase
-from unicron.ctl.controller.model.view import Outcome
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.sense.timing import JobTimes
 from unicron.ctl.protocol import wire
 from unicron.detector.iterations.peer_metrics import DIRECTIONS, MINIMA, Anomaly, PeerWatch
 
@@ -68,12 +68,12 @@ class Standing:
 
 @dataclass
 class Group:
-    """Peers of one kind, nodes or ranks. usual: (peer, metric) -> its last differences from the peers' median."""
+    """Peers of one kind, nodes or ranks. usual: (peer, metric) -> its last differences from all peers' median."""
 
     watch: PeerWatch
     usual: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
 
-    def judge(self, rows: Mapping[str, Mapping[str, float]], standing: Iterable[str]) -> list[Anomaly]:
+    def judge_round(self, rows: Mapping[str, Mapping[str, float]], standing: Iterable[str]) -> list[Anomaly]:
         """One round: peer -> metric -> value."""
         adjusted = {peer: dict(values) for peer, values in rows.items()}
         apart: dict[tuple[str, str], float] = {}
@@ -95,7 +95,7 @@ class Group:
                 self.usual.setdefault((peer, name), deque(maxlen=30)).append(difference)
         return found
 
-    def forget(self) -> None:
+    def forget_usual(self) -> None:
         """Other members, other work: what was usual no longer is."""
         self.usual.clear()
 
@@ -127,8 +127,8 @@ class JobPeers:
     def standing(self) -> list[Standing]:
         return [item for group in self.groups for item in group.standing.values()]
 
-    def take(self, agent: AgentView, message: wire.Metrics, now: float) -> None:
-        """Names that nobody knows and values that make no sense are left out."""
+    def on_metrics(self, agent: AgentView, message: wire.Metrics, now: float) -> None:
+        """Takes in an agent's sample, without names that nobody knows and values that make no sense."""
         ranks = {slot: _sound(values) for slot, values in message.ranks.items() if slot in agent.slots}
         self.samples[message.element] = Sample(now, agent.node, message.host[:100], _sound(message.node), ranks)
 
@@ -137,14 +137,10 @@ def _sound(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if name in DIRECTIONS and abs(value) < 1e18}
 
 
-def look(
-    job: JobState, peers: JobPeers, phases: Callable[[], Mapping[int, Mapping[str, float]]], period: float, now: float
-) -> Outcome:
-    """Compares the next group of the job's nodes. Called at every tick; a round over all groups takes a period.
-
-    phases: slot -> phase -> seconds, asked for only when it is needed. period: seconds, 0 for no comparison.
-    """
-    out = Outcome()
+def check_peers(view: View, known: JobView, times: JobTimes, peers: JobPeers) -> Outcome:
+    """Compares the next group of the job's nodes; a round over all groups takes `metrics_seconds`, of which 0 means no
+    comparison."""
+    out, job, period, now = Outcome(), known.state, view.config.metrics_seconds, view.now
     if not period or job.plan is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
         return out
     if peers.next_group == 0:
@@ -164,8 +160,8 @@ def look(
         for element in elements
         if (sample := peers.samples.get(element)) and now - sample.at <= FRESH_PERIODS * period
     }
-    _compare(job, peers.groups[index], elements, fresh, phases(), out, now)
-    _calm_down(job, peers, peers.groups[index], out, now)
+    _compare(job, peers.groups[index], elements, fresh, times.phases.comparable(), out, now)
+    _end_anomalies(job, peers, peers.groups[index], out, now)
     return out
 
 
@@ -177,8 +173,8 @@ def _regroup(job: JobState, peers: JobPeers, out: Outcome, now: float) -> None:
     same = len(peers.groups) == count
     peers.groups = peers.groups if same else [Neighbours() for _ in range(count)]
     for group in peers.groups:
-        group.nodes.forget()
-        group.ranks.forget()
+        group.nodes.forget_usual()
+        group.ranks.forget_usual()
     if not same:
         peers.groups[0].standing = {item.peer: item for item in standing}
     for group in peers.groups:
@@ -200,9 +196,9 @@ def _compare(
     slots = [slot for e in elements for slot in range(e * count, (e + 1) * count) if slot in job.members]
     by_rank = rank_rows(fresh, slots, phases)
     found: list[tuple[Anomaly, int | None, list[str], Mapping[str, float]]] = []
-    for anomaly in group.nodes.judge(machines, group.standing):
+    for anomaly in group.nodes.judge_round(machines, group.standing):
         found.append((anomaly, None, names[anomaly.peer], machines[anomaly.peer]))
-    for anomaly in group.ranks.judge(by_rank, group.standing):
+    for anomaly in group.ranks.judge_round(by_rank, group.standing):
         slot = int(anomaly.peer.removeprefix("slot "))
         found.append((anomaly, slot, [job.node(slot)], by_rank[anomaly.peer]))
     seen = {anomaly.peer for anomaly, *_ in found}
@@ -272,7 +268,7 @@ def _is_gone(job: JobState, item: Standing) -> bool:
     return not {job.node(slot) for slot in job.members} & set(item.nodes)
 
 
-def _calm_down(job: JobState, peers: JobPeers, group: Neighbours, out: Outcome, now: float) -> None:
+def _end_anomalies(job: JobState, peers: JobPeers, group: Neighbours, out: Outcome, now: float) -> None:
     """Anomalies that have not been seen for some rounds, or whose peer is gone, are over."""
     for item in list(group.standing.values()):
         gone = _is_gone(job, item)

@@ -1,166 +1,198 @@
 """Actions that do not come to their end: each has a time limit, whose expiry leads to the next severity.
 
-Which action runs for a slot is the escalation's memory (`escalation.History`), so a restarted controller goes
-on with it. The clock stands still while the action waits for somebody else: for a plan that gives the element a node,
-for other nodes without which the job cannot form, for the monitor that judges iterations once the slot is in one.
+The escalation's memory (`escalation.History`) knows which action runs for a slot, so a restarted controller goes on
+with it. The clock stands still while the action waits for somebody else (`LACKS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from unicron.ctl.controller.model.agent_view import CAN_ENTER
+from unicron.ctl.controller.model.agent_view import CAN_ENTER, AgentView
 from unicron.ctl.controller.model.finding import Finding, Source, What
-from unicron.ctl.controller.model.job_state import AGENT_DIED, JobState, Phase
+from unicron.ctl.controller.model.job_state import AGENT_DIED, AgentRecord, JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
-from unicron.ctl.controller.model.view import View
+from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.sense.progress import last_copy
+from unicron.ctl.protocol.wire import RankStatus
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.detector.failures.escalation import RESTART, RUNNING, WHOLE_JOB, State
 
-LOOK_SECONDS = 0.5
-MANY = 100  # actions that begin between two looks
-COSTS = 10  # times what pacing counts for a rank: 16,384 that are being started are looked at every eight seconds
+CHECK_SECONDS = 0.5  # between two checks of a job's actions
+MANY = 100  # actions that begin between two checks
+COSTS = 10  # times what pacing counts for a rank: 16,384 that are being started are checked every eight seconds
 
 
 @dataclass
-class Clocks:
-    """When an action was last seen to wait for somebody else; lost with the process. Times in seconds."""
+class ActionClocks:
+    """When each action of a job was last seen to wait for somebody else. Times are seconds."""
 
-    look_at: dict[str, float] = field(default_factory=dict)
-    paced_for: dict[str, int] = field(default_factory=dict)  # job -> actions when its next look was planned
-    excused: dict[tuple[str, str], float] = field(default_factory=dict)  # (job, what) -> when
+    check_at: float = 0.0
+    paced_for: int = 0
+    """Actions when the next check was planned."""
+    excused: dict[str, float] = field(default_factory=dict)
 
-    def elapsed(self, key: tuple[str, str], since: float, waits: bool, now: float, started_at: float) -> float:
-        """How long the action has run. A restarted controller does not know what happened before: it begins at 0."""
+    def elapsed(self, action: str, since: float, waits: bool, view: View) -> float:
+        """How long the action has run. After a restart it begins at 0, for what happened before is not known."""
         if not waits:
-            self.excused[key] = now
-        return now - max(since, started_at, self.excused.get(key, 0.0))
-
-    def forget(self, job: str) -> None:
-        self.excused = {key: at for key, at in self.excused.items() if key[0] != job}
-        self.look_at.pop(job, None)
-        self.paced_for.pop(job, None)
+            self.excused[action] = view.now
+        return view.now - max(since, view.started_at, self.excused.get(action, 0.0))
 
 
-def limit(config: ControllerConfig, state: State, moved: bool) -> float:
+def time_limit(config: ControllerConfig, state: State, moved: bool) -> float:
     """Seconds that the running action may take."""
     if state is State.REATTEMPTING:
         return config.regroup_seconds
     return config.isolate_seconds if state is State.ISOLATING and not moved else config.restart_seconds
 
 
-def pending(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -> str:
+@dataclass(frozen=True)
+class Action:
+    """A slot's running action. node: where the fault was."""
+
+    job: JobView
+    slot: int
+    state: State
+    node: str
+    record: AgentRecord
+    agent: AgentView | None
+    status: RankStatus | None
+    leaves: bool
+    """The job leaves the agent's node, or the node must get no work."""
+
+    @property
+    def isolates(self) -> bool:
+        return self.state is State.ISOLATING
+
+    @property
+    def known(self) -> JobState:
+        return self.job.state
+
+    @property
+    def rank(self) -> str:
+        return self.status.state if self.status is not None else ""
+
+    @property
+    def inside(self) -> bool:
+        return self.slot in self.known.members
+
+    @property
+    def apart(self) -> bool:
+        """The slot waits outside the job's generation."""
+        return not self.inside and self.rank in CAN_ENTER
+
+
+LACKS: tuple[tuple[Callable[[Action], object], str], ...] = (
+    (lambda a: a.isolates and a.record.gone, "its element has a place in the plan, and no agent came"),
+    (lambda a: a.record.gone or a.agent is None or not a.agent.alive, ""),  # the lease and Slurm see to that
+    (lambda a: a.status is None or a.job.finished(a.slot), ""),
+    (lambda a: a.isolates and a.record.node == a.node and a.leaves, "its agent on {node} still runs"),
+    (lambda a: a.rank in ("starting", "exited"), "its process (incarnation {incarnation}) is not ready"),
+    # The monitor judges its iterations.
+    (lambda a: a.known.phase in (Phase.RUNNING, Phase.OFFERING) and a.inside and a.rank == "running", ""),
+    # It waits for others, or is late to stop, which has limits of its own.
+    (lambda a: a.known.phase in (Phase.FORMING, Phase.BREAKING) or a.leaves, ""),
+    # A transfer is judged by its progress.
+    (lambda a: a.known.phase in (Phase.ENTERING, Phase.OFFERING) and a.rank == "entering", ""),
+    (lambda a: last_copy(a.job, a.slot), ""),  # no time limit ends it
+    (lambda a: a.known.replica > 1 and a.apart, ""),  # it waits for the other ranks of a replica
+    (lambda a: a.known.settings.spares and a.apart, ""),  # it waits as a spare
+    # Newcomers may be kept waiting for the next world (`job.modes.worth`).
+    (lambda a: not a.known.mode.joins and a.rank == "waiting", ""),
+    (lambda a: True, "it is {rank} while the job is {phase}"),
+)
+"""What an action still lacks: the first row that holds says it. Empty: it waits for somebody else."""
+
+
+def lacking(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -> str:
     """What the running action still lacks; empty while it is done, or waits for somebody else.
 
     node: where the fault was. unfit: nodes that must get no work.
     """
     known, element = job.state, job.state.element(slot)
-    if (
-        known.over
-        or element in known.parted
-        or (known.allotted is not None and element not in known.allotted)
-        or element in known.leaving
-    ):
-        return ""
+    unplanned = known.allotted is not None and element not in known.allotted
     record, agent = known.agents.get(element), job.agents.get(element)
-    if record is None:
-        return ""
-    if state is State.ISOLATING and record.gone:
-        return f"element {element} has a place in the plan, and no agent came"
-    if record.gone or agent is None or not agent.alive:
-        return ""  # the lease and Slurm see to that
-    status = agent.ranks.get(slot)
-    if status is None or job.finished(slot):
+    if known.over or element in known.parted or unplanned or element in known.leaving or record is None:
         return ""
     leaves = record.node in unfit or known.moves(element)
-    if state is State.ISOLATING and record.node == node and leaves:
-        return f"its agent on {node} still runs"
-    if status.state in ("starting", "exited"):
-        return f"its process (incarnation {status.incarnation}) is not ready"
-    if known.phase in (Phase.RUNNING, Phase.OFFERING) and slot in known.members and status.state == "running":
-        return ""  # the monitor judges its iterations
-    if known.phase in (Phase.FORMING, Phase.BREAKING) or leaves:
-        return ""  # it waits for others, or is late to stop, which has limits of its own
-    if known.phase in (Phase.ENTERING, Phase.OFFERING) and status.state == "entering":
-        return ""  # a transfer is judged by its progress
-    if last_copy(job, slot):
-        return ""  # no time limit ends it
-    if known.replica > 1 and slot not in known.members and status.state in CAN_ENTER:
-        return ""  # it waits for the other ranks of a replica
-    if known.settings.spares and slot not in known.members and status.state in CAN_ENTER:
-        return ""  # it waits as a spare
-    if not known.mode.joins and status.state == "waiting":
-        return ""  # newcomers may be kept waiting for the next world (`job.modes.worth`)
-    return f"it is {status.state} while the job is {known.phase}"
+    status = agent.ranks.get(slot) if agent is not None else None
+    action = Action(job, slot, state, node, record, agent, status, leaves)
+    words = next(words for holds, words in LACKS if holds(action))
+    incarnation = status.incarnation if status is not None else -1
+    return words.format(node=node, incarnation=incarnation, rank=action.rank, phase=known.phase)
 
 
-def look(view: View, clocks: Clocks, job: JobState) -> Iterator[Finding]:
-    """Actions of the job whose time is over. Called at every tick, looks twice a second, and less often where all
-    ranks of a large job are being started."""
-    if view.now < clocks.look_at.get(job.job, 0.0):
-        return
-    history = view.state.history
-    slots = history.acting(job.job)
-    before = clocks.paced_for.get(job.job, 0)
-    clocks.paced_for[job.job] = len(slots)
-    clocks.look_at[job.job] = look_again(view.now, COSTS * len(slots), LOOK_SECONDS)
+def check_actions(view: View, job: JobView, clocks: ActionClocks) -> Outcome:
+    """Actions of the job whose time is over. Checks twice a second, and less often where all ranks of a large job are
+    being started."""
+    out, history = Outcome(), view.state.history
+    if view.now < clocks.check_at:
+        return out
+    state = job.state
+    slots, before = history.acting(state.job), clocks.paced_for
+    clocks.paced_for = len(slots)
+    clocks.check_at = look_again(view.now, COSTS * len(slots), CHECK_SECONDS)
     if len(slots) > 2 * max(before, MANY):
-        return  # so many have just begun: there is nothing to see yet, and more urgent work
+        return out  # so many have just begun: there is nothing to see yet, and more urgent work
     for slot in slots:
         if slot != WHOLE_JOB:
-            yield from _slot(view, clocks, job, slot, history.states[job.job, slot])
-    for element, record in job.agents.items():
+            _check_slot(view, job, clocks, slot, history.states[state.job, slot], out)
+    for element, record in state.agents.items():
         if record.gone == AGENT_DIED:
-            yield from _element(view, clocks, job, element)
+            _check_element(view, job, clocks, element, out)
+    return out
 
 
-def _slot(view: View, clocks: Clocks, job: JobState, slot: int, state: State) -> Iterator[Finding]:
-    history, config = view.state.history, view.config
-    faults = history.by_slot.get((job.job, slot))
+def _check_slot(view: View, job: JobView, clocks: ActionClocks, slot: int, state: State, out: Outcome) -> None:
+    history, known = view.state.history, job.state
+    faults = history.by_slot.get((known.job, slot))
     node = faults[-1].node if faults else ""
-    record = job.agents.get(job.element(slot))
+    record = known.agents.get(known.element(slot))
     moved = state is State.ISOLATING and record is not None and not record.gone and record.node != node
-    lacks = pending(view.job(job), slot, state, node, view.state.out_of_service)
-    since = max(history.last.get((job.job, slot), 0.0), job.slot(slot).not_before)
-    key, most = (job.job, f"slot {slot}"), limit(config, state, moved)
-    if clocks.elapsed(key, since, bool(lacks), view.now, view.started_at) < most:
+    lacks = lacking(job, slot, state, node, view.state.out_of_service)
+    since = max(history.last.get((known.job, slot), 0.0), known.slot(slot).not_before)
+    action, most = f"slot {slot}", time_limit(view.config, state, moved)
+    if clocks.elapsed(action, since, bool(lacks), view) < most:
         return
-    clocks.excused[key] = view.now
-    yield Finding(
-        What.ACTION,
-        job.job,
-        (slot,),
-        view.now,
-        Source.CLOCK,
-        f"not done within {most:g} s: {lacks}",
-        node=job.node(slot),
-        by="time limit",
-        action=RUNNING[state],
-        moved=moved,
+    clocks.excused[action] = view.now
+    out.findings.append(
+        Finding(
+            What.ACTION,
+            known.job,
+            (slot,),
+            view.now,
+            Source.CLOCK,
+            f"not done within {most:g} s: {lacks}",
+            node=known.node(slot),
+            by="time limit",
+            action=RUNNING[state],
+            moved=moved,
+        )
     )
 
 
-def _element(view: View, clocks: Clocks, job: JobState, element: int) -> Iterator[Finding]:
-    """An element whose agent alone died is started again by Slurm; it must come back, too."""
-    record = job.agents[element]
-    waits = job.allotted is None or element in job.allotted
-    begun = max((f.detected_at for f in job.failures if f.element == element), default=0.0)
-    key, most = (job.job, f"agent {record.agent}"), view.config.restart_seconds
-    if clocks.elapsed(key, begun, waits, view.now, view.started_at) < most:
+def _check_element(view: View, job: JobView, clocks: ActionClocks, element: int, out: Outcome) -> None:
+    """An element whose agent alone died is started again by Slurm, and must come back."""
+    state, record = job.state, job.state.agents[element]
+    waits = state.allotted is None or element in state.allotted
+    begun = max((f.detected_at for f in state.failures if f.element == element), default=0.0)
+    action, most = f"agent {record.agent}", view.config.restart_seconds
+    if clocks.elapsed(action, begun, waits, view) < most:
         return
-    clocks.excused[key] = view.now
-    yield Finding(
-        What.ACTION,
-        job.job,
-        (record.slots[0],),
-        view.now,
-        Source.CLOCK,
-        f"no agent came back within {most:g} s; see `squeue -j {job.job}_{element}`",
-        element=element,
-        node=record.node,
-        by="time limit",
-        action=RESTART,
+    clocks.excused[action] = view.now
+    out.findings.append(
+        Finding(
+            What.ACTION,
+            state.job,
+            (record.slots[0],),
+            view.now,
+            Source.CLOCK,
+            f"no agent came back within {most:g} s; see `squeue -j {state.job}_{element}`",
+            element=element,
+            node=record.node,
+            by="time limit",
+            action=RESTART,
+        )
     )

@@ -1,7 +1,7 @@
-"""How long an iteration may take before it hangs, and how long a rank may stay outside iterations. Pure.
+"""How long an iteration may take before it hangs, and how long a rank may stay outside iterations.
 
-Once the job's iteration time is learned, :class:`statistics.IterationMonitor` says it. Here is the rest: the
-first iterations, those after a recovery or at a new size, and the script's own code between two iterations.
+Once the job's iteration time is learned, :class:`statistics.IterationMonitor` says how long. This file has the rest:
+the first iterations, those after a recovery or at a new size, and the script's own code between two iterations.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Patience:
     longest_outside: float = 0.0
     outside: Counter[int] = field(default_factory=Counter)
 
-    def stepped(self, seconds: float, learned: bool, warm_up: bool, newcomers: bool = True) -> None:
+    def on_iteration(self, seconds: float, learned: bool, warm_up: bool, newcomers: bool = True) -> None:
         """An iteration ended, no recovery."""
         if not learned:
             self.early.append(seconds)
@@ -53,7 +53,7 @@ class Patience:
         elif warm_up:
             self.longest_regrouped = max(self.longest_regrouped, seconds)
 
-    def were_outside(self, times: Mapping[int, float]) -> None:
+    def on_outside(self, times: Mapping[int, float]) -> None:
         """Ranks say how long each was outside before its iteration: slot -> seconds."""
         for slot, seconds in times.items():
             if 0.0 <= seconds < math.inf:

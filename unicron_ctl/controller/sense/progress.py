@@ -1,9 +1,8 @@
-"""Members of one job that do not come where the others wait for them: by themselves at rest, late to stop, or late to
-enter a generation."""
+"""Members of one job that the others wait for: they stopped by themselves, are late to stop, or late to enter."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.log import records
@@ -11,10 +10,12 @@ from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.finding import Finding, Source, What
 from unicron.ctl.controller.model.job_state import Phase
 from unicron.ctl.controller.model.job_view import AT_REST, JobView
+from unicron.ctl.controller.model.live import ProgressWatch
 from unicron.ctl.controller.model.pacing import look_again
-from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.model.view import Order, Outcome, View
 from unicron.ctl.controller.sense.patience import STOPPED, outside
 from unicron.ctl.controller.sense.timing import JobTimes
+from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.wire import Plan, RankStatus
 
 WITNESS_SECONDS = 0.05  # what is heard later than this after a rank stopped was sent after its peers' connections broke
@@ -44,25 +45,38 @@ def _finding(view: View, job: JobView, what: What, slots: tuple[int, ...], said:
 
 
 # ---------------------------------------------------------------- stopped by themselves
-def stopped(view: View, job: JobView) -> Iterator[Finding]:
-    """Members stopped by themselves, all agents have spoken since, and still nobody is gone: it has to be tried again.
+def check_stopped(view: View, job: JobView) -> Outcome:
+    """Members that stopped by themselves although all agents have spoken since and nobody is gone: all try again.
 
-    A rank's connections also break because a peer's node died, which only the lease shows: until every agent has been
-    heard again (they are pinged) this is no fault yet.
+    A rank's connections also break because a peer's node died, which only the lease shows. So until every agent has
+    been heard again (`ping_unheard`), this is no fault yet.
     """
-    state = job.state
+    out, state = Outcome(), job.state
     if not job.live.stopped or state.phase is Phase.BREAKING or state.regroup or state.condemned:
-        return
+        return out
     grace = view.config.fault_grace
     latest = max((since for since in job.live.stopped.values() if view.now - since >= grace), default=None)
     if latest is None or unheard_since(job, latest):
-        return
-    found = _some(job, [s for s, since in job.live.stopped.items() if view.now - since >= grace])
-    yield _finding(view, job, What.STOPPED, found, "stopped by itself", "exception")
+        return out
+    found = _spread(job, [s for s, since in job.live.stopped.items() if view.now - since >= grace])
+    out.findings.append(_finding(view, job, What.STOPPED, found, "stopped by itself", "exception"))
+    return out
 
 
-def _some(job: JobView, slots: list[int]) -> tuple[int, ...]:
-    """The first few of them, of as many nodes as can be: when thousands stop at once, more of them say nothing new."""
+def ping_unheard(view: View, job: JobView) -> Outcome:
+    """After a rank stopped by itself, asks every agent that has not spoken since whether it lives."""
+    out = Outcome()
+    if job.state.phase is Phase.BREAKING:
+        return out
+    latest = view.now - WITNESS_SECONDS
+    since = max((at for at in job.live.stopped.values() if at <= latest), default=None)
+    if since is not None:
+        out.orders += [Order(agent, f"ping {since}", wire.Ping()) for agent in unheard_since(job, since)]
+    return out
+
+
+def _spread(job: JobView, slots: list[int]) -> tuple[int, ...]:
+    """The first few slots, on as many nodes as possible: when thousands stop at once, more of them say nothing new."""
     return tuple(sorted(sorted(slots, key=lambda slot: (slot % job.per_node, slot))[:MOST_NAMED]))
 
 
@@ -74,21 +88,21 @@ def unheard_since(job: JobView, since: float) -> list[AgentView]:
 
 
 # ---------------------------------------------------------------- late to stop
-def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
-    """Survivors that did not stop in time: nobody who does not answer is waited for.
+def check_late_to_stop(view: View, job: JobView, times: JobTimes, progress: ProgressWatch) -> Outcome:
+    """Survivors that did not stop in time: the job goes on without them.
 
-    But whoever holds the last copy of the training state is: as long as no other survivor has reported, no time
-    condemns it, and the log says once that the job waits.
+    It waits for whoever holds the last copy of the training state, as long as no other survivor has reported, and the
+    log says so once.
     """
     out, state = Outcome(), job.state
     if state.phase is not Phase.BREAKING or job.waited(view.now) <= view.config.report_timeout:
         return out
-    if view.now < job.live.majority_until:
+    if view.now < progress.majority_until:
         return out
     awaited = [slot for slot in sorted(job.live.awaited) if slot not in state.lost and slot not in state.condemned]
     hit = state.hit() if job.replica > 1 else frozenset(awaited)  # all others finish what they have begun
     late = {slot: said for slot in awaited if (said := _late(view, job, slot, times, slot in hit))}
-    if late and quorum.waits_for_majority(view, job):  # no time shows those dead who may go on by themselves
+    if late and quorum.waits_for_majority(view, job, progress):  # no time shows those dead who may go on by themselves
         gone = quorum.missing_elements(view, state)
         late = {slot: said for slot, said in late.items() if state.element(slot) not in gone}
     if not late:
@@ -102,21 +116,25 @@ def late_to_stop(view: View, job: JobView, times: JobTimes) -> Outcome:
     return out
 
 
-def blocked(view: View, job: JobView) -> frozenset[int]:
-    """Ranks of replicas that no Break hits, which have stopped and without which the others of theirs cannot get
-    through the schedule that they have begun."""
-    state, live = job.state, job.live
-    if state.phase is not Phase.BREAKING or job.replica == 1 or not live.awaited or view.now < live.blocked_look_at:
-        return frozenset()
-    live.blocked_look_at = look_again(view.now, len(state.members), BLOCKED_SECONDS)
+def check_blocked(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
+    """Notes, in replicas that no Break hits, ranks that have stopped although the rest of their replica cannot finish
+    its schedule without them. All of the replica are told to stop then."""
+    out, state, live = Outcome(), job.state, job.live
+    if state.phase is not Phase.BREAKING or job.replica == 1 or not live.awaited:
+        return out
+    if view.now < progress.blocked_check_at:
+        return out
+    progress.blocked_check_at = look_again(view.now, len(state.members), BLOCKED_SECONDS)
     found: set[int] = set()
     for place, replica in enumerate(state.groups()):
         runs = [s for s in replica if s in live.awaited]
         begun = max((status.iteration for slot in runs if (status := job.status(slot)) is not None), default=-1)
         if runs and begun >= 0:
             share = _share(job, place, replica[0], begun)
-            found.update(s for s in replica if s not in live.awaited and _stands_short(job, s, begun, share))
-    return frozenset(found)
+            found.update(s for s in replica if s not in live.awaited and _falls_short(job, s, begun, share))
+    if not found <= progress.blocked:
+        progress.blocked |= found
+    return out
 
 
 def _share(job: JobView, place: int, head: int, iteration: int) -> int:
@@ -128,7 +146,7 @@ def _share(job: JobView, place: int, head: int, iteration: int) -> int:
     return len(range(place, total, max(1, count)))
 
 
-def _stands_short(job: JobView, slot: int, iteration: int, share: int) -> bool:
+def _falls_short(job: JobView, slot: int, iteration: int, share: int) -> bool:
     """The rank is at rest, and has not got through the schedule of that iteration."""
     status = job.status(slot)
     if status is None or status.state not in AT_REST or slot in job.state.lost:
@@ -138,8 +156,8 @@ def _stands_short(job: JobView, slot: int, iteration: int, share: int) -> bool:
 
 
 def _late(view: View, job: JobView, slot: int, times: JobTimes, hit: bool) -> str:
-    """That a survivor should have stopped by now; empty while it may take longer. hit: its replica has lost a rank; one
-    that has not finishes its schedule first, and shows nothing of how far it is."""
+    """Why a survivor should have stopped by now; empty while it may take longer. hit: its replica has lost a rank. A
+    replica that has not finishes its schedule first, and does not show how far it is."""
     status, agent, config = job.status(slot), job.agent(slot), view.config
     if status is None or agent is None:
         return ""
@@ -161,8 +179,8 @@ def _first_iteration(status: RankStatus) -> bool:
 
 
 def _last_copies(job: JobView, awaited: Collection[int]) -> set[int]:
-    """Those of the awaited who hold the last copy of the training state of their place: no other rank for it has
-    stopped, or trained to the end, so that the job could go on, or is done, without them."""
+    """Awaited members that hold the last copy of the training state of their place: no other rank of that place has
+    stopped or trained to the end, so the job can neither go on nor end without them."""
     state, size = job.state, job.replica
     at_rest = (s for s in state.survivors() if s not in job.live.awaited and s not in state.condemned)
     covered = {
@@ -176,7 +194,7 @@ def _last_copies(job: JobView, awaited: Collection[int]) -> set[int]:
 
 
 def _holds(job: JobView, slot: int) -> bool:
-    """The member's process holds the training state, for it has been in a generation."""
+    """The member's process has been in a generation, so it holds the training state."""
     state, status = job.state, job.status(slot)
     if not state.mode.keeps_state or status is None or job.identity(slot) != state.members.get(slot):
         return False
@@ -200,19 +218,25 @@ def _wait_for(job: JobView, slots: set[int], what: str, out: Outcome) -> None:
 
 
 # ---------------------------------------------------------------- late to enter
-def late_to_enter(view: View, job: JobView, times: JobTimes) -> str:
-    """Why the time to enter the plan or the offer is over; empty while it is not.
+def check_late_to_enter(view: View, job: JobView, times: JobTimes, progress: ProgressWatch) -> Outcome:
+    """Notes in `progress.overdue` why the time to enter the plan or the offer is over, and names members that have not
+    entered in ENTER_TRIES tries in a row.
 
-    It begins anew whenever a member gets on: comes in, or moves bytes of the transfer. It does not run while a member
-    is in the script's own code before the boundary, nor for an offer that nobody has taken yet.
+    The time begins anew whenever a member gets on: comes in, or moves bytes of the transfer. It does not run while a
+    member is in the script's own code before the boundary, nor for an offer that nobody has taken yet.
     """
+    progress.overdue = _overdue(view, job, times, progress)
+    return _never_entered(view, job, progress)
+
+
+def _overdue(view: View, job: JobView, times: JobTimes, progress: ProgressWatch) -> str:
     state, limit, live = job.state, view.config.enter_timeout, job.live
     plan, waited = state.offer or state.plan, job.waited(view.now)
     if plan is None or state.phase not in (Phase.ENTERING, Phase.OFFERING) or not live.awaited or waited < limit:
         return ""
-    if view.now < live.enter_look_at or (state.offer is not None and not taken(job, plan)):
+    if view.now < progress.enter_check_at or (state.offer is not None and not offer_taken(job, plan)):
         return ""
-    live.enter_look_at = look_again(view.now, len(plan.members))
+    progress.enter_check_at = look_again(view.now, len(plan.members))
     last = view.now - waited
     for slot in plan.members:
         status, agent = job.status(slot), job.agent(slot)
@@ -221,11 +245,10 @@ def late_to_enter(view: View, job: JobView, times: JobTimes) -> str:
         at = agent.progress.get(slot, last)
         if slot not in live.awaited or (status.state == "entering" and status.entering == plan.generation):
             last = max(last, at)
-        elif (
-            outside(status)
-            and view.now - at <= times.patience.between(slot, status, view.now - at, limit, view.config)[0]
-        ):
-            return ""
+        elif outside(status):
+            patience, _ = times.patience.between(slot, status, view.now - at, limit, view.config)
+            if view.now - at <= patience:
+                return ""
     if view.now - last < limit:
         return ""
     missing = sorted(live.awaited)
@@ -233,8 +256,8 @@ def late_to_enter(view: View, job: JobView, times: JobTimes) -> str:
     return f"slots {shown} did not enter generation {plan.generation}, and nothing has moved for {limit:g} s"
 
 
-def taken(job: JobView, offer: Plan) -> bool:
-    """A member is at the boundary and enters what is offered: all will, for they have agreed on it."""
+def offer_taken(job: JobView, offer: Plan) -> bool:
+    """A member is at the boundary and enters what is offered. All will, for they have agreed on it."""
     return any(
         status.generation == offer.generation or (status.state == "entering" and status.entering == offer.generation)
         for slot in job.state.members
@@ -242,29 +265,27 @@ def taken(job: JobView, offer: Plan) -> bool:
     )
 
 
-def ignored(view: View, job: JobView) -> str:
-    """Why an offer is to be made anew: it is out for long, and the members train on without it. Empty if it is not."""
-    state, live = job.state, job.live
+def offer_ignored(view: View, job: JobView, progress: ProgressWatch) -> str:
+    """Why an offer is to be made anew: it has been out for long, and the members train on without it."""
+    state = job.state
     waited, limit = job.waited(view.now), view.config.enter_timeout
-    if state.offer is None or waited < limit or view.now < live.enter_look_at:
+    if state.offer is None or waited < limit or view.now < progress.enter_check_at:
         return ""
     limit = max(limit, ITERATIONS_TO_TAKE_AN_OFFER * (state.seconds or 0.0))
     if waited < limit:
         return ""
-    live.enter_look_at = look_again(view.now, len(state.members))
+    progress.enter_check_at = look_again(view.now, len(state.members))
     busy = any(outside(status) for slot in state.members if (status := job.status(slot)) is not None)
-    if busy or taken(job, state.offer):
+    if busy or offer_taken(job, state.offer):
         return ""
     return f"generation {state.offer.generation} was not taken within {limit:g} s"
 
 
-def never_entered(view: View, job: JobView, times: JobTimes) -> Outcome:
-    """The third time in a row those who never got in are named; before that all try again.
-
-    So they do for good where nobody else holds the training state.
-    """
+def _never_entered(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
+    """The third time in a row, members that never got in are named; before that all try again. Where nobody else holds
+    the training state, all try for ever."""
     out, state = Outcome(), job.state
-    if not job.live.overdue or state.tries + 1 < ENTER_TRIES:
+    if not progress.overdue or state.tries + 1 < ENTER_TRIES:
         return out
     plan, joiners = state.offer or state.plan, set(state.joining)
     if plan is not None:
@@ -275,7 +296,7 @@ def never_entered(view: View, job: JobView, times: JobTimes) -> Outcome:
     if last := {slot for slot in holders & missing if slot % job.replica not in inside}:
         _wait_for(job, last, f"did not enter in {ENTER_TRIES} tries", out)
         missing -= last
-    if missing and quorum.waits_for_majority(view, job):
+    if missing and quorum.waits_for_majority(view, job, progress):
         gone = quorum.missing_elements(view, state)
         missing = {slot for slot in missing if state.element(slot) not in gone}
     for slot in sorted(missing):

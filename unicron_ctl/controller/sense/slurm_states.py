@@ -1,18 +1,19 @@
-"""What Slurm says of elements whose agent is gone, or seems to live although Slurm shows its end.
+"""What Slurm says about elements whose agents are gone, or seem to live although Slurm shows their end.
 
-An agent that was killed tells nothing; the node it ran on may be in order. So the failure is recorded by the lease or
-the hint, and what Slurm knows is added to it as soon as a listing shows it. Source: squeue(1), JOB STATE CODES.
+An agent that was killed tells nothing, and its node may be in order. So the failure is recorded by the lease or the
+hint, and what Slurm knows is added to it as soon as a listing shows it. Source: squeue(1), JOB STATE CODES.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.model.finding import Finding, Source, What
 from unicron.ctl.controller.model.job_state import Failure, JobState
-from unicron.ctl.controller.model.view import Listing, View
-from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo
+from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.view import Listing, Outcome, View
+from unicron.ctl.slurm.slurm_client import ElementInfo
 
 ENDED = frozenset(
     "FAILED NODE_FAIL OUT_OF_MEMORY BOOT_FAIL LAUNCH_FAILED TIMEOUT DEADLINE PREEMPTED CANCELLED REVOKED "
@@ -20,17 +21,6 @@ ENDED = frozenset(
 )
 NODE_STATES = ("FAIL", "ERROR", "POWERED_DOWN", "DOWN", "NOT_RESPONDING")  # what speaks against a node, worst first
 OPEN_KINDS = ("node", "agent")
-
-
-@dataclass(frozen=True)
-class Said:
-    """What Slurm says that belongs to a failure: of its element, or (state, node) of its node."""
-
-    job: JobState
-    failure: Failure
-    element: ElementInfo
-    state: str = ""
-    node: NodeInfo | None = None
 
 
 def describe(element: ElementInfo) -> str:
@@ -41,7 +31,7 @@ def describe(element: ElementInfo) -> str:
 
 
 def ended_agents(view: View, listing: Listing, job: JobState) -> Iterator[AgentView]:
-    """Agents that seem to live although Slurm shows their element ended: they may live on for a moment, and are to be
+    """Agents that seem to live although Slurm shows their element ended. They may live on for a moment, so they are
     asked."""
     for element in _known(listing, job):
         agent = view.job(job).agents.get(element.element)
@@ -49,25 +39,35 @@ def ended_agents(view: View, listing: Listing, job: JobState) -> Iterator[AgentV
             yield agent
 
 
-def look(view: View, listing: Listing, job: JobState) -> Iterator[Said]:
-    """What the listing tells about failures of nodes and agents that Slurm has not been quoted on."""
-    for element in _known(listing, job):
-        agent = view.job(job).agents.get(element.element)
+def check_slurm_states(view: View, job: JobView) -> Outcome:
+    """What the last listing adds to failures of nodes and agents that do not quote Slurm yet."""
+    out, listing = Outcome(), view.slurm.seen
+    for element in _known(listing, job.state) if listing is not None else ():
+        agent = job.agents.get(element.element)
         if agent is not None and agent.alive:
             continue
-        of_all = (f for f in reversed(job.failures) if f.element == element.element and f.kind in OPEN_KINDS)
-        failure = next(of_all, None)
+        of_it = (f for f in reversed(job.state.failures) if f.element == element.element and f.kind in OPEN_KINDS)
+        failure = next(of_it, None)
         if failure is None or failure.restored_at is not None or failure.slurm:
             continue
         if element.state in ENDED and element.state != "COMPLETED":
-            yield Said(job, failure, element)
+            out.findings.append(_finding(view, job, element, failure, element.state))
             continue
-        node = view.slurm.node(job.agents[element.element].node)
+        node = view.slurm.node(job.state.agents[element.element].node)
         if node is None or view.unfit(node.name) or (node.asleep and "POWERED_DOWN" not in node.states):
             continue
         state = next((state for state in NODE_STATES if state in node.states), "")
         if state:
-            yield Said(job, failure, element, state, node)
+            out.findings.append(_finding(view, job, element, failure, state, node.name))
+    return out
+
+
+def _finding(view: View, job: JobView, element: ElementInfo, failure: Failure, state: str, node: str = "") -> Finding:
+    """Slurm shows the failure's element in this state, or its node where that is named."""
+    number = element.element
+    return Finding(
+        What.SLURM, job.state.job, (), view.now, Source.SLURM, state, element=number, node=node, seen=failure.id
+    )
 
 
 def _known(listing: Listing, job: JobState) -> Iterator[ElementInfo]:

@@ -1,4 +1,4 @@
-"""How long iterations take: what is learned of one job from its ranks' steps, and who is slower than the others.
+"""How long iterations take: what a job's steps have taught, and which rank is slower than the others.
 
 Phase times lie in one array per job, [rank, iteration modulo the window, phase], so that a step of thousands of ranks
 is taken in and compared without a loop over them. Ranks are compared pairwise in :mod:`iterations.culprit`; of more
@@ -63,8 +63,8 @@ class PhaseTimes:
         self.rows.clear()
         self.newest, self.chosen_at, self.chosen = -1, -1, []
 
-    def take(self, step: wire.StepReport) -> None:
-        """One agent's ranks; times that make no sense are left out."""
+    def on_step(self, step: wire.StepReport) -> None:
+        """Takes in the times of one agent's ranks, without those that make no sense."""
         # A sum is below a bound only where none is NaN.
         good = [
             rank
@@ -107,7 +107,7 @@ class PhaseTimes:
         Eight micro-batches on three ranks are 3, 3 and 2: the third computes less and waits longer, which is no fault
         of anybody. Of many ranks, those that are worth comparing.
         """
-        slots = self._whom()
+        slots = self._choose_slots()
         rows = np.array([self.rows[slot] for slot in slots], dtype=np.int64)
         means, seen = self._means(rows, last)
         shares = self.shares[rows] if len(rows) else np.zeros(0)
@@ -130,7 +130,7 @@ class PhaseTimes:
         sums = (seconds * mask[:, :, None]).sum(axis=1)
         return sums / np.maximum(count, 1)[:, None], count > 0
 
-    def _whom(self) -> list[int]:
+    def _choose_slots(self) -> list[int]:
         """All ranks; of many, the slowest of each phase and an even sample, chosen anew from time to time."""
         if len(self.rows) <= COMPARED:
             return sorted(self.rows)
@@ -195,10 +195,10 @@ class JobTimes:
         self.phases.clear()
         self.stragglers.clear()
 
-    def take(self, step: wire.StepReport) -> None:
-        """The phase times of one agent's ranks."""
-        self.phases.take(step)
-        self.patience.were_outside(
+    def on_step(self, step: wire.StepReport) -> None:
+        """Takes in the phase times of one agent's ranks."""
+        self.phases.on_step(step)
+        self.patience.on_outside(
             {rank.slot: rank.phases[-1] for rank in step.ranks if len(rank.phases) == len(COLUMNS)}
         )
 
@@ -219,8 +219,8 @@ class JobTimes:
         return self.patience.newcomer(inside, config) if starts else inside
 
     # ------------------------------------------------------------ finished iterations
-    def finished(self, job: JobState, account: Account, recovery: bool, now: float) -> list[records.Record]:
-        """Takes an iteration's time in; says when the job becomes slow, and who makes it so."""
+    def on_iteration(self, job: JobState, account: Account, recovery: bool, now: float) -> list[records.Record]:
+        """Takes in an iteration's time; reports when the job becomes slow, and which rank makes it so."""
         self.adapt(job)
         if account.generation != self.generation:
             return []
@@ -230,7 +230,7 @@ class JobTimes:
         if not recovery:
             warm_up = seen.reason == WARM_UP
             known = learned or (warm_up and bool(self.memory))  # a newcomer's first ones say nothing of the new size
-            self.patience.stepped(account.seconds, known, warm_up, bool(self.newcomers))
+            self.patience.on_iteration(account.seconds, known, warm_up, bool(self.newcomers))
         if seen.health is Health.HEALTHY:
             self.healthy += 1
             if self.healthy % WINDOW == 0:

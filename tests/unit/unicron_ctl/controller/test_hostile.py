@@ -115,7 +115,7 @@ def test_what_nobody_asked_for_leaves_no_record():
         world.to_core(agent, trace)
         world.to_core(agent, wire.InjectRefused(job=OWN, slot=0, fault="rank-kill", reason="none"))
         world.to_core(agent, wire.Timing(job=OWN, slot=0, generation=number + 5, at=1.0, seconds={"stop": 1.0}))
-    assert len(world.log) == before and not world.core.desks[OWN].timings
+    assert len(world.log) == before and not world.core.runtimes[OWN].timings
 
 
 def test_violations_without_number_leave_some_records():

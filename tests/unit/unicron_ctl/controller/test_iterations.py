@@ -286,7 +286,7 @@ def test_an_idle_rank_that_was_stopped_wrongly_has_more_time_the_next_time(train
     trained.core.config.hang_idle_seconds = 20.0
     train(trained, 20, outside={0: 0.0})
     outside(trained, 0, 22, idle=0.0)
-    assert events(trained, "hang") and trained.core.desks["1"].times.patience.longest_outside > 20
+    assert events(trained, "hang") and trained.core.runtimes["1"].sensors.times.patience.longest_outside > 20
 
 
 def test_a_first_checkpoint_computes_or_writes_and_has_the_full_time(trained):
@@ -498,10 +498,10 @@ def test_a_straggler_is_named_with_its_slowdown_and_nothing_is_broken(world):
     degraded = events(world, "degraded")
     assert len(degraded) == 1 and degraded[0].record.slot == 2 and degraded[0].record.phase == "backward"
     assert degraded[0].record.slowdown > 1.3 and degraded[0].record.node == "n3"
-    assert world.core.desks["1"].times.degraded.slot == 2
+    assert world.core.runtimes["1"].sensors.times.degraded.slot == 2
     assert not sent(world, ORDERS) and not events(world, "failure_detected")
     train(world, 40)
-    assert len(events(world, "degraded_over")) == 1 and world.core.desks["1"].times.degraded is None
+    assert len(events(world, "degraded_over")) == 1 and world.core.runtimes["1"].sensors.times.degraded is None
     world.check_replay()
 
 
@@ -535,7 +535,7 @@ def test_hostile_phases_are_ignored(world):
     for nonsense in ([float("nan")] * 6, [1.0] * 50, [-1.0] * 6, [float("inf")] * 6, [1e300] * 6, []):
         world.agents[0].report(0, wire.RankStep(0, [0], 0.1, 1.0, None, nonsense))
     assert len(phases(1)) == len(wire.PHASES)
-    assert world.core.desks["1"].times.phases.comparable() == {}
+    assert world.core.runtimes["1"].sensors.times.phases.comparable() == {}
 
 
 def test_an_exception_that_nothing_caught_is_acted_upon_before_the_process_ends(trained):

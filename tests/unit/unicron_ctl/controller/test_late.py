@@ -11,7 +11,7 @@ from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.job.job_events import Happening, next_event
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.state_machine import Event
-from unicron.ctl.controller.sense.overdue import pending
+from unicron.ctl.controller.sense.overdue import lacking
 from unicron.ctl.protocol import wire
 from unicron.detector.failures.escalation import State
 
@@ -254,10 +254,10 @@ def test_no_action_is_overdue_while_it_waits_for_others():
     world = started(enter_timeout=10.0)
     regroups(world, 1)
     view = world.core.view.job(world.job())
-    assert pending(view, 1, State.REATTEMPTING, "n2", set()) == "", "a transfer"
+    assert lacking(view, 1, State.REATTEMPTING, "n2", set()) == "", "a transfer"
     world.agents[2].die(2)
     assert world.job().phase == "breaking"
-    assert pending(view, 0, State.REATTEMPTING, "n1", set()) == "", "it has stopped, another has not"
+    assert lacking(view, 0, State.REATTEMPTING, "n1", set()) == "", "it has stopped, another has not"
 
 
 def test_no_overdue_action_ends_the_last_copy_either():
@@ -269,7 +269,7 @@ def test_no_overdue_action_ends_the_last_copy_either():
     world.run(0.5)
     assert world.job().phase == "entering" and world.job().plan.members == [1]
     view = world.core.view.job(world.job())
-    assert pending(view, 1, State.REATTEMPTING, "n2", set()) == ""
+    assert lacking(view, 1, State.REATTEMPTING, "n2", set()) == ""
     world.run(120)
     assert world.agents[1].ranks[1].state == "stopped" and not events(world, "action_failed"), "it may still enter"
 

@@ -9,7 +9,7 @@ from tests.unit.unicron_ctl.controller.test_reconcile import follow
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.nodes.isolation import attention
 from unicron.ctl.controller.sense import overdue
-from unicron.ctl.controller.sense.overdue import pending
+from unicron.ctl.controller.sense.overdue import lacking
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.config import ControllerConfig, problems
 from unicron.detector.failures.escalation import Policy, State
@@ -38,8 +38,8 @@ def on_slurm(nodes: int, elements: int, **settings) -> tuple[World, FakeSlurm]:
 # ---------------------------------------------------------------- time limits
 def test_many_that_are_started_at_once_are_looked_at_later_and_no_limit_is_lost(monkeypatch):
     looked = []
-    real = overdue.pending
-    monkeypatch.setattr(overdue, "pending", lambda *args: looked.append(args[1]) or real(*args))
+    real = overdue.lacking
+    monkeypatch.setattr(overdue, "lacking", lambda *args: looked.append(args[1]) or real(*args))
     world = World(restart_seconds=20.0)
     agents = world.start_job(nodes=60, ranks=4)
     for agent in agents:
@@ -136,7 +136,7 @@ def test_a_restarted_controller_begins_the_clock_anew():
     agents = world.start_job()
     agents[1].die(1)
     world.run(50)
-    world.core.clocks.excused.clear()
+    world.core.runtimes["1"].sensors.actions.excused.clear()
     world.core.view.started_at = world.now
     world.run(50)
     assert failed(world) == []
@@ -149,9 +149,9 @@ def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late():
     agents = world.start_job()
     agents[1].set(1, state="waiting")
     job, view = world.job(), world.core.view.job(world.job())
-    assert pending(view, 1, State.RESTARTING, "n2", set()) == "it is waiting while the job is running"
+    assert lacking(view, 1, State.RESTARTING, "n2", set()) == "it is waiting while the job is running"
     job.settings.mode = wire.RESTART
-    assert pending(view, 1, State.RESTARTING, "n2", set()) == ""
+    assert lacking(view, 1, State.RESTARTING, "n2", set()) == ""
 
 
 # ---------------------------------------------------------------- Slurm refuses

@@ -137,7 +137,7 @@ def test_a_rank_whose_memory_grows_is_named_by_slot(world):
 
 def test_phases_count_as_shares_of_the_iteration(world):
     train(world, 20)
-    rows = rank_rows({}, world.job("1").members, world.core.desks["1"].times.phases.comparable())
+    rows = rank_rows({}, world.job("1").members, world.core.runtimes["1"].sensors.times.phases.comparable())
     assert len(rows) == 6 and 0.5 < sum(rows["slot 2"].values()) < 1.0
     assert rank_rows({}, [0, 1], {}) == {}
 
@@ -154,11 +154,11 @@ def test_old_samples_strange_names_and_strangers_take_no_part(world):
     for nonsense in ({"x" * 1000: 1.0}, {"cpu_busy": float("nan")}, {"cpu_busy": 1e300}):
         agent = world.agents[0]
         world.to_core(agent, wire.Metrics(job="1", element=0, agent=agent.agent, node=nonsense, ranks={77: {}, 0: {}}))
-        assert world.core.desks["1"].peers.samples[0].values == {} and list(
-            world.core.desks["1"].peers.samples[0].ranks
+        assert world.core.runtimes["1"].sensors.peers.samples[0].values == {} and list(
+            world.core.runtimes["1"].sensors.peers.samples[0].ranks
         ) == [0]
     world.core.receive((b"stranger",), wire.Metrics(job="1", element=1, agent="x", node={"cpu_busy": 9.0}), world.now)
-    assert world.core.desks["1"].peers.samples[1].values != {"cpu_busy": 9.0}
+    assert world.core.runtimes["1"].sensors.peers.samples[1].values != {"cpu_busy": 9.0}
     world.run(60)
     assert not events(world, "anomaly")
 
@@ -170,7 +170,7 @@ def test_it_can_be_switched_off(world):
     world.core.configure(structs.replace(world.config, metrics_seconds=0.0), world.core.classifier)
     assert not job_answer(world.core, world.job("1"), EVERYBODY).anomalies
     rounds(world, 2, {"n3": {"gpu_temperature": 1.5}})
-    assert world.core.desks["1"].peers == JobPeers()
+    assert world.core.runtimes["1"].sensors.peers == JobPeers()
 
 
 @pytest.mark.parametrize(("peers", "noise"), [(4, 0.05), (4, 0.2), (16, 0.2), (32, 0.1)])
@@ -182,4 +182,4 @@ def test_no_false_alarms_over_many_rounds(peers, noise):
             f"n{i}": {name: value * max(0.0, rng.gauss(1.0, noise)) for name, value in (NODE | RANK).items()}
             for i in range(peers)
         }
-        assert group.judge(values, ()) == []
+        assert group.judge_round(values, ()) == []

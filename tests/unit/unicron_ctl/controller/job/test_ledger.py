@@ -236,7 +236,7 @@ def test_an_iteration_that_calls_itself_huge_costs_what_was_reported():
     steps = [event.record for event in world.log[number:] if isinstance(event.record, records.Step)]
     assert steps and all(len(records.encode(step)) < 1000 for step in steps)
     assert all(len(step.unreported) == 100 for step in steps)
-    still_open = world.core.desks["1"].ledger.open.values()
+    still_open = world.core.runtimes["1"].ledger.open.values()
     assert still_open and all(len(one.summed) == 1 and not one.computed for one in still_open)
 
 

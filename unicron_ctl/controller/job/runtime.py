@@ -1,4 +1,4 @@
-"""What is remembered for now of one job: its ledger, its iterations, its peers. Lost with the process."""
+"""Everything that the controller knows about one job and that is lost with the process, in named parts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from unicron.ctl.controller.job import spares
 from unicron.ctl.controller.job.job_ledger import JobLedger
-from unicron.ctl.controller.job.modes import Told
+from unicron.ctl.controller.job.modes import NewcomersSaid
 from unicron.ctl.controller.job.orders import Letter
+from unicron.ctl.controller.job.spares import SparesSaid
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.iteration_account import Account
 from unicron.ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
+from unicron.ctl.controller.model.live import LiveJob
 from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.replication.cuts import Cuts
-from unicron.ctl.controller.sense.iterations import IterationWatch
-from unicron.ctl.controller.sense.outliers import JobPeers
+from unicron.ctl.controller.sense.sensors import SensorMemory
 from unicron.ctl.controller.sense.timing import JobTimes
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.config import ControllerConfig
@@ -28,28 +28,28 @@ TIMINGS_KEPT = 8  # of one generation: the parts of a recovery take about as lon
 
 
 @dataclass
-class JobDesk:
-    """One job's.
+class JobRuntime:
+    """Everything about one job that is lost with the process; what is durable is in `JobState`.
 
     disturbed_until: the last iteration around which ranks were lost, so that reports may be missing.
     unheard_until: the last iteration of which an agent's report was lost on its way, or with the controller before.
     """
 
+    live: LiveJob
+    """What its agents say, and what has to be looked at because of it."""
+    sensors: SensorMemory
     ledger: JobLedger
-    times: JobTimes
-    watch: IterationWatch = field(default_factory=IterationWatch)
-    peers: JobPeers = field(default_factory=JobPeers)
-    told: Told = field(default_factory=Told)
-    waiting: spares.Told = field(default_factory=spares.Told)
+    newcomers: NewcomersSaid = field(default_factory=NewcomersSaid)
+    spares: SparesSaid = field(default_factory=SparesSaid)
+    cuts: Cuts = field(default_factory=Cuts)
     letter: Letter | None = None
     """What all agents were told last."""
     disturbed_until: int = -1
     unheard_until: int = -1
     outsiders: set[int] = field(default_factory=set)
     """Slots whose process was left behind by a plan and may have to be started again."""
-    look_at: float = 0.0
     state_awaited: int = -1
-    """The generation of which it was said that its state is awaited."""
+    """The generation whose state is awaited, by the log."""
     injected: set[int] = field(default_factory=set)
     """Slots that a fault was sent to and whose agent has not refused it."""
     cold: set[str] = field(default_factory=set)
@@ -57,13 +57,13 @@ class JobDesk:
     violations: Throttle = field(default_factory=lambda: Throttle(*VIOLATIONS))
     timings: dict[int, int] = field(default_factory=dict)
     expected: tuple[tuple[int, int], Collection[int]] = ((0, 0), ())
-    cuts: Cuts = field(default_factory=Cuts)
 
     @classmethod
-    def for_job(cls, job: JobState, config: ControllerConfig) -> JobDesk:
-        return cls(JobLedger(closed=job.iteration), JobTimes.fresh(config))
+    def for_job(cls, job: JobView, config: ControllerConfig) -> JobRuntime:
+        memory = SensorMemory(JobTimes.fresh(config), job.live.progress, job.live.survey)
+        return cls(job.live, memory, JobLedger(closed=job.state.iteration))
 
-    def phase_changed(self, record: records.Record) -> None:
+    def on_phase_changed(self, record: records.Record) -> None:
         """A record changed the job's phase or members."""
         if isinstance(record, records.PlanMade):
             bound = record.plan.iteration if record.plan.source is None else -1
@@ -74,7 +74,7 @@ class JobDesk:
             self.outsiders.update(record.left)
             self.timings = {}
 
-    def notice_outsider(self, job: JobView, slot: int) -> None:
+    def on_change(self, job: JobView, slot: int) -> None:
         if self.is_outsider(job, slot):
             self.outsiders.add(slot)
 
@@ -88,7 +88,7 @@ class JobDesk:
         return status.state == "left" and slot not in job.state.members
 
     # ------------------------------------------------------------ steps
-    def take_steps(self, job: JobView, message: wire.StepReport, now: float, whole: bool = True) -> Outcome:
+    def on_steps(self, job: JobView, message: wire.StepReport, now: float, whole: bool = True) -> Outcome:
         """A node's ranks have stepped: the ledger and the speed of the iterations that are complete with it.
 
         whole: nothing was lost between its agent's report before and this one.
@@ -97,7 +97,7 @@ class JobDesk:
         if not whole:
             self.unheard_until = max(self.unheard_until, message.iteration)
         bound = float("inf") if state.phase is Phase.BREAKING else max(self.disturbed_until, self.unheard_until)
-        self.times.take(message)
+        self.sensors.times.on_step(message)
         drops = state.replica > 1 or (state.plan is not None and state.plan.state is not None)
         accounts = self.ledger.add(message, self._expected(state), lambda iteration: iteration <= bound, drops)
         nan_since = state.nan_since
@@ -120,7 +120,7 @@ class JobDesk:
             )
             out.record(state, step, account.generation)
             recovery = account.iteration <= self.disturbed_until or bool(account.unreported)
-            for record in self.times.finished(state, account, recovery, now):
+            for record in self.sensors.times.on_iteration(state, account, recovery, now):
                 out.record(state, record, account.generation)
             if account.problems and self.violations.allows("", now):
                 out.record(state, _violation(account), account.generation)
@@ -135,7 +135,7 @@ class JobDesk:
             self.expected = key, job.members.keys() - job.lost.keys()
         return self.expected[1]
 
-    def take_timing(self, job: JobState, message: wire.Timing) -> Outcome:
+    def on_timing(self, job: JobState, message: wire.Timing) -> Outcome:
         """How long a recovery took in one rank; of many ranks, the first few are kept."""
         out = Outcome()
         if not 0 <= job.generation - message.generation <= 1:
