@@ -102,7 +102,7 @@ class Core:
         )
         self.runtimes: dict[str, JobRuntime] = {}
         self.slurm = reconcile.Desk()
-        self.talk = judge_nodes.Talk(waiting=judge_nodes.waiting(self.state.nodes))
+        self.talk = judge_nodes.Talk(waiting=judge_nodes.undecided_events(self.state.nodes))
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
         self.written = Written()
         self._steps: Counter[str] = Counter()
@@ -401,7 +401,7 @@ class Core:
         )
 
     def _settle_node_events(self) -> None:
-        for outcome in judge_nodes.settle(self.view, self.talk):
+        for outcome in judge_nodes.settle_node_events(self.view, self.talk):
             self.carry_out(outcome)
 
     def _notice_time(self, now: float) -> None:
@@ -528,7 +528,7 @@ class Core:
         """The slurmd of a node was tried."""
         ending_nodes.on_knock(self.view, request, answer)
         if self.state.node(request.node).downed:
-            readmission.reached(self.view, self.slurm.gate, request.node, answer is Reach.REACHED)
+            readmission.on_knock(self.view, self.slurm.gate, request.node, answer is Reach.REACHED)
 
     def _action_done(self, action: Action, error: str) -> None:
         self.slurm.under_way.discard(action.key)

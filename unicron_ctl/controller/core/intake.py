@@ -79,7 +79,7 @@ class Intake:
                 if (agent := self._of_agent(route, key, message)) is not None:
                     whose = self._view.state.jobs[message.job].owner
                     room = self._written.allows(message.job, whose, self._view.now, OF_NODE_EVENTS)
-                    self._carry_out(judge_nodes.take(self._view, agent, message, self._talk, room))
+                    self._carry_out(judge_nodes.record_node_event(self._view, agent, message, self._talk, room))
             case wire.StackTrace() | wire.Timing() | wire.InjectRefused():
                 if (known := self._speaker(route, key, message.job, message.slot)) is not None:
                     self._on_rank_message(known, message)

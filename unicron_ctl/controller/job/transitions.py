@@ -9,7 +9,7 @@ from unicron.ctl.controller.job import spares
 from unicron.ctl.controller.job.candidates import remaining
 from unicron.ctl.controller.job.deciding import decided
 from unicron.ctl.controller.job.modes import Happening
-from unicron.ctl.controller.judge.remedies import start
+from unicron.ctl.controller.judge.remedies import start_rank
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.finding import Finding, Source, What
 from unicron.ctl.controller.model.job_state import JobState
@@ -45,7 +45,9 @@ def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
         )
         out.record(job.state, records.Reform(reason=reason))
         for slot in sorted(again):
-            start(view, job.state, slot, reports[slot].incarnation + 1, view.now, "its state cannot be completed", out)
+            start_rank(
+                view, job.state, slot, reports[slot].incarnation + 1, view.now, "its state cannot be completed", out
+            )
         return out
     number = job.state.generation + 1
     plan = Plan(
@@ -139,7 +141,7 @@ def change_layout(view: View, job: JobView, happening: Happening) -> Outcome:
     for slot in sorted(slot for agent in state.agents.values() for slot in agent.slots):  # of those who come back, too
         status, member = job.status(slot), state.members.get(slot)
         known = (state.slot(slot).wanted, status.incarnation if status else 0, member.incarnation if member else 0)
-        start(view, state, slot, max(known) + 1, view.now, f"the job goes on as {state.relayout}", out)
+        start_rank(view, state, slot, max(known) + 1, view.now, f"the job goes on as {state.relayout}", out)
     return out
 
 

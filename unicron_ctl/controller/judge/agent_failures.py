@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unicron.ctl.controller.failure_detector.verdict import CLOSED
 from unicron.ctl.controller.judge import evidence
-from unicron.ctl.controller.judge.remedies import escalate, failure_of, inside_of, leave_node, start
+from unicron.ctl.controller.judge.remedies import escalate, failure_of, inside_of, leave_node, start_rank
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.finding import Finding, What
 from unicron.ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, AgentRecord, Failure, JobState, Phase
@@ -98,7 +98,7 @@ def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
     return out
 
 
-def missed(view: View, job: JobView, finding: Finding) -> Outcome:
+def member_missed(view: View, job: JobView, finding: Finding) -> Outcome:
     """The others have gone on without it, and nobody can say any more how it ended: it is put on record."""
     out, state = Outcome(), job.state
     verdict = view.classifier.cause("exited_abnormally", finding.evidence)
@@ -149,7 +149,7 @@ def parted(view: View, job: JobView, finding: Finding) -> Outcome:
     return out
 
 
-def left(view: View, job: JobView, finding: Finding) -> Outcome:
+def agent_left(view: View, job: JobView, finding: Finding) -> Outcome:
     """An agent says that it ends by itself: its ranks finished, or Slurm stopped it."""
     out, state = Outcome(hurry=True), job.state
     agent = state.agents[finding.element]
@@ -186,12 +186,12 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
         out.record(state, amended)
     slots = [slot for slot in finding.slots if earlier is None or slot not in earlier.slots]
     if earlier is not None and not slots:
-        isolation.move(view, state, agent, earlier.id, earlier.slots, finding.evidence, True, out)
+        isolation.leave_node(view, state, agent, earlier.id, earlier.slots, finding.evidence, True, out)
         return out
     inside, slots = slots, slots or list(agent.slots)
     decision, memory = escalate(view, job, slots[0], verdict, None)
     put = Outcome()
-    may = isolation.move(view, state, agent, records.THIS_FAILURE, slots, finding.evidence, True, put)
+    may = isolation.leave_node(view, state, agent, records.THIS_FAILURE, slots, finding.evidence, True, put)
     # Where it must not be done the log says why, and its ranks go on as long as they can.
     lost = {s: f"is on a node that the job leaves: {said.cause}" for s in inside} if may else {}
     out.record(state, failure_of(job, "node", slots, finding, verdict, decision, escalation=memory, leave_out=lost))
@@ -245,7 +245,7 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
     if not moves and here and agent is not None:
         status = agent.ranks.get(slot)
         incarnation = status.incarnation + 1 if status else 0
-        start(view, state, slot, incarnation, view.now, decision.reason[:200], out, records.THIS_FAILURE)
+        start_rank(view, state, slot, incarnation, view.now, decision.reason[:200], out, records.THIS_FAILURE)
     return out
 
 

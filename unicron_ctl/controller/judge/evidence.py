@@ -122,7 +122,7 @@ def explains(said: records.NodeEvent, code: int, pid: int, own: Verdict, pids: I
     return said.scope in ("hardware", "unknown", "storage") and said.cause != "task_hang"
 
 
-def merged(own: Verdict, said: records.NodeEvent, seconds: float, action: str | None = None) -> Verdict:
+def merge_verdicts(own: Verdict, said: records.NodeEvent, seconds: float, action: str | None = None) -> Verdict:
     """The verdict on a process that ended, with what its node said about that time. The worse one leads; of two equals
     the node's where the process's own words only tell how it ended. action: in place of the event's own."""
     when = f"{abs(seconds):.1f} s {'before' if seconds >= 0 else 'after'}"
@@ -168,7 +168,7 @@ def with_node(view: View, job: JobState, node: str, code: int, at: float, pid: i
     if best is None:
         return own
     shared = best.said.action == WAIT and is_shared(view, best)
-    return merged(own, best.said, at - best.said.at, SHARED if shared else None)
+    return merge_verdicts(own, best.said, at - best.said.at, SHARED if shared else None)
 
 
 def with_links(view: View, job: JobState, node: str, own: Verdict) -> Verdict:

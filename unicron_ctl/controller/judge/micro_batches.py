@@ -46,7 +46,7 @@ def failed_again(job: JobState, slot: int, fault: Fault | None, verdict: Verdict
     return Decision(Severity.SEV2, END_JOB, reason, verdict.cause, Event.OWN_BUG, State.ENDED)
 
 
-def named(reason: str, fault: Fault | None) -> str:
+def with_micro_batch(reason: str, fault: Fault | None) -> str:
     """The reason, with the micro-batch in which the fault came."""
     at = of_fault(fault)
     words = f"micro-batch {at[1]} of iteration {at[0]}" if at else ""

@@ -20,7 +20,7 @@ from unicron.ctl.controller.judge.evidence import (
     classify,
     explains,
     first_action,
-    merged,
+    merge_verdicts,
     pids_on,
 )
 from unicron.ctl.controller.log import records
@@ -76,12 +76,12 @@ class Talk:
         return True
 
 
-def waiting(nodes: dict[str, NodeState]) -> set[tuple[str, int]]:
+def undecided_events(nodes: dict[str, NodeState]) -> set[tuple[str, int]]:
     """Events that a controller before this one had not decided yet."""
     return {(name, seen.id) for name, known in nodes.items() for seen in known.events if seen.said.action == WAIT}
 
 
-def take(view: View, agent: AgentView, message: NodeEvent, talk: Talk, room: bool) -> Outcome:
+def record_node_event(view: View, agent: AgentView, message: NodeEvent, talk: Talk, room: bool) -> Outcome:
     """An agent tells what its node said; once, whoever tells it. room: the log may hold more of its job's."""
     out, known = Outcome(), view.state.node(agent.node)
     mark = f"{message.agent[:12]}:{message.number}"
@@ -112,18 +112,18 @@ def take(view: View, agent: AgentView, message: NodeEvent, talk: Talk, room: boo
     return out
 
 
-def settle(view: View, talk: Talk) -> Iterator[Outcome]:
+def settle_node_events(view: View, talk: Talk) -> Iterator[Outcome]:
     """Events that have waited long enough; each is to be taken in before the next is asked for."""
     for name, number in sorted(talk.waiting):
         seen = view.state.node(name).event(number)
         if seen is None:
             talk.waiting.discard((name, number))
-        elif view.now - seen.time >= HOLD_SECONDS and (out := _settle(view, seen)) is not None:
+        elif view.now - seen.time >= HOLD_SECONDS and (out := _settle_event(view, seen)) is not None:
             talk.waiting.discard((name, number))
             yield out
 
 
-def _settle(view: View, seen: SeenEvent) -> Outcome | None:
+def _settle_event(view: View, seen: SeenEvent) -> Outcome | None:
     """What becomes of an event that waited; None while agents may still come back after a restart of this process."""
     out, node = Outcome(), seen.said.node
     jobs = [
@@ -201,7 +201,7 @@ def _explain_late(view: View, said: records.NodeEvent, out: Outcome) -> None:
             rule = "exit-default" if scope == "unknown" else ""
             own = Verdict(failure.cause, Severity(failure.severity), "", failure.reason, rule, scope)
             if explains(said, failure.exit_code or 0, failure.pid or 0, own, pids_on(view, said.node)):
-                full = merged(own, said, failure.detected_at - said.at)
+                full = merge_verdicts(own, said, failure.detected_at - said.at)
                 verdict = records.FailureVerdict(failure=failure.id, cause=full.cause, reason=full.reason)
                 out.record(job, verdict)
 

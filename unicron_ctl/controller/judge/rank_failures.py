@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unicron.ctl.controller.judge import evidence, micro_batches
-from unicron.ctl.controller.judge.remedies import escalate, failure_of, inside_of, leave_node, start, with_remedy
+from unicron.ctl.controller.judge.remedies import escalate, failure_of, inside_of, leave_node, start_rank, with_remedy
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.finding import Finding, What
 from unicron.ctl.controller.model.job_state import Identity, JobState, Phase
@@ -103,7 +103,7 @@ def _not_its_doing(view: View, job: JobState, verdict: Verdict, end: Exit) -> De
 
 
 # ---------------------------------------------------------------- members that do not do their part
-def lost(view: View, job: JobView, finding: Finding) -> Outcome:
+def leave_out_member(view: View, job: JobView, finding: Finding) -> Outcome:
     """A member was replaced, is late, or gave a report that cannot be worked with: the job goes on without it."""
     state, slot = job.state, finding.slots[0]
     why = {slot: finding.evidence}
@@ -145,7 +145,7 @@ def broken(view: View, job: JobView, finding: Finding) -> Outcome:
     """A survivor at rest whose own fault, by a rule of the table, says that its process or node cannot go on."""
     if finding.fault is None or not evidence.needs_restart(view.classifier, finding.fault):
         return Outcome()
-    return lost(view, job, finding)
+    return leave_out_member(view, job, finding)
 
 
 def stopped(view: View, job: JobView, finding: Finding) -> Outcome:
@@ -223,9 +223,9 @@ def hang(view: View, job: JobView, finding: Finding) -> Outcome:
     if (
         agent is None
         or failure.action not in (MOVE, ISOLATE)
-        or not isolation.move(view, job.state, agent, failure.id, failure.slots, decision.reason, suspect, out)
+        or not isolation.leave_node(view, job.state, agent, failure.id, failure.slots, decision.reason, suspect, out)
     ):
-        start(view, job.state, slot, identity.incarnation + 1, view.now, "hangs", out, failure.id)
+        start_rank(view, job.state, slot, identity.incarnation + 1, view.now, "hangs", out, failure.id)
     out.record(job.state, records.LeaveOut(failure=failure.id, slots={slot: "hangs"}, reason=finding.evidence))
     return out
 
@@ -256,7 +256,7 @@ def collective(view: View, job: JobView, finding: Finding) -> Outcome:
     out.record(state, record)
     for slot in sorted(lost):
         incarnation, at = state.members[slot].incarnation + 1, view.now + decision.wait_seconds
-        start(view, state, slot, incarnation, at, "the same collective hangs again", out, records.THIS_FAILURE)
+        start_rank(view, state, slot, incarnation, at, "the same collective hangs again", out, records.THIS_FAILURE)
     return out
 
 
@@ -284,7 +284,7 @@ def to_restart(job: JobState) -> set[int]:
 
 
 # ---------------------------------------------------------------- notes, and actions that failed
-def note(view: View, job: JobView, finding: Finding) -> Outcome:
+def record_note(view: View, job: JobView, finding: Finding) -> Outcome:
     """What ranks have put right by themselves: it goes on record, nothing has to be done."""
     out, note = Outcome(), finding.fault
     assert note is not None
@@ -316,5 +316,5 @@ def revive(view: View, job: JobView, slot: int) -> Outcome:
     if (banished and status.state != "finished") or left_out:
         why = "was declared lost" if banished else "was left out before"
         at = max(view.now, state.slot(slot).not_before)
-        start(view, state, slot, status.incarnation + 1, at, why, out)
+        start_rank(view, state, slot, status.incarnation + 1, at, why, out)
     return out

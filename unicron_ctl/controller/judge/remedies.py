@@ -67,7 +67,7 @@ def failure_of(
         node=finding.node or (record.node if record else ""),
         member=more.pop("member", any(slot in state.members or slot in state.joining for slot in slots)),
         wait_seconds=decision.wait_seconds,
-        reason=micro_batches.named(more.pop("reason", decision.reason), finding.fault),
+        reason=micro_batches.with_micro_batch(more.pop("reason", decision.reason), finding.fault),
         micro_batch=micro_batches.of_fault(finding.fault),
         detected_in=state.generation,
         iteration=more.pop("iteration", finding.iteration),
@@ -88,7 +88,7 @@ def with_remedy(
     out.record(job.state, record)
     if decision.action != END_JOB and not leave_node(view, job, decision, record, out):
         at = view.now + decision.wait_seconds
-        start(view, job.state, record.slots[0], incarnation, at, why, out, records.THIS_FAILURE)
+        start_rank(view, job.state, record.slots[0], incarnation, at, why, out, records.THIS_FAILURE)
     return out
 
 
@@ -101,10 +101,12 @@ def leave_node(view: View, job: JobView, decision: Decision, record: records.Fai
     ):
         return False
     suspect = decision.action == ISOLATE
-    return isolation.move(view, job.state, agent, records.THIS_FAILURE, record.slots, decision.reason, suspect, out)
+    return isolation.leave_node(
+        view, job.state, agent, records.THIS_FAILURE, record.slots, decision.reason, suspect, out
+    )
 
 
-def start(
+def start_rank(
     view: View, job: JobState, slot: int, incarnation: int, at: float, why: str, out: Outcome, failure: int = 0
 ) -> None:
     """Orders a new process in the slot, unless a newer one is ordered already. failure: whose remedy it is, or 0."""

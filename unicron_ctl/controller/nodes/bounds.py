@@ -19,7 +19,7 @@ MINUTE = 60.0  # seconds in which requeues and holds of all jobs are counted
 
 
 # ---------------------------------------------------------------- nodes
-def allowed(config: ControllerConfig, cluster_nodes: int) -> int:
+def most_isolated(config: ControllerConfig, cluster_nodes: int) -> int:
     """How many nodes may be taken out of service within the window."""
     return max(config.max_isolated_nodes, int(config.max_isolated_share * cluster_nodes))
 
@@ -34,7 +34,7 @@ def too_many(
     """
     window = config.isolation_window_seconds
     recent = [name for name, item in isolated.items() if now - item.at < window and name != node]
-    most = allowed(config, cluster_nodes)
+    most = most_isolated(config, cluster_nodes)
     if len(recent) < most:
         return ""
     return (
@@ -110,7 +110,7 @@ def _limit(done: str, count: int, seconds: float, most: int, name: str) -> str:
     return f"{count} elements {done} within {seconds:g} s, and no more than {most} may be ({name})"
 
 
-def within(view: View, actions: Collection[Action], out: Outcome) -> list[Action]:
+def within_limits(view: View, actions: Collection[Action], out: Outcome) -> list[Action]:
     """Those that no limit forbids. With an element that is not taken from its node falls what was to start there."""
     bounds, found, kept, said = Bounds(view), [], set(), set()
     for action in actions:
@@ -119,13 +119,13 @@ def within(view: View, actions: Collection[Action], out: Outcome) -> list[Action
             kept.add(action.node)
             if (which := (action.job, action.action)) not in said:
                 said.add(which)
-                withhold(view, action, why, out)
+                record_withheld(view, action, why, out)
         else:
             found.append(action)
     return [action for action in found if not action.node or action.node not in kept]
 
 
-def withhold(view: View, action: Action, why: str, out: Outcome) -> None:
+def record_withheld(view: View, action: Action, why: str, out: Outcome) -> None:
     """Records, once a minute, that this is not asked of Slurm."""
     known, which = view.state.withheld_takes.get(f"{action.action} {action.job}"), (action.job, action.action)
     said = any(isinstance(r, records.TakeWithheld) and (job, r.action) == which for job, _, r in out.records)

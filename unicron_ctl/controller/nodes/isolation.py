@@ -1,7 +1,7 @@
 """What is done about a node that is not fit for work, by who says so (docs/design/trust.md).
 
-- What a user's process, file or agent says moves that job off the node (`move`), and makes the node a suspect where it
-  may be at fault. The node stays in service: other jobs on it are not ours to end.
+- What a user's process, file or agent says moves that job off the node (`leave_node`), and makes the node a suspect
+  where it may be at fault. The node stays in service: other jobs on it are not ours to end.
 - A node that was shown dead is set down (`take_out`): nothing runs there any more. Where Slurm shows other jobs on it,
   which would be ended, it is drained: it may be cut off for seconds only.
 - A living node is drained on the word of its health checks, which root runs (`proven_bad`): what runs there goes on.
@@ -34,7 +34,7 @@ DRAIN_SECONDS = 5.0  # for a node that is proven bad to drain itself; then it is
 
 
 # ---------------------------------------------------------------- one job leaves the node
-def move(
+def leave_node(
     view: View,
     job: JobState,
     agent: AgentView,

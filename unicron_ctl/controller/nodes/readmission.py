@@ -179,7 +179,7 @@ def _mended(known: NodeState) -> Admission:
     return Admission(True, True, "it has passed the admission checks since")
 
 
-def reached(view: View, gate: Gate, node: str, answers: bool) -> None:
+def on_knock(view: View, gate: Gate, node: str, answers: bool) -> None:
     """The slurmd of a node that was set down answered, or not."""
     if answers:
         since = gate.reached.get(node, 0.0)

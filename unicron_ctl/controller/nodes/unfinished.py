@@ -53,7 +53,7 @@ _ELEMENTS: dict[str, Callable[[ElementInfo, Intent], Then]] = {
 }
 
 
-def settle(view: View, listing: Listing, under_way: Collection[Key], out: Outcome) -> list[Action]:
+def settle_unfinished(view: View, listing: Listing, under_way: Collection[Key], out: Outcome) -> list[Action]:
     """Settles what is not under way in this process; returns what is asked for again."""
     found = []
     for key, intent in list(view.state.intents.items()):

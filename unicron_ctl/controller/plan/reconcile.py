@@ -156,7 +156,7 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     out = Outcome()
     desk.prune(view)
     isolation.gone_down(view, out)
-    actions = unfinished.settle(view, listing, desk.under_way, out)
+    actions = unfinished.settle_unfinished(view, listing, desk.under_way, out)
     _held_again(view, listing, out)
     actions += readmission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way, out)
     for job in list(view.state.jobs.values()):
@@ -290,7 +290,7 @@ def _ask(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> Non
     asked = ((a.target, desk.asked.get(_wish(a))) for a in actions)
     wait = {target for target, before in asked if before is not None and view.now < before.until}
     todo = [a for a in actions if a.target not in wait]
-    if todo := bounds.within(view, todo, out):
+    if todo := bounds.within_limits(view, todo, out):
         for key in dict.fromkeys(map(_wish, todo)):
             before = desk.asked.get(key)
             desk.asked[key] = Asked(_shape(view, key[0]), before.times + 1 if before is not None else 1, view.now)

@@ -17,6 +17,7 @@ from unicron.ctl.controller.model.job_state import Identity, Phase
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.controller.model.view import Order, Outcome, View
+from unicron.ctl.controller.sense.findings import slot_finding
 from unicron.ctl.controller.sense.patience import STOPPED, Limit
 from unicron.ctl.controller.sense.timing import JobTimes
 from unicron.ctl.protocol import wire
@@ -299,22 +300,9 @@ def _suspect(
     for culprit in culprits:
         if culprit.slot is None:
             continue
-        status = job.status(culprit.slot)
-        out.findings.append(
-            Finding(
-                What.HANG,
-                job.state.job,
-                (culprit.slot,),
-                view.now,
-                Source.PEER,
-                f"{long}; {culprit.reason}",
-                element=job.state.element(culprit.slot),
-                node=job.state.node(culprit.slot),
-                by="statistics",
-                identity=job.identity(culprit.slot),
-                iteration=status.iteration if status else None,
-            )
-        )
+        said = f"{long}; {culprit.reason}"
+        found = slot_finding(view, job, What.HANG, (culprit.slot,), Source.PEER, said, "statistics")
+        out.findings.append(replace(found, identity=job.identity(culprit.slot)))
     waiting = next((slot for slot in job.state.members if slot not in set(slots)), None)
     watch.asked = _ask_stacks(job, slots, out)
     watch.stacks_due |= watch.asked | _ask_stacks(job, [] if waiting is None else [waiting], out)
@@ -351,21 +339,8 @@ def _confirm(view: View, job: JobView, watch: IterationWatch, out: Outcome) -> N
     end, which a stuck kernel could put off for ever."""
     for suspect in watch.suspects:
         if job.state.members.get(suspect.slot) == suspect.identity:
-            out.findings.append(
-                Finding(
-                    What.HANG,
-                    job.state.job,
-                    (suspect.slot,),
-                    view.now,
-                    Source.PEER,
-                    suspect.reason,
-                    element=job.state.element(suspect.slot),
-                    node=job.state.node(suspect.slot),
-                    by="statistics",
-                    identity=suspect.identity,
-                    seen=suspect.failure,
-                )
-            )
+            found = slot_finding(view, job, What.HANG, (suspect.slot,), Source.PEER, suspect.reason, "statistics")
+            out.findings.append(replace(found, identity=suspect.identity, seen=suspect.failure))
     watch.suspects, watch.asked, watch.at = [], set(), None
 
 

@@ -6,12 +6,14 @@ Only slots whose status changed (`LiveJob.changed`) are looked at, and closely o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.finding import Finding, Source, What
 from unicron.ctl.controller.model.job_state import AgentRecord, Identity, JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import Outcome, View
+from unicron.ctl.controller.sense.findings import slot_finding
 from unicron.ctl.controller.sense.iterations import Standing
 from unicron.ctl.protocol.wire import RankStatus
 
@@ -82,22 +84,10 @@ def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: Ran
         return None
     text = (status.fault.cause or f"{status.fault.type}: {status.fault.text}") if status.fault else ""
     wanted = end.code == 0 or _is_wanted(view, job, agent, slot, identity)
-    return Finding(
-        What.WANTED_END if wanted else What.EXIT,
-        job.state.job,
-        (slot,),
-        view.now,
-        Source.AGENT if status.exit else Source.RANK,
-        "\n".join(part for part in dict.fromkeys((text, end.last_line)) if part),
-        element=agent.element,
-        node=agent.node,
-        by="process exit" if status.exit else "exception",
-        identity=identity,
-        exit=end,
-        fault=status.fault,
-        pid=status.pid,
-        iteration=status.iteration,
-    )
+    what, source = What.WANTED_END if wanted else What.EXIT, Source.AGENT if status.exit else Source.RANK
+    said = "\n".join(part for part in dict.fromkeys((text, end.last_line)) if part)
+    found = slot_finding(view, job, what, (slot,), source, said, "process exit" if status.exit else "exception")
+    return replace(found, identity=identity, exit=end, fault=status.fault, pid=status.pid)
 
 
 def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: Identity) -> bool:
@@ -147,37 +137,17 @@ def _find_replaced(view: View, job: JobView, agent: AgentView, slot: int, status
         why, what, by = f"stopped: {status.fault.type}: {status.fault.text}", What.BROKEN, "exception"
     if not why:
         return None
-    return Finding(
-        what,
-        state.job,
-        (slot,),
-        view.now,
-        Source.RANK if what is What.BROKEN else Source.AGENT,
-        why,
-        element=agent.element,
-        node=agent.node,
-        by=by,
-        identity=member,
-        fault=status.fault if status else None,
-        iteration=status.iteration if status else None,
-    )
+    source = Source.RANK if what is What.BROKEN else Source.AGENT
+    found = slot_finding(view, job, what, (slot,), source, why, by)
+    return replace(found, identity=member, fault=status.fault if status else None)
 
 
 def _find_note(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
     note = status.note if status is not None else None
     if note is None or note.at <= job.state.slot(slot).noted:
         return None
-    return Finding(
-        What.NOTE,
-        job.state.job,
-        (slot,),
-        view.now,
-        Source.RANK,
-        note.text,
-        element=agent.element,
-        node=agent.node,
-        by="checksum",
-        fault=note,
+    return replace(
+        slot_finding(view, job, What.NOTE, (slot,), Source.RANK, note.text, "checksum"), fault=note, iteration=None
     )
 
 

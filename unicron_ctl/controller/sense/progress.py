@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.log import records
@@ -13,6 +14,7 @@ from unicron.ctl.controller.model.job_view import AT_REST, JobView
 from unicron.ctl.controller.model.live import ProgressWatch
 from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.controller.model.view import Order, Outcome, View
+from unicron.ctl.controller.sense.findings import slot_finding
 from unicron.ctl.controller.sense.patience import STOPPED, outside
 from unicron.ctl.controller.sense.timing import JobTimes
 from unicron.ctl.protocol import wire
@@ -27,21 +29,10 @@ MOST_NAMED = 16  # of the members that stopped at once
 
 
 def _finding(view: View, job: JobView, what: What, slots: tuple[int, ...], said: str, by: str) -> Finding:
-    agent, status = job.agent(slots[0]), job.status(slots[0])
-    return Finding(
-        what,
-        job.state.job,
-        slots,
-        view.now,
-        Source.CLOCK if what is What.LATE else Source.RANK,
-        said,
-        element=job.state.element(slots[0]),
-        node=agent.node if agent else job.state.node(slots[0]),
-        by=by,
-        identity=job.state.members.get(slots[0]) or job.state.joining.get(slots[0]),
-        fault=status.fault if status else None,
-        iteration=status.iteration if status else None,
-    )
+    source, status = Source.CLOCK if what is What.LATE else Source.RANK, job.status(slots[0])
+    found = slot_finding(view, job, what, slots, source, said, by)
+    identity = job.state.members.get(slots[0]) or job.state.joining.get(slots[0])
+    return replace(found, identity=identity, fault=status.fault if status else None)
 
 
 # ---------------------------------------------------------------- stopped by themselves

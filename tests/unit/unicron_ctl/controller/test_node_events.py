@@ -183,7 +183,7 @@ def test_a_wait_that_a_restart_interrupts_is_finished_by_the_next_controller():
     world, agents = cluster()
     Speaker(agents[1]).say(GPU_LOST)
     state = replay(world.log)
-    assert node_events.waiting(state.nodes) == {("n2", events(world, "node_event")[0].id)}
+    assert node_events.undecided_events(state.nodes) == {("n2", events(world, "node_event")[0].id)}
 
 
 def test_a_line_about_a_process_explains_the_end_of_that_rank_and_no_other():

@@ -13,7 +13,7 @@ from tests.support.world import World
 from unicron.ctl.controller.model.cluster_state import REQUEUES, Mark, Take
 from unicron.ctl.controller.model.requests import Action
 from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.controller.nodes.bounds import Bounds, allowed, left_too_many, too_many, within
+from unicron.ctl.controller.nodes.bounds import Bounds, left_too_many, most_isolated, too_many, within_limits
 from unicron.ctl.settings.config import ControllerConfig
 
 CONFIG = ControllerConfig()
@@ -21,7 +21,7 @@ HOUR = CONFIG.isolation_window_seconds
 
 
 def test_the_limits_by_default():
-    assert [allowed(CONFIG, count) for count in (0, 5, 40, 59, 100)] == [4, 4, 4, 5, 10] and HOUR == 3600.0
+    assert [most_isolated(CONFIG, count) for count in (0, 5, 40, 59, 100)] == [4, 4, 4, 5, 10] and HOUR == 3600.0
 
 
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 12000), max_size=8), st.integers(1, 200))
@@ -33,7 +33,7 @@ def test_never_more_than_allowed_within_any_window(times, size):
             isolated[node] = Mark(at, str(len(isolated)))
     for item in isolated.values():
         window = [other for other in isolated.values() if 0 <= item.at - other.at < HOUR]
-        assert len(window) <= allowed(CONFIG, size)
+        assert len(window) <= most_isolated(CONFIG, size)
 
 
 def test_both_sides_of_the_window_count():
@@ -86,7 +86,7 @@ def test_a_refusal_is_recorded_once_a_minute():
 
     def recorded() -> int:
         out = Outcome()
-        kept = within(world.core.view, asked, out)
+        kept = within_limits(world.core.view, asked, out)
         assert len(kept) == 1
         assert all(generation == 0 and "1 elements were held" in record.reason for _, generation, record in out.records)
         return len(out.records)
@@ -108,7 +108,7 @@ def test_what_was_to_start_on_a_node_falls_with_the_element_that_stays():
         Action("pin", "2", 1, "n2", ""),
         Action("pin", "2", 2, "", ""),
     ]
-    kept = [(action.action, action.element) for action in within(world.core.view, asked, Outcome())]
+    kept = [(action.action, action.element) for action in within_limits(world.core.view, asked, Outcome())]
     assert kept == [("hold", 0), ("pin", 0), ("pin", 2)]
 
 
@@ -141,6 +141,6 @@ def test_what_was_taken_before_is_counted_once_however_much_is_asked():
     world.core.configure(ControllerConfig(max_holds_per_minute=60, max_requeues_per_job=8), world.core.classifier)
     asked = [Action(name, "1", e, "", "") for e in range(100, 2100) for name in ("hold", "requeue", "pin")]
     out = Outcome()
-    kept = [action.action for action in within(world.core.view, asked, out)]
+    kept = [action.action for action in within_limits(world.core.view, asked, out)]
     assert {name: kept.count(name) for name in ("hold", "requeue", "pin")} == {"hold": 5, "requeue": 3, "pin": 2000}
     assert taken.looked == len(taken) and len(out.records) == 2

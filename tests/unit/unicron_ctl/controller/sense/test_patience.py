@@ -15,13 +15,13 @@ CONFIG = ControllerConfig(hang_floor_seconds=1.0)
 def shown(*early: float, warm_up: float = 0.0, regrouped: float = 0.0, outside: float | None = None) -> Patience:
     patience = Patience()
     for seconds in early:
-        patience.stepped(seconds, learned=False, warm_up=False)
+        patience.on_iteration(seconds, learned=False, warm_up=False)
     if warm_up:
-        patience.stepped(warm_up, learned=True, warm_up=True)
+        patience.on_iteration(warm_up, learned=True, warm_up=True)
     if regrouped:
-        patience.stepped(regrouped, learned=True, warm_up=True, newcomers=False)
+        patience.on_iteration(regrouped, learned=True, warm_up=True, newcomers=False)
     for _ in range(OUTSIDE_LEARNED if outside is not None else 0):
-        patience.were_outside({1: outside})
+        patience.on_outside({1: outside})
     return patience
 
 
@@ -76,5 +76,5 @@ def test_no_history_makes_anybody_impatient(early, usual, state, idle):
 @given(st.floats())
 def test_strange_times_are_not_learned(seconds):
     patience = Patience()
-    patience.were_outside({0: seconds})
+    patience.on_outside({0: seconds})
     assert 0.0 <= patience.longest_outside < float("inf")
