@@ -1,4 +1,4 @@
-"""What a text, an exit or a node's own words mean, by the severity table (unicron.detector.failures.classify). Pure."""
+"""What a text, an exit or a node's own words mean, by the severity table (unicron.detector.failures.classify)."""
 
 from __future__ import annotations
 

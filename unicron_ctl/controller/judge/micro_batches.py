@@ -1,7 +1,7 @@
-"""The same micro-batch fails wherever it is computed: that is the data's or the script's own failure, and no rank's.
+"""Micro-batches that fail wherever they are computed: the data or the script is at fault, and no rank.
 
-A micro-batch that kills its rank is dealt to another one. If that dies of it, too, so would all the others, one after
-the other; so the job ends, and the failure names the iteration and the micro-batch. Pure.
+A micro-batch that kills its rank is dealt to another one. If that one dies of it, too, all others would, one after the
+other. So the job ends, and the failure names the iteration and the micro-batch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def of_fault(fault: Fault | None) -> tuple[int, int] | None:
 
 
 def failed_again(job: JobState, slot: int, fault: Fault | None, verdict: Verdict) -> Decision | None:
-    """The end of the job, where the micro-batch has failed so before: in an earlier generation on another rank, or on
-    this one for the last time."""
+    """The decision to end the job where the micro-batch failed before in the same way: in an earlier generation on
+    another rank, or on this one MOST_TRIES times."""
     at = of_fault(fault)
     if at is None or verdict.scope not in ITS_OWN:
         return None

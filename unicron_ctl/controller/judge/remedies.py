@@ -1,4 +1,4 @@
-"""What all judgements share: the escalation, the record of a failure, and its remedies."""
+"""What all judges share: the escalation, the record of a failure, and its remedies."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def failure_of(
 
 
 def inside_of(job: JobState, slots: list[int] | tuple[int, ...]) -> list[int]:
-    """Those of the slots that the job trains with."""
+    """The slots among these that the job trains with."""
     return [s for s in slots if (s in job.members or s in job.joining) and s not in job.lost]
 
 

@@ -111,7 +111,7 @@ def _limit(done: str, count: int, seconds: float, most: int, name: str) -> str:
 
 
 def within_limits(view: View, actions: Collection[Action], out: Outcome) -> list[Action]:
-    """Those that no limit forbids. With an element that is not taken from its node falls what was to start there."""
+    """The actions that no limit forbids. Where an element may not be taken from its node, nothing is started there."""
     bounds, found, kept, said = Bounds(view), [], set(), set()
     for action in actions:
         why = bounds.refuse(action)

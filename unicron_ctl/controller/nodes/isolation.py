@@ -297,7 +297,7 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
 
 
 def _only_drained(known: NodeState, info: NodeInfo) -> bool:
-    """It was drained from here before, and is to be set down since nothing else runs there any more."""
+    """The node was drained by this tool before, and is to be set down now that nothing else runs there."""
     ours = "DRAIN" in info.states and info.reason.startswith(f"{OURS}[")
     return ours and not known.drained and "DOWN" not in info.states
 
