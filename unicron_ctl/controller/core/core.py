@@ -102,11 +102,11 @@ class Core:
         )
         self.runtimes: dict[str, JobRuntime] = {}
         self.slurm = reconcile.Desk()
-        self.talk = judge_nodes.Talk(waiting=judge_nodes.undecided_events(self.state.nodes))
+        self.node_events = judge_nodes.NodeEventQueue(waiting=judge_nodes.undecided_events(self.state.nodes))
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
         self.written = Written()
         self._steps: Counter[str] = Counter()
-        self.intake = Intake(self.view, self.runtime, self.talk, self.carry_out, self.written)
+        self.intake = Intake(self.view, self.runtime, self.node_events, self.carry_out, self.written)
         self._dirty: set[str] = set()
         self._complained: dict[str, float] = {}
         self._findings: deque[Finding] = deque()
@@ -163,7 +163,7 @@ class Core:
             live.touched.add(element)
             live.restarts.add(element)
         elif isinstance(record, records.NodeEvent):
-            self.talk.note(event)
+            self.node_events.note(event)
         return event
 
     def _charge(self, event: Event, size: int) -> None:
@@ -401,7 +401,7 @@ class Core:
         )
 
     def _settle_node_events(self) -> None:
-        for outcome in judge_nodes.settle_node_events(self.view, self.talk):
+        for outcome in judge_nodes.settle_node_events(self.view, self.node_events):
             self.carry_out(outcome)
 
     def _notice_time(self, now: float) -> None:

@@ -42,11 +42,11 @@ class Intake:
         self,
         view: View,
         runtime: Callable[[JobState], JobRuntime],
-        talk: judge_nodes.Talk,
+        node_events: judge_nodes.NodeEventQueue,
         carry_out: Callable[[Outcome], bool],
         written: Written,
     ) -> None:
-        self._view, self._runtime, self._talk, self._carry_out = view, runtime, talk, carry_out
+        self._view, self._runtime, self._node_events, self._carry_out = view, runtime, node_events, carry_out
         self._written = written
         self._waiting: dict[tuple[str, int, str], Waiting] = {}
         self._of_user: Counter[int | None] = Counter()  # of those that wait
@@ -79,7 +79,7 @@ class Intake:
                 if (agent := self._of_agent(route, key, message)) is not None:
                     whose = self._view.state.jobs[message.job].owner
                     room = self._written.allows(message.job, whose, self._view.now, OF_NODE_EVENTS)
-                    self._carry_out(judge_nodes.record_node_event(self._view, agent, message, self._talk, room))
+                    self._carry_out(judge_nodes.record_node_event(self._view, agent, message, self._node_events, room))
             case wire.StackTrace() | wire.Timing() | wire.InjectRefused():
                 if (known := self._speaker(route, key, message.job, message.slot)) is not None:
                     self._on_rank_message(known, message)

@@ -8,7 +8,6 @@ rank that it hit; a link that flaps is kept in mind for collectives that break s
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -33,47 +32,46 @@ from unicron.ctl.controller.model.node_state import NodeState, SeenEvent
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.protocol.wire import NodeEvent
 from unicron.ctl.system.errors import one_line
+from unicron.ctl.system.throttle import NAMES, Throttle
 from unicron.detector.failures.escalation import ISOLATE
 from unicron.detector.failures.severity import REPORT, Severity, Verdict
 from unicron.detector.health.kernel_log import pid_in
 
 HOLD_SECONDS = 1.0  # before a job leaves a node on its kernel's word: do others say the same?
 PER_MINUTE = 60  # events that one job's agents tell of one node and that are recorded
-TALKERS = 4096  # jobs' agents on nodes that are remembered when none of them has been silent for a minute
 TEXT_KEPT = 400
 
 
 @dataclass
-class Talk:
-    """How much nodes have said lately; lost with the process. waiting: (node, event) that wait for others."""
+class NodeEventQueue:
+    """Which nodes tell too much, and which of their events still wait for others; lost with the process."""
 
-    recent: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
-    dropped: dict[tuple[str, str], int] = field(default_factory=dict)
     waiting: set[tuple[str, int]] = field(default_factory=set)
+    """Node, and number of its event."""
+    throttle: Throttle = field(default_factory=lambda: Throttle(PER_MINUTE / 60, PER_MINUTE))
+    silenced: set[str] = field(default_factory=set)
+    """Jobs' agents on nodes whose events are not recorded at present."""
 
     def note(self, event: Event) -> None:
         """An event of a node is on record, with its number."""
         if isinstance(event.record, records.NodeEvent) and event.record.action == WAIT:
             self.waiting.add((event.record.node, event.id))
 
-    def may(self, node: str, job: str, now: float, room: bool, out: Outcome) -> bool:
-        """A node that will not stop talking must not fill the log. room: it may hold more of the job's."""
-        who = node, job
-        if who not in self.recent and len(self.recent) >= TALKERS:
-            self.recent = {one: times for one, times in self.recent.items() if now - times[-1] < 60.0}
-            self.dropped = {one: count for one, count in self.dropped.items() if one in self.recent}
-        recent = self.recent.setdefault(who, deque(maxlen=PER_MINUTE))
-        often = len(recent) == PER_MINUTE and now - recent[0] < 60.0
-        if often or not room:
-            self.dropped[who] = self.dropped.get(who, 0) + 1
-            if self.dropped[who] == 1:
-                much = f"{PER_MINUTE} events a minute" if often else f"the log has room for of job {job}"
-                reason = f"{node} reports more than {much}: the others are not recorded"
-                out.record(None, records.NodeEventsDropped(node=node, of_job=job, reason=reason))
-            return False
-        self.dropped.pop(who, None)
-        recent.append(now)
-        return True
+    def may_record(self, node: str, job: str, now: float, room: bool, out: Outcome) -> bool:
+        """Whether one more event goes on record: a node that does not stop talking must not fill the log. room: the log
+        may hold more of the job's."""
+        who = f"{node} {job}"
+        if room and self.throttle.allows(who, now):
+            self.silenced.discard(who)
+            return True
+        if who not in self.silenced:
+            if len(self.silenced) >= NAMES:
+                self.silenced.clear()
+            self.silenced.add(who)
+            much = f"{PER_MINUTE} events a minute" if room else f"the log has room for of job {job}"
+            reason = f"{node} reports more than {much}: the others are not recorded"
+            out.record(None, records.NodeEventsDropped(node=node, of_job=job, reason=reason))
+        return False
 
 
 def undecided_events(nodes: dict[str, NodeState]) -> set[tuple[str, int]]:
@@ -81,11 +79,15 @@ def undecided_events(nodes: dict[str, NodeState]) -> set[tuple[str, int]]:
     return {(name, seen.id) for name, known in nodes.items() for seen in known.events if seen.said.action == WAIT}
 
 
-def record_node_event(view: View, agent: AgentView, message: NodeEvent, talk: Talk, room: bool) -> Outcome:
+def record_node_event(view: View, agent: AgentView, message: NodeEvent, queue: NodeEventQueue, room: bool) -> Outcome:
     """An agent tells what its node said; once, whoever tells it. room: the log may hold more of its job's."""
     out, known = Outcome(), view.state.node(agent.node)
     mark = f"{message.agent[:12]}:{message.number}"
-    if mark in known.heard or _same_line(known, message) or not talk.may(agent.node, agent.job, view.now, room, out):
+    if (
+        mark in known.heard
+        or _same_line(known, message)
+        or not queue.may_record(agent.node, agent.job, view.now, room, out)
+    ):
         return out
     verdict = classify(view.classifier, message)
     action, reason = first_action(verdict, view.config.act_on_node_events, _nothing_to_leave(view, agent))
@@ -112,14 +114,14 @@ def record_node_event(view: View, agent: AgentView, message: NodeEvent, talk: Ta
     return out
 
 
-def settle_node_events(view: View, talk: Talk) -> Iterator[Outcome]:
+def settle_node_events(view: View, queue: NodeEventQueue) -> Iterator[Outcome]:
     """Events that have waited long enough; each is to be taken in before the next is asked for."""
-    for name, number in sorted(talk.waiting):
+    for name, number in sorted(queue.waiting):
         seen = view.state.node(name).event(number)
         if seen is None:
-            talk.waiting.discard((name, number))
+            queue.waiting.discard((name, number))
         elif view.now - seen.time >= HOLD_SECONDS and (out := _settle_event(view, seen)) is not None:
-            talk.waiting.discard((name, number))
+            queue.waiting.discard((name, number))
             yield out
 
 

@@ -14,6 +14,7 @@ from unicron.ctl.controller.nodes.isolation import attention
 from unicron.ctl.protocol import datagrams, wire
 from unicron.ctl.settings.config_file import parse
 from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.throttle import NAMES
 
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 PAGE_FAULT = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4242, name=python, Ch 00000010, intr 00000000. MMU Fault"
@@ -360,9 +361,10 @@ def test_a_hints_status_names_no_cause() -> None:
     assert "a datagram, which proves nothing, says of its task: process killed by SIGKILL" in failure.reason
 
 
-def test_who_said_something_is_remembered_for_a_minute_only() -> None:
+def test_few_of_those_who_said_something_are_remembered() -> None:
     """Defect: each job's agent on each node was remembered for as long as the controller ran."""
-    talk, out = node_events.Talk(), Outcome()
-    for number in range(3 * node_events.TALKERS):
-        assert talk.may(f"n{number}", "1", 100.0 * number, True, out)
-    assert len(talk.recent) <= node_events.TALKERS and not out.records
+    queue, out = node_events.NodeEventQueue(), Outcome()
+    for number in range(3 * NAMES):
+        assert queue.may_record(f"n{number}", "1", 100.0 * number, True, out)
+        assert not queue.may_record(f"n{number}", "2", 100.0 * number, False, Outcome())
+    assert len(queue.throttle.buckets) <= NAMES and len(queue.silenced) <= NAMES and not out.records
