@@ -419,3 +419,51 @@ def test_all_ranks_that_are_killed_at_once_start_again_in_place_however_often():
     history.recovered("1", 0, 710.0)
     again = decide(history, verdict("killed_from_outside"), 800.0, job="1", slot=0, node="n0", uptime=90.0, job_nodes=3)
     assert again.action == "move", "one rank alone, again and again, is tried elsewhere"
+
+
+def test_both_ends_of_the_windows_count():
+    """A fault just as old as a window is within it, and one a second older is not."""
+    run = Run(window=600.0, flap_window=3600.0)
+    run.fault("cuda_error")
+    history, at = run.history, run.now
+    state = history.state("7", 0, at + 600.0)
+    assert state is not State.HEALTHY
+    assert history.same_cause("7", 0, "cuda_error", at + 600.0) == 1
+    assert history.same_cause("7", 0, "cuda_error", at + 601.0) == 0
+    assert history.same_cause("7", 0, "ecc_error", at) == history.same_cause("7", 1, "cuda_error", at) == 0
+    run.fault("ecc_error", slot=1)
+    at = run.now
+    assert history.node_moments("n1", at + 3600.0) == 1 and history.node_moments("n1", at + 3601.0) == 0
+    run.iteration(slot=1)
+    probation = history.state("7", 1, at + 600.0)
+    assert history.state("7", 1, at + 601.0) is TABLE[probation][Event.QUIET][0]
+
+
+def test_moments_lie_further_apart_than_the_limit():
+    assert [moments(times, 10.0) for times in ([], [5.0], [0.0, 10.0], [0.0, 10.1], [30.0, 0.0, 15.0])] == [
+        0,
+        1,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_an_action_runs_until_the_slot_has_recovered():
+    run = Run()
+    run.fault("nccl_timeout", slot=3)
+    run.fault("nccl_timeout", slot=1, node="n2")
+    assert run.history.acting("7") == [1, 3] and run.history.acting("8") == []
+    run.iteration(slot=3)
+    assert run.history.acting("7") == [1]
+    run.history.forget_job("7")
+    assert run.history.acting("7") == [] and run.history.state("7", 1, run.now) is State.HEALTHY
+
+
+def test_the_wait_doubles_up_to_its_limit():
+    run = Run(backoff=1.0, backoff_limit=5.0, window=1e6)
+    waits = []
+    for _ in range(5):
+        waits.append(run.fault("application_error", after=100.0).wait_seconds)
+        run.iteration()
+    assert waits == [0.0, 1.0, 2.0, 4.0, 5.0]
