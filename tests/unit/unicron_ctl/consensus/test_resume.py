@@ -165,3 +165,10 @@ def test_the_first_iteration_is_like_any_other():
 def test_iterations_that_end_the_training_count():
     assert decide({0: stopped(99, "reducing", [0])}, 2, finished_at=99).members == [0]
     assert decide({0: stopped(99, "reducing", [0])}, 2, finished_at=100) is None
+
+
+def test_a_rank_that_has_stepped_has_nothing_of_the_next_iteration():
+    """Beside a report that cannot be used, too."""
+    decision = decide({0: stopped(7, "stepped", [0]), 1: stopped(8, done=[1, 1])}, 3)
+    assert decision.members == [0] and list(decision.unusable) == [1]
+    assert (decision.step, decision.iteration, decision.reused) == (None, 8, 0)
