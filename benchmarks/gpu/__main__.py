@@ -1,0 +1,210 @@
+"""What Unicron does on one card: a table of checks, made in under nine minutes (docs/gpu.md).
+
+    python -m benchmarks.gpu [--device cuda|cpu] [--nccl LIBRARY] [--only NAME]... [--seconds 520] [--out FOLDER]
+
+Without a card it is a dry run: the same programs with small models and gloo on the CPU. --nccl: a libnccl.so.2 of 2.30
+or later, which allows several ranks on one card. Each check is a process of its own with a time limit; a check that
+fails or hangs does not stop the others. FOLDER gets rows.jsonl, a JSON line for each row, and log.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from benchmarks.gpu import rows
+from detector.supervise import adopt_orphans
+
+# Read in NCCL's sources: several ranks on one card are allowed so, without NVLS and with few channels.
+ONE_CARD = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_ALGO": "RING",
+    "NCCL_DEBUG": "WARN",
+}
+# Ranks that take each other for other hosts' reach each other through sockets.
+APART = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_DEBUG": "WARN",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table, or several. number: of the check in docs/gpu.md. limit: seconds."""
+
+    name: str
+    number: int
+    words: tuple[str, ...]
+    limit: float
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def checks(device: str, library: str | None) -> list[Check]:
+    """In the order in which they are made."""
+    preload = {"LD_PRELOAD": library} if library else {}
+    found = [Check("alone", 1, ("alone",), 70)]
+    if device == "cpu":
+        found += [Check("aborted", 3, ("aborted", "gloo"), 90), Check("heal-gloo", 2, ("heal", "gloo"), 200)]
+        found += [Check("agents-gloo", 3, ("agents", "gloo"), 90)]
+    else:
+        found += [Check("aborted", 3, ("aborted", "nccl"), 100, ONE_CARD | preload)] if library else []
+        found += [Check("aborted-apart", 3, ("aborted", "apart"), 100, APART)]
+        found += [Check("heal-gloo", 2, ("heal", "gloo"), 150)]
+        found += [Check("heal", 3, ("heal", "nccl"), 200, ONE_CARD | preload)] if library else []
+        found += [Check("heal-apart", 3, ("heal", "apart"), 200, APART)]
+        found += [Check("agents", 3, ("agents", "nccl"), 90, ONE_CARD | preload)] if library else []
+        found += [Check("agents-apart", 3, ("agents", "apart"), 90, APART)]
+    return [
+        *found,
+        Check("errors", 5, ("errors",), 90),
+        Check("health", 6, ("health",), 40),
+        Check("snapshots", 4, ("snapshots",), 150),
+        Check("cost", 6, ("cost",), 100),
+    ]
+
+
+class Table:
+    """Prints rows as they come, and keeps them."""
+
+    def __init__(self, folder: Path | None):
+        self.failed = 0
+        self.began = time.monotonic()
+        self.file: IO[str] | None = None
+        self.log: IO[bytes] | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file, self.log = (folder / "rows.jsonl").open("w"), (folder / "log.txt").open("wb")
+
+    def add(self, check: Check, what: str, saw: str, ok: bool, figures: dict[str, Any]) -> None:
+        self.failed += not ok
+        at = time.monotonic() - self.began
+        print(f"{at:5.0f} s  {check.number}  {'ok    ' if ok else 'FAILED'}  {what}: {saw}"[:1800], flush=True)
+        if self.file is not None:
+            row = {"check": check.number, "name": check.name, "what": what, "saw": saw, "ok": ok, "at": round(at, 1)}
+            self.file.write(json.dumps({**row, **figures}, default=str) + "\n")
+            self.file.flush()
+
+    def said(self, check: Check, line: bytes) -> None:
+        """A line of output of a check: a row, or for the log."""
+        found = rows.parsed(line.decode(errors="replace"))
+        if found is not None:
+            self.add(check, *found)
+        elif self.log is not None:
+            self.log.write(line)
+            self.log.flush()
+
+
+def run(check: Check, table: Table, limit: float) -> None:
+    """A check to its end, or to its limit."""
+    words = [sys.executable, "-m", f"benchmarks.gpu.{check.words[0]}", *check.words[1:]]
+    environment = os.environ | check.environment
+    if table.log is not None:
+        table.log.write(f"======== {check.name}\n".encode())
+        table.log.flush()
+    errors = table.log if table.log is not None else None
+    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
+    assert process.stdout is not None
+    deadline, rest = time.monotonic() + limit, b""
+    while (left := deadline - time.monotonic()) > 0:
+        if not select.select([process.stdout], [], [], left)[0]:
+            continue
+        data = os.read(process.stdout.fileno(), 1 << 16)
+        if not data:
+            break
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            table.said(check, line + b"\n")
+    hung = process.poll() is None and time.monotonic() >= deadline
+    end_all()
+    code = process.wait()
+    if hung:
+        table.add(check, check.name, f"not over after {limit:.0f} s, ended", False, {})
+    elif code:
+        table.add(check, check.name, f"ended with {code}", False, {})
+
+
+def end_all() -> None:
+    """No process of a check is left, whoever was its parent: this one adopts them."""
+    deadline = time.monotonic() + 10
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for process in left:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, 1)
+
+
+def versions(device: str) -> tuple[str, dict[str, Any]]:
+    """What this machine is."""
+    found = {"python": platform.python_version(), "kernel": platform.release(), "cores": os.cpu_count()}
+    for name in ("torch", "megatron-core", "numpy", "pyzmq", "msgspec"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    shared = os.statvfs("/dev/shm")
+    found["shared memory"] = f"{shared.f_bavail * shared.f_frsize / 1e9:.0f} GB"
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+        found["card"] = asked.stdout.strip()
+        program = "import torch; print(torch.version.cuda, torch.cuda.nccl.version())"
+        asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        found["CUDA, NCCL"] = asked.stdout.strip()
+    return ", ".join(f"{name} {value}" for name, value in found.items()), found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="by default what there is")
+    parser.add_argument("--nccl", metavar="LIBRARY", help="libnccl.so.2 of 2.30 or later")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this check; may be given again")
+    parser.add_argument("--seconds", type=float, default=520.0, help="for all of it")
+    parser.add_argument("--out", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
+    device = options.device or ("cuda" if Path("/dev/nvidiactl").exists() else "cpu")
+    os.environ["GPU_DEVICE"], os.environ["PYTHONUNBUFFERED"] = device, "1"
+    found = checks(device, options.nccl)
+    if unknown := sorted(set(options.only or ()) - {check.name for check in found}):
+        parser.error(f"no check is named {unknown[0]}: write {', '.join(check.name for check in found)}")
+    table, deadline = Table(options.out), time.monotonic() + options.seconds
+    table.add(Check("versions", 0, (), 0), "versions", *versions_row(device))
+    adopt_orphans()
+    for check in found:
+        if options.only and check.name not in options.only:
+            continue
+        left = deadline - time.monotonic()
+        if left < 10:
+            table.add(check, check.name, "not made: no time was left", False, {})
+            continue
+        run(check, table, min(check.limit, left))
+    print(f"{table.failed} failed, {time.monotonic() - table.began:.0f} s")
+    return int(table.failed > 0)
+
+
+def versions_row(device: str) -> tuple[str, bool, dict[str, Any]]:
+    text, figures = versions(device)
+    return text, True, figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

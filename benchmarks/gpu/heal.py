@@ -1,0 +1,251 @@
+"""Ranks on the card fail, and the survivors are compared with ranks of which none fails.
+
+    python -m benchmarks.gpu.heal gloo|nccl|apart [CASE]...
+
+nccl: NCCL ranks on one card, which NCCL allows from 2.30 on. apart: each tells NCCL that it is on a host of its own.
+The ranks are those of the rank tests (`tests.support.rank_harness`), with the controller's own decisions.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.rows import on_card, row
+from tests.support import proof, rank_harness
+from tests.support.moments import fault
+from tests.support.rank_harness import Ranks
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+MEMORY = "/dev/shm"
+RUN_SECONDS, STOP_SECONDS = 75.0, 24.0
+# On a card sums of gradients come in another order each time: tests/process has 1e-7 and 1e-5 for the CPU.
+LOSSES, GRADIENTS = 1e-4, 1e-4  # relative
+COMMIT = 2  # the number of the commit among an iteration's reduces: bucket, proof, commit
+
+
+@dataclass
+class Case:
+    """A run. survivors: the slots that train to the end. like: the case whose losses and gradients it has to show."""
+
+    faults: list[dict[str, Any]]
+    survivors: list[int]
+    size: int = 4
+    iterations: int = 8
+    settings: dict[str, str] = field(default_factory=dict)
+    keywords: dict[str, Any] = field(default_factory=dict)
+    like: str = "undisturbed"
+    memory: bool = False
+    gradients: bool = True
+
+
+OVERLAP = {"TINY_OVERLAP": "1"}
+SHARDED = {"TINY_DISTOPT": "1"}
+SPLIT = {"TINY_LAYOUT": "2 1 1"}
+CASES: dict[str, Case] = {
+    "undisturbed": Case([], [0, 1, 2, 3], iterations=10),
+    "kill in compute, in the reduce, at the commit": Case(
+        [
+            fault(3, 1, "fetch", 1),
+            fault(2, 3, "reduce", 0, kind="late", delay=0.002),
+            fault(1, 5, "reduce", COMMIT),
+        ],
+        [0],
+    ),
+    "kill in the step, while the state is copied": Case(
+        [
+            fault(3, 1, "step"),
+            fault(2, 3, "step", kind="late", delay=0.004),
+            fault(0, 5, "sum"),  # of two ranks of a node one keeps the state: the first
+        ],
+        [1],
+        memory=True,
+    ),
+    "exception, SIGSTOP, broken connections": Case(
+        [
+            fault(1, 1, "fetch", 1, kind="raise"),
+            fault(3, 3, "fetch", 1, kind="hang"),
+            fault(0, 5, "reduced", 0, kind="error"),
+        ],
+        [0, 2],
+        keywords={"hang_limit": 1.0},
+    ),
+    "a killed rank is started again and rejoins": Case(
+        [fault(2, 1, "fetch", 1), fault(0, 4, "fetch", kind="wait", gate=1)],
+        [0, 1, 2, 3],
+        iterations=10,
+        keywords={"restart": True},
+    ),
+    "kill in overlapped reduces": Case(
+        [
+            fault(3, 1, "reduce", 2, kind="late", delay=0.001),
+            fault(2, 3, "reduce", 4, kind="late", delay=0.001),
+        ],
+        [0, 1],
+        settings=OVERLAP,
+    ),
+    "two ranks, kill in the reduce": Case(
+        [fault(1, 2, "reduce", 0, kind="late", delay=0.001)], [0], size=2, iterations=5
+    ),
+    "illegal address, device assert, out of memory": Case(
+        [
+            fault(1, 1, "fetch", 1, kind="illegal"),
+            fault(2, 3, "fetch", 1, kind="assert"),
+            fault(3, 5, "fetch", 1, kind="oom"),
+        ],
+        [0],
+    ),
+    "distributed optimizer, kill in compute and of copies": Case(
+        [fault(3, 1, "fetch", 1), fault(2, 4, "copies")], [0, 1], settings=SHARDED, gradients=False
+    ),
+    "TP2, undisturbed": Case(
+        [], [0, 1, 2, 3], iterations=6, settings=SPLIT, keywords={"replica": 2}, like="TP2, undisturbed", gradients=False
+    ),
+    "TP2 x DP2, kill in compute": Case(
+        [fault(3, 2, "fetch", 1)],
+        [0, 1],
+        iterations=6,
+        settings=SPLIT,
+        keywords={"replica": 2},
+        like="TP2, undisturbed",
+        gradients=False,
+    ),
+}
+NOT_GLOO = ("distributed optimizer, kill in compute and of copies", "TP2, undisturbed", "TP2 x DP2, kill in compute")
+
+
+def environment(backend: str) -> dict[str, str]:
+    found = {"GPU_BACKEND": "gloo" if backend == "gloo" else "nccl", "TINY_SCRIPT": str(SCRIPT)}
+    found |= {"UNICRON_PLAN_TIMEOUT": "30"}
+    return found | ({"GPU_APART": "1"} if backend == "apart" else {})
+
+
+def drive(case: Case, out: Path, backend: str, shared: str, warm: bool) -> Ranks:
+    """Run it to its end. Raises AssertionError where it does not come to one in time."""
+    settings = {**environment(backend), **case.settings, "TINY_ITERATIONS": str(case.iterations)}
+    if case.memory:
+        settings["UNICRON_MEMORY"] = shared
+    ranks = Ranks(out, case.size, case.faults, fork=warm, **case.keywords, **settings)
+    ranks.drive()
+    return ranks
+
+
+def notes(out: Path, what: str) -> list[dict[str, Any]]:
+    """What the ranks have noted of a kind, with their slots."""
+    found = []
+    for path in sorted(out.glob("notes.*")):
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        found += [{"slot": int(path.suffix[1:]), **line} for line in lines if line["what"] == what]
+    return found
+
+
+def times(ranks: Ranks, out: Path) -> dict[str, Any]:
+    """Seconds of each recovery: from the fault to the Break, to the plan, and to the first step after it."""
+    struck = sorted(float(path.read_text()) for path in out.glob("fault.*"))
+    steps = sorted(json.loads(line)["time"] for path in out.glob("losses.*") for line in path.read_text().splitlines())
+    found: dict[str, Any] = {"to_break": [], "to_first_step": [], "to_plan": [round(each, 3) for each in ranks.rests]}
+    for number, (_, _, broken) in enumerate(ranks.breaks):
+        before = [at for at in struck if at <= broken]
+        after = [at for at in steps if at > broken]
+        found["to_break"] += [round(broken - before[-1], 3)] if before else []
+        found["to_first_step"] += [round(after[0] - broken, 3)] if after else []
+        found[f"break_{number}"] = ranks.breaks[number][1]
+    aborts = notes(out, "abort")
+    found["abort_seconds"] = [round(each["seconds"], 3) for each in aborts]
+    found["communicators"] = [each["communicators"] for each in aborts]
+    found["caught"] = sorted({f"{each['phase']}: {each['error'][:140]}" for each in notes(out, "caught")})
+    return found
+
+
+def compare(case: Case, ranks: Ranks, out: Path, reference: Path) -> dict[str, float]:
+    """The largest relative differences of losses and gradients. Raises AssertionError for a ledger that is wrong."""
+    proof.exactly_once(ranks, case.iterations)
+    if ranks.replica == 1:
+        proof.nothing_thrown_away(ranks)
+    found, wanted = proof.losses(out), proof.losses(reference)
+    assert all(len(values) == 1 for values in found.values()), f"members report several losses: {found}"
+    assert set(found) == set(range(case.iterations)), f"iterations {sorted(found)}"
+    losses = max(abs(min(found[each]) / min(wanted[each]) - 1) for each in found)
+    gradients = 0.0
+    if case.gradients:
+        size = case.keywords.get("replica", 1)
+        gradients = max(proof.gradient_differences(out, reference, case.iterations, size, relative=True).values())
+    assert losses <= LOSSES, f"losses differ by {losses:.1e}"
+    assert gradients <= GRADIENTS, f"gradients differ by {gradients:.1e}"
+    return {"losses_differ": losses, "gradients_differ": gradients}
+
+
+def ended(case: Case, ranks: Ranks) -> None:
+    """Raises AssertionError unless those who are to survive have trained to the end."""
+    survived = {slot for slot, codes in ranks.exits.items() if codes[-1] == 0}
+    assert survived == set(case.survivors), f"survivors {sorted(survived)}, exits {ranks.exits}, faults {ranks.faults}"
+
+
+def check(name: str, backend: str, made: dict[str, Path], folder: Path, warm: bool) -> bool:
+    """One case; whether all was as it is to be."""
+    case, out = CASES[name], folder / str(len(made))
+    out.mkdir()
+    fine = False
+    with row(f"{backend}, {name}") as saw, tempfile.TemporaryDirectory(dir=MEMORY, prefix="unicron-gpu-") as shared:
+        made[name] = out
+        ranks = drive(case, out, backend, shared, warm)
+        figures = times(ranks, out)
+        figures |= {"exits": ranks.exits, "faults": [f"{slot} {kind}: {text[:300]}" for slot, kind, text in ranks.faults]}
+        figures["stuck"] = sorted(ranks.stuck)
+        try:
+            ended(case, ranks)
+            differ = compare(case, ranks, out, made.get(case.like, out))
+        except AssertionError as error:
+            saw(str(error)[:800], ok=False, **figures)
+            return False
+        text = f"losses within {differ['losses_differ']:.0e}, gradients {differ['gradients_differ']:.0e}"
+        if ranks.breaks:
+            text += f"; {len(ranks.breaks)} recoveries"
+        for key, words in (("abort_seconds", "abort"), ("to_first_step", "Break to the first step")):
+            text += f"; {words} {span(figures[key])} s" if figures[key] else ""
+        text += f"; stuck and killed: {figures['stuck']}" if figures["stuck"] else ""
+        fine = not ranks.stuck
+        saw(text, ok=fine, **figures, **differ)
+    return fine
+
+
+def span(values: list[float]) -> str:
+    """The least and the most."""
+    return f"{min(values):.3g}" if min(values) == max(values) else f"{min(values):.3g} to {max(values):.3g}"
+
+
+def is_warm(backend: str, folder: Path) -> bool:
+    """Whether ranks on a card can be forks of the template, as an agent's are; else each is started cold."""
+    out = folder / "warm"
+    out.mkdir()
+    fine = False
+    with row(f"{backend}, ranks start as forks of the template") as saw:
+        case = Case([], [0, 1], size=2, iterations=2)
+        ranks = drive(case, out, backend, "", True)
+        ended(case, ranks)
+        fine = True
+        saw(f"yes; model and session made within {max(each['seconds'] for each in notes(out, 'made')):.1f} s")
+    return fine
+
+
+def main() -> int:
+    backend, wanted = sys.argv[1], sys.argv[2:]
+    rank_harness.LIMIT, rank_harness.STOP_LIMIT = RUN_SECONDS, STOP_SECONDS
+    names = [name for name in CASES if not (backend == "gloo" and on_card() and name in NOT_GLOO)]
+    if wanted:
+        names = [name for name in names if any(word in name for word in wanted)]
+        names = list(dict.fromkeys([*(CASES[name].like for name in names), *names]))
+    with tempfile.TemporaryDirectory(prefix="unicron-gpu-") as text:
+        folder, made = Path(text), dict[str, Path]()
+        warm = is_warm(backend, folder)
+        for name in names:
+            check(name, backend, made, folder, warm)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

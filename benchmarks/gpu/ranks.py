@@ -1,0 +1,185 @@
+"""tiny_gpt on a card: what the ranks of ``benchmarks.gpu`` run, all of them on the first card of the machine.
+
+Environment, beside tiny_gpt's: GPU_BACKEND "nccl" or "gloo"; GPU_APART=1: each rank tells NCCL that it is a host of its
+own, which an NCCL before 2.30 needs where ranks share a card; GPU_PLAIN=1: no fault points. TINY_FAULT has more kinds:
+"assert", "illegal" and "oom", which are real errors of CUDA. In TINY_OUT/notes.SLOT is what a rank notes, a JSON line
+each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+UNICRON_PRELOAD = ("sbatch_templates.gpt_imports",)
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+SLOT = os.environ.get("UNICRON_SLOT", "0")
+if os.environ.get("GPU_APART") == "1":
+    os.environ["NCCL_HOSTID"] = f"slot{SLOT}"
+
+import torch  # noqa: E402
+
+ON_CARD = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if ON_CARD else torch.device("cpu")
+BACKEND = os.environ.get("GPU_BACKEND", "gloo") if ON_CARD else "gloo"
+if ON_CARD:
+    torch.cuda.set_device(DEVICE)
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
+
+import transition  # noqa: E402
+from benchmarks.gpu import cuda_errors  # noqa: E402
+from tests.support import fault_points, tiny_gpt  # noqa: E402
+from transition import abort, session  # noqa: E402
+from transition.memory import contents, keeper  # noqa: E402
+
+
+def note(what: str, **figures: Any) -> None:
+    """One line of what happened here."""
+    with (fault_points.OUT / f"notes.{SLOT}").open("a") as file:
+        file.write(json.dumps({"what": what, "at": time.time(), **figures}) + "\n")
+
+
+def use_card() -> None:
+    """tiny_gpt builds its model and its micro-batches on the CPU."""
+    build_part, fetch = tiny_gpt.part, tiny_gpt.fetch
+    tiny_gpt.part = lambda config, stage: build_part(config, stage).to(DEVICE)
+    tiny_gpt.fetch = lambda iteration, index: fetch(iteration, index).to(DEVICE)
+    tiny_gpt.POSITIONS, tiny_gpt.MASK = tiny_gpt.POSITIONS.to(DEVICE), tiny_gpt.MASK.to(DEVICE)
+    save = fault_points.save
+    tiny_gpt.save = lambda saved, path: save({name: tensor.cpu() for name, tensor in saved.items()}, path)
+    if BACKEND == "gloo" and ON_CARD:
+        param_and_grad_buffer._coalescing_manager = OneByOne
+
+
+class OneByOne:
+    """gloo has no coalesced all-reduce of CUDA tensors, so Megatron's buckets are reduced one by one."""
+
+    def __init__(self, group: Any, async_ops: bool = False):
+        self.works: list[Any] = []
+
+    def __enter__(self) -> OneByOne:
+        self._all_reduce = torch.distributed.all_reduce
+
+        def all_reduce(*arguments: Any, **keywords: Any) -> Any:
+            work = self._all_reduce(*arguments, **keywords)
+            self.works += [work] if work is not None else []
+            return work
+
+        torch.distributed.all_reduce = all_reduce
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.distributed.all_reduce = self._all_reduce
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def note_aborts() -> None:
+    """How long aborts take, and what the main thread got of it: an exception, or nothing."""
+    aborter, recover = abort.Aborter.__call__, session.Session._recover
+
+    def aborting(self: Any, inside: bool) -> int:
+        began = time.monotonic()
+        count = aborter(self, inside)
+        if count:
+            note("abort", seconds=time.monotonic() - began, communicators=count)
+        return count
+
+    def recovering(self: Any, error: Exception) -> bool:
+        note("caught", error=f"{type(error).__name__}: {error}"[:300], phase=self._at.phase)
+        return recover(self, error)
+
+    abort.Aborter.__call__ = aborting  # type: ignore[method-assign]
+    session.Session._recover = recovering  # type: ignore[method-assign]
+
+
+def strike_cards() -> None:
+    """More kinds of faults."""
+    strike = fault_points.strike
+
+    def strike_more(fault: dict[str, Any]) -> None:
+        if fault["kind"] not in cuda_errors.KINDS:
+            return strike(fault)
+        path = fault_points.OUT / f"fault.{SLOT}.{fault_points.INCARNATION}.{fault_points.now['iteration']}"
+        path.write_text(repr(time.time()))
+        cuda_errors.KINDS[fault["kind"]]()
+
+    fault_points.strike = strike_more
+
+
+def note_copies() -> None:
+    """How long a copy of the state to the node's memory takes, its checksum, and how long the training waits for it."""
+
+    def timed(owner: Any, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return original(*arguments, **keywords)
+            finally:
+                note(what, seconds=time.monotonic() - began)
+
+        setattr(owner, name, wrapped)
+
+    for name in ("_fetch", "_pin", "wait", "settle", "copy"):
+        timed(keeper.Keeper, name, f"keeper.{name}")
+    timed(contents, "sums", "sums")
+
+
+def memory_note(made: transition.Session) -> Callable[[], dict[str, Any]]:
+    """To be called in each iteration: what the rank's memory is by then."""
+    parameters = sum(each.numel() for chunk in made._model for each in chunk.module.parameters())
+
+    def told() -> dict[str, Any]:
+        if made.iteration in (0, 3):
+            figures = {"parameters": parameters, "said": made.memory}
+            if ON_CARD:
+                allocated = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+                figures |= {"allocated": allocated[0], "most": allocated[1]}
+            note("memory", **figures)
+        return {"seconds": made._at.seconds}
+
+    return told
+
+
+def make() -> transition.Session:
+    """The session of tiny_gpt's model on this device."""
+    transition.init_process_group(BACKEND, transition.Layout(tensor=tiny_gpt.TENSOR, pipeline=tiny_gpt.PIPELINE))
+    parallel_state.initialize_model_parallel(tiny_gpt.TENSOR, tiny_gpt.PIPELINE)
+    chunks, optimizer = tiny_gpt.build()
+    if os.environ.get("GPU_PLAIN") != "1":
+        tiny_gpt.install_points(chunks, optimizer)
+    return transition.Session(
+        model=chunks,
+        seed=1234,
+        optimizer=optimizer,
+        scheduler=tiny_gpt.schedule(optimizer),
+        micro_batches=tiny_gpt.MICRO_BATCHES,
+        forward_step=tiny_gpt.forward_step,
+        fetch=tiny_gpt.fetch,
+        seq_length=tiny_gpt.SEQUENCE,
+        micro_batch_size=tiny_gpt.SIZE,
+        train_iterations=fault_points.ITERATIONS,
+    )
+
+
+use_card()
+if __name__ == "__main__":
+    began = time.time()
+    note_aborts()
+    note_copies()
+    strike_cards()
+    made = make()
+    note("made", seconds=time.time() - began)
+    fault_points.train(made, memory_note(made))
