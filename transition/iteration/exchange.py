@@ -134,7 +134,7 @@ class Exchange:
     def _check(self, work: Any, inside: bool = False) -> None:
         """Raises PeerLost where what a collective delivered may be garbage: what has failed is not raised by NCCL."""
         asks = self._process.backend == "nccl" and work is not None
-        if asks and work.is_completed() and work.exception() is not None:
+        if asks and work.is_completed() and _has_error(work):
             raise PeerLost("the members told each other nothing: their communicator reports an error")
         if self._process.channel is not None and self._process.watch.disturbed(inside):
             raise PeerLost("the generation ended while its members told each other")
@@ -159,6 +159,15 @@ class Exchange:
         before = weight.clone() if last else weight
         dist.broadcast(weight, group=group, group_src=0)
         return last and not torch.equal(before, weight)
+
+
+def _has_error(work: Any) -> bool:
+    """Whether a collective that is over reports an error. torch 2.11 cannot say: there `exception` raises TypeError
+    whatever it is. But only this process aborts its communicators, and then its generation is lost, too."""
+    try:
+        return work.exception() is not None
+    except TypeError:
+        return False
 
 
 def largest_of_all(tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, list[Any]]:
