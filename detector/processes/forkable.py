@@ -5,13 +5,50 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 TRIAL_SECONDS = 10.0  # for a forked process to compute something
 HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/shm/", "/dev/pts/")
+
+CARDS = "/dev/nvidia[0-9]*"
+
+
+class _AnsweredFromFiles:
+    """Sees every import, and has torch count the cards by their device files as soon as torch is there."""
+
+    def __init__(self) -> None:
+        self.torch: ModuleType | None = None
+        self.counts: Any = None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        found = sys.modules.get("torch._C")
+        if self.torch is None and hasattr(found, "_cuda_getDeviceCount"):
+            self.torch, self.counts = found, found._cuda_getDeviceCount  # type: ignore[union-attr]
+            found._cuda_getDeviceCount = lambda: len(glob.glob(CARDS))  # type: ignore[union-attr]
+
+    def restore(self) -> None:
+        if self.torch is not None:
+            self.torch._cuda_getDeviceCount = self.counts  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def without_driver() -> Iterator[None]:
+    """While modules are imported, `torch.cuda.is_available` does not ask the driver. torch's compiler asks at its
+    import, and a process that has opened CUDA cannot be forked."""
+    finder = _AnsweredFromFiles()
+    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        finder.restore()
 
 
 def unsafe() -> str | None:

@@ -236,7 +236,7 @@ class Zygote:
         and `told`, which the agent has. Raises Cold."""
         before = set(forkable.descriptors())
         self.first = lead_path(self._words)
-        with watched(), uncollected(), self._seeds.noted():
+        with watched(), uncollected(), forkable.without_driver(), self._seeds.noted():
             self._import_all(preload)
             for path, package in self._scripts():
                 self._lead(path, package)
