@@ -14,6 +14,8 @@ MUTANTS_ARGS ?=
 STORMS_ARGS ?=
 # Words after `python -m benchmarks.torture`, for example TORTURE_ARGS="--failures 60"
 TORTURE_ARGS ?=
+# Words after `python -m benchmarks.gpu`, for example GPU_ARGS="--only heal-gloo --out seen"
+GPU_ARGS ?=
 # Words after `python -m benchmarks.leaderboard`, for example LEADERBOARD_ARGS="--quick --system torchft"
 LEADERBOARD_ARGS ?=
 
@@ -27,7 +29,7 @@ TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 # A path of its own in place of a finder, whose import every start of Python would pay: half of an empty one.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin demo test test-mutants test-others test-demo test-wide test-long test-unit test-debian13 test-sid lint bench storms torture peers leaderboard clean
+.PHONY: help venv system system-test plugin demo test test-mutants test-others test-demo test-wide test-long test-unit test-debian13 test-sid lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -112,6 +114,9 @@ storms: system venv plugin  ## as root: a job on a cluster with real links, and 
 torture: export PYTHONDONTWRITEBYTECODE :=
 torture: system venv        ## for hours: two jobs, 1,200 failures, and the losses of an undisturbed training
 	$(BIN)/python -m benchmarks.torture $(TORTURE_ARGS)
+
+gpu-check: venv             ## on one card, in nine minutes: what is healed there, and what it costs; without one a dry run
+	$(BIN)/python -m benchmarks.gpu $(GPU_ARGS)
 
 # Each peer in an environment of its own: they ask for versions of their own.
 PEERS := $(patsubst benchmarks/leaderboard/requirements/%.txt,.peers/%/.installed,$(wildcard benchmarks/leaderboard/requirements/*.txt))

@@ -134,7 +134,10 @@ def run(check: Check, table: Table, limit: float) -> None:
             table.said(check, line + b"\n")
     hung = process.poll() is None and time.monotonic() >= deadline
     end_all()
-    code = process.wait()
+    try:
+        code = process.wait(10)
+    except subprocess.TimeoutExpired:
+        code = -signal.SIGKILL  # it is in the driver
     if hung:
         table.add(check, check.name, f"not over after {limit:.0f} s, ended", False, {})
     elif code:

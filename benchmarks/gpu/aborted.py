@@ -167,9 +167,7 @@ def run(backend: str, kind: str) -> dict[int, dict[str, Any]]:
         apart = {"NCCL_HOSTID": f"rank{rank}"} if backend == "apart" else {}
         command = [sys.executable, "-m", "benchmarks.gpu.aborted", backend, kind, str(rank), str(store.port)]
         ranks.append(
-            subprocess.Popen(
-                command, env=os.environ | apart, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
+            subprocess.Popen(command, env=os.environ | apart, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     found: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + RUN_LIMIT
@@ -200,7 +198,9 @@ def main() -> int:
             text = f"the collective {first['freed']['how']} after {first['freed']['seconds']} s"
             text += f"; aborts {first['freed']['aborts']}"
             text += f"; work {first.get('work', {}).get('how', 'none')}"
-            text += f"; the stream {first['stream']['how']}; a later collective of the dead group {first['later']['how']}"
+            text += (
+                f"; the stream {first['stream']['how']}; a later collective of the dead group {first['later']['how']}"
+            )
             text += f" ({first['later']['seconds']} s), then the stream {first['stream after it']['how']}"
             text += f"; destroyed: {first['destroyed']['how']} ({first['destroyed']['seconds']} s)"
             text += f"; rebuilt in {first['rebuilt']['seconds']} s: {first['rebuilt']['how']}"

@@ -1,6 +1,6 @@
 """A real controller and two real agents, without Slurm: a rank on the card is killed, starts again and rejoins.
 
-    python -m benchmarks.gpu.agents gloo|nccl|apart
+python -m benchmarks.gpu.agents gloo|nccl|apart
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ LIMIT = 45.0
 def main() -> int:
     backend = sys.argv[1]
     with row(f"{backend}, controller and agents: a rank is killed and rejoins") as saw:
-        with tempfile.TemporaryDirectory(prefix="unicron-gpu-") as name, tempfile.TemporaryDirectory(
-            dir="/dev/shm", prefix="unicron-gpu-"
-        ) as shared:
+        with (
+            tempfile.TemporaryDirectory(prefix="unicron-gpu-") as name,
+            tempfile.TemporaryDirectory(dir="/dev/shm", prefix="unicron-gpu-") as shared,
+        ):
             folder = Path(name)
             settings = {**environment(backend), "TINY_ITERATIONS": "1000000", "TINY_SLOW": "0.02", "TINY_SAVE": "0"}
             settings |= {"UNICRON_MEMORY_DIR": shared}

@@ -53,9 +53,10 @@ def seconds(out: Path, what: str) -> list[float]:
 
 def to_memory(folder: Path) -> None:
     """Every other iteration is copied, so iterations with a copy under way stand beside those without."""
-    with row("state to pinned memory beside the training") as saw, tempfile.TemporaryDirectory(
-        dir=MEMORY, prefix="unicron-gpu-"
-    ) as shared:
+    with (
+        row("state to pinned memory beside the training") as saw,
+        tempfile.TemporaryDirectory(dir=MEMORY, prefix="unicron-gpu-") as shared,
+    ):
         out = folder / "memory"
         run(out, LARGE if on_card() else SMALL, ITERATIONS, UNICRON_MEMORY=shared, UNICRON_MEMORY_EVERY="2")
         took = steps(out)
