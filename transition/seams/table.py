@@ -54,8 +54,6 @@ TORCH = (
     Seam(C10D, "_set_pg_timeout", "timeout group", "a group's time-out after it has connected"),
     Seam(C10D, "ProcessGroupGloo?", None, "replaced while groups connect, so that the connection can be given up"),
     Seam(C10D, "ProcessGroupNCCL?._is_initialized", None, "whether there is a communicator to abort"),
-    Seam(C10D, "ProcessGroupNCCL?._group_start", None, "communicators are aborted together"),
-    Seam(C10D, "ProcessGroupNCCL?._group_end", None, "communicators are aborted together"),
     Seam("torch.distributed", "ProcessGroup._get_backend", None, "the backend whose communicators are aborted"),
     Seam("torch.distributed", "Work.wait", None, "replaced, so that a wait for a lost message can be given up"),
     Seam("torch.distributed", "Work._get_op_type", None, "tells waits for messages from others"),
