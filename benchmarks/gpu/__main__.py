@@ -45,6 +45,9 @@ APART = {
     "NCCL_DEBUG": "WARN",
 }
 
+# Seconds for a communicator to be made: torch's own limit is 30 minutes, and nothing else ends it.
+QUICK = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "6"}
+
 
 @dataclass(frozen=True)
 class Check:
@@ -65,8 +68,8 @@ def checks(device: str, library: str | None) -> list[Check]:
         found += [Check("aborted", 3, ("aborted", "gloo"), 90), Check("heal-gloo", 2, ("heal", "gloo"), 200)]
         found += [Check("agents-gloo", 3, ("agents", "gloo"), 90)]
     else:
-        found += [Check("aborted", 3, ("aborted", "nccl"), 100, ONE_CARD | preload)] if library else []
-        found += [Check("aborted-apart", 3, ("aborted", "apart"), 100, APART)]
+        found += [Check("aborted", 3, ("aborted", "nccl"), 100, ONE_CARD | QUICK | preload)] if library else []
+        found += [Check("aborted-apart", 3, ("aborted", "apart"), 100, APART | QUICK)]
         found += [Check("heal-gloo", 2, ("heal", "gloo"), 150)]
         found += [Check("heal", 3, ("heal", "nccl"), 200, ONE_CARD | preload)] if library else []
         found += [Check("heal-apart", 3, ("heal", "apart"), 200, APART)]

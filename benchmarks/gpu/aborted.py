@@ -123,7 +123,8 @@ class Survivor:
                 aborts.append((count, round(time.monotonic() - began, 3)))
                 time.sleep(KICK)
 
-        threading.Thread(target=kick, daemon=True).start()
+        kicker = threading.Thread(target=kick, daemon=True)
+        kicker.start()
         tensor = self.torch.full((ELEMENTS,), 7.0 + self.rank, device=self.device)
         held: list[Any] = []
 
@@ -136,6 +137,7 @@ class Survivor:
 
         ended = self.limited(collective)
         over.set()
+        kicker.join(STEP_LIMIT)
         self.say("freed", **ended, aborts=aborts[:3], count=len(aborts))
         if held:
             work = held[0]

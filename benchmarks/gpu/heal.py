@@ -90,6 +90,14 @@ CASES: dict[str, Case] = {
         [0, 1],
         settings=OVERLAP,
     ),
+    "a second kill while the groups are rebuilt": Case(
+        [fault(3, 1, "fetch", 1, others=[2]), fault(2, 1, "entered")],
+        [0, 1],
+        iterations=5,
+        settings={
+            "TORCH_NCCL_NONBLOCKING_TIMEOUT": "4"
+        },  # seconds: NCCL's communicators come with the first collective
+    ),
     "two ranks, kill in the reduce": Case(
         [fault(1, 2, "reduce", 0, kind="late", delay=0.001)], [0], size=2, iterations=5
     ),
@@ -154,9 +162,9 @@ class Told(Ranks):
             if rank.child is not None and rank.child.poll() is None:
                 print(f"gpu-check: where is slot {rank.slot}? {rank.status}", file=sys.stderr, flush=True)
                 rank.child.signal(signal.SIGUSR2)
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
-            super()._hear(50)
+                deadline = time.monotonic() + 0.3
+                while time.monotonic() < deadline:
+                    super()._hear(50)
 
 
 def drive(case: Case, out: Path, backend: str, shared: str, warm: bool) -> Ranks:
@@ -191,7 +199,8 @@ def times(ranks: Ranks, out: Path) -> dict[str, Any]:
         found[f"break_{number}"] = ranks.breaks[number][1]
     aborts = notes(out, "abort")
     found["abort_seconds"] = [round(each["seconds"], 3) for each in aborts]
-    found["communicators"] = [each["communicators"] for each in aborts]
+    found["torn_down"] = [round(each["seconds"], 3) for each in notes(out, "torn down")]
+    found["recoveries"] = [message["seconds"] for message in ranks.timings if message["generation"] > 1]
     found["caught"] = sorted({f"{each['phase']}: {each['error'][:140]}" for each in notes(out, "caught")})
     return found
 
@@ -243,7 +252,8 @@ def check(name: str, backend: str, made: dict[str, Path], folder: Path, warm: bo
         text = f"losses within {differ['losses_differ']:.0e}, gradients {differ['gradients_differ']:.0e}"
         if ranks.breaks:
             text += f"; {len(ranks.breaks)} recoveries"
-        for key, words in (("abort_seconds", "abort"), ("to_first_step", "Break to the first step")):
+        said = (("abort_seconds", "abort"), ("torn_down", "groups torn down"), ("to_first_step", "Break to first step"))
+        for key, words in said:
             text += f"; {words} {span(figures[key])} s" if figures[key] else ""
         text += f"; stuck and killed: {figures['stuck']}" if figures["stuck"] else ""
         fine = not ranks.stuck

@@ -37,7 +37,7 @@ from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 import transition  # noqa: E402
 from benchmarks.gpu import cuda_errors  # noqa: E402
 from tests.support import fault_points, tiny_gpt  # noqa: E402
-from transition import abort, session  # noqa: E402
+from transition import abort, groups, session  # noqa: E402
 from transition.memory import contents, keeper  # noqa: E402
 
 
@@ -85,36 +85,27 @@ class OneByOne:
 
 
 def note_aborts() -> None:
-    """How long aborts take, and what the main thread got of it: an exception, or nothing."""
-    aborter, recover = abort.Aborter.__call__, session.Session._recover
+    """How long aborts and the end of groups take, and what the main thread got of it: an exception, or nothing."""
+    run, recover, tear_down = abort._Abort.run, session.Session._recover, groups.tear_down
 
-    def aborting(self: Any, inside: bool) -> int:
+    def running(self: Any) -> None:
         began = time.monotonic()
-        count = aborter(self, inside)
-        if count:
-            note("abort", seconds=time.monotonic() - began, communicators=count)
-        return count
+        run(self)
+        if self.had:
+            note("abort", seconds=time.monotonic() - began)
 
     def recovering(self: Any, error: Exception) -> bool:
         note("caught", error=f"{type(error).__name__}: {error}"[:300], phase=self._at.phase)
         return recover(self, error)
 
-    abort.Aborter.__call__ = aborting  # type: ignore[method-assign]
+    def tearing_down() -> None:
+        began = time.monotonic()
+        tear_down()
+        note("torn down", seconds=time.monotonic() - began)
+
+    abort._Abort.run = running  # type: ignore[method-assign]
     session.Session._recover = recovering  # type: ignore[method-assign]
-
-
-def strike_cards() -> None:
-    """More kinds of faults."""
-    strike = fault_points.strike
-
-    def strike_more(fault: dict[str, Any]) -> None:
-        if fault["kind"] not in cuda_errors.KINDS:
-            return strike(fault)
-        path = fault_points.OUT / f"fault.{SLOT}.{fault_points.INCARNATION}.{fault_points.now['iteration']}"
-        path.write_text(repr(time.time()))
-        cuda_errors.KINDS[fault["kind"]]()
-
-    fault_points.strike = strike_more
+    groups.tear_down = tearing_down
 
 
 def note_copies() -> None:
@@ -151,6 +142,20 @@ def memory_note(made: transition.Session) -> Callable[[], dict[str, Any]]:
         return {"seconds": made._at.seconds}
 
     return told
+
+
+def strike_cards() -> None:
+    """More kinds of faults."""
+    strike = fault_points.strike
+
+    def strike_more(fault: dict[str, Any]) -> None:
+        if fault["kind"] not in cuda_errors.KINDS:
+            return strike(fault)
+        path = fault_points.OUT / f"fault.{SLOT}.{fault_points.INCARNATION}.{fault_points.now['iteration']}"
+        path.write_text(repr(time.time()))
+        cuda_errors.KINDS[fault["kind"]]()
+
+    fault_points.strike = strike_more
 
 
 def make() -> transition.Session:
