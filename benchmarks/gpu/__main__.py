@@ -159,7 +159,24 @@ def end_all() -> None:
         psutil.wait_procs(left, 1)
 
 
-def versions(device: str) -> tuple[str, dict[str, Any]]:
+# torch.cuda.nccl.version() is what torch was built with.
+LOADED = """
+import ctypes, torch
+number = ctypes.c_int()
+ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+print(torch.version.cuda, number.value)
+"""
+
+
+def asked_of_torch(library: str | None) -> str:
+    """The versions of CUDA and of the NCCL that is loaded."""
+    environment = os.environ | ({"LD_PRELOAD": library} if library else {})
+    command = [sys.executable, "-c", LOADED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.strip() or done.stderr[-200:]
+
+
+def versions(device: str, library: str | None) -> tuple[str, dict[str, Any]]:
     """What this machine is."""
     found = {"python": platform.python_version(), "kernel": platform.release(), "cores": os.cpu_count()}
     for name in ("torch", "megatron-core", "numpy", "pyzmq", "msgspec"):
@@ -173,9 +190,9 @@ def versions(device: str) -> tuple[str, dict[str, Any]]:
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
         asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
         found["card"] = asked.stdout.strip()
-        program = "import torch; print(torch.version.cuda, torch.cuda.nccl.version())"
-        asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-        found["CUDA, NCCL"] = asked.stdout.strip()
+        found["CUDA, NCCL"] = asked_of_torch(None)
+        if library:
+            found["NCCL of several ranks on a card"] = asked_of_torch(library).split()[-1]
     return ", ".join(f"{name} {value}" for name, value in found.items()), found
 
 
@@ -193,7 +210,7 @@ def main() -> int:
     if unknown := sorted(set(options.only or ()) - {check.name for check in found}):
         parser.error(f"no check is named {unknown[0]}: write {', '.join(check.name for check in found)}")
     table, deadline = Table(options.out), time.monotonic() + options.seconds
-    table.add(Check("versions", 0, (), 0), "versions", *versions_row(device))
+    table.add(Check("versions", 0, (), 0), "versions", *versions_row(device, options.nccl))
     adopt_orphans()
     for check in found:
         if options.only and check.name not in options.only:
@@ -207,8 +224,8 @@ def main() -> int:
     return int(table.failed > 0)
 
 
-def versions_row(device: str) -> tuple[str, bool, dict[str, Any]]:
-    text, figures = versions(device)
+def versions_row(device: str, library: str | None) -> tuple[str, bool, dict[str, Any]]:
+    text, figures = versions(device, library)
     return text, True, figures
 
 

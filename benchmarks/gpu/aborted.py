@@ -91,8 +91,6 @@ class Survivor:
         return float(tensor.cpu()[-1])
 
     def run(self, kind: str) -> None:
-        if on_card():
-            self.say("nccl", version=str(self.torch.cuda.nccl.version()))
         self.say("world", **self.limited(lambda: self.world("a", self.rank, SIZE), 30.0))
         if kind != "first":
             self.say("collective", **self.limited(self.reduce, 30.0))

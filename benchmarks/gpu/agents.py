@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,14 @@ from benchmarks.gpu.rows import row
 from tests.support.jobs import World, json_lines
 
 LIMIT = 45.0
+
+
+def tell(job: World) -> None:
+    """How it goes, for the log."""
+    while True:
+        time.sleep(8.0)
+        logs = job.array.logs
+        print(f"--- {time.strftime('%X')} {job.job()}\n{logs[-3000:]}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -33,6 +42,8 @@ def main() -> int:
             began = time.monotonic()
             command = [sys.executable, str(SCRIPT)]
             with World(folder, 2, "", command, **settings) as job:
+                print(f"controller and agents after {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+                threading.Thread(target=tell, args=(job,), daemon=True).start()
                 try:
                     job.wait(lambda: job.trains([0, 1], 4), "5 iterations", LIMIT)
                     formed = time.monotonic() - began

@@ -123,7 +123,7 @@ def note_copies() -> None:
 
         setattr(owner, name, wrapped)
 
-    for name in ("_fetch", "_pin", "wait", "settle", "copy"):
+    for name in ("_fetch", "_pin", "_copy", "wait", "settle", "copy"):
         timed(keeper.Keeper, name, f"keeper.{name}")
     timed(contents, "sums", "sums")
 

@@ -17,7 +17,7 @@ from tests.support.rank_harness import Ranks
 
 MEMORY = "/dev/shm"
 RUN_SECONDS = 80.0
-ITERATIONS = 14
+ITERATIONS, EVERY = 26, 6
 LARGE = {  # 1.2 billion parameters in bf16
     "TINY_HIDDEN": "2048",
     "TINY_LAYERS": "24",
@@ -26,7 +26,7 @@ LARGE = {  # 1.2 billion parameters in bf16
     "TINY_BF16": "1",
     "TINY_RATE": "1e-4",
 }
-HALF = LARGE | {"TINY_LAYERS": "8"}  # 400 million
+FEWER = LARGE | {"TINY_LAYERS": "4"}  # 200 million
 SMALL = {"TINY_HIDDEN": "128", "TINY_LAYERS": "4", "TINY_BF16": "1"}
 BASE = 18  # bytes a parameter without Unicron: bf16 parameter 2, fp32 gradient 4, main parameter 4, Adam 8
 
@@ -41,10 +41,10 @@ def run(out: Path, model: dict[str, str], iterations: int, **settings: str) -> R
     return ranks
 
 
-def steps(out: Path) -> dict[int, float]:
-    """iteration -> its seconds."""
+def steps(out: Path) -> list[tuple[float, float]]:
+    """(end, seconds) of each iteration."""
     lines = (json.loads(line) for line in (out / "losses.0").read_text().splitlines())
-    return {line["iteration"]: line["seconds"] for line in lines}
+    return [(line["time"], line["seconds"]) for line in lines]
 
 
 def seconds(out: Path, what: str) -> list[float]:
@@ -52,31 +52,35 @@ def seconds(out: Path, what: str) -> list[float]:
 
 
 def to_memory(folder: Path) -> None:
-    """Every other iteration is copied, so iterations with a copy under way stand beside those without."""
+    """Iterations with a copy under way stand beside those without."""
     with (
         row("state to pinned memory beside the training") as saw,
         tempfile.TemporaryDirectory(dir=MEMORY, prefix="unicron-gpu-") as shared,
     ):
         out = folder / "memory"
-        run(out, LARGE if on_card() else SMALL, ITERATIONS, UNICRON_MEMORY=shared, UNICRON_MEMORY_EVERY="2")
-        took = steps(out)
-        told = notes(out, "memory")[0]
-        size = sum(path.stat().st_size for path in Path(shared).rglob("*") if path.is_file()) / 2
-        later = [each for each in took if each >= 6]  # the first two copies make their files
-        beside = [took[each] for each in later if each % 2 == 0]
-        without = [took[each] for each in later if each % 2]
-        ratio = statistics.median(beside) / statistics.median(without)
+        run(out, LARGE if on_card() else SMALL, ITERATIONS, UNICRON_MEMORY=shared, UNICRON_MEMORY_EVERY=str(EVERY))
+        told = notes(out, "memory")[-1]
+        size = max(path.stat().st_size for path in Path(shared).rglob("*") if path.is_file())
+        copies = [(each["at"] - each["seconds"], each["at"]) for each in notes(out, "keeper._copy")]
+        later = [each for each in steps(out) if each[0] - each[1] > copies[1][1]]  # the first two make their files
+        beside = [took for end, took in later if any(end - took < over and end > began for began, over in copies)]
+        without = [took for end, took in later if not any(end - took < over and end > began for began, over in copies)]
         fetches, pins, sums = seconds(out, "keeper._fetch"), seconds(out, "keeper._pin"), seconds(out, "sums")
-        waits = [round(each, 4) for each in seconds(out, "keeper.settle")]
-        text = f"{told['parameters'] / 1e6:.0f} million parameters, {size / 1e9:.2f} GB an image; "
+        text = f"{told['parameters'] / 1e6:.0f} million parameters, {size / 1e9:.2f} GB an image"
+        text += f" ({size / told['parameters']:.1f} bytes a parameter); "
         if fetches:
-            later_fetches = statistics.median(fetches[2:])
-            text += f"card to memory {later_fetches:.2f} s ({size / later_fetches / 1e9:.1f} GB/s), "
+            fetch = statistics.median(fetches[2:])
+            text += f"card to memory {fetch:.2f} s ({size / fetch / 1e9:.1f} GB/s), "
             text += f"the first with its pinning {fetches[0]:.2f} s (of that {pins[0]:.2f} s), "
-        text += f"checksum {statistics.median(sums[2:]):.2f} s ({size / statistics.median(sums[2:]) / 1e9:.1f} GB/s); "
-        text += f"iteration beside a copy {1e3 * statistics.median(beside):.0f} ms, "
-        text += f"without {1e3 * statistics.median(without):.0f} ms, ratio {ratio:.4f}"
-        saw(text, fetches=fetches, pins=pins, sums=sums, waits=waits, steps=took, copies=seconds(out, "keeper.copy"))
+        text += f"checksum {statistics.median(sums[2:]):.2f} s ({size / statistics.median(sums[2:]) / 1e9:.1f} GB/s)"
+        if beside and without:
+            ratio = statistics.median(beside) / statistics.median(without)
+            text += f"; iteration beside a copy {1e3 * statistics.median(beside):.0f} ms ({len(beside)} of them), "
+            text += f"without {1e3 * statistics.median(without):.0f} ms, ratio {ratio:.4f}"
+        waits = {name: seconds(out, f"keeper.{name}") for name in ("settle", "wait", "copy")}
+        longest = max(max(waited[len(waited) // 2 :], default=0.0) for waited in waits.values())
+        text += f"; the training waited {1e3 * longest:.1f} ms at most"
+        saw(text, fetches=fetches, pins=pins, sums=sums, steps=steps(out), copies=copies, **waits)
 
 
 def on_the_card(folder: Path) -> None:
@@ -85,9 +89,9 @@ def on_the_card(folder: Path) -> None:
     for where in ("none", "host", "card"):
         with row(f"memory of a rank, UNICRON_SNAPSHOT={where}") as saw:
             out = folder / where
-            run(out, HALF if on_card() else SMALL, 5, UNICRON_SNAPSHOT=where, UNICRON_MEMORY_EVERY="0")
+            run(out, FEWER if on_card() else SMALL, 5, UNICRON_SNAPSHOT=where, UNICRON_MEMORY_EVERY="0")
             found[where] = told = notes(out, "memory")[-1]
-            took = statistics.median(list(steps(out).values())[2:])
+            took = statistics.median([each for _, each in steps(out)][2:])
             parameters = told["parameters"]
             text = f"{parameters / 1e6:.0f} million parameters; iteration {1e3 * took:.0f} ms; said: {told['said']}"
             if "allocated" in told:

@@ -43,11 +43,11 @@ def without_driver() -> Iterator[None]:
     """While modules are imported, `torch.cuda.is_available` does not ask the driver. torch's compiler asks at its
     import, and a process that has opened CUDA cannot be forked."""
     finder = _AnsweredFromFiles()
-    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        sys.meta_path.remove(finder)
         finder.restore()
 
 
