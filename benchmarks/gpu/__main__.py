@@ -26,7 +26,7 @@ from typing import IO, Any
 import psutil
 
 from benchmarks.gpu import rows
-from detector.supervise import adopt_orphans
+from unicron.detector.processes.supervise import adopt_orphans
 
 # Read in NCCL's sources: several ranks on one card are allowed so, without NVLS and with few channels.
 ONE_CARD = {
@@ -60,6 +60,14 @@ class Check:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+OF_ALL = (
+    Check("errors", 5, ("errors",), 90),
+    Check("health", 6, ("health",), 40),
+    Check("snapshots", 4, ("snapshots",), 150),
+    Check("cost", 6, ("cost",), 120),
+)
+
+
 def checks(device: str, library: str | None) -> list[Check]:
     """In the order in which they are made."""
     preload = {"LD_PRELOAD": library} if library else {}
@@ -67,21 +75,20 @@ def checks(device: str, library: str | None) -> list[Check]:
     if device == "cpu":
         found += [Check("aborted", 3, ("aborted", "gloo"), 90), Check("heal-gloo", 2, ("heal", "gloo"), 200)]
         found += [Check("agents-gloo", 3, ("agents", "gloo"), 90)]
-    else:
-        found += [Check("aborted", 3, ("aborted", "nccl"), 100, ONE_CARD | QUICK | preload)] if library else []
-        found += [Check("aborted-apart", 3, ("aborted", "apart"), 100, APART | QUICK)]
-        found += [Check("heal-gloo", 2, ("heal", "gloo"), 150)]
-        found += [Check("heal", 3, ("heal", "nccl"), 200, ONE_CARD | preload)] if library else []
-        found += [Check("heal-apart", 3, ("heal", "apart"), 200, APART)]
-        found += [Check("agents", 3, ("agents", "nccl"), 90, ONE_CARD | preload)] if library else []
-        found += [Check("agents-apart", 3, ("agents", "apart"), 90, APART)]
-    return [
-        *found,
-        Check("errors", 5, ("errors",), 90),
-        Check("health", 6, ("health",), 40),
-        Check("snapshots", 4, ("snapshots",), 150),
-        Check("cost", 6, ("cost",), 100),
+        return [*found, *OF_ALL]
+    # NCCL comes in one of two ways; the second one, where there are both, comes last.
+    shared = [
+        Check("aborted", 3, ("aborted", "nccl"), 100, ONE_CARD | QUICK | preload),
+        Check("heal", 3, ("heal", "nccl"), 200, ONE_CARD | preload),
+        Check("agents", 3, ("agents", "nccl"), 90, ONE_CARD | preload),
     ]
+    apart = [
+        Check("aborted-apart", 3, ("aborted", "apart"), 100, APART | QUICK),
+        Check("heal-apart", 3, ("heal", "apart"), 200, APART),
+        Check("agents-apart", 3, ("agents", "apart"), 90, APART),
+    ]
+    first, last = (shared, apart) if library else (apart, [])
+    return [*found, *first, Check("heal-gloo", 2, ("heal", "gloo"), 150), *OF_ALL, *last]
 
 
 class Table:

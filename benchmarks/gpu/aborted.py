@@ -40,15 +40,16 @@ class Survivor:
         import torch
         import torch.distributed as dist
 
-        from transition.abort import Aborter, settle
-        from transition.unblock import Unblocker
+        from unicron.transition.generations.unblock import Unblocker
+        from unicron.transition.seams.nccl import Aborter, keep_torch_from_aborting
 
         self.torch, self.dist = torch, dist
         self.device = torch.device("cuda", 0) if on_card() else torch.device("cpu")
         if on_card():
             torch.cuda.set_device(self.device)
         self.backend = "gloo" if backend == "gloo" or not on_card() else "nccl"
-        settle(self.backend)
+        if self.backend == "nccl":
+            keep_torch_from_aborting()
         self.aborter = Aborter()
         self.unblocker = Unblocker(self.aborter)
         self.rank = rank

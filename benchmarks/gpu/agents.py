@@ -47,18 +47,21 @@ def main() -> int:
                 try:
                     job.wait(lambda: job.trains([0, 1], 4), "5 iterations", LIMIT)
                     formed = time.monotonic() - began
+                    survivor, generation = job.rank(0)["pid"], job.job()["generation"]
                     os.kill(job.rank(1)["pid"], signal.SIGKILL)
                     killed = time.time()
-                    job.wait(lambda: job.trains([0]), "slot 0 trains alone", LIMIT)
-                    job.wait(lambda: job.trains([0, 1]), "both train again", LIMIT)
+                    job.wait(
+                        lambda: job.trains([0, 1]) and job.job()["generation"] > generation, "both train again", LIMIT
+                    )
                     back = time.time() - killed
                     job.trains_on([0, 1], 3, LIMIT)
                     violations = job.job()["ledger_violations"]
+                    assert job.rank(0)["pid"] == survivor, f"the survivor has another process: {job.told()[:600]}"
                 finally:
                     sys.stderr.write(job.told()[-8000:])
                 cold = re.findall(r".*cold.*", job.array.logs)
             first = json_lines(folder / "losses.0")
-            on = [each["time"] for each in first if each["time"] > killed and each["world_size"] == 1]
+            on = [each["time"] for each in first if each["time"] > killed and each["generation"] > generation]
             assert violations == 0, f"{violations} ledger violations"
             other = {each["iteration"]: each["loss"] for each in json_lines(folder / "losses.1")}
             both = [(each["loss"], other[each["iteration"]]) for each in first if each["iteration"] in other]

@@ -48,7 +48,7 @@ def measure(pairs: int, each: int) -> dict[str, list[float]]:
 def main() -> int:
     rank_harness.LIMIT = LIMIT
     with row("what a session costs a step, one rank") as saw:
-        found = measure(*((14, 5) if on_card() else (4, 2)))
+        found = measure(*((10, 4) if on_card() else (4, 2)))
         ratios = sorted(ours / theirs for ours, theirs in zip(found["healed"], found["plain"], strict=True))
         ratio, plain = statistics.median(ratios), statistics.median(found["plain"])
         few = statistics.quantiles(ratios, n=4)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from benchmarks.gpu.rows import on_card, row
-from detector import health
+from unicron.detector import health
 
 
 def main() -> int:

@@ -34,11 +34,12 @@ if ON_CARD:
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 
-import transition  # noqa: E402
+import unicron  # noqa: E402
 from benchmarks.gpu import cuda_errors  # noqa: E402
 from tests.support import fault_points, tiny_gpt  # noqa: E402
-from transition import abort, groups, session  # noqa: E402
-from transition.memory import contents, keeper  # noqa: E402
+from unicron.transition.seams import nccl, process_groups  # noqa: E402
+from unicron.transition.session import session  # noqa: E402
+from unicron.transition.snapshot import images, keeper  # noqa: E402
 
 
 def note(what: str, **figures: Any) -> None:
@@ -86,7 +87,7 @@ class OneByOne:
 
 def note_aborts() -> None:
     """How long aborts and the end of groups take, and what the main thread got of it: an exception, or nothing."""
-    run, recover, tear_down = abort._Abort.run, session.Session._recover, groups.tear_down
+    run, recover, tear_down = nccl._Abort.run, session.Session._recover, process_groups.tear_down
 
     def running(self: Any) -> None:
         began = time.monotonic()
@@ -103,9 +104,9 @@ def note_aborts() -> None:
         tear_down()
         note("torn down", seconds=time.monotonic() - began)
 
-    abort._Abort.run = running  # type: ignore[method-assign]
+    nccl._Abort.run = running  # type: ignore[method-assign]
     session.Session._recover = recovering  # type: ignore[method-assign]
-    groups.tear_down = tearing_down
+    process_groups.tear_down = tearing_down
 
 
 def note_copies() -> None:
@@ -125,10 +126,10 @@ def note_copies() -> None:
 
     for name in ("_fetch", "_pin", "_copy", "wait", "settle", "copy"):
         timed(keeper.Keeper, name, f"keeper.{name}")
-    timed(contents, "sums", "sums")
+    timed(images.Image, "mark_whole", "sums")
 
 
-def memory_note(made: transition.Session) -> Callable[[], dict[str, Any]]:
+def memory_note(made: unicron.Session) -> Callable[[], dict[str, Any]]:
     """To be called in each iteration: what the rank's memory is by then."""
     parameters = sum(each.numel() for chunk in made._model for each in chunk.module.parameters())
 
@@ -158,14 +159,14 @@ def strike_cards() -> None:
     fault_points.strike = strike_more
 
 
-def make() -> transition.Session:
+def make() -> unicron.Session:
     """The session of tiny_gpt's model on this device."""
-    transition.init_process_group(BACKEND, transition.Layout(tensor=tiny_gpt.TENSOR, pipeline=tiny_gpt.PIPELINE))
+    unicron.init_process_group(BACKEND, unicron.Layout(tensor=tiny_gpt.TENSOR, pipeline=tiny_gpt.PIPELINE))
     parallel_state.initialize_model_parallel(tiny_gpt.TENSOR, tiny_gpt.PIPELINE)
     chunks, optimizer = tiny_gpt.build()
     if os.environ.get("GPU_PLAIN") != "1":
         tiny_gpt.install_points(chunks, optimizer)
-    return transition.Session(
+    return unicron.Session(
         model=chunks,
         seed=1234,
         optimizer=optimizer,

@@ -63,10 +63,13 @@ class Aborter:
 
     A group has no communicator before its first collective, and may get one after an abort that found none: the next
     call tries it again, as long as somebody still waits.
+
+    begun: this process has aborted communicators of the generation, so what its collectives say of that is no news.
     """
 
     def __init__(self) -> None:
         self.inside: set[Any] = set()
+        self.begun = False
         self._aborted: set[int] = set()
         self._under_way: dict[int, _Abort] = {}
         self._lock = threading.Lock()
@@ -96,6 +99,7 @@ class Aborter:
                 if _is_nccl(group) and id(group) not in self._aborted and (inside or group not in self.inside)
             ]
             for group in due:
+                self.begun = True
                 if id(group) not in self._under_way:
                     self._under_way[id(group)] = abort = _Abort(group)
                     abort.start()
@@ -104,6 +108,7 @@ class Aborter:
     def forget_aborted(self) -> None:
         """New groups may have the identities of old ones."""
         with self._lock:
+            self.begun = False
             self._aborted.clear()
             self._under_way.clear()
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from unicron.detector.processes.rank_channel import fault_of
 from unicron.detector.processes.rank_messages import Fault, Plan, Status
 from unicron.transition.generations import groups
@@ -78,12 +80,19 @@ class Member:
     def stop(self, error: Exception, drain: Callable[[Callable[[], Any]], None], clean: bool) -> None:
         """Leave all collectives of the generation for good, and report where this rank stands. clean: the whole replica
         left it together, and nothing is under way among its ranks."""
+        fault = self._fault(error)
         self.watch.give_up()
         if not clean:
             self._built = NEVER_KEPT
         self.process.unblocker.unblock(not clean)  # the neighbours learn of it at once
         drain(lambda: self.process.unblocker.unblock(not clean))
-        self.rest("stopped", None if isinstance(error, PeerLost) else fault_of(error))
+        self.rest("stopped", fault)
+
+    def _fault(self, error: Exception) -> Fault | None:
+        """What the controller is told of an error. None where a peer is gone, and where NCCL says that a communicator
+        was aborted, which this process itself has done since a peer is gone."""
+        of_abort = self.process.aborter.begun and isinstance(error, dist.DistBackendError)
+        return None if of_abort or isinstance(error, PeerLost) else fault_of(error)
 
     def rest(self, state: str, fault: Fault | None = None) -> None:
         """Report that this rank has stopped. The report is repeated whenever another Break comes before a plan."""

@@ -109,8 +109,9 @@ def test_a_group_without_a_communicator_is_tried_again(groups, calls):
 def test_new_groups_may_have_the_identities_of_old_ones(groups):
     aborter = Aborter()
     aborter.abort(True)
+    assert aborter.begun
     aborter.forget_aborted()
-    assert aborter.abort(True) == 3
+    assert not aborter.begun and aborter.abort(True) == 3
 
 
 def test_settings_that_would_end_healthy_ranks_are_overruled_and_told(monkeypatch):

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from detector import forkable
+from unicron.detector.processes import forkable
 
 
 @pytest.fixture
