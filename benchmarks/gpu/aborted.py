@@ -18,7 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from benchmarks.gpu.rows import on_card, row
+from benchmarks.gpu.rows import on_card, patience, row
 
 # What happens to the last rank, and in words.
 KINDS = {
@@ -29,7 +29,7 @@ KINDS = {
 SIZE = 3
 FREED_AFTER = 1.0  # seconds from the collective's begin to the abort
 KICK = 0.02  # seconds between two aborts
-STEP_LIMIT, RUN_LIMIT = 12.0, 60.0
+STEP_LIMIT, RUN_LIMIT = 12.0 * patience(), 60.0 * patience()
 ELEMENTS = 1 << 20
 
 

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu.heal import LOSSES, SCRIPT, environment, notes
-from benchmarks.gpu.rows import row
+from benchmarks.gpu.rows import patience, row
 from tests.support.jobs import World, json_lines
 
-LIMIT = 45.0
+LIMIT = 45.0 * patience()
 
 
 def tell(job: World) -> None:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.gpu.rows import on_card, row
+from benchmarks.gpu.rows import on_card, patience, row
 from sbatch_templates import build_dataset, train_gpt
 from sbatch_templates.training_metrics import read_metrics
 from tests.support.processes import of_a_world
@@ -32,7 +32,7 @@ def main() -> int:
                     env=of_a_world(1)[0],
                     capture_output=True,
                     text=True,
-                    timeout=LIMIT,
+                    timeout=LIMIT * patience(),
                     check=False,
                 )
                 sys.stderr.write(done.stderr[-4000:])

@@ -8,13 +8,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.cost.__main__ import Quiet, Turns, plain_environment, port
-from benchmarks.gpu.rows import on_card, row
+from benchmarks.gpu.rows import on_card, patience, row
 from tests.support import rank_harness
 from tests.support.warm import Script
 
 SCRIPT = Path(__file__).with_name("cost_ranks.py")
 ASKED = 1.005
-LIMIT = 80.0
+LIMIT = 80.0 * patience()
 WARM_UP = 3
 LARGE = {
     "TINY_HIDDEN": "1024",

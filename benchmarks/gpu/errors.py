@@ -8,7 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.gpu import cuda_errors
-from benchmarks.gpu.rows import on_card, row
+from benchmarks.gpu.rows import on_card, patience, row
 from tests.support.processes import UNICRONCTL, outside_slurm
 
 LIMIT = 60.0
@@ -17,7 +17,13 @@ WANTED = {"assert": "device_assert", "illegal": "cuda_error", "oom": "cuda_oom"}
 
 def call(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, input=text, env=outside_slurm(), capture_output=True, text=True, timeout=LIMIT, check=False
+        command,
+        input=text,
+        env=outside_slurm(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT * patience(),
+        check=False,
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.rows import on_card, row, say
+from benchmarks.gpu.rows import on_card, patience, row, say
 from tests.support import proof, rank_harness
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
@@ -147,7 +147,7 @@ class Told(Ranks):
 
     def _hear(self, milliseconds: int) -> None:
         super()._hear(milliseconds)
-        late = len(self.breaks) > self.asked and time.time() - self.breaks[-1][2] > LATE_SECONDS
+        late = len(self.breaks) > self.asked and time.time() - self.breaks[-1][2] > LATE_SECONDS * patience()
         if late and self.broken == self.generation:
             self.asked = len(self.breaks)
             self._ask()
@@ -282,7 +282,7 @@ def is_warm(backend: str, folder: Path) -> bool:
 
 def main() -> int:
     backend, wanted = sys.argv[1], sys.argv[2:]
-    rank_harness.LIMIT, rank_harness.STOP_LIMIT = RUN_SECONDS, STOP_SECONDS
+    rank_harness.LIMIT, rank_harness.STOP_LIMIT = RUN_SECONDS * patience(), STOP_SECONDS * patience()
     names = [name for name in CASES if not (backend == "gloo" and on_card() and name in NOT_GLOO)]
     if wanted:
         names = [name for name in names if any(word in name for word in wanted)]

@@ -19,6 +19,11 @@ def on_card() -> bool:
     return os.environ.get("GPU_DEVICE", "cpu") == "cuda"
 
 
+def patience() -> float:
+    """A factor of time limits: a dry run may share its cores with much else, and a card's time is short."""
+    return 1.0 if on_card() else 6.0
+
+
 def say(what: str, saw: str, /, *, ok: bool = True, **figures: Any) -> None:
     """One row of the table."""
     print(MARK + json.dumps([what, saw, ok, figures], default=str) + "}", flush=True)

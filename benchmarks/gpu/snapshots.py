@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.heal import SCRIPT, notes
-from benchmarks.gpu.rows import on_card, row
+from benchmarks.gpu.rows import on_card, patience, row
 from tests.support import rank_harness
 from tests.support.rank_harness import Ranks
 
@@ -105,7 +105,7 @@ def on_the_card(folder: Path) -> None:
 
 
 def main() -> int:
-    rank_harness.LIMIT = RUN_SECONDS
+    rank_harness.LIMIT = RUN_SECONDS * patience()
     with tempfile.TemporaryDirectory(prefix="unicron-gpu-") as name:
         on_the_card(Path(name))
         to_memory(Path(name))
