@@ -124,8 +124,10 @@ def note_copies() -> None:
 
         setattr(owner, name, wrapped)
 
-    for name in ("_fetch", "_pin", "_copy", "wait", "settle", "copy"):
+    for name in ("copy", "_copy", "wait_copied", "wait_whole"):
         timed(keeper.Keeper, name, f"keeper.{name}")
+    timed(keeper._Card, "copy", "card.copy")
+    timed(keeper._Card, "_pin", "card.pin")
     timed(images.Image, "mark_whole", "sums")
 
 

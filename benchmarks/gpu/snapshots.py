@@ -65,7 +65,7 @@ def to_memory(folder: Path) -> None:
         later = [each for each in steps(out) if each[0] - each[1] > copies[1][1]]  # the first two make their files
         beside = [took for end, took in later if any(end - took < over and end > began for began, over in copies)]
         without = [took for end, took in later if not any(end - took < over and end > began for began, over in copies)]
-        fetches, pins, sums = seconds(out, "keeper._fetch"), seconds(out, "keeper._pin"), seconds(out, "sums")
+        fetches, pins, sums = seconds(out, "card.copy"), seconds(out, "card.pin"), seconds(out, "sums")
         text = f"{told['parameters'] / 1e6:.0f} million parameters, {size / 1e9:.2f} GB an image"
         text += f" ({size / told['parameters']:.1f} bytes a parameter); "
         if fetches:
@@ -77,7 +77,7 @@ def to_memory(folder: Path) -> None:
             ratio = statistics.median(beside) / statistics.median(without)
             text += f"; iteration beside a copy {1e3 * statistics.median(beside):.0f} ms ({len(beside)} of them), "
             text += f"without {1e3 * statistics.median(without):.0f} ms, ratio {ratio:.4f}"
-        waits = {name: seconds(out, f"keeper.{name}") for name in ("settle", "wait", "copy")}
+        waits = {name: seconds(out, f"keeper.{name}") for name in ("wait_whole", "wait_copied", "copy")}
         longest = max(max(waited[len(waited) // 2 :], default=0.0) for waited in waits.values())
         text += f"; the training waited {1e3 * longest:.1f} ms at most"
         saw(text, fetches=fetches, pins=pins, sums=sums, steps=steps(out), copies=copies, **waits)
