@@ -41,7 +41,7 @@ class Fork:
             os.close(writing)
 
     def _begin(self, words: list[str], output: int) -> None:
-        coming = warm().ask(warm().environment, words, output)
+        coming = warm().request_fork(warm().environment, words, output)
         assert coming is not None and coming.pid is not None, coming.cold if coming is not None else warm().why
         os.close(coming.stderr)
         self._name = words[0]

@@ -60,8 +60,10 @@ class Warm:
         """As of :class:`ZygoteClient`."""
         return self.zygote.why
 
-    def ask(self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1) -> Coming | None:
-        """As :meth:`ZygoteClient.ask`; settled."""
+    def request_fork(
+        self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1
+    ) -> Coming | None:
+        """As :meth:`ZygoteClient.request_fork`; settled."""
         adopt_orphans()
         try:
             coming = self.zygote.request_fork(environment, words, stdout)
@@ -91,11 +93,13 @@ class OfAll(Warm):
 
     patience = (LIMIT, LIMIT)
 
-    def ask(self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1) -> Coming | None:
+    def request_fork(
+        self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1
+    ) -> Coming | None:
         own = {name: value for name, value in environment.items() if not READ_IN_C.fullmatch(name)}
         early = {name: value for name, value in self.environment.items() if READ_IN_C.fullmatch(name)}
         script = environment.get("TINY_SCRIPT", str(SCRIPT))
-        return super().ask({**own, **early}, words or [script], stdout)
+        return super().request_fork({**own, **early}, words or [script], stdout)
 
 
 _warm: Warm | None = None
@@ -116,7 +120,7 @@ class Script:
     def __init__(self, script: Path | str, *arguments: object, environment: Mapping[str, str]):
         self.command = [str(word) for word in (script, *arguments)]
         self._output = tempfile.TemporaryFile()
-        coming = warm().ask(environment, self.command, self._output.fileno())
+        coming = warm().request_fork(environment, self.command, self._output.fileno())
         child = coming.child() if coming is not None else None
         assert child is not None, coming.cold if coming is not None else warm().why
         self._child: Child = child
