@@ -89,6 +89,7 @@ def test_before_the_reduce_the_dead_ranks_share_is_dealt_round_robin():
     assert decision.step is None and decision.iteration == 7
     assert decision.assignment == {0: [0, 4, 2], 1: [1, 5, 6], 3: [3, 7]}
     assert (decision.reused, decision.recomputed, decision.redistributed) == (5, 1, 2)
+    assert decision.reason.startswith("3 ranks go on with iteration 7: 5 of 8 micro-batches are kept")
 
 
 def test_all_synced_step_and_nothing_is_computed_again():
