@@ -146,7 +146,7 @@ def test_the_real_kernel_log_is_read_from_now_on(tmp_path):
                 pytest.skip(said[0])
             log.write(f"<6>{mark}\n")
             log.flush()
-            found = wait_for(lambda: watch.take("1", 0, "a"), "the line")
+            found = wait_for(lambda: watch.new_events("1", 0, "a"), "the line")
         finally:
             watch.close()
     assert [(event.source, event.text, event.code) for event in found] == [("kernel", mark, "marker")]

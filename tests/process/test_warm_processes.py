@@ -53,7 +53,7 @@ def begin():
 def run_warm(warm: Warm, tmp_path: Path, **settings: str) -> tuple[int | None, str, str]:
     """(exit code, standard output, standard error) of a forked process."""
     with (tmp_path / "out").open("w+b") as out:
-        coming = warm.ask(warm.environment | settings, stdout=out.fileno())
+        coming = warm.request_fork(warm.environment | settings, stdout=out.fileno())
         child = coming.child() if coming is not None else None
         assert child is not None, coming.cold if coming is not None else warm.why
         code = child.reap(60.0)
@@ -73,7 +73,7 @@ def run_cold(warm: Warm, *words: object, **settings: str) -> tuple[int, str, str
 
 def refused(warm: Warm, **settings: str) -> str:
     """Why a process with this environment has to start cold."""
-    coming = warm.ask(warm.environment | settings)
+    coming = warm.request_fork(warm.environment | settings)
     if coming is None:
         return warm.why
     assert coming.child() is None
@@ -317,7 +317,7 @@ def test_a_zygote_that_hangs_is_not_waited_for_and_is_replaced(script, begin):
 def test_a_fork_that_is_not_wanted_any_more_never_begins(script, begin, tmp_path):
     note = tmp_path / "begun"
     warm = begin(script(f"open({str(note)!r}, 'w')\n"))
-    coming = warm.ask(warm.environment)
+    coming = warm.request_fork(warm.environment)
     pid = coming.pid
     assert is_alive(pid)
     coming.drop()

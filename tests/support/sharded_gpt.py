@@ -187,7 +187,7 @@ class Training:
             if group.is_first_batch and group.grad_reduce_handle is not None:
                 return
             for bucket in group.buckets:
-                self.slices.take(id(bucket), elastic_buckets.own_part(bucket, group))
+                self.slices.copy_before_reduce(id(bucket), elastic_buckets.own_part(bucket, group))
             try:
                 self.point("reduce")
                 reduce(*arguments, **keywords)

@@ -64,6 +64,7 @@ TORCH = (
     Seam("torch", "_foreach_copy_", None, "many tensors are copied in one call"),
     Seam("torch._C", "_current_graph_task_id", None, "tells nested backward passes"),
     Seam("torch", "Tensor()._version", None, "whether a tensor was written to"),
+    Seam("torch._C", "_cuda_getDeviceCount?", None, "answered from the device files while a zygote imports"),
     Seam("torch.nn", "Module()._non_persistent_buffers_set", None, "buffers that are mere caches are no state"),
     Seam("torch.nn.modules.batchnorm", "_NormBase", None, "layers with running statistics are refused"),
 )
@@ -223,12 +224,20 @@ def difference(seams: Iterable[Seam]) -> str | None:
         try:
             found = find(seam)
             if seam.parameters is not None and found is not ABSENT:
-                parameters = list(inspect.signature(found).parameters)
+                parameters = _parameters(found)
         except (ImportError, AttributeError, ValueError, TypeError):
             return f"{seam.module}.{seam.name} is not there"
         if parameters is not None and seam.parameters is not None and parameters != seam.parameters.split():
             return f"{seam.module}.{seam.name} takes ({', '.join(parameters)})"
     return None
+
+
+def _parameters(function: Any) -> list[str] | None:
+    """The names of its parameters; None for what takes anything: somebody's wrapper, which passes them on."""
+    parameters = inspect.signature(function).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    wraps = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+    return None if wraps else list(parameters)
 
 
 ABSENT = object()  # a class that this build of torch does not have

@@ -78,4 +78,6 @@ def test_what_was_spoiled_on_its_way_is_seen_and_said(capsys):
     other[17] ^= 4
     assert common._sound(head, other, front, 3) is None
     assert common._sound(b"heaf", data, front, 3) is None
-    assert capsys.readouterr().err.count("what rank 3 has sent of the state in its node's memory was spoiled") == 2
+    assert (
+        capsys.readouterr().err.count("the state that rank 3 sent from its node's memory was damaged on its way") == 2
+    )

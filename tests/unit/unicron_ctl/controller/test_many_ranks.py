@@ -82,7 +82,7 @@ def test_what_an_agent_is_told_takes_no_look_at_all_members() -> None:
     letter = orders.Letter(job.state)
     job.state.members = Unread(job.state.members)
     for agent in agents:
-        assert list(orders.due(job, job.agents[agent.element], letter, world.now)) == []
+        assert list(orders.due_orders(job, job.agents[agent.element], letter, world.now)) == []
 
 
 def test_an_agent_that_comes_while_a_plan_is_out_may_change_who_leads() -> None:
