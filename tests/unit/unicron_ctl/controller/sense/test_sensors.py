@@ -21,7 +21,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.sense.sensors import SENSORS, Sensor, SensorMemory
 
-CHECKED = 3  # calls of each sensor in a scenario at which it finds something
+CHECKED = 1  # calls with findings that are checked, beside the first call and the middle one; each costs copies of all
 CACHES = {"counted", "planned"}  # fields that follow from others, and are computed when they are needed
 
 
