@@ -24,18 +24,7 @@ def healed() -> Iterator[object]:
     unicron.init_process_group("gloo", unicron.Layout(tensor=SIZES[0], pipeline=SIZES[1]))
     parallel_state.initialize_model_parallel(*SIZES)
     chunks, optimizer = tiny_gpt.build()
-    yield from unicron.Session(
-        model=chunks,
-        seed=1234,
-        optimizer=optimizer,
-        scheduler=tiny_gpt.schedule(optimizer),
-        micro_batches=tiny_gpt.MICRO_BATCHES,
-        forward_step=tiny_gpt.forward_step,
-        fetch=tiny_gpt.fetch,
-        seq_length=tiny_gpt.SEQUENCE,
-        micro_batch_size=tiny_gpt.SIZE,
-        train_iterations=gates.ITERATIONS,
-    )
+    yield from tiny_gpt.new_session(chunks, optimizer, gates.ITERATIONS)
 
 
 def each_group_once() -> None:

@@ -168,18 +168,7 @@ def make() -> unicron.Session:
     chunks, optimizer = tiny_gpt.build()
     if os.environ.get("GPU_PLAIN") != "1":
         tiny_gpt.install_points(chunks, optimizer)
-    return unicron.Session(
-        model=chunks,
-        seed=1234,
-        optimizer=optimizer,
-        scheduler=tiny_gpt.schedule(optimizer),
-        micro_batches=tiny_gpt.MICRO_BATCHES,
-        forward_step=tiny_gpt.forward_step,
-        fetch=tiny_gpt.fetch,
-        seq_length=tiny_gpt.SEQUENCE,
-        micro_batch_size=tiny_gpt.SIZE,
-        train_iterations=fault_points.ITERATIONS,
-    )
+    return tiny_gpt.new_session(chunks, optimizer, fault_points.ITERATIONS)
 
 
 use_card()

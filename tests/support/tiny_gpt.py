@@ -301,6 +301,23 @@ def install_points(chunks, optimizer) -> None:
     around_generations()
 
 
+def new_session(chunks, optimizer, iterations, **more):
+    """The session of this model, which trains for so many iterations. more: for :class:`unicron.Session`."""
+    return unicron.Session(
+        model=chunks,
+        seed=1234,
+        optimizer=optimizer,
+        scheduler=schedule(optimizer),
+        micro_batches=MICRO_BATCHES,
+        forward_step=forward_step,
+        fetch=fetch,
+        seq_length=SEQUENCE,
+        micro_batch_size=SIZE,
+        train_iterations=iterations,
+        **more,
+    )
+
+
 def main() -> None:
     """Train, and save each iteration's gradient, parameters and loss."""
     unicron.init_process_group("gloo", unicron.Layout(tensor=TENSOR, pipeline=PIPELINE))
@@ -313,17 +330,10 @@ def main() -> None:
         fail_silently()
     chunks, optimizer = build()
     install_points(chunks, optimizer)
-    session = unicron.Session(
-        model=chunks,
-        seed=1234,
-        optimizer=optimizer,
-        scheduler=schedule(optimizer),
-        micro_batches=MICRO_BATCHES,
-        forward_step=forward_step,
-        fetch=fetch,
-        seq_length=SEQUENCE,
-        micro_batch_size=SIZE,
-        train_iterations=ITERATIONS,
+    session = new_session(
+        chunks,
+        optimizer,
+        ITERATIONS,
         checkpoints=unicron.Checkpoints(CHECKPOINTS, interval=EVERY) if CHECKPOINTS else None,
     )
     from unicron.transition.megatron import auxiliary
