@@ -33,7 +33,7 @@ OPTIONS = (
 
 
 class _Stream:
-    """Of a device that is done with everything at once."""
+    """The stream of a device that is done with everything at once."""
 
     def wait_stream(self, other: Any) -> None:
         pass

@@ -268,8 +268,8 @@ def _repairs(policy: Policy, found: list[Span]) -> Floats:
 
 
 def bound(scenario: Scenario, trace: Trace, policy: Policy, reached: float) -> Result:
-    """As the Result of a policy; `mean_waf` is the bound. reached: what a policy has got on average, weighted FLOP/s:
-    the search ends near to it. `lost`: what missing nodes take (sub_healthy) and, at least, changes. Raises
+    """Returns the bound as a Result, in `mean_waf`. reached: what a policy has got on average, weighted FLOP/s: the
+    search ends near to it. `lost`: what missing nodes take (sub_healthy) and, at least, changes. Raises
     PlanError."""
     fresh = replace(scenario, jobs=tuple(replace(job, nodes=0, lost_worker=False) for job in scenario.jobs))
     found, most = spans(scenario, trace)

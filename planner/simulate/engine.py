@@ -225,8 +225,8 @@ class Simulation:
             task.size = self._largest(task, min(task.target, len(self.free)))
             if self.policy.placement == "fixed" and task.size < task.target:
                 task.size = 0
-            self._take(task, task.size)
-            self._settle(task)
+            self._adjust_nodes(task, task.size)
+            self._settle_task(task)
 
     def _trace_event(self, event: TraceEvent, number: int) -> None:
         if event.event == "join":
@@ -290,13 +290,13 @@ class Simulation:
         if task.debt > 0:
             self._enter(task, RECOMPUTE, task.debt, self._recomputed)
         else:
-            self._settle(task)
+            self._settle_task(task)
 
     def _recomputed(self, task: Task) -> None:
         task.debt = 0.0
-        self._settle(task)
+        self._settle_task(task)
 
-    def _settle(self, task: Task) -> None:
+    def _settle_task(self, task: Task) -> None:
         task.level = self._f(task, task.size)
         self._enter(task, RUN if task.size else IDLE, 0.0, None)
 
@@ -323,7 +323,7 @@ class Simulation:
         task.nodes.discard(number)
         self.owner.pop(number, None)
 
-    def _take(self, task: Task, size: int) -> None:
+    def _adjust_nodes(self, task: Task, size: int) -> None:
         """Gives back or takes nodes until the task holds `size`; dead nodes go first."""
         for number in [number for number in task.nodes if number not in self.up]:
             self._drop(task, number)
@@ -340,7 +340,7 @@ class Simulation:
 
     def _replace_or_wait(self, task: Task) -> None:
         """fixed: all its nodes again, with spares for the lost ones, or none until they are repaired."""
-        self._take(task, min(task.target, len([n for n in task.nodes if n in self.up]) + len(self.free)))
+        self._adjust_nodes(task, min(task.target, len([n for n in task.nodes if n in self.up]) + len(self.free)))
         if len(task.nodes) < task.target:
             task.level = 0.0
             self._enter(task, IDLE, 0.0, None)
@@ -373,7 +373,7 @@ class Simulation:
         seconds = self.policy.transition[severity]
         if seconds is None:
             seconds = self._planned_seconds(task, size, lost)
-        self._take(task, size)
+        self._adjust_nodes(task, size)
         task.size, task.level = size, self._f(task, size)
         if size:
             self._enter(task, TRANSITION, seconds, self._recompute)
@@ -395,7 +395,7 @@ class Simulation:
         shrinking_first = sorted(changed, key=lambda task: plan[task.job.name] - len(task.nodes))
         for task in shrinking_first:
             size = plan[task.job.name]
-            self._take(task, size)
+            self._adjust_nodes(task, size)
             if task.job.name in lost:
                 task.worst = 4
             task.size, task.level = size, self._f(task, size)

@@ -160,7 +160,7 @@ def _whole(runs: Sequence[Run]) -> Iterator[Run]:
 
 
 def _fields(path: str | Path, number: int, row: Sequence[str], header: Sequence[str]) -> list[str]:
-    """As many as the header has. A job's name may hold the separator, and sacct does not mark it."""
+    """Returns as many fields as the header has. A job's name may hold the separator, and sacct does not mark it."""
     more, name = len(row) - len(header), header.index("jobname")
     if more < 0:
         why = "is the file cut off? Where a job's name has a line break, leave its lines out"

@@ -149,11 +149,11 @@ class lock:
     def __enter__(self) -> None:
         try:
             self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            self._wait()
+            self._wait_for_lock()
         except OSError:
             pass
 
-    def _wait(self) -> None:
+    def _wait_for_lock(self) -> None:
         deadline = time.monotonic() + LOCK_SECONDS
         while time.monotonic() < deadline:
             try:

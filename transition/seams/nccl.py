@@ -76,7 +76,7 @@ class Aborter:
 
     def abort(self, inside: bool) -> int:
         """Abort the generation's communicators, those inside the replica only if so; returns how many are over."""
-        begun = self._begin(inside)
+        begun = self._start_aborts(inside)
         deadline = time.monotonic() + ABORT_SECONDS
         for abort in begun.values():
             abort.join(max(0.0, deadline - time.monotonic()))
@@ -88,7 +88,7 @@ class Aborter:
             self._aborted |= had
         return len(had)
 
-    def _begin(self, inside: bool) -> dict[int, _Abort]:
+    def _start_aborts(self, inside: bool) -> dict[int, _Abort]:
         """The aborts that are due, by group; those that are under way still do not begin again."""
         if not (dist.is_available() and dist.is_initialized() and dist.is_nccl_available()):
             return {}

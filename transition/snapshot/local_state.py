@@ -94,7 +94,7 @@ class LocalState:
         return False
 
     def file_writer(self, writer: Writer) -> Writer:
-        """As whose part this rank writes its file by itself."""
+        """Returns whose part this rank's own file is."""
         return writer
 
     @property

@@ -30,7 +30,7 @@ class Worker:
         return future
 
     def submit_or_run(self, task: Callable[[], Result]) -> Future[Result]:
-        """As :meth:`submit`, but the caller's thread does the task where no other one is to be had."""
+        """Submits the task; the caller's thread does it where no other thread is to be had. See :meth:`submit`."""
         try:
             return self.submit(task)
         except RuntimeError:

@@ -97,20 +97,20 @@ class PyslurmClient(CommandLineClient):
             refused = self._call(what, lambda: record.requeue(hold=True), harmless="pending execution") is _REFUSED
         if refused:
             self._call(what, record.hold)
-        self._say(what, record, comment)
+        self._set_admin_comment(what, record, comment)
 
     def hold(self, job: str, element: int, comment: str) -> None:
         if (record := self._record(job, element)) is None:
             return super().hold(job, element, comment)
         self._call(f"hold {job}_{element}", record.hold)
-        self._say(f"hold {job}_{element}", record, comment)
+        self._set_admin_comment(f"hold {job}_{element}", record, comment)
 
     def release(self, job: str, element: int, comment: str = "") -> None:
         if (record := self._record(job, element)) is None:
             return super().release(job, element, comment)
         self._call(f"release {job}_{element}", record.release)
         if comment:
-            self._say(f"release {job}_{element}", record, comment)
+            self._set_admin_comment(f"release {job}_{element}", record, comment)
 
     def pin(self, job: str, element: int, node: str | None) -> None:
         record = self._record(job, element)
@@ -128,7 +128,7 @@ class PyslurmClient(CommandLineClient):
         number = self._own_record.get((job, element))
         return None if number is None or self._dry_run is not None else self._pyslurm.Job(number)
 
-    def _say(self, what: str, record: Any, comment: str) -> None:
+    def _set_admin_comment(self, what: str, record: Any, comment: str) -> None:
         with contextlib.suppress(SlurmError):  # as in `_comment`
             self._modify(what, record, admin_comment=one_line(comment))
 

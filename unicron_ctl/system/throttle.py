@@ -27,7 +27,7 @@ class Throttle:
         """Whether so much is left for this name; if so, it is taken."""
         left = self.left(name, now)
         allowed = left >= cost
-        self._keep(name, left - cost if allowed else left, now)
+        self._set_left(name, left - cost if allowed else left, now)
         return allowed
 
     def allowed_at(self, name: str, now: float, cost: float = 1.0) -> float:
@@ -36,9 +36,9 @@ class Throttle:
 
     def charge(self, name: str, now: float, cost: float) -> None:
         """Takes so much, even where it is not there: what was done for this name cost more than its question."""
-        self._keep(name, self.left(name, now) - cost, now)
+        self._set_left(name, self.left(name, now) - cost, now)
 
-    def _keep(self, name: str, left: float, now: float) -> None:
+    def _set_left(self, name: str, left: float, now: float) -> None:
         self.buckets[name] = left, now
         self.buckets.move_to_end(name)
         if len(self.buckets) > self.names:

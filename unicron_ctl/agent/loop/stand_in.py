@@ -47,10 +47,10 @@ class StandIn:
     def serve(self, now: float) -> None:
         """Messages of the others have come."""
         if self._line is not None:
-            self._line.receive(lambda message: self._take(message, now), self._log.drop)
+            self._line.receive(lambda message: self._on_message(message, now), self._log.drop)
             self.carry_out()
 
-    def _take(self, message: peer_messages.AnyPeer, now: float) -> None:
+    def _on_message(self, message: peer_messages.AnyPeer, now: float) -> None:
         if not self._outbox.muted:
             self.participant.on_message(message, now)
 

@@ -109,7 +109,7 @@ def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreed], out: Ou
                 f"of its elements {elements[:20]} none has been heard. Nothing is formed before that, or before Slurm "
                 f"shows that they ended"
             )
-            _wait(job.state, one.plan.members, reason, out)
+            _record_wait(job.state, one.plan.members, reason, out)
             return True
     return False
 
@@ -252,11 +252,11 @@ def _too_many(view: View, job: JobView, absent: list[int], count: int, out: Outc
         f"formed from the other {count - len(absent)} before they are heard, or Slurm shows that they ended"
     )
     slots = [slot for element in absent for slot in range(element * job.per_node, (element + 1) * job.per_node)]
-    _wait(job.state, slots, reason, out)
+    _record_wait(job.state, slots, reason, out)
     return True
 
 
-def _wait(job: JobState, slots: list[int], reason: str, out: Outcome) -> None:
+def _record_wait(job: JobState, slots: list[int], reason: str, out: Outcome) -> None:
     """Records, once, for whom the job waits."""
     if job.waits != reason:
         out.record(job, records.StateAwaited(slots=slots, reason=reason))
@@ -368,7 +368,7 @@ def _report_incomplete(view: View, job: JobView) -> Outcome:
             f"slots {kept[:20]} have kept their training state, and of the {job.replica} ranks of a replica those for "
             f"the places {missing[:20]} are missing: the job waits for them"
         )
-        _wait(state, kept, reason, out)
+        _record_wait(state, kept, reason, out)
     return out
 
 
@@ -384,7 +384,7 @@ def _report_unlike(view: View, job: JobView, out: Outcome) -> bool:
                 f"slots {sorted(strange)[:20]} have replicas of {sizes} ranks and the others of {job.replica}, so they "
                 "cannot train together: start the same command on all nodes"
             )
-            _wait(job.state, sorted(strange), reason, out)
+            _record_wait(job.state, sorted(strange), reason, out)
     return live.unlike
 
 

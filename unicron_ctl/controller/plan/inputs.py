@@ -247,7 +247,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
         permission.of_job(view, job.job).spare_nodes,
         unit_of(view, job),
         working=min(most, view.job(job).wanted),
-        wait_seconds=_wait(view, listing, within) if job.settings.spares else 0.0,
+        wait_seconds=_wait_seconds(view, listing, within) if job.settings.spares else 0.0,
         owner=owner(view, job, next(iter(elements), None)),
     )
     return job_layouts.with_layouts(view, job, found, _gres(listing, within), within.peak)
@@ -260,7 +260,7 @@ def _startable(view: View, e: ElementInfo) -> bool:
     return not pending_reasons.barred(e, view.now)
 
 
-def _wait(view: View, listing: Listing, within: Reach) -> float:
+def _wait_seconds(view: View, listing: Listing, within: Reach) -> float:
     """Seconds that a lost node's place stays empty without a hot spare: until processes have started on a free node, or
     where there is none until a node is repaired."""
     config = view.config
