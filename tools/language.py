@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("detector", "transition", "planner", "unicron_ctl")
-STARTS = re.compile(r"(Of|The same|Those|It|Whose)\b")
+STARTS = re.compile(r"(As|Of|The same|Those|It|Whose)\b")
 VERBS = frozenset(
     "ask begin due enter give hear keep know leave look say settle take tell turn wait".split(),
 )
@@ -29,7 +29,7 @@ def problems(path: Path) -> Iterator[str]:
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
         if found := STARTS.match(ast.get_docstring(node) or ""):
             yield f'{where}: the docstring begins with "{found[0]}": begin with a subject or a verb'
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in VERBS:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.lstrip("_") in VERBS:
             yield f"{where}: {node.name}() does not say what it acts on"
 
 

@@ -99,7 +99,7 @@ class Child:
         stderr = -1
         try:
             stderr = os.dup(process.stderr.fileno())
-            self._take(process, stderr)
+            self._adopt_process(process, stderr)
         except OSError:  # without a handle on it nobody would end it
             process.kill()
             process.wait()
@@ -114,10 +114,10 @@ class Child:
         """A child of this process that another one has forked, in a process group of its own; `stderr` is the reading
         end of its standard error."""
         child = cls.__new__(cls)
-        child._take(Forked(pid), stderr)
+        child._adopt_process(Forked(pid), stderr)
         return child
 
-    def _take(self, process: subprocess.Popen[bytes] | Forked, stderr: int) -> None:
+    def _adopt_process(self, process: subprocess.Popen[bytes] | Forked, stderr: int) -> None:
         self.started = time.monotonic()  # how long it lives does not change with the time of day
         self._process, self.stderr = process, stderr
         os.set_blocking(self.stderr, False)

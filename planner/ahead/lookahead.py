@@ -335,13 +335,13 @@ class Keeper:
     def _fresh(self) -> bool:
         return self._wanted is not None and self._table is not None and self._table.scenario is self._wanted[0]
 
-    def _due(self) -> bool:
+    def _search_due(self) -> bool:
         return self._wanted is not None and not self._fresh() and self._error is None
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopped or self._due())
+                self._changed.wait_for(lambda: self._stopped or self._search_due())
                 if self._stopped:
                     return
                 assert self._wanted is not None  # else nothing is due

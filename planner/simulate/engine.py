@@ -197,7 +197,7 @@ class Simulation:
                     task.worked += span
         self.now = when
 
-    def _enter(self, task: Task, phase: str, seconds: float, then: Callable[[Task], None] | None) -> None:
+    def _enter_phase(self, task: Task, phase: str, seconds: float, then: Callable[[Task], None] | None) -> None:
         """The task is in `phase` for `seconds`, then `then` happens, unless something else comes in between. What comes
         during a transition ends it no sooner; a planned change during a recompute leaves the rest of it due."""
         if task.phase == RECOMPUTE and phase in (TRANSITION, IDLE) and self.policy.graceful:
@@ -254,7 +254,7 @@ class Simulation:
     def _hit(self, task: Task, event: TraceEvent) -> None:
         if task.phase != DETECT:
             self._owe(task)
-            self._enter(task, DETECT, detection_seconds(self.policy, event.failure), self._noticed)
+            self._enter_phase(task, DETECT, detection_seconds(self.policy, event.failure), self._noticed)
         task.worst = min(task.worst, event.failure.severity)
 
     def _owe(self, task: Task) -> None:
@@ -283,12 +283,12 @@ class Simulation:
         if seconds is None:
             seconds = self._planned_seconds(task, task.size, lost=True)
         task.level = self._f(task, task.size)
-        self._enter(task, TRANSITION, seconds, self._recompute)
+        self._enter_phase(task, TRANSITION, seconds, self._recompute)
 
     def _recompute(self, task: Task) -> None:
         """All that is due; until then a failure makes all of it due again."""
         if task.debt > 0:
-            self._enter(task, RECOMPUTE, task.debt, self._recomputed)
+            self._enter_phase(task, RECOMPUTE, task.debt, self._recomputed)
         else:
             self._settle_task(task)
 
@@ -298,7 +298,7 @@ class Simulation:
 
     def _settle_task(self, task: Task) -> None:
         task.level = self._f(task, task.size)
-        self._enter(task, RUN if task.size else IDLE, 0.0, None)
+        self._enter_phase(task, RUN if task.size else IDLE, 0.0, None)
 
     def _joined(self) -> None:
         if self.policy.placement == "fixed":
@@ -343,7 +343,7 @@ class Simulation:
         self._adjust_nodes(task, min(task.target, len([n for n in task.nodes if n in self.up]) + len(self.free)))
         if len(task.nodes) < task.target:
             task.level = 0.0
-            self._enter(task, IDLE, 0.0, None)
+            self._enter_phase(task, IDLE, 0.0, None)
             return
         task.size = task.target
         self._recover(task, 1)
@@ -376,9 +376,9 @@ class Simulation:
         self._adjust_nodes(task, size)
         task.size, task.level = size, self._f(task, size)
         if size:
-            self._enter(task, TRANSITION, seconds, self._recompute)
+            self._enter_phase(task, TRANSITION, seconds, self._recompute)
         else:
-            self._enter(task, IDLE, 0.0, None)
+            self._enter_phase(task, IDLE, 0.0, None)
 
     def _redistribute(self, event: Event) -> None:
         """The planner, or a naive split, decides for the whole cluster. Failures that are still unnoticed come to
@@ -400,9 +400,9 @@ class Simulation:
                 task.worst = 4
             task.size, task.level = size, self._f(task, size)
             if size == 0:
-                self._enter(task, IDLE, 0.0, None)
+                self._enter_phase(task, IDLE, 0.0, None)
             else:
-                self._enter(task, TRANSITION, seconds[task.job.name], self._recompute)
+                self._enter_phase(task, TRANSITION, seconds[task.job.name], self._recompute)
 
     def _plan(self, placement: str, lost: set[str]) -> dict[str, int]:
         jobs = tuple(replace(task.job, nodes=task.size, lost_worker=task.job.name in lost) for task in self.tasks)

@@ -155,11 +155,11 @@ class PlainGradients(Accumulation):
                 self._deferred = PeerLost("a member of the generation is gone")
                 return
             try:
-                self._begin(number)
+                self._begin_bucket(number)
             except RuntimeError as error:
                 self._deferred = error
 
-    def _begin(self, number: int) -> None:
+    def _begin_bucket(self, number: int) -> None:
         bucket, untouched = self._buckets[number], self._untouched[number]
         bucket.mark([now != before for now, before in zip(bucket.versions(), untouched, strict=True)])
         if self._work.healed:
@@ -238,12 +238,12 @@ class PlainGradients(Accumulation):
             raise self._deferred
         last = len(self._buckets) - 1
         while len(self._sums) < last:
-            self._begin(len(self._sums))
+            self._begin_bucket(len(self._sums))
         if last < 0:
             self._sums.append(self._work.begin_sum(proof))
         else:
             self._buckets[last].put(proof)
-            self._begin(last)
+            self._begin_bucket(last)
         for each in self._sums:
             each.finish()
         told = proof if last < 0 else self._buckets[last].proven()

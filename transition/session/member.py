@@ -120,13 +120,13 @@ class Member:
             elif self.slot in plan.members:
                 return plan
             elif not left:
-                self._leave()
+                self._leave_generation()
 
     def _spare(self) -> bool:
         """The rank holds no training state, and its job has hot spares, which wait for as long as nobody is lost."""
         return not self.inside and os.environ.get("UNICRON_SPARES", "0") not in ("", "0")
 
-    def _leave(self) -> None:
+    def _leave_generation(self) -> None:
         """Let go of everything, so that the others do not wait: a plan went on without this rank. It may come back as a
         newcomer; a rank of an incomplete replica keeps its training state for that."""
         self.watch.give_up()
@@ -144,10 +144,10 @@ class Member:
         """Enter `plan`, or the plan that follows when it breaks on the way; returns the one that this rank is in."""
         while True:
             if self.slot not in plan.members:
-                self._leave()
+                self._leave_generation()
                 plan = self.wait_plan()
             try:
-                self._enter(plan)
+                self._enter_generation(plan)
                 return plan
             except (PeerLost, RuntimeError, ConnectionError) as error:
                 if isinstance(error, self._fatal):
@@ -164,7 +164,7 @@ class Member:
         """The state of a rank that did not get in: what it was before."""
         return "standby" if self._resting[0] == "standby" and not self.half_received else "waiting"
 
-    def _enter(self, plan: Plan) -> None:
+    def _enter_generation(self, plan: Plan) -> None:
         if self.half_received and self.slot not in plan.joiners:
             raise migrate.StateMismatch("the transfer of the training state to this rank was cut off: start it anew")
         assert self.groups is not None
@@ -181,7 +181,7 @@ class Member:
             else:
                 groups.open_to_newcomers(store)
             self._check_alive()
-            keep = self._keep(store, plan)
+            keep = self._keeps_inner_groups(store, plan)
             self.groups.tear_down(keep)
             if not keep:
                 self.process.unblocker.forget_inside()
@@ -197,7 +197,7 @@ class Member:
         self.watch.shelter(True)
         self.moments["entered"] = time.monotonic()
 
-    def _keep(self, store: Any, plan: Plan) -> bool:
+    def _keeps_inner_groups(self, store: Any, plan: Plan) -> bool:
         """Whether the groups inside the replica live on: all of its ranks say that they built them together, and that
         they are whole."""
         slots = slots_of(plan.members, self.layout.size, self.slot)

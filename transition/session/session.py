@@ -175,7 +175,7 @@ class Session:
             return member
         member.groups = groups.Groups(self.layout, current.unblocker, current.aborter)
         member.groups.note_holders(trained.holders())
-        member.take, member.rescue = self._take, self._rescue
+        member.take, member.rescue = self._take_up_plan, self._rescue
         return member
 
     @property
@@ -359,7 +359,7 @@ class Session:
                 raise _Again from error
         self._watch.hold_off(not self._local.sharded)  # nothing of the step waits for a peer any more
 
-    def _keep(self) -> None:
+    def _keep_step(self) -> None:
         """The state after the step, and its copies in other nodes: before all have them the gradients are not zeroed.
         Raises _Again where a plan has the iteration reduced once more, from the state before it."""
         try:
@@ -377,7 +377,7 @@ class Session:
         if self._scheduler is not None and succeeded:
             self._scheduler.step(increment=self._samples)
         self._state.loss = self._at.loss
-        self._keep()
+        self._keep_step()
         self._watch.shelter(True)
         self._watch.hold_off(False)
         self._self_stops = 0
@@ -465,7 +465,7 @@ class Session:
             self._gradients.restore()
             self._at.ledger.drop()
 
-    def _take(self, plan: Plan, newcomer: bool) -> None:
+    def _take_up_plan(self, plan: Plan, newcomer: bool) -> None:
         """The groups of `plan` are there."""
         self._gradients.adopt_groups()
         if self._member.inside:

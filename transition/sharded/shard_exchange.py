@@ -90,8 +90,8 @@ class ShardExchange:
     def send_soundly(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
     ) -> None:
-        """As :meth:`send`, and once more where what came is not what was sent. Raises :class:`CopyFailed` where that
-        does not help."""
+        """Does what :meth:`send` does, and does it again where the bytes that came are not those that were sent. Raises
+        :class:`CopyFailed` after the last try."""
         for _ in range(TRIES):
             spoil = bool(outgoing) and injector.spoils_transfer()
             self.send(outgoing, incoming, spoil)

@@ -35,7 +35,7 @@ class Beginnings:
         self.untouched = untouched  # the state is what the script has made
         self._images: list[images.Found] = []
         self._files: list[Found] = []
-        self._look()
+        self._list_choices()
 
     @property
     def told(self) -> list[tuple[int, str]]:
@@ -78,11 +78,11 @@ class Beginnings:
                 return wanted
         if wanted == self._start and self.untouched:
             return wanted
-        self._look()
+        self._list_choices()
         raise Unusable(f"what this rank has of iteration {wanted} is damaged")
 
     # ------------------------------------------------------------ what there is
-    def _look(self) -> None:
+    def _list_choices(self) -> None:
         self._files = self._checkpoints.choices() if self._checkpoints is not None else []
         there = images.inventory(self._memory, self._passed_over) if self._memory is not None else ()
         found = [each for each in there if self._is_mine(each)]

@@ -171,7 +171,7 @@ def _kind(tensor: torch.Tensor, offset: int) -> tuple[str, list[int], int]:
 
 # ------------------------------------------------------------ plain values and tensors
 def _packed(state: Any, tensors: list[torch.Tensor]) -> bytes:
-    """As MessagePack; the tensors are put into the list. Raises TypeError, one line."""
+    """Packs the state as MessagePack and appends its tensors to the list. Raises TypeError, one line."""
 
     def other(value: Any) -> msgpack.ExtType:
         ordinary = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided

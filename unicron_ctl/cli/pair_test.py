@@ -116,7 +116,7 @@ def command(
     found = runner.play(tested, helpers)
     found.left_out = {**left_out, **found.left_out}
     drained = _drain(client, found) if drain else {}
-    told = _tell(found, controller)
+    told = _report_verdicts(found, controller)
     if as_json:
         click.echo(json.dumps(msgspec.to_builtins(report_of(found, drained)), indent=2))
     else:
@@ -135,7 +135,7 @@ def _drain(client: Any, found: Findings) -> dict[str, str]:
     return done
 
 
-def _tell(found: Findings, controller: str | None) -> str:
+def _report_verdicts(found: Findings, controller: str | None) -> str:
     """Reports the verdicts to the controller. Returns why it could not be told, or nothing."""
     from unicron.ctl.protocol.client import ask_controller
 

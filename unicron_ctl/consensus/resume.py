@@ -190,7 +190,8 @@ def _leave_behind(usable: dict[int, _Position], unusable: dict[int, str], top: i
 
 
 def _sound(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, _Position], dict[int, str]]:
-    """As :func:`_usable`, for ranks that are parts of replicas: those of one have the same micro-batches."""
+    """Does what :func:`_usable` does, for ranks that are parts of replicas. All ranks of a replica have the same
+    micro-batches."""
     usable: dict[int, _Position] = {}
     unusable: dict[int, str] = {}
     for slot in sorted(survivors):

@@ -373,7 +373,7 @@ class Listener:
                 opened, address = listening.accept()
             except OSError as error:
                 if error.errno in _SHORT_OF_DESCRIPTORS:
-                    self._tell(f"no descriptor or memory for another connection: {error.strerror}")
+                    self._warn_rarely(f"no descriptor or memory for another connection: {error.strerror}")
                     self._epoll.unregister(descriptor)  # until the next sweep
                 return
             self._add(opened, str(address[0]))
@@ -391,7 +391,7 @@ class Listener:
         self._epoll.register(connection.descriptor, select.EPOLLIN)
         goes = self._limits.came(connection.descriptor, connection.origin, now)
         if goes is not None:
-            self._tell(
+            self._warn_rarely(
                 f"{self.count} connections where {self.most} may be, or one address has too many: some are closed"
             )
             self._close(self._connections[goes])
@@ -412,7 +412,7 @@ class Listener:
         self._commands.buckets.pop(connection.name, None)
         connection.socket.close()
 
-    def _tell(self, text: str) -> None:
+    def _warn_rarely(self, text: str) -> None:
         now = time.monotonic()
         if now - self._told >= TELL_AGAIN_SECONDS:
             self._told = now

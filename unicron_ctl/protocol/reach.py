@@ -89,7 +89,7 @@ class _Race:
                 ready = key.fileobj
                 assert isinstance(ready, socket.socket)
                 self._waiting.unregister(ready)
-                self._hear(key.data, ready.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                self._note_answer(key.data, ready.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
         return self._verdict()
 
     def _connect(self, target: Target) -> None:
@@ -106,9 +106,9 @@ class _Race:
         if code == errno.EINPROGRESS:
             self._waiting.register(one, selectors.EVENT_WRITE, target)
         else:
-            self._hear(target, code)
+            self._note_answer(target, code)
 
-    def _hear(self, target: Target, code: int) -> None:
+    def _note_answer(self, target: Target, code: int) -> None:
         word = _word(code)
         if code == errno.ECONNRESET:
             self._reset.add(target)

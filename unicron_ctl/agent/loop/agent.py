@@ -116,7 +116,9 @@ class Agent:
             self._outbox,
             self.log,
         )
-        self._trials = Trials(place.job, self._line, self._outbox, self._witness.door, self.ranks, self._tell, self.log)
+        self._trials = Trials(
+            place.job, self._line, self._outbox, self._witness.door, self.ranks, self._send_to_rank, self.log
+        )
         participant, sampling = self._stand_in.participant, Sampling(self._rank_line.folder)
         send = self._outbox.send
         self._reports = Reports(place, self.identity, self.ranks, participant, sampling, self._copies, send)
@@ -200,7 +202,7 @@ class Agent:
                 if not rank.alive:
                     attempt(f"start slot {rank.slot}", partial(self._processes.start, rank, 0))
             while self.exit_code is None and not self.released:
-                self._turn()
+                self._run_once()
         finally:
             self.close()
         return self.exit_code
@@ -236,9 +238,9 @@ class Agent:
         """What a process that starts now is told of the job."""
         return {**self._memory.environment, **({"UNICRON_LAYOUT": self._layout} if self._layout else {})}
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         attempt = self._containment.attempt
-        attempt("wait for what comes", self._wait)
+        attempt("wait for what comes", self._wait_for_events)
         now = time.monotonic()
         for what, step in (
             ("send stack traces", self._dumps.send_finished),
@@ -247,7 +249,7 @@ class Agent:
             ("look after the copies", partial(self._copies.give_cut, now)),
             ("look after the zygote", lambda: self._warmth.on_timer(now, self._child_pid)),
             ("look after the processes", lambda: self._processes.on_timer(self.ranks.values())),
-            ("begin what was forked", self._settle),
+            ("begin what was forked", self._complete_starts),
             ("answer at the door", self._witness.door.answer),
             ("send a status", partial(self._report, now)),
             ("call the controller", self.registration.on_timer),
@@ -260,7 +262,7 @@ class Agent:
         """The process of a child beside the ranks and their zygote, for which somebody waits."""
         return self._store.pid
 
-    def _wait(self) -> None:
+    def _wait_for_events(self) -> None:
         """Wait until something is to be done. Mere progress of ranks is taken in here: it only changes when to
         report."""
         now, sent = time.monotonic(), self._reports.sent_at
@@ -290,10 +292,10 @@ class Agent:
     def _serve(self, seconds: float) -> list[Any]:
         """Wait up to `seconds` for something to happen, and deal with all that has; returns where."""
         came = self._polling.serve(seconds)
-        self._settle()
+        self._complete_starts()
         return came
 
-    def _settle(self) -> None:
+    def _complete_starts(self) -> None:
         """Start the processes that were forked."""
         self._store.complete_start()
         self._warmth.start_forked_ranks()
@@ -308,7 +310,7 @@ class Agent:
         if len(finished) == len(self.ranks) or self._ending.trained:
             codes = [shell_status(rank.status.exit.code) for rank in finished if rank.status.exit is not None]
             self._ending.final = True
-            self._leave(max(codes, default=0), "finished")
+            self._leave_job(max(codes, default=0), "finished")
         elif now - self._last_heard > ORPHAN_SECONDS:
             if any(rank.alive and rank.status.state == "stopped" for rank in self.ranks.values()):
                 return  # it saves its state and ends by itself when no plan comes
@@ -316,10 +318,10 @@ class Agent:
                 if rank.status.state == "exited" and rank.status.exit is not None:
                     silent = f"no controller for {ORPHAN_SECONDS:.0f} s and rank {rank.slot} is dead"
                     self.log.warn(f"{silent}; the element ends, requeue it with `scontrol requeue`")
-                    self._leave(shell_status(rank.status.exit.code) or 1, "no controller")
+                    self._leave_job(shell_status(rank.status.exit.code) or 1, "no controller")
                     return
 
-    def _leave(self, code: int, reason: str) -> None:
+    def _leave_job(self, code: int, reason: str) -> None:
         self._ending.exit_code = code
         self._send_status(leaving=reason)
 
@@ -356,7 +358,7 @@ class Agent:
             elif number in ENDING and self.exit_code is None:
                 self._ending.stop_seconds = ENDING_SECONDS
                 self._ending.save = self._saving()
-                self._leave(128 + number, f"stopped by {signal.Signals(number).name}")
+                self._leave_job(128 + number, f"stopped by {signal.Signals(number).name}")
 
     @property
     def _states(self) -> set[str]:
@@ -454,7 +456,7 @@ class Agent:
                 if rank is None or rank.status.incarnation != message.incarnation:
                     return
                 if message.save:
-                    self._tell(message.slot, message)
+                    self._send_to_rank(message.slot, message)
                 else:
                     rank.kill()
                     self._reports.dirty = True
@@ -501,7 +503,7 @@ class Agent:
             (self.log.warn if message.code else self.log.inform)(message.reason)
         if message.code:
             self._ending.final, self._ending.save = True, self._saving(ended=True)
-            self._leave(message.code & 0xFF or 1, "ended by the controller")
+            self._leave_job(message.code & 0xFF or 1, "ended by the controller")
             return
         self._ending.trained = True
         for rank in self.ranks.values():
@@ -516,7 +518,7 @@ class Agent:
             self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
         elif message.replaced or message.apart:
             self.log.warn(message.reason)
-            self._leave(1, "refused by the controller")
+            self._leave_job(1, "refused by the controller")
         elif message.final:
             self._outbox.closed = True
             if known and not self.released:
@@ -531,6 +533,6 @@ class Agent:
     def _to_all(self, message: wire.Message) -> None:
         self._rank_line.send([slot for slot, rank in self.ranks.items() if rank.alive], message)
 
-    def _tell(self, slot: int, message: wire.Message) -> None:
+    def _send_to_rank(self, slot: int, message: wire.Message) -> None:
         if slot in self.ranks and self.ranks[slot].alive:
             self._rank_line.send([slot], message)

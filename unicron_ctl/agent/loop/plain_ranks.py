@@ -55,7 +55,7 @@ class PlainRank(Rank):
         """Its process of this generation. One that cannot be started counts as exited."""
         self.breaking, self.told = None, False
         self.status.state, self.status.generation, self.status.changed = "running", generation, time.time()
-        self._begin(environment)
+        self._begin_process(environment)
 
     def break_(self, generation: int) -> bool:
         """The generations up to this one are over; True when a process has to be ended for it."""
@@ -173,7 +173,7 @@ class RestartAgent(Agent):
 
     def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
         if isinstance(message, wire.Plan):
-            self._enter(message)
+            self._enter_world(message)
         elif isinstance(message, wire.Break):
             self._break(message.generation, bool(message.lost))
 
@@ -183,7 +183,7 @@ class RestartAgent(Agent):
             with contextlib.suppress(OSError):  # a folder that is gone is said of, and made again
                 cuts.write_cut_note(self._memory.folder, cuts.Wanted(message.iteration, message.good))
 
-    def _enter(self, plan: wire.Plan) -> None:
+    def _enter_world(self, plan: wire.Plan) -> None:
         outside = [rank for rank in self.ranks.values() if rank.slot not in plan.members]
         if outside:  # a world without this node
             self._break(plan.generation - 1, False)
@@ -248,7 +248,7 @@ class RestartAgent(Agent):
         self._press()
         self._containment.attempt("look after the lease", self._check_lease)
         if self._next is not None:
-            self._enter(self._next[0])
+            self._enter_world(self._next[0])
         return came
 
     def _check_lease(self) -> None:

@@ -66,8 +66,8 @@ class Plans:
         return tuple(nodes[: nodes.index(self._here)]) if self._here in nodes else None
 
     def writers_before_at_rest(self, key: Key) -> tuple[int, ...] | None:
-        """As :meth:`writers_before`, where nobody trains: a node with a copy of what others train comes after all of
-        these."""
+        """The nodes that write before this one while nobody trains. A node that holds a copy of what others train comes
+        after all of them."""
         nodes, mine = self._nodes(key), self.writers_before(key)
         return tuple(nodes) if mine is None and nodes else mine
 

@@ -114,7 +114,7 @@ class NodeWatch:
                 if now >= next_links:
                     next_links = now + self._seconds
                     for name, rises in watched.new_flaps().items():
-                        self._tell("link", describe(name, rises, self._seconds), name, rises)
+                        self._add_event("link", describe(name, rises, self._seconds), name, rises)
         except Exception as error:  # the watch is a help, never a reason to lose the agent
             self._warn(f"the node is no longer watched: {type(error).__name__}: {error}")
 
@@ -135,7 +135,7 @@ class NodeWatch:
         for line in lines:
             fault = self._faults.read_line(line, time.monotonic())
             if fault is not None:
-                self._tell("kernel", fault.text, fault.code, fault.count)
+                self._add_event("kernel", fault.text, fault.code, fault.count)
 
     @staticmethod
     def _unpoll(poll: select.poll, log: KernelLog) -> None:
@@ -146,9 +146,9 @@ class NodeWatch:
         killed = self.oom.unclaimed()
         if killed:
             text = f"out of memory: {killed} processes of the job's cgroup were killed, none of them a rank"
-            self._tell("memory", text, "oom_kill", killed)
+            self._add_event("memory", text, "oom_kill", killed)
 
-    def _tell(self, source: str, text: str, code: str, count: int) -> None:
+    def _add_event(self, source: str, text: str, code: str, count: int) -> None:
         with self._lock:
             self._number += 1
             self._new.append(

@@ -65,9 +65,9 @@ class Rank:
     def start(self, incarnation: int) -> None:
         """A new process in this slot; the old one must be gone. One that cannot be started counts as exited."""
         self.status = wire.RankStatus(state="starting", incarnation=incarnation, changed=time.time())
-        self._begin(self._environment(self.slot, self.local, incarnation))
+        self._begin_process(self._environment(self.slot, self.local, incarnation))
 
-    def _begin(self, environment: Mapping[str, str]) -> None:
+    def _begin_process(self, environment: Mapping[str, str]) -> None:
         """A process: warm where that is possible, and then :meth:`arrive` takes it in; else cold, at once."""
         self._tries_until = time.monotonic() + START_SECONDS
         self._try(environment)

@@ -67,21 +67,21 @@ class Files:
         while not last:
             last = self._last_look.wait(FILE_LOOK_SECONDS)
             try:
-                self._turn()
+                self._check_folders()
             except Exception as error:  # without this thread ranks would set nothing aside any more
                 text = _words(error)
                 if text not in self._stumbled:
                     self._say(f"couldn't look for what is to be saved: {text}: the training goes on; it is tried again")
                 self._stumbled.add(text)
 
-    def _turn(self) -> None:
-        """One look."""
+    def _check_folders(self) -> None:
+        """Writes what the ranks have set aside, and removes what is older."""
         if self._all:
             self._all = False
             LastCheckpoint(self._memory.folder, self._turn_of, self._say, self._ends).write(self._cuts)
-        self._look(self._memory.folder)
+        self._write_asides(self._memory.folder)
 
-    def _look(self, memory: Path | None) -> None:
+    def _write_asides(self, memory: Path | None) -> None:
         where = files.destination(memory) if memory is not None else None
         if memory is None or where is None:
             if self._asked and memory is not None:

@@ -357,7 +357,7 @@ def _blames(task: _Task, error: Exception) -> bool:
 
 
 def row(found: Found) -> wire.Image:
-    """As the controller is told of it."""
+    """What the controller is told of an image."""
     return wire.Image(**asdict(found.key), bytes=found.used)
 
 

@@ -76,7 +76,7 @@ class _Ranks:
     def run(self) -> int:
         """Wait until all have ended. Returns the exit status of the first that failed, as a shell shows it."""
         while self._running and not self._status:
-            self._turn({descriptor for descriptor, _ in self._poll.poll()})
+            self._serve_events({descriptor for descriptor, _ in self._poll.poll()})
         stop_children(self._running, self._patience)
         while self._running:
             self._collect(self._running[0])
@@ -84,7 +84,7 @@ class _Ranks:
         standard_error.flush(FLUSH_SECONDS)
         return self._status
 
-    def _turn(self, ready: set[int]) -> None:
+    def _serve_events(self, ready: set[int]) -> None:
         for number in self._signals.read():
             if number in ENDING:
                 self._patience = ENDING_SECONDS

@@ -72,7 +72,7 @@ class OpenIteration:
         self.times_computed += len(computed)
 
     def _count(self, counts: dict[int, int], again: set[int], indices: list[int]) -> None:
-        """As `Counter.update`, which takes several times as long for the few indices of one rank."""
+        """Counts indices. `Counter.update` takes several times as long for the few indices of one rank."""
         for index in indices:
             if index not in counts:
                 counts[index] = 1

@@ -147,7 +147,7 @@ def failure_action(job: JobState, event: Event, record: records.FailureAction) -
 def break_(job: JobState, event: Event, record: records.Break) -> None:
     job.why, job.regroup, job.condemned = record.reason, "", {}
     if job.joining:
-        _leave(job)
+        _note_former_group(job)
         if job.offer is not None:
             job.order = [*job.order, *(slot for slot in job.offer.members if slot in job.joining)]
         job.members = {**job.members, **job.joining}
@@ -166,7 +166,7 @@ def break_(job: JobState, event: Event, record: records.Break) -> None:
         job.tries = record.tries
 
 
-def _leave(job: JobState) -> None:
+def _note_former_group(job: JobState) -> None:
     """Notes that what follows the present generation is not entered by all yet: agents may go on in it."""
     group = job.agents_of(job.members)
     if group and job.mode.agents_agree and group not in job.former:
@@ -181,7 +181,7 @@ def _identities(crews: Iterable[records.Crew]) -> dict[int, Identity]:
 
 
 def plan(job: JobState, event: Event, record: records.PlanMade) -> None:
-    _leave(job)
+    _note_former_group(job)
     job.plan = record.plan
     job.generation = max(job.generation, record.plan.generation)
     job.members, job.order = _identities(record.crews), list(record.plan.members)
@@ -195,7 +195,7 @@ def plan(job: JobState, event: Event, record: records.PlanMade) -> None:
 
 
 def adopted(job: JobState, event: Event, record: records.Adopted) -> None:
-    _leave(job)
+    _note_former_group(job)
     job.plan, job.generation = record.plan, max(job.generation, record.plan.generation)
     job.broken = max(job.broken, record.plan.generation - 1)
     job.members, job.order = _identities(record.crews), list(record.plan.members)
@@ -283,7 +283,7 @@ def _restored(job: JobState, event: Event, came: set[int]) -> None:
 
 
 def reform(job: JobState, event: Event, record: records.Reform) -> None:
-    _leave(job)
+    _note_former_group(job)
     job.plan = job.offer = None
     job.members, job.joining, job.lost, job.condemned, job.worked = {}, {}, {}, {}, {}
     job.regroup, job.order = "", []

@@ -150,14 +150,14 @@ def _back(view: View, gate: Gate, node: NodeInfo, out: Outcome) -> Admission | N
     if known.proven_bad:
         return _mended(known)
     if "NOT_RESPONDING" not in node.states and node.slurmd_start is not None and _another_slurmd(known, node):
-        return _ask(view, gate, node.name, node.slurmd_start, out)
+        return _judge_return(view, gate, node.name, node.slurmd_start, out)
     if view.now - gate.tried.get(node.name, -REACH_SECONDS) >= REACH_SECONDS:
         gate.tried[node.name] = view.now
         out.requests.append(Knock(node.name, f"{node.address}:{node.port}"))
     since = gate.reached.get(node.name, 0.0)
     if since <= known.downed_at or view.now - since < BACK_SECONDS:
         return None
-    return _ask(view, gate, node.name, since, out, heard=True)
+    return _judge_return(view, gate, node.name, since, out, heard=True)
 
 
 def _another_slurmd(known: NodeState, node: NodeInfo) -> bool:
@@ -188,7 +188,9 @@ def on_knock(view: View, gate: Gate, node: str, answers: bool) -> None:
         gate.reached.pop(node, None)
 
 
-def _ask(view: View, gate: Gate, node: str, slurmd_start: float, out: Outcome, heard: bool = False) -> Admission:
+def _judge_return(
+    view: View, gate: Gate, node: str, slurmd_start: float, out: Outcome, heard: bool = False
+) -> Admission:
     """May the node come back? Says once why not. heard: `slurmd_start` is when it was heard of again, by our clock."""
     report = view.state.node(node).health
     if report is not None and heard:

@@ -161,7 +161,7 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     actions += readmission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way, out)
     for job in list(view.state.jobs.values()):
         actions += _over(view, desk, listing, job, out)
-    _ask(view, desk, actions, out)
+    _request_actions(view, desk, actions, out)
     return out.merge([isolation.proven_bad(view)])
 
 
@@ -210,7 +210,7 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
     out.merge([job_layouts.wishes(view, jobs)])
     for name, element in found.unpinned:
         out.record(state.jobs[name], records.Unpinned(element=element))
-    _ask(view, desk, found.actions, out)
+    _request_actions(view, desk, found.actions, out)
     return out
 
 
@@ -266,7 +266,7 @@ def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState])
         would = f"give {name} {nodes} nodes"
         reason = f"would {would}: {plan.reasons[name]}; not done, for {permission.of_job(view, name).refusal('move')}"
         out.record(job, records.Observed(would=would, action="plan", nodes=nodes, reason=reason))
-    _ask(view, desk, _place(view, listing, jobs, plan.assignment, plan.reasons).actions, out)
+    _request_actions(view, desk, _place(view, listing, jobs, plan.assignment, plan.reasons).actions, out)
     return out
 
 
@@ -280,7 +280,7 @@ def _allot(view: View, jobs: Sequence[JobState], found: Placement, out: Outcome)
 
 
 # ---------------------------------------------------------------- actions
-def _ask(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> None:
+def _request_actions(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> None:
     """Asks for the actions; those that Slurm has just refused wait, with what else was to be done to the same element
     or node, and so do those that a limit forbids. While silence is not to be believed, so does all that takes
     something, with what was to start there."""

@@ -30,30 +30,30 @@ class SystemdNotifier:
 
     def ready(self) -> None:
         """Says that the start, or a reload, is over."""
-        self._tell("READY=1")
+        self._notify("READY=1")
 
     def starting(self, now: float) -> None:
         """Extends the time for the start; called now and then until `ready`. now: as for `watchdog`."""
         if self._started is None or now - self._started >= STARTING_SECONDS:
             self._started = now
-            self._tell(f"EXTEND_TIMEOUT_USEC={EXTENDED_SECONDS * 1_000_000}\nWATCHDOG=1")
+            self._notify(f"EXTEND_TIMEOUT_USEC={EXTENDED_SECONDS * 1_000_000}\nWATCHDOG=1")
 
     def reloading(self) -> None:
         """Says that the configuration is being read again; `ready` follows."""
-        self._tell(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        self._notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
-        self._tell("STOPPING=1")
+        self._notify("STOPPING=1")
 
     def watchdog(self, now: float) -> None:
         """Feeds the watchdog twice per period; called at each turn of the loop. now: seconds of any clock that never
         goes backwards."""
         if not self.watchdog_seconds:
             return
-        if (self._last is None or now - self._last >= self.watchdog_seconds / 2) and self._tell("WATCHDOG=1"):
+        if (self._last is None or now - self._last >= self.watchdog_seconds / 2) and self._notify("WATCHDOG=1"):
             self._last = now
 
-    def _tell(self, state: str) -> bool:
+    def _notify(self, state: str) -> bool:
         if not self._address:
             return False
         try:

@@ -370,7 +370,7 @@ class LocalCluster:
         layout.task_prolog.chmod(0o755)
 
     def _empty_memory(self, node: str) -> None:
-        """As after a power failure. Any user's jobs may write there."""
+        """Empties a node's memory folder, as a power failure does. Any user's jobs may write there."""
         self.layout.memory_dir.mkdir(exist_ok=True)
         self.layout.memory_dir.chmod(0o755)  # whatever the umask
         folder = self.layout.memory_dir / node
@@ -388,7 +388,7 @@ class LocalCluster:
         options = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         command = [program, "--foreground", *(f"--{option}={folder / file}" for option, file in options.items())]
         pid = self._launch("munged", command, HEAD)
-        self._wait("munged", pid, lambda: _connects(self.layout.munge_socket), _START_LIMIT)
+        self._wait_for_daemon("munged", pid, lambda: _connects(self.layout.munge_socket), _START_LIMIT)
 
     def _start_accounting(self, programs: dict[str, str], running: Collection[str] = ()) -> None:
         """Starts what does not run of MariaDB and slurmdbd. The cluster names itself to slurmdbd when it comes up."""
@@ -407,11 +407,11 @@ class LocalCluster:
         for name, port in zip(commands, reversed(self.spec.ports), strict=False):
             if name not in running:
                 pid = self._launch(name, commands[name], HEAD)
-                self._wait(name, pid, functools.partial(_serves, port), _START_LIMIT)
+                self._wait_for_daemon(name, pid, functools.partial(_serves, port), _START_LIMIT)
 
     def _start_controller(self, program: str) -> None:
         pid = self._launch("slurmctld", [program, "-D", "-f", str(self.layout.slurm_conf)], HEAD)
-        self._wait("slurmctld", pid, self._answers, _START_LIMIT)
+        self._wait_for_daemon("slurmctld", pid, self._answers, _START_LIMIT)
 
     def _start_nodes(self, programs: dict[str, str], names: Sequence[str], rebooted: Collection[str] = ()) -> None:
         """Starts slurmds, waits until all have registered. A `rebooted` one tells Slurm that what ran there is gone."""
@@ -429,7 +429,7 @@ class LocalCluster:
         deadline = time.monotonic() + _START_LIMIT
         for name, pid in pids.items():
             ready = functools.partial(self._registered, name, began)
-            self._wait(f"slurmd-{name}", pid, ready, deadline - time.monotonic())
+            self._wait_for_daemon(f"slurmd-{name}", pid, ready, deadline - time.monotonic())
 
     def _launch(self, name: str, command: list[str], host: str) -> int:
         """Starts a daemon in a session of its own, as a child of init, and returns its process id."""
@@ -451,7 +451,7 @@ class LocalCluster:
         )
         return int(done.stdout)
 
-    def _wait(self, name: str, pid: int, ready: Callable[[], bool], limit: float) -> None:
+    def _wait_for_daemon(self, name: str, pid: int, ready: Callable[[], bool], limit: float) -> None:
         """Waits until a daemon is ready. Raises UserError with the end of its output when it ends or takes too long."""
         deadline = time.monotonic() + limit
         while not ready():

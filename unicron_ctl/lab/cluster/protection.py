@@ -81,7 +81,7 @@ def spawn(folder: Path, layout: Layout, listen: str = "tcp://127.0.0.1:0") -> tu
         )
     complaint = f"unicrond did not start: see {folder / 'unicrond.log'}"
     try:
-        _wait(lambda: address.is_file() or process.poll() is not None, START_SECONDS, complaint)
+        _wait_until(lambda: address.is_file() or process.poll() is not None, START_SECONDS, complaint)
         if process.poll() is not None:
             raise UserError(complaint)
     except UserError:
@@ -114,7 +114,7 @@ def stop(layout: Layout) -> None:
                 signal.pidfd_send_signal(descriptor, signal.SIGTERM)
         finally:
             os.close(descriptor)
-    _wait(lambda: not _running(folder), STOP_SECONDS, f"the unicrond of {folder} does not end: kill -9 it")
+    _wait_until(lambda: not _running(folder), STOP_SECONDS, f"the unicrond of {folder} does not end: kill -9 it")
 
 
 def address(layout: Layout) -> str:
@@ -138,7 +138,7 @@ def _running(folder: Path) -> list[int]:
     return found
 
 
-def _wait(done: Callable[[], bool], seconds: float, complaint: str) -> None:
+def _wait_until(done: Callable[[], bool], seconds: float, complaint: str) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:

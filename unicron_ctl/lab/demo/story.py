@@ -41,7 +41,7 @@ class Story:
     def play(self) -> None:
         """Plays all chapters. Raises UserError when one is not healed in time."""
         large, small = self.stage.jobs
-        self._wait(
+        self._wait_until(
             lambda: all(self._at(job, job.elements, FIRST_ITERATION) for job in self.stage.jobs),
             HEAL_SECONDS,
             "the jobs did not start training",
@@ -55,7 +55,7 @@ class Story:
         self.add_line("all is healed: both jobs are asked to end")
         for job in self.stage.jobs:
             self.stage.finish(job)
-        self._wait(
+        self._wait_until(
             lambda: all((known := self.stage.job(job.name)) and known.ended for job in self.stage.jobs),
             FINISH_SECONDS,
             "the jobs did not finish",
@@ -65,7 +65,7 @@ class Story:
             "waiting for the undisturbed runs to reach "
             f"{', '.join(f'iteration {count} of {name}' for name, count in trained.items())}"
         )
-        self._wait(
+        self._wait_until(
             lambda: self.stage.references_reached(trained), FINISH_SECONDS, "the reference runs did not get there"
         )
 
@@ -148,8 +148,8 @@ class Story:
     def _healed(self, done: Callable[[], bool], complaint: str) -> None:
         injury = self.injuries[-1]
         if injury.kind != "join":
-            self._wait(lambda: self.record(injury) is not None, HEAL_SECONDS, f"nobody noticed: {injury.what}")
-        self._wait(done, HEAL_SECONDS, complaint)
+            self._wait_until(lambda: self.record(injury) is not None, HEAL_SECONDS, f"nobody noticed: {injury.what}")
+        self._wait_until(done, HEAL_SECONDS, complaint)
         injury.healed_at = injury.healed_at or time.time()
         self.add_line(f"healed after {injury.healed_at - injury.injected_at:.1f} s")
 
@@ -160,7 +160,7 @@ class Story:
             f"{job.name} {reasons[id]}" for job in self.stage.jobs if (id := self.stage.ids.get(job.name)) in reasons
         )
 
-    def _wait(self, done: Callable[[], bool], seconds: float, complaint: str) -> None:
+    def _wait_until(self, done: Callable[[], bool], seconds: float, complaint: str) -> None:
         deadline = time.monotonic() + seconds
         while not done():
             if time.monotonic() > deadline:

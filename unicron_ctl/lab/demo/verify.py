@@ -111,7 +111,7 @@ class Undisturbed:
         return [(part, part.parameter.main_grad.detach().float().reshape(-1).cpu()) for part in held]
 
     def _clipped(self, gradient: list[tuple[Any, Any]]) -> dict[str, list[Any]]:
-        """As Megatron's optimizer clips: by the norm over all parameters. Returns the parts by name."""
+        """Clips as Megatron's optimizer does: by the norm over all parameters. Returns the parts by name."""
         from unicron.transition.snapshot.parts import Source
 
         limit = self._options.clip_grad

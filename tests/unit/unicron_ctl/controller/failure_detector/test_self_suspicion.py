@@ -333,7 +333,7 @@ def test_agents_that_report_in_step_keep_no_element_from_being_requeued():
         agent.status()
     world.run(1.2, heartbeats=False)
     out = Outcome()
-    reconcile._ask(world.core.view, world.core.slurm, [Action("requeue", "1", 0, "n1", "it ended")], out)
+    reconcile._request_actions(world.core.view, world.core.slurm, [Action("requeue", "1", 0, "n1", "it ended")], out)
     assert world.core.view.suspicions.unsure and out.requests
 
 
