@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
-from tests.unit.unicron_ctl.controller.test_reconcile import follow
+from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
 from unicron.ctl.cli import tables
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.failure_detector import ending_nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from tests.unit.unicron_ctl.controller.test_reconcile import follow
+from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
 from unicron.ctl.cli import tables
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.failure_detector import self_suspicion

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.support.world import World
-from tests.unit.detector.test_budget import Counting, different, watchdog
+from tests.unit.detector.failures.test_budget import Counting, different, watchdog
 from unicron.ctl.controller.log import records
 from unicron.ctl.protocol import wire
 from unicron.detector.failures.text_budget import NOT_JUDGED, OF_A_JOB

@@ -14,8 +14,10 @@ import pytest
 
 from tests.support.training import hang, train
 from tests.support.world import World
-from tests.unit.unicron_ctl.controller import test_late, test_node_events, test_overdue, test_peers, test_replicas
 from tests.unit.unicron_ctl.controller.failure_detector import test_leases, test_network_partitions
+from tests.unit.unicron_ctl.controller.job import test_replicas
+from tests.unit.unicron_ctl.controller.nodes import test_node_events
+from tests.unit.unicron_ctl.controller.sense import test_late, test_overdue, test_peers
 from unicron.ctl.controller.core import turn
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import Outcome, View

@@ -1,0 +1,96 @@
+"""Ranks that are always slower than their peers: named without any history, and nobody is named by mistake."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from tests.unit.detector.iterations.test_statistics import DISTRIBUTIONS
+from unicron.detector.iterations.stragglers import Stragglers
+
+USUAL = {"data": 0.02, "forward": 0.3, "backward": 0.6, "reduce": 0.05, "step": 0.03, "outside": 0.001}
+
+
+def rows(ranks, iterations, draw=None, slow=None, seed=1):
+    """Each rank draws its own noise per phase. slow: slot -> {phase: factor}."""
+    rngs = [random.Random(1000 * seed + slot) for slot in range(ranks)]
+    draws = [{name: (draw or _steady)(rng) for name in USUAL} for rng in rngs]
+    for number in range(iterations):
+        yield {
+            slot: {
+                name: seconds * draws[slot][name](number) * (slow or {}).get(slot, {}).get(name, 1.0)
+                for name, seconds in USUAL.items()
+            }
+            for slot in range(ranks)
+        }
+
+
+def _steady(rng):
+    return lambda _: rng.gauss(1.0, 0.02)
+
+
+def feed(watch, table):
+    """How often somebody was newly named, and the last one."""
+    named, before = 0, watch.current
+    for row in table:
+        found = watch.observe(row)
+        named += found is not None and (before is None or before.slot != found.slot)
+        before = found
+    return named, before
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "step", "outside"])
+def test_slow_from_the_first_iteration_on(ranks, phase):
+    factor = 1.0 + 0.2 / USUAL[phase]  # a fifth of the iteration's own work
+    named, culprit = feed(Stragglers(), rows(ranks, 48, slow={1: {phase: factor}}))
+    assert named == 1 and (culprit.slot, culprit.phase) == (1, phase)
+    assert culprit.slowdown == pytest.approx(1.2, abs=0.03)
+    assert "slot 1 takes" in culprit.reason and "in all of the last 48 iterations" in culprit.reason
+
+
+def test_named_after_48_iterations_and_no_longer_when_it_is_over():
+    watch = Stragglers()
+    assert feed(watch, rows(4, 47, slow={2: {"backward": 1.5}}))[1] is None
+    assert feed(watch, rows(4, 1, slow={2: {"backward": 1.5}}))[1].slot == 2
+    assert feed(watch, rows(4, 40, slow={2: {"backward": 1.5}}))[0] == 0, "it is said once"
+    assert feed(watch, rows(4, 16))[1] is None
+
+
+def test_less_than_a_tenth_is_nobody():
+    assert feed(Stragglers(), rows(8, 500, slow={2: {"backward": 1.12}})) == (0, None)
+
+
+def test_a_long_checkpoint_of_one_rank_is_no_slowness():
+    watch = Stragglers()
+    for number, row in enumerate(rows(4, 2000)):
+        if number % 40 == 39:
+            row[0]["outside"] = 60.0
+        assert watch.observe(row) is None
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize(("ranks", "iterations"), [(2, 3000), (3, 3000), (8, 1000)])
+def test_no_false_alarms(name, ranks, iterations):
+    """Each rank has the distribution by itself, the hardest case: noise that all share does not show here at all."""
+    named, _ = feed(Stragglers(), rows(ranks, iterations, DISTRIBUTIONS[name], seed=7))
+    assert named == 0
+
+
+def test_other_ranks_or_stages_begin_anew_and_are_not_compared():
+    watch, stages = Stragglers(), {0: 0, 1: 0, 2: 1, 3: 1}
+    for row in rows(4, 100, slow={2: {"forward": 2.0}, 3: {"forward": 2.0}}):
+        assert watch.observe(row, stages) is None
+    feed(watch, rows(4, 48, slow={2: {"forward": 2.0}}))
+    assert watch.current.slot == 2
+    assert feed(watch, rows(2, 16))[1] is None, "it is gone"
+
+
+def test_one_rank_or_nonsense_gets_an_answer():
+    assert feed(Stragglers(), rows(1, 100)) == (0, None)
+    assert feed(Stragglers(), ({0: {}, 1: {}} for _ in range(100))) == (0, None)
+    huge = {0: {"data": 1e300}, 1: {"data": 0.0}, 2: {"data": 0.0}}
+    culprit = feed(Stragglers(), (huge for _ in range(100)))[1]
+    assert culprit is None or math.isfinite(culprit.slowdown) or culprit.slot == 0

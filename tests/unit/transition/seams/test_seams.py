@@ -1,0 +1,114 @@
+"""The table of private names: what is installed is what it says, a release that differs is one line, and nobody else
+holds such a name."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from unicron.transition.seams import megatron_core, table
+from unicron.transition.seams.table import C10D, MEGATRON_CORE, TORCH, Seam, UnsupportedLayout
+
+ROOT = Path(__file__).resolve().parents[4]
+# Public names of torch that begin with an underscore only by accident of `import`, or belong to Python and the system.
+PYTHONS_OWN = {"_exit", "_replace", "_asdict", "_fields", "_Environ", "_run_module_as_main"}
+
+
+def test_the_table_fits_what_is_installed():
+    for seam in (*TORCH, *MEGATRON_CORE):
+        importlib.import_module(seam.module)
+    assert table.difference(TORCH) is None and table.difference(MEGATRON_CORE) is None
+
+
+def test_the_known_releases_are_those_that_are_pinned():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    pinned = dict(line.split("==") for line in setup["options.extras_require"]["train"].split() if "==" in line)
+    assert pinned == table.KNOWN
+
+
+@pytest.mark.parametrize(
+    ("seam", "says"),
+    [
+        (Seam(C10D, "_set_pg_timeout", "timeout", ""), f"{C10D}._set_pg_timeout takes (timeout, group)"),
+        (Seam(C10D, "_set_pg_patience", "timeout group", ""), f"{C10D}._set_pg_patience is not there"),
+        (Seam("torch.nn", "Module()._caches", None, ""), "torch.nn.Module()._caches is not there"),
+        (Seam("torch.gone", "x", None, ""), "torch.gone.x is not there"),
+    ],
+)
+def test_a_release_that_differs_is_refused_in_one_line_that_says_what_to_do(seam, says):
+    with pytest.raises(UnsupportedLayout) as refused:
+        table.check("torch", [seam], needed=[seam.module])
+    text = str(refused.value)
+    assert says in text and "\n" not in text
+    assert f"install torch=={table.KNOWN['torch']}, or run the job with --unicron-mode=restart" in text
+
+
+def test_a_part_that_this_build_of_torch_lacks_is_left_out():
+    assert table.difference([Seam(C10D, "ProcessGroupElsewhere?._start", None, "")]) is None
+
+
+def test_what_somebody_has_wrapped_is_not_taken_for_another_release(monkeypatch):
+    """A profiler's wrapper, say, which passes on whatever it is given."""
+    row = Seam(C10D, "_set_pg_timeout", "timeout group", "")
+    known = table.find(row)
+    monkeypatch.setattr(
+        importlib.import_module(C10D), "_set_pg_timeout", lambda *given, **named: known(*given, **named)
+    )
+    assert table.difference([row]) is None
+
+
+def test_rows_of_modules_that_are_not_imported_wait():
+    table.check("torch", [Seam("torch.never_imported", "x", None, "")])
+
+
+def test_objects_of_megatron_without_an_attribute_are_refused_by_name():
+    names = f"{megatron_core.BUCKET_GROUP} {megatron_core.BUFFER}".split()
+    group = SimpleNamespace(**dict.fromkeys(names, ()))
+    chunk = SimpleNamespace(
+        buffers=[group], bucket_groups=[group], expert_parallel_buffers=[], expert_parallel_bucket_groups=[]
+    )
+    importlib.import_module("megatron.core")
+    megatron_core.check([chunk], [])
+    del group.per_param_grad_ready_counts
+    with pytest.raises(UnsupportedLayout, match=r"has no per_param_grad_ready_counts; install megatron-core=="):
+        megatron_core.check([chunk], [])
+
+
+# The zygote loads them by their paths, from the standard library alone.
+BY_PATH = ("fork_seeds.py", "forkable.py")
+
+
+def private_names(path: Path) -> list[str]:
+    """The attributes that begin with an underscore and are not of the file's own objects, and imports of such names."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = node.value
+            own = isinstance(owner, ast.Name) and owner.id in ("self", "cls", "os")
+            if not own and node.attr not in PYTHONS_OWN:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "megatron"):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if any(part.startswith("_") for part in parts):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_private_names_of_torch_and_megatron_are_held_by_the_seams_alone():
+    """Objects of the file's own classes may be asked for theirs: such a name is defined in the same file."""
+    files = [path for folder in ("detector", "transition") for path in sorted((ROOT / folder).rglob("*.py"))]
+    outside = [path for path in files if "seams" not in path.parts and path.name not in BY_PATH]
+    found = []
+    for path in outside:
+        text = path.read_text()
+        for line in private_names(path):
+            name = line.rpartition(".")[2]
+            if f"def {name}(" not in text and f"self.{name}" not in text:
+                found.append(line)
+    assert not found, "move these to transition/seams, with a row in its table:\n" + "\n".join(found)
