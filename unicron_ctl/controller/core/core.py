@@ -43,7 +43,7 @@ from unicron.ctl.controller.model.quotas import OF_A_JOB, OF_AN_OWNER, Written
 from unicron.ctl.controller.model.requests import Action, Knock, Probe, Run
 from unicron.ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron.ctl.controller.nodes import isolation, readmission
-from unicron.ctl.controller.plan import reconcile
+from unicron.ctl.controller.plan import reconcile, slurm_actions
 from unicron.ctl.controller.plan.inputs import around, inputs, replan
 from unicron.ctl.controller.sense import iterations, outliers
 from unicron.ctl.controller.sense.sensors import When
@@ -247,7 +247,7 @@ class Core:
 
     def _request(self, request: Any) -> None:
         if isinstance(request, Run):
-            for job, generation, record in reconcile.intent(self.view, request).records:
+            for job, generation, record in slurm_actions.record_intents(self.view, request).records:
                 self.append(job, generation, record)
             self.slurm.under_way.update(action.key for action in request.actions)
             self.slurm.busy = self.slurm.busy or not request.urgent
@@ -532,7 +532,7 @@ class Core:
 
     def _action_done(self, action: Action, error: str) -> None:
         self.slurm.under_way.discard(action.key)
-        self.carry_out(reconcile.done(self.view, self.slurm, action, error))
+        self.carry_out(slurm_actions.on_outcome(self.view, self.slurm.retries, self.slurm.gate, action, error))
 
     def on_actions_done(self, urgent: bool = False) -> None:
         """Takes in that all actions of a request are through, and has their outcome looked at."""

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model import permission
-from unicron.ctl.controller.model.cluster_state import REQUEUES
 from unicron.ctl.controller.model.job_state import JobState
-from unicron.ctl.controller.model.node_state import OUT
-from unicron.ctl.controller.model.requests import HELD, Action, Poll, Run
+from unicron.ctl.controller.model.requests import HELD, Action, Poll
 from unicron.ctl.controller.model.submission import another
 from unicron.ctl.controller.model.view import Listing, Outcome, View
-from unicron.ctl.controller.nodes import bounds, isolation, readmission, unfinished
+from unicron.ctl.controller.nodes import isolation, readmission, unfinished
 from unicron.ctl.controller.plan import job_layouts
 from unicron.ctl.controller.plan.ahead import Aheads
 from unicron.ctl.controller.plan.inputs import (
@@ -32,6 +30,7 @@ from unicron.ctl.controller.plan.inputs import (
 )
 from unicron.ctl.controller.plan.placement import Need, Placement, held_by_others, place
 from unicron.ctl.controller.plan.pools import pools
+from unicron.ctl.controller.plan.slurm_actions import Retries, request_actions
 from unicron.ctl.slurm.slurm_client import OCCUPIES, WORKS
 from unicron.ctl.system.throttle import Throttle
 
@@ -40,31 +39,9 @@ EARLY = 1.0, 3.0  # early listings a second, and at once: whatever happens, Slur
 SHARE = 0.1  # of the time that the usual listings may take, where each takes long; early ones as much again
 LONGEST_PAUSE = 60.0  # between two listings
 MOST_FAILURES = 2  # failed listings in a row that make the pause longer: one more period each
-RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again before; after two such, twice as long each
-NO_EFFECT_SECONDS = 2.0  # the same where Slurm took it, and nothing has come of it
-LONGEST_RETRY = 300.0
-STARTS = ("pin", "release", "start_now")  # steps of one thing that is wanted: the element's start
-STOPS = (*REQUEUES, *OUT)  # actions that end what runs, or keep a node from what would
 ASKED_SECONDS = 60.0  # for which Slurm is still asked about a job that has ended
 LATELY_SECONDS = 3600.0  # the same at the controller's start
 GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
-
-
-@dataclass
-class Asked:
-    """What was asked of Slurm for one element or node, while what Slurm shows of it stays as it was (`shape`). times:
-    how often, at: last when. refused: that was refused, or put off."""
-
-    shape: tuple[object, ...] = ()
-    times: int = 0
-    at: float = 0.0
-    refused: bool = False
-
-    @property
-    def until(self) -> float:
-        """When it may be asked for again."""
-        first = RETRY_SECONDS if self.refused else NO_EFFECT_SECONDS
-        return self.at + min(LONGEST_RETRY, first * 2.0 ** min(30, max(0, self.times - 2)))
 
 
 @dataclass
@@ -80,8 +57,7 @@ class Desk:
     """Listings in a row that failed."""
     under_way: set[tuple[str, str, int, str]] = field(default_factory=set)
     """Actions of which this process waits to hear the outcome."""
-    asked: dict[tuple[tuple[str, int], str], Asked] = field(default_factory=dict)
-    """(element or node, what is wanted of it) -> how that went."""
+    retries: Retries = field(default_factory=Retries)
     missing_since: dict[str, float] = field(default_factory=dict)
     """job -> since when Slurm shows none of its elements; only of jobs that have not ended."""
     gate: readmission.Gate = field(default_factory=readmission.Gate)
@@ -113,12 +89,7 @@ class Desk:
 
     def prune(self, view: View) -> None:
         """Forgets what says nothing any more."""
-        self.asked = {
-            key: one
-            for key, one in self.asked.items()
-            if (one.shape and one.shape == _shape(view, key[0]) and view.now - one.at < 2 * LONGEST_RETRY)
-            or (one.refused and view.now < one.until)
-        }
+        self.retries.prune(view)
         jobs = {job.job for job in managed(view)}
         self.missing_since = {name: at for name, at in self.missing_since.items() if name in jobs}
 
@@ -161,7 +132,7 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     actions += readmission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way, out)
     for job in list(view.state.jobs.values()):
         actions += _over(view, desk, listing, job, out)
-    _request_actions(view, desk, actions, out)
+    request_actions(view, desk.retries, actions, out)
     return out.merge([isolation.proven_bad(view)])
 
 
@@ -210,7 +181,7 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
     out.merge([job_layouts.wishes(view, jobs)])
     for name, element in found.unpinned:
         out.record(state.jobs[name], records.Unpinned(element=element))
-    _request_actions(view, desk, found.actions, out)
+    request_actions(view, desk.retries, found.actions, out)
     return out
 
 
@@ -266,7 +237,7 @@ def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState])
         would = f"give {name} {nodes} nodes"
         reason = f"would {would}: {plan.reasons[name]}; not done, for {permission.of_job(view, name).refusal('move')}"
         out.record(job, records.Observed(would=would, action="plan", nodes=nodes, reason=reason))
-    _request_actions(view, desk, _place(view, listing, jobs, plan.assignment, plan.reasons).actions, out)
+    request_actions(view, desk.retries, _place(view, listing, jobs, plan.assignment, plan.reasons).actions, out)
     return out
 
 
@@ -277,96 +248,3 @@ def _allot(view: View, jobs: Sequence[JobState], found: Placement, out: Outcome)
         if job.allotted != allotted or job.leaving != leaving:
             words = f"elements {allotted}" + (f", {leaving} leave at the next boundary" if leaving else "")
             out.record(job, records.Allotted(elements=allotted, leaving=leaving, reason=words))
-
-
-# ---------------------------------------------------------------- actions
-def _request_actions(view: View, desk: Desk, actions: Sequence[Action], out: Outcome) -> None:
-    """Asks for the actions; those that Slurm has just refused wait, with what else was to be done to the same element
-    or node, and so do those that a limit forbids. While silence is not to be believed, so does all that takes
-    something, with what was to start there."""
-    if view.suspicions.doubt:
-        kept = {action.node for action in actions if action.action in STOPS}
-        actions = [a for a in actions if a.action not in STOPS and (not a.node or a.node not in kept)]
-    asked = ((a.target, desk.asked.get(_wish(a))) for a in actions)
-    wait = {target for target, before in asked if before is not None and view.now < before.until}
-    todo = [a for a in actions if a.target not in wait]
-    if todo := bounds.within_limits(view, todo, out):
-        for key in dict.fromkeys(map(_wish, todo)):
-            before = desk.asked.get(key)
-            desk.asked[key] = Asked(_shape(view, key[0]), before.times + 1 if before is not None else 1, view.now)
-        if allowed := tuple(action for action in todo if not permission.withheld(view, action, out)):
-            out.requests.append(Run(allowed))
-
-
-def _wish(action: Action) -> tuple[tuple[str, int], str]:
-    """What is wanted of which element or node."""
-    return action.target, "start" if action.action in STARTS else action.action
-
-
-def _shape(view: View, target: tuple[str, int]) -> tuple[object, ...]:
-    """What Slurm shows of the element or the node: while that stays, what is wanted has not come about."""
-    name, element = target
-    if element < 0:
-        info = view.slurm.node(name)
-        return (info.states, info.reason) if info is not None else ()
-    e = view.slurm.seen.of(name).get(element) if view.slurm.seen is not None else None
-    return (e.state, e.node, e.held, e.restarts) if e is not None else ()
-
-
-def intent(view: View, run: Run) -> Outcome:
-    """What goes into the log before the actions are carried out."""
-    out = Outcome()
-    listing = view.slurm.seen
-    for action in run.actions:
-        job = view.state.jobs.get(action.job)
-        known = listing.of(action.job).get(action.element) if listing is not None else None
-        record = records.SlurmAction(
-            action=action.action,
-            element=action.element,
-            node=action.node,
-            slurm_reason=action.text,
-            restarts=known.restarts if known is not None else -1,
-            reason=f"{action.label}: {action.reason}",
-        )
-        out.records.append((action.job, job.generation if job else 0, record))
-        if job is not None and action.action in ("requeue", "pin"):
-            _for_failures(job, action, out)
-    return out
-
-
-def _for_failures(job: JobState, action: Action, out: Outcome) -> None:
-    """What is done for an element whose failure is not mended yet belongs to that failure's story."""
-    element = f"{action.job}_{action.element}"
-    text = f"start element {element} on {action.node}" if action.action == "pin" else f"requeue {element}"
-    for failure in job.failures:
-        open_ = failure.restored_at is None and failure.kind in ("node", "agent")
-        if failure.element == action.element and open_:
-            out.record(job, records.FailureAction(failure=failure.id, text=text))
-
-
-def done(view: View, desk: Desk, action: Action, error: str) -> Outcome:
-    """One action was carried out, or was refused."""
-    out, job = Outcome(), view.state.jobs.get(action.job)
-    generation = job.generation if job else 0
-    before = desk.asked.get(_wish(action))
-    if before is not None:
-        before.refused = before.refused or bool(error)
-    if error:
-        failed = records.SlurmFailed(
-            action=action.action, element=action.element, node=action.node, reason=f"{action.label}: {error}"
-        )
-        out.records.append((action.job, generation, failed))
-        if action.action in OUT:
-            out.merge([isolation.refused(view, action, error)])
-        elif action.action == "pin":
-            out.records.append((action.job, generation, records.Unpinned(element=action.element)))
-        return out
-    if action.action == "resume":
-        verified = desk.gate.verified.pop(action.node, True)
-        out.record(None, records.NodeResumed(node=action.node, verified=verified, reason=action.reason))
-        return out
-    done = records.SlurmDone(
-        action=action.action, node=action.node, element=action.element, reason=action.text or action.label
-    )
-    out.records.append((action.job, generation, done))
-    return out

@@ -13,7 +13,7 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.requests import Action
 from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.controller.plan import reconcile
+from unicron.ctl.controller.plan import slurm_actions
 from unicron.ctl.settings.partitions import PartitionConfig
 
 JOBS = 5
@@ -333,7 +333,9 @@ def test_agents_that_report_in_step_keep_no_element_from_being_requeued():
         agent.status()
     world.run(1.2, heartbeats=False)
     out = Outcome()
-    reconcile._request_actions(world.core.view, world.core.slurm, [Action("requeue", "1", 0, "n1", "it ended")], out)
+    slurm_actions.request_actions(
+        world.core.view, world.core.slurm.retries, [Action("requeue", "1", 0, "n1", "it ended")], out
+    )
     assert world.core.view.suspicions.unsure and out.requests
 
 

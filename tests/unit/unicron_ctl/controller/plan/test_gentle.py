@@ -183,7 +183,7 @@ def test_a_call_that_slurm_took_again_starts_from_the_beginning() -> None:
     world.slurm.__class__ = FakeSlurm
     world.turns(100.0, 4.0)
     assert all(e["state"] == "RUNNING" for e in world.slurm.queue.values()), "after the pause it is asked for again"
-    assert not world.core.slurm.asked
+    assert not world.core.slurm.retries.states
 
 
 def test_early_listings_are_few_whatever_the_cause() -> None:

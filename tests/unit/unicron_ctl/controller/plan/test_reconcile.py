@@ -11,7 +11,7 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.plan import inputs
 from unicron.ctl.controller.plan.eligible_nodes import Ground
-from unicron.ctl.controller.plan.reconcile import RETRY_SECONDS, Asked
+from unicron.ctl.controller.plan.slurm_actions import RETRY_SECONDS, RetryState
 from unicron.ctl.slurm.slurm_client import SAID, SlurmError
 
 
@@ -218,10 +218,10 @@ def test_what_slurm_refused_and_jobs_that_are_over_are_forgotten() -> None:
     world = World(FakeSlurm(2))
     world.run(2.0)
     desk = world.core.slurm
-    desk.asked[("1", 0), "hold"] = Asked((), 1, world.now, refused=True)
+    desk.retries.states[("1", 0), "hold"] = RetryState((), 1, world.now, refused=True)
     desk.missing_since["no job"] = world.now
     world.run(RETRY_SECONDS + 2.0)
-    assert not desk.asked and not desk.missing_since
+    assert not desk.retries.states and not desk.missing_since
 
 
 def test_what_comes_before_a_refused_action_is_not_done_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
