@@ -18,7 +18,7 @@ class Variable(NamedTuple):
 
 
 _WARM = "[user guide](user-guide.md#ranks-start-warm)"
-_MEMORY = "[user guide](user-guide.md#what-it-takes-of-the-memory)"
+_MEMORY = "[user guide](user-guide.md#memory-use)"
 
 OF_JOBS = (
     Variable("UNICRON_CONTROLLER", "the controller's address", "the plugin's"),
