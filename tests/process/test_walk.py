@@ -68,14 +68,14 @@ def stepped(folder: Path) -> int:
 
 
 def table(found: dict[str, set[str]]) -> str:
-    """The document's table: a row for each program and room."""
-    rows = ["| program | room | files |", "|---|---|---|"]
+    """The document's table: a row for each program and folder."""
+    rows = ["| program | folder | files |", "|---|---|---|"]
     for role, paths in found.items():
-        rooms: dict[str, list[str]] = defaultdict(list)
+        folders: dict[str, list[str]] = defaultdict(list)
         for path in sorted(paths):
-            room, _, name = path.rpartition("/")
-            rooms[room].append(name.removesuffix(".py"))
-        rows += [f"| {role} | `{room}` | {', '.join(names)} |" for room, names in rooms.items()]
+            folder, _, name = path.rpartition("/")
+            folders[folder].append(name.removesuffix(".py"))
+        rows += [f"| {role} | `{folder}` | {', '.join(names)} |" for folder, names in folders.items()]
     return "\n".join(rows)
 
 
@@ -85,8 +85,8 @@ def listed() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {role: set() for role in PROGRAMS}
     for row in text[text.index(BEGIN) : text.index(END)].splitlines():
         if row.startswith("| ") and "`" in row:
-            role, room, names = (cell.strip() for cell in row.strip("| ").split("|"))
-            found[role] |= {f"{room.strip('`')}/{name}.py" for name in names.split(", ")}
+            role, folder, names = (cell.strip() for cell in row.strip("| ").split("|"))
+            found[role] |= {f"{folder.strip('`')}/{name}.py" for name in names.split(", ")}
     return found
 
 
@@ -95,8 +95,8 @@ def write(folder: Path) -> None:
     runs = [heal(folder / f"run{number}") for number in range(RUNS)]
     certain = {role: set.intersection(*(run[role] for run, _ in runs)) for role in PROGRAMS}
     said = (
-        f"From the death to the survivors' next step {max(number for _, number in runs)} of the product's files run, "
-        f"most of them as in undisturbed training. Only because of the failure run {sum(map(len, certain.values()))}:"
+        f"From the rank's death to the survivors' next step, {max(number for _, number in runs)} of the product's "
+        f"files run. These {sum(map(len, certain.values()))} run only because of the failure:"
     )
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     DOCUMENT.write_text(f"{before}{BEGIN}\n\n{said}\n\n{table(certain)}\n\n{END}{rest.partition(END)[2]}")
