@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import importlib
 import os
 import random
@@ -19,9 +20,9 @@ import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 
 import pytest
 from _pytest.main import pytest_runtestloop as run_tests
@@ -110,25 +111,23 @@ def codes(code: CodeType) -> Iterator[CodeType]:
             yield from codes(inner)
 
 
-def functions(home: ModuleType | type, module: str) -> Iterator[FunctionType]:
-    """The functions and methods that a module defines."""
-    for found in list(vars(home).values()):
-        if isinstance(found, type) and found.__module__ == module and found.__name__ in found.__qualname__:
-            yield from functions(found, module)
-        parts = (found.fget, found.fset) if isinstance(found, property) else (found,)
-        for one in parts:
-            one = one.func if isinstance(one, cached_property) else getattr(one, "__func__", one)
-            one = getattr(one, "__wrapped__", one)
-            if isinstance(one, FunctionType) and one.__module__ == module:
-                yield one
+@cache
+def functions(module: str) -> list[FunctionType]:
+    """The functions that a module defines, wherever they are: methods, properties, lambdas in a table."""
+    importlib.import_module(module)
+    gc.unfreeze()  # tests/conftest.py freezes what is imported, and frozen objects are not listed
+    return [one for one in gc.get_objects() if isinstance(one, FunctionType) and one.__module__ == module]
+
+
+def module_name(path: str) -> str:
+    return "unicron." + path.removesuffix(".py").replace("/", ".").replace("unicron_ctl", "ctl")
 
 
 def apply(mutant: Mutant) -> None:
     """Gives the functions of the imported module the mutant's code."""
     tree = ast.fix_missing_locations(Mutator(mutant.index).visit(ast.parse((ROOT / mutant.path).read_text())))
     new = {(code.co_qualname, code.co_firstlineno): code for code in codes(compile(tree, mutant.path, "exec"))}
-    name = "unicron." + mutant.path.removesuffix(".py").replace("/", ".").replace("unicron_ctl", "ctl")
-    for function in functions(importlib.import_module(name), name):
+    for function in functions(module_name(mutant.path)):
         code = function.__code__
         function.__code__ = new.get((code.co_qualname, code.co_firstlineno), code)
 
@@ -148,6 +147,8 @@ class Runner:
         if None not in self.alive:
             pytest.exit("the tests fail without a mutant", 1)
         self.alive.clear()
+        for path in {mutant.path for mutant in self.drawn}:
+            functions(module_name(path))  # for all that are forked
         for mutant in self.drawn:
             while len(self.running) >= self.workers:
                 self._collect()

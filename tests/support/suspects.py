@@ -1,0 +1,93 @@
+"""Two jobs at one moment, of which a test says who is silent and what others find: for the failure detector's pure
+parts. All spans are numbers that a float holds exactly at a real date, so a test can stand on both sides of a bound.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tests.support.clock import START
+from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron.ctl.controller.failure_detector.probes import Tick
+from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.model.suspicion import OWN, Answer, Key, Suspicion, Suspicions
+from unicron.ctl.controller.model.view import Listing
+from unicron.ctl.protocol.reach import Reach
+
+NOW = START + 4096.0
+PERIOD, LEASE, LATE = 1.25, 2.25, 1.625  # of heartbeats; without one an agent is lost, or suspected
+STATE_WAIT = 64.0
+LETTERS = {"R": Reach.REACHED, "X": Reach.REFUSED, "S": Reach.SILENT, "U": Reach.UNKNOWN}
+
+
+class Company:
+    """Job 1 runs on n1 to n5, job 2 of another user on n6 to n8, job 3 on n9 alone; n10 is idle. Everybody was heard
+    just now, and Slurm was asked a second ago."""
+
+    def __init__(self, slurm: bool = True, **settings: float) -> None:
+        world = World(
+            FakeSlurm(10) if slurm else None, heartbeat_period=PERIOD, state_wait_seconds=STATE_WAIT, **settings
+        )
+        nodes = (f"n{n}" for n in range(1, 10))
+        for job, count in (("1", 5), ("2", 3), ("3", 1)):
+            if world.slurm is not None:
+                world.slurm.submit(job, count)
+            for element in range(count):
+                agent = FakeAgent(world, job, element, next(nodes), nodes=count)
+                agent.settings.user = f"user{job}"
+                agent.register()
+                agent.ready()
+        world.run(2.5)
+        self.world, self.view = world, world.core.view
+        self.view.now = NOW
+        self.view.suspicions = Suspicions()
+        for agent in self.view.live.agents():
+            agent.last_heard = NOW
+            agent.suspect_since = None
+        self.view.live.suspects.clear()
+        self.list_slurm()
+
+    def list_slurm(self, asked_at: float = NOW - 1.0, **states: str) -> None:
+        """Slurm shows these states, words with commas, of these nodes; all others are as they were."""
+        slurm = self.world.slurm
+        if slurm is not None:
+            for node, words in states.items():
+                slurm.node_states[node] = set(words.split(","))
+            self.view.slurm.seen = Listing(asked_at, slurm.nodes(), slurm.elements())
+
+    def agent(self, element: int = 0, job: str = "1") -> AgentView:
+        found = self.view.live.agent(job, element)
+        assert found is not None
+        return found
+
+    def last_heard(self, at: float, element: int = 0, job: str = "1") -> AgentView:
+        """The agent's last word came at that time."""
+        agent = self.agent(element, job)
+        agent.last_heard = at
+        leases = self.view.live.leases
+        order = sorted(leases, key=lambda key: self.agent(key[1], key[0]).last_heard)
+        self.view.live.leases = OrderedDict.fromkeys(order)
+        return agent
+
+    def suspect(
+        self, element: int = 0, seconds: float = 10.0, answers: str = "", asked: float = 1.75, job: str = "1"
+    ) -> Suspicion:
+        """The agent has been silent for so long, and others were asked about it so many seconds ago.
+
+        answers: words like "own=SS 2=XR b0=RU": who answered (this controller, an element of job 1, one of job 2), and
+        what it found at the agent's door and at slurmd: Reached, refused (X), Silent, Unknown.
+        """
+        agent = self.last_heard(NOW - seconds, element, job)
+        slurmd = f"{agent.node}:slurmd" if self.view.slurm.used else ""
+        found = Suspicion(job, element, agent.agent, agent.node, NOW - seconds, (agent.door, slurmd))
+        self.view.suspicions.open[found.key] = found
+        self.view.suspicions.begin_round(found, NOW - asked)
+        for word in answers.split():
+            who, _, letters = word.partition("=")
+            key: Key = OWN if who == "own" else ("2", int(who[1:])) if who[0] == "b" else ("1", int(who))
+            found.asked[key] = found.begun
+            found.answers[key] = Answer(who, LETTERS[letters[0]], LETTERS[letters[1]])
+        return found
+
+    def tick(self) -> Tick:
+        return Tick(self.view)
