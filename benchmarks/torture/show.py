@@ -9,10 +9,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from unicron.ctl.cli.demo import console
-from unicron.ctl.lab.demo.live_view import Living
+from unicron.ctl.lab.demo.live_view import LiveRegion
 
 
-class Show(Living):
+class Show(LiveRegion):
     """A context manager. `tell` adds a line, `now` changes the one that lives, `advance` the bar."""
 
     def __init__(self, total: int, done: int = 0, what: str = "failures"):

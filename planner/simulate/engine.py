@@ -25,16 +25,17 @@ from unicron.planner.simulate.trace import Trace, TraceEvent
 from unicron.planner.solver.solve import solve
 
 RUN, DETECT, TRANSITION, RECOMPUTE, IDLE = "run", "detect", "transition", "recompute", "idle"
+NO_FAILURE = 4  # above every severity
 LOST = {DETECT: "detection", TRANSITION: "transition", RECOMPUTE: "recompute"}
 
 
 @dataclass
-class Task:
+class SimulatedJob:
     """A job in the simulator. size: nodes it runs on (as planned); nodes: those it holds, dead ones included until
     they are noticed. level: F while it runs. worst: severity of what is not noticed. ready: when the transition under
     way is over, failures or not. worked: seconds of progress, for checkpoints. debt: seconds to be computed again."""
 
-    job: Job
+    spec: Job
     size: int = 0
     nodes: set[int] = field(default_factory=set)
     target: int = 0
@@ -42,7 +43,7 @@ class Task:
     level: float = 0.0
     epoch: int = 0
     until: float = 0.0
-    worst: int = 4
+    worst: int = NO_FAILURE
     ready: float = 0.0
     worked: float = 0.0
     debt: float = 0.0
@@ -79,8 +80,8 @@ def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, 
     """(events with node numbers, nodes that are there at the start, nodes ever there).
 
     Names get numbers by order of appearance. A node whose first event is a join is absent until then. When all numbers
-    are taken, a new name takes the place of a node that is gone; where none is, the cluster grows. Who comes back after
-    its place was taken is a new name."""
+    are taken, a new name takes the place of a node that is gone; where none is, the cluster grows. A node
+    that returns after its number was given to another gets a new number."""
     first: dict[str, str] = {}
     for event in trace.events:
         first.setdefault(event.node, event.event)
@@ -134,8 +135,8 @@ class Simulation:
         if self.ideal <= 0:
             raise PlanError("no job of the scenario can run on this cluster: there is nothing to simulate")
         self.free = set(self.up)
-        self.tasks = [Task(job) for job in fresh]
-        self.owner: dict[int, Task] = {}
+        self.jobs = [SimulatedJob(spec) for spec in fresh]
+        self.owner: dict[int, SimulatedJob] = {}
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
         self.now, self.plans = 0.0, 0
@@ -143,7 +144,7 @@ class Simulation:
         self.lost = dict.fromkeys((*LOST.values(), "sub_healthy"), 0.0)
         self.series: list[tuple[float, float]] = []
         self.failures: list[float] = []
-        self.memory: dict[tuple[int, tuple[int, ...], frozenset[str]], dict[str, int]] = {}
+        self.plan_cache: dict[tuple[int, tuple[int, ...], frozenset[str]], dict[str, int]] = {}
 
     def run(self) -> Result:
         """Replays the whole trace."""
@@ -183,7 +184,7 @@ class Simulation:
         if span > 0:
             room, running = self.ideal, 0.0
             for phase in (RUN, RECOMPUTE, TRANSITION, DETECT):
-                level = min(sum(task.level for task in self.tasks if task.phase == phase), room)
+                level = min(sum(job.level for job in self.jobs if job.phase == phase), room)
                 room -= level
                 if phase == RUN:
                     self.work += level * span
@@ -192,26 +193,28 @@ class Simulation:
                     self.lost[LOST[phase]] += level * span
             if not self.series or self.series[-1][1] != running:
                 self.series.append((self.now, running))
-            for task in self.tasks:
-                if task.phase == RUN:
-                    task.worked += span
+            for job in self.jobs:
+                if job.phase == RUN:
+                    job.worked += span
         self.now = when
 
-    def _enter_phase(self, task: Task, phase: str, seconds: float, then: Callable[[Task], None] | None) -> None:
-        """The task is in `phase` for `seconds`, then `then` happens, unless something else comes in between. What comes
+    def _enter_phase(
+        self, job: SimulatedJob, phase: str, seconds: float, then: Callable[[SimulatedJob], None] | None
+    ) -> None:
+        """The job is in `phase` for `seconds`, then `then` happens, unless something else comes in between. What comes
         during a transition ends it no sooner; a planned change during a recompute leaves the rest of it due."""
-        if task.phase == RECOMPUTE and phase in (TRANSITION, IDLE) and self.policy.graceful:
-            task.debt = task.until - self.now
+        if job.phase == RECOMPUTE and phase in (TRANSITION, IDLE) and self.policy.graceful:
+            job.debt = job.until - self.now
         if phase == TRANSITION:
-            seconds = max(seconds, task.ready - self.now)
-            task.ready = self.now + seconds
+            seconds = max(seconds, job.ready - self.now)
+            job.ready = self.now + seconds
         elif phase == IDLE:
-            task.ready = self.now
-        task.phase, task.until = phase, self.now + seconds
-        task.epoch += 1
+            job.ready = self.now
+        job.phase, job.until = phase, self.now + seconds
+        job.epoch += 1
         if then is not None:
-            epoch = task.epoch
-            self._push(task.until, lambda: then(task) if task.epoch == epoch else None)
+            epoch = job.epoch
+            self._push(job.until, lambda: then(job) if job.epoch == epoch else None)
 
     # ---------------------------------------------------------------- what happens
 
@@ -220,13 +223,13 @@ class Simulation:
         # Baselines that cannot redistribute get the planner's split of the whole cluster (to their advantage).
         rigid = self.policy.placement in ("fixed", "own")
         plan = solve(self.fresh).assignment if rigid else self._plan(self.policy.placement, set())
-        for task in self.tasks:
-            task.target = plan[task.job.name]
-            task.size = self._largest(task, min(task.target, len(self.free)))
-            if self.policy.placement == "fixed" and task.size < task.target:
-                task.size = 0
-            self._adjust_nodes(task, task.size)
-            self._settle_task(task)
+        for job in self.jobs:
+            job.target = plan[job.spec.name]
+            job.size = self._largest(job, min(job.target, len(self.free)))
+            if self.policy.placement == "fixed" and job.size < job.target:
+                job.size = 0
+            self._adjust_nodes(job, job.size)
+            self._settle_task(job)
 
     def _trace_event(self, event: TraceEvent, number: int) -> None:
         if event.event == "join":
@@ -240,71 +243,71 @@ class Simulation:
             return
         if number not in self.up or event.failure.name in REPORTED:
             return
-        task = self.owner.get(number)
+        job = self.owner.get(number)
         if event.failure.severity == 1:
             self.up.discard(number)
             self.free.discard(number)
-        if task is None or task.phase == IDLE:
-            if task is not None and event.failure.severity == 1:
-                self._drop(task, number)
+        if job is None or job.phase == IDLE:
+            if job is not None and event.failure.severity == 1:
+                self._drop(job, number)
             return
         self.failures.append(self.now)
-        self._hit(task, event)
+        self._hit(job, event)
 
-    def _hit(self, task: Task, event: TraceEvent) -> None:
-        if task.phase != DETECT:
-            self._owe(task)
-            self._enter_phase(task, DETECT, detection_seconds(self.policy, event.failure), self._noticed)
-        task.worst = min(task.worst, event.failure.severity)
+    def _hit(self, job: SimulatedJob, event: TraceEvent) -> None:
+        if job.phase != DETECT:
+            self._add_lost_work(job)
+            self._enter_phase(job, DETECT, detection_seconds(self.policy, event.failure), self._noticed)
+        job.worst = min(job.worst, event.failure.severity)
 
-    def _owe(self, task: Task) -> None:
+    def _add_lost_work(self, job: SimulatedJob) -> None:
         """What the failure makes the job compute again, in seconds of its own work."""
         if self.policy.checkpoint is not None:
-            since = task.worked % self.policy.checkpoint
-            task.debt += since
-            task.worked -= since
+            since = job.worked % self.policy.checkpoint
+            job.debt += since
+            job.worked -= since
         else:
-            task.debt = max(task.debt, self.policy.redo * ITERATION)
+            job.debt = max(job.debt, self.policy.redo * ITERATION)
 
-    def _noticed(self, task: Task) -> None:
-        severity, task.worst = task.worst, 4
+    def _noticed(self, job: SimulatedJob) -> None:
+        severity, job.worst = job.worst, NO_FAILURE
         if severity > 1:
-            self._recover(task, severity)
+            self._recover(job, severity)
         elif self.policy.placement == "fixed":
-            self._replace_or_wait(task)
+            self._replace_or_wait(job)
         elif self.policy.placement == "own":
-            self._shrink(task)
+            self._shrink(job)
         else:
-            self._redistribute(event=("lost", task.job.name))
+            self._redistribute(event=("lost", job.spec.name))
 
-    def _recover(self, task: Task, severity: int) -> None:
+    def _recover(self, job: SimulatedJob, severity: int) -> None:
         """Gives the job its nodes again, after the transition of that severity."""
         seconds = self.policy.transition[severity]
         if seconds is None:
-            seconds = self._planned_seconds(task, task.size, lost=True)
-        task.level = self._f(task, task.size)
-        self._enter_phase(task, TRANSITION, seconds, self._recompute)
+            seconds = self._planned_seconds(job, job.size, lost=True)
+        job.level = self._throughput(job, job.size)
+        self._enter_phase(job, TRANSITION, seconds, self._recompute)
 
-    def _recompute(self, task: Task) -> None:
+    def _recompute(self, job: SimulatedJob) -> None:
         """All that is due; until then a failure makes all of it due again."""
-        if task.debt > 0:
-            self._enter_phase(task, RECOMPUTE, task.debt, self._recomputed)
+        if job.debt > 0:
+            self._enter_phase(job, RECOMPUTE, job.debt, self._recomputed)
         else:
-            self._settle_task(task)
+            self._settle_task(job)
 
-    def _recomputed(self, task: Task) -> None:
-        task.debt = 0.0
-        self._settle_task(task)
+    def _recomputed(self, job: SimulatedJob) -> None:
+        job.debt = 0.0
+        self._settle_task(job)
 
-    def _settle_task(self, task: Task) -> None:
-        task.level = self._f(task, task.size)
-        self._enter_phase(task, RUN if task.size else IDLE, 0.0, None)
+    def _settle_task(self, job: SimulatedJob) -> None:
+        job.level = self._throughput(job, job.size)
+        self._enter_phase(job, RUN if job.size else IDLE, 0.0, None)
 
     def _joined(self) -> None:
         if self.policy.placement == "fixed":
-            for task in self.tasks:
-                if task.phase == IDLE and task.target:
-                    self._replace_or_wait(task)
+            for job in self.jobs:
+                if job.phase == IDLE and job.target:
+                    self._replace_or_wait(job)
         elif self.policy.placement == "own":
             self._grow()
         else:
@@ -312,107 +315,107 @@ class Simulation:
 
     # ---------------------------------------------------------------- placements
 
-    def _f(self, task: Task, size: int) -> float:
-        return self.policy.healthy * task.job.f(size)
+    def _throughput(self, job: SimulatedJob, size: int) -> float:
+        return self.policy.healthy * job.spec.f(size)
 
-    def _planned_seconds(self, task: Task, size: int, lost: bool) -> float:
-        job = replace(task.job, nodes=task.size, lost_worker=lost)
-        return self.scenario.d_transition(job, size)
+    def _planned_seconds(self, job: SimulatedJob, size: int, lost: bool) -> float:
+        planned = replace(job.spec, nodes=job.size, lost_worker=lost)
+        return self.scenario.d_transition(planned, size)
 
-    def _drop(self, task: Task, number: int) -> None:
-        task.nodes.discard(number)
+    def _drop(self, job: SimulatedJob, number: int) -> None:
+        job.nodes.discard(number)
         self.owner.pop(number, None)
 
-    def _adjust_nodes(self, task: Task, size: int) -> None:
-        """Gives back or takes nodes until the task holds `size`; dead nodes go first."""
-        for number in [number for number in task.nodes if number not in self.up]:
-            self._drop(task, number)
-        for number in sorted(task.nodes, reverse=True)[: max(len(task.nodes) - size, 0)]:
-            self._drop(task, number)
+    def _adjust_nodes(self, job: SimulatedJob, size: int) -> None:
+        """Gives back or takes nodes until the job holds `size`; dead nodes go first."""
+        for number in [number for number in job.nodes if number not in self.up]:
+            self._drop(job, number)
+        for number in sorted(job.nodes, reverse=True)[: max(len(job.nodes) - size, 0)]:
+            self._drop(job, number)
             self.free.add(number)
-        for number in sorted(self.free)[: max(size - len(task.nodes), 0)]:
+        for number in sorted(self.free)[: max(size - len(job.nodes), 0)]:
             self.free.discard(number)
-            task.nodes.add(number)
-            self.owner[number] = task
+            job.nodes.add(number)
+            self.owner[number] = job
 
-    def _dead(self, task: Task) -> bool:
-        return len(task.nodes) < task.size or any(number not in self.up for number in task.nodes)
+    def _dead(self, job: SimulatedJob) -> bool:
+        return len(job.nodes) < job.size or any(number not in self.up for number in job.nodes)
 
-    def _replace_or_wait(self, task: Task) -> None:
+    def _replace_or_wait(self, job: SimulatedJob) -> None:
         """fixed: all its nodes again, with spares for the lost ones, or none until they are repaired."""
-        self._adjust_nodes(task, min(task.target, len([n for n in task.nodes if n in self.up]) + len(self.free)))
-        if len(task.nodes) < task.target:
-            task.level = 0.0
-            self._enter_phase(task, IDLE, 0.0, None)
+        self._adjust_nodes(job, min(job.target, len([n for n in job.nodes if n in self.up]) + len(self.free)))
+        if len(job.nodes) < job.target:
+            job.level = 0.0
+            self._enter_phase(job, IDLE, 0.0, None)
             return
-        task.size = task.target
-        self._recover(task, 1)
+        job.size = job.target
+        self._recover(job, 1)
 
-    def _shrink(self, task: Task) -> None:
+    def _shrink(self, job: SimulatedJob) -> None:
         """own: goes on with what is left, and spares, at the largest size that it can run."""
-        alive = len([number for number in task.nodes if number in self.up])
-        size = self._largest(task, min(alive + len(self.free), task.target))
-        self._resize(task, size, 1, lost=True)
+        alive = len([number for number in job.nodes if number in self.up])
+        size = self._largest(job, min(alive + len(self.free), job.target))
+        self._resize(job, size, 1, lost=True)
         self._grow()
 
     def _grow(self) -> None:
         """own: free nodes go to the job that misses most."""
-        for task in sorted(self.tasks, key=lambda task: (task.size - task.target, task.job.name)):
-            if task.phase == DETECT or not self.free:
+        for job in sorted(self.jobs, key=lambda job: (job.size - job.target, job.spec.name)):
+            if job.phase == DETECT or not self.free:
                 continue
-            size = self._largest(task, min(len(task.nodes) + len(self.free), task.target))
-            if size > task.size:
-                if not self.policy.graceful and task.phase == RUN:
-                    self._owe(task)
-                self._resize(task, size, 1, lost=False)
+            size = self._largest(job, min(len(job.nodes) + len(self.free), job.target))
+            if size > job.size:
+                if not self.policy.graceful and job.phase == RUN:
+                    self._add_lost_work(job)
+                self._resize(job, size, 1, lost=False)
 
-    def _largest(self, task: Task, room: int) -> int:
-        return task.job.options(room)[-1]
+    def _largest(self, job: SimulatedJob, room: int) -> int:
+        return job.spec.options(room)[-1]
 
-    def _resize(self, task: Task, size: int, severity: int, lost: bool) -> None:
+    def _resize(self, job: SimulatedJob, size: int, severity: int, lost: bool) -> None:
         seconds = self.policy.transition[severity]
         if seconds is None:
-            seconds = self._planned_seconds(task, size, lost)
-        self._adjust_nodes(task, size)
-        task.size, task.level = size, self._f(task, size)
+            seconds = self._planned_seconds(job, size, lost)
+        self._adjust_nodes(job, size)
+        job.size, job.level = size, self._throughput(job, size)
         if size:
-            self._enter_phase(task, TRANSITION, seconds, self._recompute)
+            self._enter_phase(job, TRANSITION, seconds, self._recompute)
         else:
-            self._enter_phase(task, IDLE, 0.0, None)
+            self._enter_phase(job, IDLE, 0.0, None)
 
     def _redistribute(self, event: Event) -> None:
         """The planner, or a naive split, decides for the whole cluster. Failures that are still unnoticed come to
         light."""
         self.plans += 1
-        lost = {task.job.name for task in self.tasks if self._dead(task)}
+        lost = {job.spec.name for job in self.jobs if self._dead(job)}
         if event[0] == "lost":
             lost.add(event[1])
         plan = self._plan(self.policy.placement, lost)
-        changed = [task for task in self.tasks if plan[task.job.name] != task.size or task.job.name in lost]
+        changed = [job for job in self.jobs if plan[job.spec.name] != job.size or job.spec.name in lost]
         seconds = {
-            task.job.name: self._planned_seconds(task, plan[task.job.name], task.job.name in lost) for task in changed
+            job.spec.name: self._planned_seconds(job, plan[job.spec.name], job.spec.name in lost) for job in changed
         }
-        shrinking_first = sorted(changed, key=lambda task: plan[task.job.name] - len(task.nodes))
-        for task in shrinking_first:
-            size = plan[task.job.name]
-            self._adjust_nodes(task, size)
-            if task.job.name in lost:
-                task.worst = 4
-            task.size, task.level = size, self._f(task, size)
+        shrinking_first = sorted(changed, key=lambda job: plan[job.spec.name] - len(job.nodes))
+        for job in shrinking_first:
+            size = plan[job.spec.name]
+            self._adjust_nodes(job, size)
+            if job.spec.name in lost:
+                job.worst = NO_FAILURE
+            job.size, job.level = size, self._throughput(job, size)
             if size == 0:
-                self._enter_phase(task, IDLE, 0.0, None)
+                self._enter_phase(job, IDLE, 0.0, None)
             else:
-                self._enter_phase(task, TRANSITION, seconds[task.job.name], self._recompute)
+                self._enter_phase(job, TRANSITION, seconds[job.spec.name], self._recompute)
 
     def _plan(self, placement: str, lost: set[str]) -> dict[str, int]:
-        jobs = tuple(replace(task.job, nodes=task.size, lost_worker=task.job.name in lost) for task in self.tasks)
+        jobs = tuple(replace(job.spec, nodes=job.size, lost_worker=job.spec.name in lost) for job in self.jobs)
         scenario = replace(self.scenario, nodes=len(self.up), jobs=jobs)
         if placement != "optimal":
             return split(scenario, placement)
-        key = (len(self.up), tuple(task.size for task in self.tasks), frozenset(lost))
-        if key not in self.memory:
+        key = (len(self.up), tuple(job.size for job in self.jobs), frozenset(lost))
+        if key not in self.plan_cache:
             if self.policy.ahead:
-                self.memory[key] = solve_expected(scenario).assignment
+                self.plan_cache[key] = solve_expected(scenario).assignment
             else:
-                self.memory[key] = solve(scenario).assignment
-        return self.memory[key]
+                self.plan_cache[key] = solve(scenario).assignment
+        return self.plan_cache[key]

@@ -33,10 +33,10 @@ def start_survey(view: View, job: JobView, survey: Survey, slots: Iterable[int] 
     """Asks all agents of the job whether they reach the others, unless that is being asked, or was tried for another
     finding of this moment. slots: those that others wait for; in a large job all are asked about them first."""
     out = Outcome()
-    if survey.tried != view.now and (not survey.open or survey.returning is not None):
-        survey.tried, survey.before, survey.returning = view.now, None, None
+    if survey.last_attempt != view.now and (not survey.open or survey.left_out_answers is not None):
+        survey.last_attempt, survey.last_unreachable, survey.left_out_answers = view.now, None, None
         _ask_agents(view, job, survey, _round(job, survey, job.state.elements(slots)), out)
-        survey.turn += 1
+        survey.rounds_done += 1
     return out
 
 
@@ -49,12 +49,12 @@ def check_partitions(view: View, job: JobView, survey: Survey) -> Outcome:
             _conclude(view, job, survey, out)
     elif state.phase is Phase.ENTERING and job.live.awaited and job.waited(view.now) > ENTER_SECONDS:
         if survey.generation != state.generation:
-            survey.generation, survey.left = state.generation, _rounds(job)
-        if survey.left and view.now - survey.begun > SURVEY_SECONDS:
-            survey.left -= 1
+            survey.generation, survey.rounds_left = state.generation, _rounds(job)
+        if survey.rounds_left and view.now - survey.begun > SURVEY_SECONDS:
+            survey.rounds_left -= 1
             out.merge([start_survey(view, job, survey, job.live.awaited)])
-    elif state.parted and view.now >= survey.again:
-        survey.again, survey.before, survey.returning = view.now + PARTED_SECONDS, None, set()
+    elif state.parted and view.now >= survey.retry_at:
+        survey.retry_at, survey.last_unreachable, survey.left_out_answers = view.now + PARTED_SECONDS, None, set()
         _ask_about_parted(view, job, survey, out)
     return out
 
@@ -73,20 +73,24 @@ def _ask_about_parted(view: View, job: JobView, survey: Survey, out: Outcome) ->
 
 
 def _conclude(view: View, job: JobView, survey: Survey, out: Outcome) -> None:
-    if survey.returning is not None:
-        if survey.returning & job.state.parted.keys():  # they were asked themselves
-            reached = survey.returning - {witness for witness, _ in survey.cut}
+    if survey.left_out_answers is not None:
+        if survey.left_out_answers & job.state.parted.keys():  # they were asked themselves
+            reached = survey.left_out_answers - {witness for witness, _ in survey.unreachable}
         else:
             about = {other for other in sorted(job.state.parted)[:MOST_ASKED] if _alive(job, other)}
-            reached = about - {other for _, other in survey.cut} if survey.returning and not survey.asked else set()
+            reached = (
+                about - {other for _, other in survey.unreachable}
+                if survey.left_out_answers and not survey.asked
+                else set()
+            )
         _rejoin(job, reached, "the others are reached again", out)
-        survey.returning = None
-    elif survey.before is not None:
-        _leave_out(view, job, survey.cut & survey.before, out)
-    elif survey.cut:
-        survey.before = survey.cut
+        survey.left_out_answers = None
+    elif survey.last_unreachable is not None:
+        _leave_out(view, job, survey.unreachable & survey.last_unreachable, out)
+    elif survey.unreachable:
+        survey.last_unreachable = survey.unreachable
         pairs: dict[int, list[int]] = {}
-        for witness, other in sorted(survey.cut):
+        for witness, other in sorted(survey.unreachable):
             pairs.setdefault(witness, []).append(other)
         _ask_agents(view, job, survey, pairs, out)
 
@@ -100,7 +104,7 @@ def _round(job: JobView, survey: Survey, named: list[int]) -> dict[int, list[int
         return {element: elements[place + 1 :] + elements[:place] for place, element in enumerate(elements)}
     named = named if len(named) <= MOST_NAMED else []
     ways, most = _ways(count), MOST_ASKED - MOST_NAMED
-    first = survey.turn % _rounds(job) * most
+    first = survey.rounds_done % _rounds(job) * most
     steps = ways[first : first + most]
     found = {}
     for place, element in enumerate(elements):
@@ -145,9 +149,9 @@ def on_reached(survey: Survey, agent: AgentView, message: wire.Reached) -> None:
         return
     del survey.asked[agent.element]
     silent = [other for other, word in zip(others, message.words, strict=True) if word == Reach.SILENT]
-    survey.cut.update((agent.element, other) for other in silent)
-    if survey.returning is not None:
-        survey.returning.add(agent.element)
+    survey.unreachable.update((agent.element, other) for other in silent)
+    if survey.left_out_answers is not None:
+        survey.left_out_answers.add(agent.element)
 
 
 def _leave_out(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome) -> None:

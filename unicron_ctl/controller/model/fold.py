@@ -1,6 +1,7 @@
 """The controller's state is a fold over its event log; a restart replays it.
 
-`fold(state, event)` is the only code that changes a :class:`ClusterState`: live and replayed events go through it
+`fold(state, event)`, and :func:`set_job_aside` where it fails, are the only code that changes a
+:class:`ClusterState`: live and replayed events go through it
 alike. Each kind of record has one rule per part of the state that it changes; kinds without a rule are for people only.
 """
 
@@ -30,12 +31,12 @@ def replay(events: Iterable[Event], state: ClusterState | None = None) -> Cluste
         try:
             fold(state, event)
         except Exception as error:  # whatever is in a log, the controller starts
-            leave_alone(state, event, f"its log cannot be read at event {event.id} ({event.kind}): {error!r}")
+            set_job_aside(state, event, f"its log cannot be read at event {event.id} ({event.kind}): {error!r}")
     return state
 
 
-def leave_alone(state: ClusterState, event: Event, reason: str) -> None:
-    """Sets the job of this event aside."""
+def set_job_aside(state: ClusterState, event: Event, reason: str) -> None:
+    """Sets the job of this event aside, where its record cannot be folded."""
     state.last_event = event.id
     job = state.jobs.get(event.job)
     if job is not None and not job.set_aside:

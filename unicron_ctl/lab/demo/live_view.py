@@ -17,7 +17,7 @@ from unicron.ctl.protocol.answer_schema import Status
 LINES = 14
 
 
-class Living:
+class LiveRegion:
     """A context manager around a part of the terminal that changes in place; it shows nothing on a pipe."""
 
     def __init__(self, console: Console, **settings: Any):
@@ -34,7 +34,7 @@ class Living:
             self._live.stop()
 
 
-class View(Living):
+class View(LiveRegion):
     """`add_line` adds a line to the story, `show` redraws the tables."""
 
     def __init__(self, console: Console):
