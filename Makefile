@@ -70,7 +70,8 @@ endif
 test-wide: system-test venv plugin   ## further shapes of what `make test` proves
 	$(MAKE) --no-print-directory test-others SHAPES="wide and not long"
 
-test-long: system-test venv plugin  ## the tests that take longest, with `make storms` and `make bench` before a release
+test-long: system-test venv plugin  ## the tests that take longest, the pure ones with four times as many random cases, with `make storms` and `make bench` before a release
+	DEEP_TESTS=1 $(TEST) -n 2 tests/unit
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
 # They wait for half of their time, in which the pure ones compute.

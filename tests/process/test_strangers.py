@@ -39,7 +39,7 @@ class Attacked(Controller):
         return Stranger(self.address, self.key, identity, until)
 
 
-@pytest.fixture(params=[True, False], ids=["encrypted", "plain"])
+@pytest.fixture(params=[pytest.param(True, id="encrypted"), pytest.param(False, id="plain", marks=pytest.mark.wide)])
 def controller(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attacked]:
     started = Attacked(tmp_path, request.param)
     if started.key:

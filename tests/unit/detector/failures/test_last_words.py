@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.statements import Weight, exception, label, statements
 
@@ -153,7 +154,7 @@ def test_what_frames_name_is_no_reason_for_other_errors():
     assert cause(*lines) == "application_error"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(
     st.lists(
         st.sampled_from(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from unicron.detector.failures.prefilter import Prefilter, alternatives, search
 from unicron.detector.failures.severity import default_table, folded, load_table
 
@@ -85,7 +86,7 @@ PATTERNS = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=cases(500), deadline=None)
 @given(
     PATTERNS,
     st.lists(st.sampled_from(["abc", "abcd", "dab", "c d", "error", "a", "b", "d", ".", "|", "{"]), max_size=8),

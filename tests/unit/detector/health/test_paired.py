@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from unicron.detector.health.pair_test import Outcome, first_round, judge, second_round, suspects
 
 
@@ -80,7 +81,7 @@ def test_a_node_named_twice_is_refused():
         first_round(["a", "a"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(st.integers(2, 20), st.sets(st.integers(0, 19), max_size=8), st.booleans())
 def test_only_bad_nodes_are_condemned_and_all_when_there_is_a_witness(count, bad, witness):
     nodes = [f"n{i:02}" for i in range(count)]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from unicron.detector.iterations.culprit import OWN_PHASES, Progress, slowest, stuck
 
 USUAL = {"data": 0.02, "forward": 0.30, "backward": 0.60, "reduce": 0.05, "step": 0.03}
@@ -102,7 +103,7 @@ def test_the_latecomer_is_named():
     assert found[0].slot == 4 and "3.0" not in found[0].phase
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=cases(80), deadline=None)
 @given(
     st.integers(3, 64),
     st.integers(0, 63),
@@ -116,7 +117,7 @@ def test_any_single_straggler_is_found(count, slot, phase, factor, seed):
     assert (found.slot, found.phase) == (slot, phase)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=cases(80), deadline=None)
 @given(
     st.dictionaries(
         st.integers(0, 9), st.dictionaries(st.sampled_from([*OWN_PHASES, "reduce"]), st.floats(0.0, 100.0)), max_size=8

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from unicron.detector.iterations.peer_metrics import (
     PeerWatch,
     Rates,
@@ -166,7 +167,7 @@ def test_too_few_peers_give_no_answer():
 VALUES = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.floats(0.0, 10.0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(
     st.dictionaries(
         st.text("abcd", min_size=1, max_size=2), st.dictionaries(st.sampled_from(sorted(USUAL)), VALUES), max_size=10

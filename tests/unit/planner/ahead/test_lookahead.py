@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.support.depth import cases
 from tests.unit.planner.strategies import SHAPES, jobs, scale, scenarios, shaped
 from unicron.planner.ahead import lookahead
 from unicron.planner.ahead.expected import after_failure, candidates, solve_expected
@@ -21,7 +22,7 @@ from unicron.planner.solver.solve import solve
 QUICK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
 
-@settings(max_examples=100, **QUICK)
+@settings(max_examples=cases(100), **QUICK)
 @given(scenarios(most_jobs=5, most_nodes=12), jobs("y"), jobs("z"))
 def test_equals_solving_anew_for_every_event(scenario, first, second):
     table = Lookahead(scenario, (first, second))
@@ -37,7 +38,7 @@ def test_equals_solving_anew_for_every_event(scenario, first, second):
         assert table.get(event).plan == anew
 
 
-@settings(max_examples=60, **QUICK)
+@settings(max_examples=cases(60), **QUICK)
 @given(scenarios(most_jobs=5, most_nodes=12), jobs("z"))
 def test_reading_off_the_tables_is_as_good_but_for_names(scenario, waiting):
     """The path for large clusters of jobs that scale alike: same gain, same disturbance, same move."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from unicron.planner.ahead.lookahead import Lookahead
 from unicron.planner.problem import cost_model, layouts
 from unicron.planner.problem.cost_model import Gpt, Hardware, Parallel
@@ -184,7 +185,7 @@ def relaid(draw, name: str = "a") -> Job:
     )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=cases(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(relaid("a"), relaid("b"), st.integers(0, 7), st.sampled_from([0.1, 10.0, 1000.0]))
 def test_the_best_of_all_and_never_worse_than_to_stay(one, other, nodes, hours):
     at = Scenario(nodes, (one, other), mtbf_node_hours=hours)
@@ -205,7 +206,7 @@ def test_the_best_of_all_and_never_worse_than_to_stay(one, other, nodes, hours):
             assert at.g_in(job, size, layout) >= at.g_in(job, size, job.layout)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4])), min_size=1, max_size=4, unique=True),
     st.sampled_from([1, 2, 4]),

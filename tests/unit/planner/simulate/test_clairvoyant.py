@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from unicron.planner.problem.model import Job, Scenario
 from unicron.planner.simulate import POLICIES, clairvoyant, simulate
 from unicron.planner.simulate.cases import case
@@ -35,7 +36,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=cases(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(EVENTS, st.integers(6, 8), st.sampled_from([LINEAR, STEPS]), st.floats(1, 4000))
 def test_no_policy_passes_the_bound(rows, nodes, flops, transition):
     trace = make(

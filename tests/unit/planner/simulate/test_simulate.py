@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from unicron.detector.failures.severity import TABLE_PATH
 from unicron.planner.problem.model import Job, PlanError, Scenario
 from unicron.planner.simulate import POLICIES, simulate
@@ -44,7 +45,7 @@ def total(result) -> float:
     return result.efficiency + sum(result.lost.values())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=cases(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(
         st.tuples(st.floats(0, 4e5), st.booleans(), st.integers(0, 5), st.sampled_from(sorted(CAUSES))), max_size=25

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.support.depth import cases
 from tests.unit.planner.strategies import brute_force, scale, scenarios, sizes_of
 from unicron.planner.ahead.whatif import suppose, suppose_all
 from unicron.planner.problem.model import Job, PlanError, Scenario
@@ -12,7 +13,7 @@ from unicron.planner.solver.explain import duration_text, explain, runner_up
 from unicron.planner.solver.solve import solve
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=cases(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(most_jobs=3))
 def test_runner_up_is_the_best_of_all_others(scenario):
     plan = solve(scenario)

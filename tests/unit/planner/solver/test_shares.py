@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.depth import cases
 from unicron.planner.ahead.lookahead import Lookahead
 from unicron.planner.problem.model import Job, PlanError, Scenario
 from unicron.planner.solver.shares import claim, divide
 from unicron.planner.solver.solve import best, by_owner, solve
 
-CLUSTERS = 10_000
+CLUSTERS = cases(10_000)
 FACTORS = (0.0, 0.5, 0.95, 1.05, 1.25, 3.0, 1e3)
 
 
@@ -141,7 +142,7 @@ def test_no_over_or_understatement_gives_its_owner_more_than_honesty(part: int) 
 
 
 def test_stating_sizes_at_which_a_job_cannot_run_gives_nothing_where_all_others_run_on_any_number() -> None:
-    for seed in range(300):
+    for seed in range(cases(300)):
         draw = random.Random(seed)
         truth = _cluster(draw, plain=True)
         liar = truth.owners["a"][0]
@@ -160,7 +161,7 @@ class _OnlyFirst(random.Random):
 
 
 def test_who_can_use_what_is_theirs_by_weight_has_it_whatever_others_say() -> None:
-    for seed in range(1000):
+    for seed in range(cases(1000)):
         draw = random.Random(seed)
         truth = _cluster(draw)
         truth = replace(truth, jobs=tuple(replace(job, keep=0) for job in truth.jobs))

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
+from tests.support.depth import cases
 from tests.unit.planner.strategies import SHAPES, brute_force, scale, scenarios, seeded, shaped, sizes_of
 from unicron.planner.problem.model import Job, PlanError, Scenario
 from unicron.planner.solver import keys, tables
@@ -31,7 +32,7 @@ def equals_brute_force(scenario: Scenario) -> None:
     assert plan.objective == pytest.approx(float(objective), rel=1e-9, abs=1e-12 * scale(scenario))
 
 
-@settings(max_examples=200, **QUICK)
+@settings(max_examples=cases(200), **QUICK)
 @given(scenarios())
 def test_equals_brute_force_with_ties(scenario):
     """Hypothesis looks for the odd case, and shrinks it."""
@@ -40,11 +41,11 @@ def test_equals_brute_force_with_ties(scenario):
 
 def test_equals_brute_force_many_times():
     """To draw a scenario costs Hypothesis more than to plan it and to try everything."""
-    for seed in range(3000):
+    for seed in range(cases(3000)):
         equals_brute_force(seeded(seed))
 
 
-@settings(max_examples=200, **QUICK)
+@settings(max_examples=cases(200), **QUICK)
 @given(scenarios(), st.randoms(use_true_random=False))
 def test_equals_brute_force_with_measured_rates(scenario, draw):
     """Rates with 17 digits: no exact ties, but the same optimum."""
@@ -84,7 +85,7 @@ def larger(seed: int) -> Scenario:
 
 
 def test_equals_cp_sat_on_larger_cases():
-    for seed in range(100):
+    for seed in range(cases(100)):
         scenario = larger(seed)
         model, terms, used = cp_model.CpModel(), [], []
         for job in scenario.jobs:
@@ -181,7 +182,7 @@ def test_every_job_has_a_reason(scenario):
     assert "\n" not in reasons["a"] and len(reasons["a"]) > 10
 
 
-@settings(max_examples=60, **QUICK)
+@settings(max_examples=cases(60), **QUICK)
 @given(st.integers(0, 200), st.lists(st.integers(-100, 100), min_size=1, max_size=200))
 def test_block_kernel_equals_the_definition(nodes, values):
     row = Row(tables.np.arange(len(values)), tables.np.array(values) * 1000 + 7)
@@ -192,7 +193,7 @@ def test_block_kernel_equals_the_definition(nodes, values):
     assert tables.add(table, row).tolist() == want
 
 
-@settings(max_examples=300, **QUICK)
+@settings(max_examples=cases(300), **QUICK)
 @given(
     st.lists(st.integers(0, 60), min_size=2, max_size=40),
     st.lists(st.integers(0, 60), min_size=2, max_size=40),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from unicron.transition.snapshot import contents, images
 from unicron.transition.snapshot.images import PAGE, BadImage, Found, Image, Key, inventory, read_page
 
@@ -106,7 +107,7 @@ def reads_as_before_or_not_at_all(path: Path, data: bytes, before: bytes) -> boo
         return True
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=cases(400), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_whatever_bytes_change_it_is_noticed_or_harmless(whole, data):
     path, before = whole
@@ -118,7 +119,7 @@ def test_whatever_bytes_change_it_is_noticed_or_harmless(whole, data):
     assert reads_as_before_or_not_at_all(path, bytes(changed), before)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=cases(100), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_wherever_it_is_cut_off_or_overwritten_it_is_noticed(whole, data):
     path, before = whole

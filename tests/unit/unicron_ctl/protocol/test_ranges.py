@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from tests.support import hostile
+from tests.support.depth import cases
 from unicron.ctl.protocol import datagrams, ranges, shared_plans, wire
 
 ANY_NUMBER = {"RankStatus.loss", "RankStep.loss"}  # of a training that diverges it is none
@@ -64,7 +65,7 @@ def test_what_is_at_the_ends_of_the_ranges_is_taken_and_what_is_beyond_refused(k
     decoder = UNIONS.get(SIDE.get(kind, ""), kind)
     speaks = datagrams.HINT_VERSION if kind is datagrams.Hint else wire.VERSION
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=cases(15), deadline=None, suppress_health_check=list(HealthCheck))
     @given(hostile.inside(info, KNOWN).map(msgspec.msgpack.encode))
     def taken(data):
         try:
@@ -72,7 +73,7 @@ def test_what_is_at_the_ends_of_the_ranges_is_taken_and_what_is_beyond_refused(k
         except wire.BadMessage as error:
             assert "each slot has one step" in str(error), error
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=cases(60), deadline=None, suppress_health_check=list(HealthCheck))
     @given(hostile.beyond(info, KNOWN))
     def refused(beyond):
         path, data = beyond

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from tests.support.world import MICRO_BATCHES, FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.core.intake import HINTS
 from unicron.ctl.controller.job import transitions
@@ -430,7 +431,7 @@ def test_a_job_is_healed_within_its_nodes_also_where_the_admin_only_observes():
     assert world.job().phase == "running" and sorted(world.job().members) == [0, 1] and not world.job().ended
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=cases(30), deadline=None)
 @given(
     st.lists(
         st.tuples(

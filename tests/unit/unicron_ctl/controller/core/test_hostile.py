@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import hostile
+from tests.support.depth import cases
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.store import Store
@@ -28,7 +29,7 @@ KNOWN = {
 PEERS = st.sampled_from([b"1-0-n1-0", b"1-1-n2-1", b"somebody"])
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=cases(80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(PEERS, hostile.messages(wire.ToController, KNOWN)), min_size=1, max_size=8))
 def test_hostile_values_reach_no_other_job(said):
     world = World(FakeSlurm(5))
@@ -71,7 +72,7 @@ def test_the_log_of_what_hostile_values_left_is_read_again(tmp_path: Path):
     world = World()
     world.start_job(nodes=2)
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=cases(100), deadline=None, suppress_health_check=list(HealthCheck))
     @given(PEERS, hostile.messages(wire.ToController, KNOWN))
     def receive(peer, data):
         try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from unicron.ctl.controller.plan import planning
 from unicron.ctl.controller.plan.planning import JobInput
 from unicron.ctl.controller.plan.pools import crowd, joined, plan, pools
@@ -73,7 +74,7 @@ def _cases(draw: st.DrawFn) -> list[JobInput]:
     return jobs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(_cases())
 def test_every_plan_can_be_carried_out(jobs: list[JobInput]) -> None:
     wanted = _plan(*jobs)
@@ -83,7 +84,7 @@ def test_every_plan_can_be_carried_out(jobs: list[JobInput]) -> None:
         assert wanted[job.job] >= job.max_nodes or not _matched(jobs, free)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(_cases(), st.data())
 def test_a_crowd_is_found_exactly_when_counts_do_not_fit(jobs: list[JobInput], data: st.DataObject) -> None:
     for pool in pools(jobs):

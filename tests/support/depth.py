@@ -1,0 +1,12 @@
+"""How many random cases a test tries: a quarter of them in `make test`, all of them in `make test-long`."""
+
+from __future__ import annotations
+
+import os
+
+DEEP = os.environ.get("DEEP_TESTS") == "1"
+
+
+def cases(count: int) -> int:
+    """The number of cases to try now, of `count` in the long run."""
+    return count if DEEP else max(1, count // 4)
