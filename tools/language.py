@@ -1,7 +1,8 @@
 """Checks the names and docstrings of the product; `make lint` runs it.
 
-Docstrings must not begin with a word that has no subject, functions must not be named by a verb alone, and no two
-modules of one package may have the same name. Tests and scripts for the user are not looked at.
+Docstrings must begin with a subject or a verb, and those of classes not with a list of fields. Functions must not be
+named by a verb alone, and no two modules of one package may have the same name. Tests and scripts for the user are not
+looked at.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("detector", "transition", "planner", "unicron_ctl")
 STARTS = re.compile(r"(As|Of|The same|Those|It|Whose)\b")
+FIELDS = re.compile(r"\w+(, \w+)*: ")
 VERBS = frozenset(
     "ask begin due enter give hear keep know leave look say settle take tell turn wait".split(),
 )
@@ -29,6 +31,8 @@ def problems(path: Path) -> Iterator[str]:
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
         if found := STARTS.match(ast.get_docstring(node) or ""):
             yield f'{where}: the docstring begins with "{found[0]}": begin with a subject or a verb'
+        if isinstance(node, ast.ClassDef) and FIELDS.match(ast.get_docstring(node) or ""):
+            yield f"{where}: the docstring of {node.name} begins with its fields: say first what it is"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.lstrip("_") in VERBS:
             yield f"{where}: {node.name}() does not say what it acts on"
 

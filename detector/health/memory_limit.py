@@ -19,7 +19,10 @@ _V2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_re
 
 
 class Left(NamedTuple):
-    """size: bytes, below 0 for a group that is over its limit. folder: the group whose limit is the nearest."""
+    """How much memory is left for this process's group.
+
+    size: bytes, below 0 for a group that is over its limit. folder: the group whose limit is the nearest.
+    """
 
     size: int
     folder: Path

@@ -32,7 +32,9 @@ WARM_UP = "warm-up"  # the reason for an iteration that is not learned from, rig
 
 @dataclass(frozen=True)
 class Limits:
-    """skip: iterations after a (re)start that are never learned from. learn: iterations until the first verdict.
+    """When an iteration counts as slow.
+
+    skip: iterations after a (re)start that are never learned from. learn: iterations until the first verdict.
     window: iterations of the running average. recent: a block of iterations; a whole one must have moved before a job
     is degraded. failed, degraded: ratios to the running average. spreads: so many standard deviations of the job's own
     blocks must it have moved, too. patience: how far, at most, a job's own slow iterations can raise ``failed``.

@@ -29,7 +29,9 @@ PRIOR, SPREAD = np.array([1.0, 1.0, 1.0, 0.0]), np.array([0.3, 0.5, 0.5, 0.05])
 
 @dataclass(frozen=True)
 class Estimate:
-    """flops: T in FLOP/s. sigma: its standard error, FLOP/s. measured: whether this size has been run. parallel: the
+    """The throughput expected at one size.
+
+    flops: T in FLOP/s. sigma: its standard error, FLOP/s. measured: whether this size has been run. parallel: the
     best split, where the model is known."""
 
     flops: float

@@ -51,7 +51,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Failure:
-    """run: what it has ended. waited: seconds until the job ran again. lost, with_unicron: node-seconds, of which
+    """One failure in the history, and what it cost.
+
+    run: what it has ended. waited: seconds until the job ran again. lost, with_unicron: node-seconds, of which
     waiting and waiting_with_unicron were spent without the nodes."""
 
     run: Run
@@ -68,7 +70,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Costs:
-    """checkpoint: seconds between two of them; setup: from the start of a run to its first iteration; transition:
+    """What a failure costs without Unicron, in seconds.
+
+    checkpoint: seconds between two of them; setup: from the start of a run to its first iteration; transition:
     D_transition with Unicron."""
 
     checkpoint: float = CHECKPOINT
@@ -80,7 +84,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class History:
-    """worked: node-seconds of all runs that count. early: failures so soon after a start that they are the script's
+    """The account of a site's history.
+
+    worked: node-seconds of all runs that count. early: failures so soon after a start that they are the script's
     own; left: those after which nobody went on; requeued: runs that ended so, whoever and whatever asked for it."""
 
     runs: int

@@ -18,7 +18,9 @@ __all__ = ["Explanation", "explain", "runner_up"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """nodes: what the job gets. second: the best plan that gives the job any other size (None: there is none). margin:
+    """Why a job gets its nodes.
+
+    nodes: what the job gets. second: the best plan that gives the job any other size (None: there is none). margin:
     by how much its objective is smaller, in weighted FLOP over `seconds`, the expected time to the next failure."""
 
     job: str

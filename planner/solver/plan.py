@@ -11,7 +11,9 @@ from unicron.planner.problem.model import Job, Scenario
 
 @dataclass(frozen=True)
 class Plan:
-    """assignment: nodes by job. objective: sum of G, weighted FLOP over the next running period. waf: sum of F,
+    """The best assignment of nodes to jobs.
+
+    assignment: nodes by job. objective: sum of G, weighted FLOP over the next running period. waf: sum of F,
     weighted FLOP/s. reasons: a sentence by job. spares: nodes given to nobody. layouts: by job that has several.
     shares: nodes offered by owner, where there are several."""
 

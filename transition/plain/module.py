@@ -22,7 +22,9 @@ from unicron.transition.snapshot.migrate import TrainingState, as_before, as_pla
 
 
 class Plain:
-    """scheduler: one of `torch.optim.lr_scheduler`, stepped after each iteration, or None. clip_grad: the largest norm
+    """A plain PyTorch module with its optimizer, as a session trains it.
+
+    scheduler: one of `torch.optim.lr_scheduler`, stepped after each iteration, or None. clip_grad: the largest norm
     of all gradients together. scaler: a `torch.amp.GradScaler`, for fp16."""
 
     def __init__(

@@ -20,7 +20,9 @@ COPY_PREFIX = "copy-"  # names of images that came from another node
 
 
 class Wanted(NamedTuple):
-    """at: the first state that is saved from this iteration on is to stay. good: the iteration that lies in enough
+    """What the controller wants of the states in memory.
+
+    at: the first state that is saved from this iteration on is to stay. good: the iteration that lies in enough
     nodes. -1: none."""
 
     at: int = -1

@@ -34,7 +34,10 @@ FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4,
 
 @dataclass(frozen=True)
 class Settings:
-    """folder: None keeps nothing. every: iterations from one copy to the next."""
+    """Where and how often a rank copies its state.
+
+    folder: None keeps nothing. every: iterations from one copy to the next.
+    """
 
     folder: Path | None
     every: int

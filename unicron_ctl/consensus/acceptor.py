@@ -72,7 +72,9 @@ TABLE: dict[AcceptorState, dict[AcceptorEvent, tuple[AcceptorState, AcceptorActi
 
 
 class Acceptor:
-    """promised: the highest ballot that was ever promised. prepared: the highest that a promise was asked for.
+    """An agent's promises and accepted proposals, for one generation.
+
+    promised: the highest ballot that was ever promised. prepared: the highest that a promise was asked for.
 
     accepted: the latest proposal that was accepted. The agent follows no other plan of the same or a lower number.
     """

@@ -47,7 +47,9 @@ class _Instance:
 
 
 class Participant:
-    """me: this agent. per_node: ranks of an agent.
+    """One agent's part in the consensus.
+
+    me: this agent. per_node: ranks of an agent.
 
     Whoever carries out :attr:`outbox` (to whom, what) and the ranks' :attr:`orders` empties them. :attr:`status_due`
     asks for a status to the controller at once. :attr:`agreed` and :attr:`over` belong into that status; `over` is the

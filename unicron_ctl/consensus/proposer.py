@@ -77,7 +77,10 @@ TABLE: dict[ProposerState, dict[ProposerEvent, ProposerState]] = {
 
 
 class Proposer:
-    """me: the agent. :attr:`outbox` has (element, message); whoever delivers them empties it."""
+    """An agent's attempts to have a plan chosen, for one generation.
+
+    me: the agent. :attr:`outbox` has (element, message); whoever delivers them empties it.
+    """
 
     def __init__(self, me: wire.Peer, membership: Membership) -> None:
         self._me, self._membership = me, membership

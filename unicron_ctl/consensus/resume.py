@@ -20,7 +20,9 @@ from unicron.transition.generations import layout
 
 @dataclass(frozen=True)
 class Decision:
-    """members: who goes on, replica-major. unusable: survivors that cannot, by slot with the reason; they count as
+    """How a job goes on after a Break.
+
+    members: who goes on, replica-major. unusable: survivors that cannot, by slot with the reason; they count as
     lost. step: whoever is synced at this iteration steps. iteration: the one that is computed next, with its
     assignment. reused: micro-batches kept in survivors' gradients. recomputed: finished, and computed again.
     redistributed: all that was the lost ranks' to compute and now is others'. standbys: survivors that complete no

@@ -34,7 +34,10 @@ class Proposal(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PeerMessage(Message):
-    """generation: the one that broke. element: that of the sender."""
+    """A message between two agents of a job.
+
+    generation: the one that broke. element: that of the sender.
+    """
 
     generation: ranges.Count
     element: ranges.Element

@@ -438,7 +438,9 @@ class Metrics(Message, tag="metrics"):
 
 # ---------------------------------------------------------------- controller -> agent
 class Welcome(Message, tag="welcome"):
-    """metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
+    """The controller takes an agent in.
+
+    metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
     for the agent's own folder. progress_seconds: a status that tells of nothing but progress waits so long for more.
     layout: in which the ranks are to be started, where the job has stated several. run: a name for this training that
     no other has, of whatever cluster; what is left of it in memory is known by that."""

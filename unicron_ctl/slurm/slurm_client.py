@@ -183,7 +183,9 @@ class ElementInfo:
 
 @dataclass
 class Queue:
-    """elements: of others, those that occupy nodes and the most urgent pending one of each kind. rows: how many the
+    """The whole queue, as far as the planner needs it.
+
+    elements: of others, those that occupy nodes and the most urgent pending one of each kind. rows: how many the
     whole queue has. cut: some lists of nodes did not fit, so that it is not known who is on some nodes."""
 
     elements: list[ElementInfo] = field(default_factory=list)

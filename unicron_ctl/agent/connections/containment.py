@@ -15,7 +15,10 @@ Result = TypeVar("Result")
 
 
 class Containment:
-    """warn: writes one line into the job's log."""
+    """Keeps an error of one step from ending the agent.
+
+    warn: writes one line into the job's log.
+    """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn

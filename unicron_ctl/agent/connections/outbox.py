@@ -10,7 +10,10 @@ from unicron.ctl.protocol import wire
 
 
 class Outbox:
-    """muted: the network is lost, by an injected fault. closed: the controller will not have this agent."""
+    """Sends messages to the controller.
+
+    muted: the network is lost, by an injected fault. closed: the controller will not have this agent.
+    """
 
     def __init__(self, line: Line, log: JobLog) -> None:
         self._line, self._log = line, log

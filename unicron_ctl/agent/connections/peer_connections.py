@@ -35,7 +35,9 @@ _OPTIONS = (
 
 
 class Peers:
-    """host: where others reach this node. keys: this agent's, public and secret. warn: writes a line of the log.
+    """The agent's connections to the other agents of its job.
+
+    host: where others reach this node. keys: this agent's, public and secret. warn: writes a line of the log.
 
     :attr:`address` is host:port, empty when it cannot be reached.
     """

@@ -17,7 +17,9 @@ REGISTER_SECONDS = 0.5
 
 
 class Registration:
-    """door: where others see that this agent lives. peer: the address at which other agents speak to it.
+    """Registers the agent with the controller.
+
+    door: where others see that this agent lives. peer: the address at which other agents speak to it.
 
     welcomed: the controller knows this agent. refusal: why it did not take it, the last time. alone: it says that the
     others have done already what this step is for.

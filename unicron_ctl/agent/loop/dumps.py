@@ -12,7 +12,10 @@ DUMP_SECONDS = 0.02  # between two looks at traces in the making
 
 
 class Dumps:
-    """endpoint: of the ranks' socket, beside which their processes write. send: to the controller."""
+    """Makes stack traces of ranks and sends them.
+
+    endpoint: of the ranks' socket, beside which their processes write. send: to the controller.
+    """
 
     def __init__(
         self, job: str, ranks: Mapping[int, Rank], endpoint: str, send: Callable[[wire.Message], None]

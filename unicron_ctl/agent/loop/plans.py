@@ -23,7 +23,10 @@ class Saving(NamedTuple):
 
 
 class Plans:
-    """slots: of this node's ranks; each node has as many."""
+    """The plans that this node's ranks were given last.
+
+    slots: of this node's ranks; each node has as many.
+    """
 
     def __init__(self, slots: Collection[int]) -> None:
         self._slots, self._here = slots, min(slots) // len(slots)

@@ -22,7 +22,9 @@ COLD_TEXT = 400  # characters of a reason
 
 
 class Reports:
-    """identity: the agent's id. send: to the controller, if there is one.
+    """Makes and sends the agent's statuses.
+
+    identity: the agent's id. send: to the controller, if there is one.
 
     sent_at: when the last status was made. fenced: its processes end by themselves where they are cut off. dirty: there
     is progress that it does not tell. pinged: the number of the last Ping.

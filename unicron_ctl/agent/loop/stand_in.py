@@ -16,7 +16,9 @@ from unicron.ctl.protocol import peer_messages, wire
 
 
 class StandIn:
-    """pair: the agent's CURVE keys, public and secret. reachable: False where the job waits for the controller. obey:
+    """Runs this agent's :class:`Participant` over its sockets.
+
+    pair: the agent's CURVE keys, public and secret. reachable: False where the job waits for the controller. obey:
     hands a Break or a plan to the ranks.
     """
 

@@ -13,7 +13,10 @@ AT_ONCE = 64  # addresses that are being tried; a question beyond them is answer
 
 
 class Witness:
-    """answers: numbers of questions, and a word for each address. Raises OSError without a port for the door."""
+    """Tries other nodes for the controller, and answers those who try this one.
+
+    answers: numbers of questions, and a word for each address. Raises OSError without a port for the door.
+    """
 
     def __init__(self) -> None:
         self.door = Door()

@@ -30,7 +30,10 @@ NEVER = 1e18  # an `until` that does not come
 
 
 class Fence:
-    """watch, unwatch: a descriptor, and what to call when it can be read."""
+    """Ends this node's processes when nobody renews their lease.
+
+    watch, unwatch: a descriptor, and what to call when it can be read.
+    """
 
     def __init__(
         self,

@@ -18,7 +18,9 @@ SESSION_NEEDS = (
 
 
 class Warmth:
-    """watch, unwatch: a descriptor, and what to call when it can be read. attend: for a rank that has its process at
+    """Starts this agent's ranks as forks of a preloaded process, where it can.
+
+    watch, unwatch: a descriptor, and what to call when it can be read. attend: for a rank that has its process at
     last."""
 
     def __init__(

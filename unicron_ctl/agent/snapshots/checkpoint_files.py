@@ -31,7 +31,9 @@ class _Ended(OSError):
 
 
 class Files:
-    """memory: the node's. turn(key): after whom this node writes what nobody trains (:class:`LastCheckpoint`).
+    """Writes checkpoint files in a thread of its own.
+
+    memory: the node's. turn(key): after whom this node writes what nobody trains (:class:`LastCheckpoint`).
     rate: most bytes a second, 0 for no limit. say: one line for the job's log."""
 
     def __init__(self, memory: Memory, turn: Callable[[Key], Before | None], rate: float, say: Callable[[str], None]):

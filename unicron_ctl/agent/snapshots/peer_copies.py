@@ -40,7 +40,9 @@ WHY = 120  # characters of the reason
 
 @dataclass(frozen=True)
 class _Task:
-    """image: to be given to `holder`; to be got from it where `found` is None. failures: images that could not be given
+    """An image that is to go between this node and another.
+
+    image: to be given to `holder`; to be got from it where `found` is None. failures: images that could not be given
     to it, or got from it, before that."""
 
     key: Key
@@ -51,7 +53,9 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Done:
-    """rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more, and `problem` says how far
+    """What became of a task.
+
+    rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more, and `problem` says how far
     it was by then. blames: the other side; who was to send it is asked last from now on, and who was to take it is
     passed over."""
 

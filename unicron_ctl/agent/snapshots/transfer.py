@@ -109,7 +109,10 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class Meter:
-    """moved: bytes of images that were sent and received, in whatever threads."""
+    """Counts what was transferred.
+
+    moved: bytes of images that were sent and received, in whatever threads.
+    """
 
     def __init__(self) -> None:
         self.moved = 0

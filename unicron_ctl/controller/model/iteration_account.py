@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Account:
-    """seconds: the ranks' median. computed: micro-batches, those computed again counted again."""
+    """One iteration, over all ranks.
+
+    seconds: the ranks' median. computed: micro-batches, those computed again counted again.
+    """
 
     iteration: int
     generation: int

@@ -162,7 +162,10 @@ class Decided:
 
 @dataclass(frozen=True)
 class Ending:
-    """disowned: Slurm knows no such job, or another's; what is running goes on without the controller."""
+    """How a job ended.
+
+    disowned: Slurm knows no such job, or another's; what is running goes on without the controller.
+    """
 
     code: int
     reason: str

@@ -19,7 +19,10 @@ OUT = ("down", "drain")  # actions that take a node out of service
 
 @dataclass(frozen=True)
 class HealthReport:
-    """at: when the controller heard of it; checked_at: the node's own clock when the checks began."""
+    """The last check of a node.
+
+    at: when the controller heard of it; checked_at: the node's own clock when the checks began.
+    """
 
     verdict: str
     reason: str

@@ -19,7 +19,9 @@ from unicron.planner.problem.gpus import node_peak
 
 @dataclass(frozen=True)
 class Reach:
-    """nodes: where the job's elements may go, and those that they are on. asks: what Slurm looks at, in words. barred:
+    """The nodes that a job can be given.
+
+    nodes: where the job's elements may go, and those that they are on. asks: what Slurm looks at, in words. barred:
     how many other nodes are out of reach, by the reason. peak: FLOP/s that one of the nodes can do at most."""
 
     nodes: frozenset[str]

@@ -23,7 +23,10 @@ FETCH_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """state: newer than what the ranks could form with; ways: how each part that ranks lack comes to them."""
+    """A state that is fetched from other nodes' memory.
+
+    state: newer than what the ranks could form with; ways: how each part that ranks lack comes to them.
+    """
 
     state: State
     ways: Sequence[nearest.Way]

@@ -12,7 +12,9 @@ from unicron.transition.generations import layout
 
 @dataclass(frozen=True)
 class Formed:
-    """members: replica-major. source: the head of the replica whose ranks give their state to the joiners. state: as in
+    """A generation that the ranks can form.
+
+    members: replica-major. source: the head of the replica whose ranks give their state to the joiners. state: as in
     :class:`unicron.ctl.protocol.wire.Plan`. why: where the state comes from, if that is not plain."""
 
     members: list[int]

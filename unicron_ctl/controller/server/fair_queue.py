@@ -13,7 +13,10 @@ KEPT, LITTLE = 1 / 4, 4  # of the room, for those that have fewer items than so 
 
 @dataclass
 class _Branch(Generic[Item]):
-    """count: items below it. The child whose turn is next comes first."""
+    """A node of the tree of queues.
+
+    count: items below it. The child whose turn is next comes first.
+    """
 
     count: int = 0
     children: OrderedDict[str, _Branch[Item]] = field(default_factory=OrderedDict)

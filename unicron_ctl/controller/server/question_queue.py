@@ -15,7 +15,10 @@ OF_ONE, OF_ALL = 20, 1000  # questions that wait
 
 @dataclass(frozen=True)
 class Question:
-    """route: where the answer goes. address: where it was asked."""
+    """A question that waits for its answer.
+
+    route: where the answer goes. address: where it was asked.
+    """
 
     route: tuple[bytes, ...]
     ask: wire.Ask

@@ -153,7 +153,10 @@ class LedgerViolation(Record, frozen=True, tag="ledger_violation"):
 
 
 class JobEnded(Record, frozen=True, tag="job_ended"):
-    """disowned: it is not this job that Slurm knows by the id; its agents are let go, and their ranks go on."""
+    """A job is over.
+
+    disowned: it is not this job that Slurm knows by the id; its agents are let go, and their ranks go on.
+    """
 
     code: int
     disowned: bool = False

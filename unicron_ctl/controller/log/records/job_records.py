@@ -7,7 +7,9 @@ from unicron.ctl.protocol.wire import Settings
 
 
 class JobRegistered(Record, frozen=True, tag="job_registered"):
-    """step: the number of the srun in its batch script. uid: its owner's, by the credential of the agent that began it;
+    """A job is managed from now on.
+
+    step: the number of the srun in its batch script. uid: its owner's, by the credential of the agent that began it;
     None where nobody proves who he is, or an admin's agent began it. submitted: when, as Slurm shows it, in seconds
     since the epoch; 0 while Slurm has not confirmed the job. trains: its command may train, as its agent says."""
 
@@ -28,7 +30,9 @@ class JobConfirmed(Record, frozen=True, tag="job_confirmed"):
 
 
 class AgentRegistered(Record, frozen=True, tag="agent_registered"):
-    """key: the agent's CURVE public key, to which its credential was bound; empty where nothing is encrypted.
+    """An agent was taken in.
+
+    key: the agent's CURVE public key, to which its credential was bound; empty where nothing is encrypted.
     confirmed: Slurm shows the element at work on this node, or is not used."""
 
     element: int

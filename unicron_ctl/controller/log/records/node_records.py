@@ -47,7 +47,10 @@ class TakeDeferred(Record, frozen=True, tag="take_deferred"):
 
 
 class NodeLost(Record, frozen=True, tag="node_lost"):
-    """slurmd_start: when the slurmd that is lost with it began, as Slurm shows it; 0 where it does not."""
+    """A node is lost.
+
+    slurmd_start: when the slurmd that is lost with it began, as Slurm shows it; 0 where it does not.
+    """
 
     node: str
     element: int
@@ -62,7 +65,10 @@ class SlurmdReached(Record, frozen=True, tag="slurmd_reached"):
 
 
 class NodeResumed(Record, frozen=True, tag="node_resumed"):
-    """by_others: not this controller gave it back, but a person, or Slurm itself."""
+    """A node is back in service.
+
+    by_others: not this controller gave it back, but a person, or Slurm itself.
+    """
 
     node: str
     verified: bool = True
@@ -101,7 +107,9 @@ class TakeWithheld(Record, frozen=True, tag="take_withheld"):
 
 
 class NodeHealth(Record, frozen=True, tag="node_health"):
-    """verdict: good | warning | unknown | bad. checked_at: the node's clock. drain: its admin wants a bad node
+    """A node was checked.
+
+    verdict: good | warning | unknown | bad. checked_at: the node's clock. drain: its admin wants a bad node
     drained."""
 
     node: str

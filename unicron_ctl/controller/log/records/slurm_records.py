@@ -6,7 +6,10 @@ from unicron.ctl.controller.log.records.base import Record
 
 
 class Started(Record, frozen=True, tag="started"):
-    """jobs: how many its log holds."""
+    """The controller started.
+
+    jobs: how many its log holds.
+    """
 
     pid: int
     address: str
@@ -18,13 +21,19 @@ class Configured(Record, frozen=True, tag="configured"):
 
 
 class BadMessage(Record, frozen=True, tag="bad_message"):
-    """peer: its routing id in hexadecimal."""
+    """A message could not be read.
+
+    peer: its routing id in hexadecimal.
+    """
 
     peer: str
 
 
 class RegistrationRefused(Record, frozen=True, tag="registration_refused"):
-    """peer: job and element."""
+    """An agent was not taken in.
+
+    peer: job and element.
+    """
 
     peer: str
 
