@@ -6,6 +6,7 @@ from unicron.ctl.consensus import resume
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.protocol.wire import RankStatus
 from unicron.transition.generations import layout
+from unicron.transition.iteration.ledger import deal
 
 
 def decided(job: JobView) -> resume.Decision | None:
@@ -56,5 +57,5 @@ def _lost_share(job: JobView, iteration: int, total: int) -> list[int]:
         return []
     planned = plan.assignment if plan.iteration == iteration else {}
     heads, hit = layout.heads(plan.members, plan.replica), job.state.hit()
-    usual = {slot: range(place, total, len(heads)) for place, slot in enumerate(heads) if slot in hit}
+    usual = {slot: deal(total, len(heads), place) for place, slot in enumerate(heads) if slot in hit}
     return [index for slot in usual for index in planned.get(slot, usual[slot])]
