@@ -1,5 +1,5 @@
 """The checkpoint of a job that ends in the middle of its training, made of what its nodes' memories have
-(docs/design/memory.md, "Whose it is")."""
+(docs/design/memory.md, "Ownership")."""
 
 from __future__ import annotations
 
