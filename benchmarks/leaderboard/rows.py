@@ -176,8 +176,13 @@ def shares(rows: Sequence[Share]) -> list[list[str]]:
     ]
 
 
-SHARE_HEADS = ["system", "useful micro-batches/s", "of the best undisturbed rate", "of its own", "of its first spell"]
-SHARE_HEADS += ["minutes", "micro-batches/s undisturbed, by spells", "failures that struck", "begun again by hand"]
+SHARE_HEADS = ["system", "useful micro-batches/s", "of the best undisturbed rate", "of its own", "of its first minute"]
+SHARE_HEADS += [
+    "minutes",
+    "micro-batches/s in the undisturbed minutes",
+    "failures that hit a rank",
+    "restarted by the benchmark",
+]
 SHARE_HEADS += [COLUMNS["loss_difference"], COLUMNS["iterations_compared"], "remarks"]
 
 

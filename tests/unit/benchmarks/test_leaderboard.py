@@ -231,7 +231,7 @@ def test_each_row_says_at_which_commit_it_was_taken() -> None:
     assert rows.taken(some) == "m; commits abc, def+"
     assert rows.taken([some[0], row("b", "hang", machine="m", commit="abc")]) == "m; commit abc"
     assert rows.taken([row("a", "hang")]) == "machine not noted; commit not noted"
-    struck = rows.SHARE_HEADS.index("failures that struck")
+    struck = rows.SHARE_HEADS.index("failures that hit a rank")
     told = rows.shares([Share("a", 0.9), Share("a", 0.9, struck=3, missed=1)])
     assert [line[struck] for line in told] == ["-", "3 of 4"]
 
