@@ -31,8 +31,8 @@ class PlannerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The section [planner]: how the plan divides the nodes."""
 
     compare: Literal["user", "account", "flops"] = "user"
-    """Whose FLOP/s are compared with each other: those of one user's jobs, of one Slurm account's, or of all jobs. What
-    is not compared shares the nodes by weight. FLOP/s are what jobs say of themselves."""
+    """Which jobs' FLOP/s are compared: one user's, one Slurm account's, or all. Others share the nodes by weight,
+    because jobs report their own FLOP/s."""
 
 
 class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"
     """Where the controller listens."""
     address: str = ""
-    """Where others reach it: tcp://HOST:PORT. Login nodes need it, for "all addresses" names no host."""
+    """Where others reach it: tcp://HOST:PORT. Login nodes need it, because "all addresses" names no host."""
     state_dir: str = ""
     """Folder of the event log; by default /var/lib/unicron for root, else below the user's home."""
     public_key: str = ""
@@ -57,31 +57,31 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Heartbeat periods without a message after which an agent is suspected. Its node counts as lost when other agents
     or Slurm confirm it."""
     state_wait_seconds: Annotated[float, Range(10.0, 30 * DAY)] = 600.0
-    """For a silent node, of which nobody can say that it is dead, to come back: its ranks may hold the only state.
-    Where copies are in memory, no longer than the work that these lack."""
+    """For a silent node that nothing shows dead to come back: its ranks may hold the only state. If copies are in
+    memory, no longer than the work that these lack."""
     restart_grace: Seconds = 5.0
     """For agents to come back after the controller was restarted."""
     repeat_seconds: Seconds = 0.5
-    """Between two copies of an order that was not obeyed yet."""
+    """Between two repeats of an order that is not obeyed yet."""
 
     # ---- Slurm
     slurm: Literal["auto", "command", "none"] = "auto"
-    """How Slurm is asked: by pyslurm where it fits the cluster, by its commands, or not at all."""
+    """How Unicron calls Slurm: by pyslurm if it fits the cluster, by its commands, or not at all."""
     slurm_poll_seconds: Seconds = 2.0
-    """Between two looks at Slurm's jobs and nodes."""
+    """Between two listings of Slurm's jobs and nodes."""
     slurm_timeout: Seconds = 10.0
     """For one command to Slurm."""
     probe_timeout: Seconds = 0.5
-    """For a silent agent, or its node's slurmd, to accept a connection of the controller. Beyond 1.5 it sets down no
-    node that only witnesses find silent."""
+    """For a silent agent, or its node's slurmd, to accept a connection of the controller. Beyond 1.5 the controller
+    sets down no node that only witnesses find silent."""
 
     # ---- generations
     forming_settle_seconds: Seconds = 5.0
     """That a job waits for further nodes before it starts."""
     offer_delay: SecondsOrZero = 0.2
-    """Newcomers within this time join together, where more of the job are starting."""
+    """Newcomers within this time join together, if more ranks of the job are starting."""
     join_after_seconds: SecondsOrZero = 5.0
-    """What offer_delay is in restart mode, counted from the last newcomer."""
+    """The same in restart mode, counted from the last newcomer."""
     fault_grace: SecondsOrZero = 0.15
     """That a rank which stopped by itself waits for the cause to show: its peers fail because it did."""
     report_timeout: Seconds = 10.0
@@ -91,21 +91,21 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     # ---- monitoring
     monitor_iterations: bool = True
-    """Judge iteration times; without it only the collectives' own time-out finds a hang."""
+    """Judge iteration times; if false, only the time-out of collectives ends a hang."""
     hang_floor_seconds: Seconds = 1.0
     """No iteration counts as hung before this."""
     hang_outside_seconds: Seconds = 600.0
     """For the script's own code between two iterations: a checkpoint, an evaluation."""
     hang_idle_seconds: Seconds = 60.0
-    """For a process that does nothing in that code, where it has been quick so far."""
+    """For a process that does nothing in that code, if it has been quick so far."""
     first_iteration_seconds: Seconds = 600.0
     """For a job's first iteration: it compiles and opens its data."""
     stacks_seconds: SecondsOrZero = 1.0
     """For the stacks of a hanging rank to arrive before it is stopped."""
     metrics_seconds: Annotated[float, Range(1.0, DAY, zero=True)] = 10.0
-    """Between two rounds of the metrics by which nodes and ranks are compared."""
+    """Between two rounds of the metrics that compare nodes and ranks."""
     metrics_directory: str = ""
-    """The folder whose latency is measured on each node; by default a local one."""
+    """The folder for measuring file latency on each node; by default a local one."""
 
     # ---- actions
     regroup_seconds: Seconds = 300.0
@@ -113,7 +113,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     restart_seconds: Seconds = 600.0
     """For a restarted process to take part; then the job leaves its node."""
     isolate_seconds: Seconds = 300.0
-    """For an element to have left its node and to run elsewhere; then it is asked for again."""
+    """For an element to leave its node and run elsewhere; then it is requested again."""
     max_isolated_nodes: Annotated[int, Range(0, 1_000_000)] = 4
     """Nodes that are taken out of service within the window, dead ones and those that are back included."""
     max_isolated_share: Share = 0.1
@@ -129,7 +129,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     max_holds_per_minute: Annotated[int, Range(0, 1_000_000)] = 1000
     """Elements of all jobs that are held within a minute because the plan has no node for them."""
     act_on_node_events: bool = True
-    """A job leaves a node on the word of its kernel log alone; without it the word is recorded only."""
+    """A job leaves a node because of its kernel log alone; if false, the event is only recorded."""
     allow_inject: bool = False
     """Let `unicronctl inject` and `punish` break jobs on purpose."""
 
@@ -143,17 +143,17 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     mtbf_node_hours: Annotated[float, Range(0.001, 1e9)] = 1000.0
     """Hours between two failures of one node, as the planner assumes them."""
     transition_seconds: SecondsOrZero = 5.0
-    """For a job to go over to another number of nodes, as the planner assumes it."""
+    """For a job to change its number of nodes, as the planner assumes it."""
     replacement_seconds: Seconds = 60.0
-    """For a free node to take a lost one's place and its processes to start: what a hot spare saves, as the planner
-    assumes it."""
+    """For a free node to replace a lost one and start its processes, as the planner assumes it: what a hot spare
+    saves."""
     repair_seconds: LongSeconds = 21600.0
-    """Until a node is repaired, where none is free."""
+    """Until a node is repaired, if none is free."""
     throughput: Literal["measured", "linear"] = "measured"
     """"measured" fits T(t,x) to all sizes at which the job, or an earlier one of its name, has run; "linear" scales one
     size."""
     checkpoint_seconds: Annotated[float, Range(0.0, 30 * DAY)] = 1800.0
-    """Between two checkpoints of a script in restart mode: half of it is what a restart costs."""
+    """Between two checkpoints of a script in restart mode: a restart costs half of it."""
 
     # ---- not of this section
     partitions: dict[str, PartitionConfig] = {}
@@ -179,9 +179,9 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kmsg: str = "/dev/kmsg"
     """Where the kernel log is read; the variable UNICRON_KMSG takes precedence."""
     link_seconds: Annotated[float, Range(0.1, 3600.0)] = 5.0
-    """Between two looks at the links' counters."""
+    """Between two readings of the links' counters."""
     controller_users: list[str] = []
-    """Users whose unicrond agents and commands believe, beside root, SlurmUser and their own."""
+    """Users who may run the controller, besides root, SlurmUser and the user of the agent or command."""
 
 
 Section = ControllerConfig | AgentConfig | PlannerConfig

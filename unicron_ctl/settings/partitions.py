@@ -45,13 +45,14 @@ class PartitionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The section [partition.NAME]. A field that it leaves out is as in [partition.default]."""
 
     mode: Mode | None = None
-    """off: its jobs run unprotected. observe: they are healed within their nodes, Slurm is left alone. act: all."""
+    """off: its jobs run unprotected. observe: they heal on their own nodes, and nothing
+    changes in Slurm. act: all."""
     actions: list[Permission] | None = None
     """What may be done in "act"; by default everything."""
     max_weight: Weight | None = None
     """The most that a job's weight counts for; by default 1."""
     spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] | None = None
-    """Nodes that jobs leave free when they grow; a lost node's place may be taken by one. By default 0."""
+    """Nodes that growing jobs leave free; one may replace a lost node. By default 0."""
     account: dict[str, Claim] = {}
     """Accounts whose jobs may claim another weight."""
     qos: dict[str, Claim] = {}

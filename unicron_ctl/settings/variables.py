@@ -25,13 +25,13 @@ OF_JOBS = (
     Variable("UNICRON_MODE", "auto, session or restart", "auto"),
     Variable("UNICRON_MIN_NODES", "the fewest elements with which the job runs (`--unicron-min-nodes`)", "1"),
     Variable("UNICRON_WEIGHT", "the job's weight in the plan (`--unicron-weight`)", "1"),
-    Variable("UNICRON_SPARES", "elements that wait, ready, for a member to be lost (`--unicron-spares`)", "0"),
+    Variable("UNICRON_SPARES", "elements that wait as hot spares (`--unicron-spares`)", "0"),
     Variable("UNICRON_LAYOUTS", "layouts in which the job can run", "one, the script's"),
     Variable("UNICRON_MODEL", "sizes of its model, for the planner", "none"),
     Variable("UNICRON_RANKS_PER_NODE", "ranks that the agent starts", "`SLURM_GPUS_ON_NODE`, else 1"),
     Variable(
         "UNICRON_PRELOAD",
-        f"modules that ranks find imported when they start, with commas between ({_WARM})",
+        f"modules that are already imported when a rank starts, separated by commas ({_WARM})",
         "the script's first imports",
     ),
     Variable("UNICRON_WARM", "0: ranks start cold", "1"),
@@ -52,24 +52,25 @@ OF_JOBS = (
         number(VARIABLES["UNICRON_COLLECTIVE_TIMEOUT"]),
     ),
     Variable(
-        "UNICRON_SNAPSHOT", f"where the copies are that undo a reduce: `card`, `host` or `none` ({_MEMORY})", "card"
+        "UNICRON_SNAPSHOT",
+        f"where to keep the gradient copies that can undo a reduce: `card`, `host` or `none` ({_MEMORY})",
+        "card",
     ),
     Variable(
         "UNICRON_MEMORY_EVERY",
-        "iterations from one copy of the state to the node's memory to the next; more where a copy takes longer than "
-        "that; 0 for none",
+        "iterations between two copies of the state to the node's memory; 0 for none",
         "1",
     ),
     Variable("UNICRON_MEMORY_DIR", "where that memory is", "/dev/shm"),
     Variable(
         "UNICRON_MEMORY_RATE",
-        "most megabytes a second that an agent gives to others' copies, and as many to files; at least 0.1, or 0 for "
-        "no limit",
+        "limit for an agent's copies to other nodes, in megabytes a second, and the same for files; at least 0.1, or "
+        "0 for no limit",
         "1000",
     ),
     Variable(
         "UNICRON_STATE_COPIES",
-        "in how many other nodes' memory each part of the state is to be; 0 for none, 64 at most",
+        "number of other nodes with a copy of each part of the state in memory; 0 for none, at most 64",
         "1",
     ),
     Variable(
