@@ -25,9 +25,8 @@ class Company:
     just now, and Slurm was asked a second ago."""
 
     def __init__(self, slurm: bool = True, **settings: float) -> None:
-        world = World(
-            FakeSlurm(10) if slurm else None, heartbeat_period=PERIOD, state_wait_seconds=STATE_WAIT, **settings
-        )
+        usual = {"heartbeat_period": PERIOD, "state_wait_seconds": STATE_WAIT, "slurm_poll_seconds": 60.0}
+        world = World(FakeSlurm(10) if slurm else None, **{**usual, **settings})
         nodes = (f"n{n}" for n in range(1, 10))
         for job, count in (("1", 5), ("2", 3), ("3", 1)):
             if world.slurm is not None:
@@ -37,7 +36,12 @@ class Company:
                 agent.settings.user = f"user{job}"
                 agent.register()
                 agent.ready()
-        world.run(2.5)
+        for turn in range(6):  # until all of them train
+            world.now += 0.45
+            for agent in world.agents if turn % 3 == 2 else ():
+                agent.status()
+            world.core.tick(world.now)
+            world.deliver()
         self.world, self.view = world, world.core.view
         self.view.now = NOW
         self.view.suspicions = Suspicions()
@@ -64,30 +68,33 @@ class Company:
         """The agent's last word came at that time."""
         agent = self.agent(element, job)
         agent.last_heard = at
-        leases = self.view.live.leases
-        order = sorted(leases, key=lambda key: self.agent(key[1], key[0]).last_heard)
-        self.view.live.leases = OrderedDict.fromkeys(order)
+        order = sorted(self.view.live.leases.items(), key=lambda item: item[1].last_heard)
+        self.view.live.leases = OrderedDict(order)
         return agent
 
     def suspect(
         self, element: int = 0, seconds: float = 10.0, answers: str = "", asked: float = 1.75, job: str = "1"
     ) -> Suspicion:
-        """The agent has been silent for so long, and others were asked about it so many seconds ago.
-
-        answers: words like "own=SS 2=XR b0=RU": who answered (this controller, an element of job 1, one of job 2), and
-        what it found at the agent's door and at slurmd: Reached, refused (X), Silent, Unknown.
-        """
+        """The agent has been silent for so long, and others were asked about it so many seconds ago (:meth:`ask`)."""
         agent = self.last_heard(NOW - seconds, element, job)
         slurmd = f"{agent.node}:slurmd" if self.view.slurm.used else ""
         found = Suspicion(job, element, agent.agent, agent.node, NOW - seconds, (agent.door, slurmd))
         self.view.suspicions.open[found.key] = found
+        self.ask(found, answers, asked)
+        return found
+
+    def ask(self, found: Suspicion, answers: str, asked: float) -> None:
+        """A round of questions began so many seconds ago.
+
+        answers: words like "own=SS 2=XR b0=RU": who answered (this controller, an element of job 1, one of job 2), and
+        what it found at the agent's door and at slurmd: Reached, refused (X), Silent, Unknown.
+        """
         self.view.suspicions.begin_round(found, NOW - asked)
         for word in answers.split():
             who, _, letters = word.partition("=")
             key: Key = OWN if who == "own" else ("2", int(who[1:])) if who[0] == "b" else ("1", int(who))
             found.asked[key] = found.begun
             found.answers[key] = Answer(who, LETTERS[letters[0]], LETTERS[letters[1]])
-        return found
 
     def tick(self) -> Tick:
         return Tick(self.view)

@@ -425,7 +425,7 @@ class Core:
         """Ends the controller's doubt: somebody is heard after nobody was."""
         since = self.view.suspicions.alone_since
         if since is not None:
-            self.carry_out(self_suspicion.end_alone(self.view))
+            self.carry_out(self_suspicion.end_alone(self.view, since))
             self._excuse(self.now - since)
             self.view.live.renew(self.now)
             self.view.suspicions.renew_ending(self.now)

@@ -71,9 +71,8 @@ def _check_suspicion(view: View, tick: Tick, suspicion: Suspicion, out: Outcome)
 def late_agents(view: View) -> list[AgentView]:
     """Living agents whose next word is late, the longest silent first."""
     found: list[AgentView] = []
-    for key in view.live.leases:
-        agent = view.live.agent(*key)
-        if agent is None or view.now - agent.last_heard <= probes.late_after(view):
+    for agent in view.live.leases.values():
+        if view.now - agent.last_heard <= probes.late_after(view):
             break  # all others have spoken later than this one
         found.append(agent)
     return found
@@ -87,9 +86,8 @@ def _new_suspicions(view: View) -> Iterator[Suspicion]:
         known = (agent.job, agent.element) in suspicions.open
         if not known and view.now - sign_of_life(view, agent) > probes.late_after(view):
             yield _suspicion(view, agent)
-    for key in view.live.suspects:
-        suspect = view.live.agent(*key)
-        if suspect is not None and suspect.alive and key not in suspicions.open:
+    for key, suspect in view.live.suspects.items():
+        if key not in suspicions.open:
             yield _suspicion(view, suspect)
     if view.now - view.started_at > view.config.restart_grace and view.now >= suspicions.missing_check_at:
         suspicions.missing_check_at = view.now + MISSING_SECONDS

@@ -116,15 +116,15 @@ def _round(job: JobView, survey: Survey, named: list[int]) -> dict[int, list[int
 def _ways(count: int) -> list[int]:
     """Distances at which others are asked about, each pair once: first the next ones and powers of two, which rings and
     trees connect."""
-    half = count // 2
-    first = [*range(1, NEXT_TO_IT + 1), *(1 << bit for bit in range(half.bit_length()))]
-    return [step for step in dict.fromkeys([*first, *range(1, half + 1)]) if step <= half]
+    ways = range(1, count // 2 + 1)
+    first = [*range(1, NEXT_TO_IT + 1), *(1 << bit for bit in range(count.bit_length()))]
+    return list(dict.fromkeys([*(step for step in first if step in ways), *ways]))
 
 
 def _rounds(job: JobView) -> int:
-    """How many rounds ask about all pairs."""
+    """How many rounds ask about all pairs; in a job that is not large, one."""
     count = len(job.state.elements({**job.state.members, **job.state.joining}))
-    return 1 if count <= MOST_ASKED + 1 else -(-(count // 2) // (MOST_ASKED - MOST_NAMED))
+    return -(-(count // 2) // (MOST_ASKED - MOST_NAMED))
 
 
 def _ask_agents(view: View, job: JobView, survey: Survey, wanted: Mapping[int, list[int]], out: Outcome) -> None:
@@ -163,7 +163,7 @@ def _leave_out(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome
     silent = {element for name, element in view.suspicions.open if name == state.job}
     for element in sorted(fewest_to_leave_out(pairs) - silent):
         others = sorted({b for a, b in pairs if a == element} | {a for a, b in pairs if b == element})
-        names = ", ".join(state.agents[other].node for other in others[:8] if other in state.agents)
+        names = ", ".join(state.agents[other].node for other in others[:8])
         node = state.agents[element].node
         said = f"{node} and {names} do not reach each other, though both reach this controller; {node} is left out"
         slots = tuple(slot for slot in sorted(state.members) if state.element(slot) == element)
@@ -200,5 +200,5 @@ def _alive(job: JobView, element: int) -> bool:
 
 def _rejoin(job: JobView, elements: Iterable[int], why: str, out: Outcome) -> None:
     for element in sorted(elements):
-        node = job.state.agents[element].node if element in job.state.agents else "its node"
-        out.record(job.state, records.Rejoined(element=element, reason=f"{node} is a candidate again: {why}"))
+        reason = f"{job.state.agents[element].node} is a candidate again: {why}"
+        out.record(job.state, records.Rejoined(element=element, reason=reason))

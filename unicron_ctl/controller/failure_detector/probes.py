@@ -95,16 +95,14 @@ def _control(view: View, tick: Tick, suspicion: Suspicion) -> str:
     if not isinstance(suspicion, EndingNode) or not suspicion.refused:
         return ""
     asked = view.suspicions.nodes()
-    names = (name for name in tick.in_service if name != suspicion.node and name not in asked)
-    return slurmd_address(view, next(names, ""))
+    return slurmd_address(view, next((name for name in tick.in_service if name not in asked), ""))
 
 
 def witnesses(view: View, tick: Tick, suspicion: Suspicion) -> Iterator[AgentView]:
     """Living agents on other nodes that have not been asked: first the job's own, then those heard last."""
     yield from own_witnesses(view, tick, suspicion)
-    for key in reversed(view.live.leases):
-        other = view.live.agent(*key)
-        if other is None or view.now - other.last_heard > late_after(view):
+    for other in reversed(view.live.leases.values()):
+        if view.now - other.last_heard > late_after(view):
             return
         if other.job != suspicion.job and _can_answer(view, other) and _may_witness(suspicion, other):
             yield other

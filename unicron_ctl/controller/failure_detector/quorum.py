@@ -121,8 +121,9 @@ def check_free_votes(view: View, job: JobView, progress: ProgressWatch) -> Outco
 
 def last_vote(job: JobState, agent: AgentView) -> int:
     """The last generation in which the agent may have a vote."""
-    inside = job.plan is not None and any(slot in job.members for slot in agent.slots)
-    return max(job.broken, job.plan.generation if inside and job.plan is not None else 0)
+    if job.plan is None or not any(slot in job.members for slot in agent.slots):
+        return job.broken
+    return max(job.broken, job.plan.generation)
 
 
 def plan_may_have_begun(view: View, job: JobState, plan: Plan, ping: int = 0) -> bool:

@@ -11,14 +11,13 @@ cause. Nodes that are shown dead, or silent for `state_wait_seconds`, do not cou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 
 from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.log import records
-from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED
-from unicron.ctl.controller.model.suspicion import Key, Suspicion
+from unicron.ctl.controller.model.suspicion import Suspicion
 from unicron.ctl.controller.model.view import Outcome, View
 
 LEAST = 4  # nodes below which most is no crowd
@@ -34,8 +33,7 @@ UNSURE = "whether most others fell silent with it is not known yet"
 def check_alone(view: View, out: Outcome) -> None:
     """Notices that no agent at all is heard."""
     suspicions, leases = view.suspicions, view.live.leases
-    newest = next(reversed(leases), None)
-    agent = view.live.agent(*newest) if newest is not None else None
+    agent = next(reversed(leases.values()), None)
     if agent is not None:
         heard, many = agent.last_heard, len(leases) > 1
     else:
@@ -50,10 +48,9 @@ def check_alone(view: View, out: Outcome) -> None:
         suspicions.alone_since = None  # those that were not heard have ended by Slurm's word
 
 
-def end_alone(view: View) -> Outcome:
-    """Somebody speaks after nobody did: everybody has a whole lease again."""
-    out, suspicions = Outcome(), view.suspicions
-    seconds = view.now - (suspicions.alone_since or view.now)
+def end_alone(view: View, since: float) -> Outcome:
+    """Somebody speaks after nobody did since then: everybody has a whole lease again."""
+    out, suspicions, seconds = Outcome(), view.suspicions, view.now - since
     suspicions.alone_since = None
     for key in list(suspicions.open):
         suspicions.close(key)
@@ -128,7 +125,7 @@ def _silent_nodes(view: View, after: float) -> tuple[dict[str, float], set[str]]
     missing = (one for key, one in suspicions.open.items() if view.live.agent(*key) is None)
     for suspicion in chain(suspicions.given_up.values(), missing):
         count_late(suspicion.node, suspicion.since, suspicion)
-    for agent in _agents(view, leases):  # those that have been silent for longest first
+    for agent in leases.values():  # those that have been silent for longest first
         if view.now - agent.last_heard <= after:
             break
         key = agent.job, agent.element
@@ -136,16 +133,12 @@ def _silent_nodes(view: View, after: float) -> tuple[dict[str, float], set[str]]
             count_late(agent.node, agent.last_heard, suspicions.open.get(key))
     for node in heard:
         silent.pop(node, None)
-    for agent in _agents(view, reversed(leases)):
+    for agent in reversed(leases.values()):
         if view.now - agent.last_heard > after or len(heard) >= len(silent):
             break
         heard.add(agent.node)
         silent.pop(agent.node, None)
     return silent, heard
-
-
-def _agents(view: View, keys: Iterable[Key]) -> Iterator[AgentView]:
-    return (agent for key in keys if (agent := view.live.agent(*key)) is not None)
 
 
 def _all_probed(view: View, silent: Collection[str]) -> bool:
@@ -159,8 +152,7 @@ def _all_probed(view: View, silent: Collection[str]) -> bool:
 
 def _are_most(view: View, silent: Mapping[str, float], heard: Collection[str]) -> bool:
     """The silent are more than half, their last words lie close to each other, and they are no handful."""
-    half, width = (len(silent) + len(heard)) // 2, WINDOW_LEASES * view.config.lease
-    if len(silent) <= half or len(silent) + len(heard) < LEAST:
-        return False
-    last = sorted(silent.values())
-    return any(last[place + half] - last[place] <= width for place in range(len(last) - half))
+    nodes, width, last = len(silent) + len(heard), WINDOW_LEASES * view.config.lease, sorted(silent.values())
+    half = nodes // 2
+    together = any(last[place + half] - last[place] <= width for place in range(len(last) - half))
+    return together and nodes >= LEAST

@@ -177,10 +177,10 @@ class Live:
     """All agents of all jobs."""
 
     jobs: dict[str, LiveJob] = field(default_factory=dict)
-    leases: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)
+    leases: OrderedDict[tuple[str, int], AgentView] = field(default_factory=OrderedDict)
     """Living agents, the one that has been silent for longest first."""
-    suspects: set[tuple[str, int]] = field(default_factory=set)
-    """Agents of which Slurm says that they ended."""
+    suspects: dict[tuple[str, int], AgentView] = field(default_factory=dict)
+    """Living agents of which Slurm says that they ended."""
     greet_at: OrderedDict[str, float] = field(default_factory=OrderedDict)
     """node -> when its slurmd is to be tried next, the soonest first."""
     greeted: set[str] = field(default_factory=set)
@@ -224,7 +224,7 @@ class Live:
         live.touched.discard(element)
         live.restarts.discard(element)
         self.leases.pop((job, element), None)
-        self.suspects.discard((job, element))
+        self.suspects.pop((job, element), None)
         here = self.by_node.get(agent.node, set())
         here.discard((job, element))
         if not here:
@@ -242,21 +242,21 @@ class Live:
         agent.last_heard = now
         key = agent.job, agent.element
         if agent.alive:
-            self.leases[key] = None
+            self.leases[key] = agent
             self.leases.move_to_end(key)
         if agent.suspect_since is not None:
             agent.suspect_since = None
-            self.suspects.discard(key)
+            self.suspects.pop(key, None)
 
     def silenced(self, agent: AgentView) -> None:
         """The agent's lease ran out, or it has left: nobody waits for its next word."""
         self.leases.pop((agent.job, agent.element), None)
-        self.suspects.discard((agent.job, agent.element))
+        self.suspects.pop((agent.job, agent.element), None)
 
     def suspect(self, agent: AgentView, now: float) -> None:
         """Slurm says that the agent has ended."""
         agent.suspect_since = now
-        self.suspects.add((agent.job, agent.element))
+        self.suspects[agent.job, agent.element] = agent
 
     def renew(self, now: float) -> None:
         """Everybody has a whole lease again: nobody could be heard."""
