@@ -54,7 +54,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     heartbeat_period: Annotated[float, HEARTBEATS] = 1.0
     """Between two messages of an agent that has no news."""
     lease_periods: Annotated[float, Range(1.1, 100.0, why="one late heartbeat must not look like a lost node")] = 1.8
-    """Heartbeat periods without a message after which an agent is suspected. Its node counts as lost when other agents
+    """Heartbeat periods without a message after which an agent's lease expires. Its node counts as lost if other agents
     or Slurm confirm it."""
     state_wait_seconds: Annotated[float, Range(10.0, 30 * DAY)] = 600.0
     """For a silent node that nothing shows dead to come back: its ranks may hold the only state. If copies are in
