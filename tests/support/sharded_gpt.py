@@ -5,7 +5,7 @@ tests.
 
 SETTINGS is JSON: `phases`, a list of [ranks, iterations]; `tp`, `pp` and `virtual` (stages of a rank); `most` replicas;
 `bf16`, `overlap`, `gather` (overlapped parameter gather), `tokens` (per-token loss), `undo` (each reduce is undone
-once), `copies`, `piece` (elements in a message), `spoil` (so many transfers of rank 0); `fresh`: plain Megatron, built
+once), `copies`, `piece` (bytes in a message), `spoil` (so many transfers of rank 0); `fresh`: plain Megatron, built
 anew for each phase, with the state from the files of the phase before; `kills`: {"ranks", "iteration", "at"} for each
 generation from the first on. Every rank writes what it holds after each phase, and after a recovery.
 """
@@ -45,7 +45,8 @@ from unicron.transition.iteration.gradient_copies import Snapshots, Where  # noq
 from unicron.transition.megatron.gradient_slices import own_parts_only  # noqa: E402
 from unicron.transition.seams import elastic_buckets, megatron_core, process_groups  # noqa: E402
 from unicron.transition.seams.nccl import Aborter  # noqa: E402
-from unicron.transition.sharded import shard_exchange, shards  # noqa: E402
+from unicron.transition.sharded import shards  # noqa: E402
+from unicron.transition.snapshot import tensor_transfer  # noqa: E402
 
 VOCABULARY, SEQUENCE, SIZE, MICRO_BATCHES = 96, 16, 2, 12
 POSITIONS = torch.arange(SEQUENCE)[None].expand(SIZE, -1)
@@ -434,14 +435,14 @@ class Training:
         fresh = self.settings.get("fresh", False)
         for _ in range(self.settings.get("spoil", 0) if self.rank == 0 else 0):
             injector.on_order({"fault": "corrupt-checkpoint"})
-        shard_exchange.PIECE = self.settings.get("piece", shard_exchange.PIECE)
+        tensor_transfer.PIECE = self.settings.get("piece", tensor_transfer.PIECE)
         if not fresh:
             elastic_buckets.prepare()
             self.prepare()
             self.build()
             self.groups.note_holders(megatron_core.group_holders(self.model, self.optimizer))
             self.shards = shards.Shards(self.model, self.optimizer, self.over)
-            self.before(self.shards._exchange, "send", "exchange")
+            self.before(tensor_transfer, "send", "exchange")
             if self.kills:
                 threading.Thread(target=self.watch, daemon=True).start()
         state: tuple[int, int] | None = None

@@ -25,8 +25,9 @@ import torch
 
 from unicron.transition.generations.sharding import MARK_BITS, Buckets, Uncovered, named
 from unicron.transition.seams import elastic_buckets
+from unicron.transition.seams.modules import copy_all
 from unicron.transition.sharded.buffer_pool import Buffer, BufferPool, Claimed
-from unicron.transition.sharded.shard_exchange import CopyFailed, ShardExchange, fill
+from unicron.transition.sharded.shard_exchange import CopyFailed, ShardExchange
 from unicron.transition.snapshot import contents, parts
 from unicron.transition.snapshot.files import behind, set_mark
 from unicron.transition.snapshot.images import SHARD, Found, Key
@@ -156,7 +157,7 @@ class Shards:
                 into += pieces
                 values += [tensors[name].detach().view(-1) for name in STATES]
                 step = float(tensors.get("step", step))
-            fill(into, values)
+            copy_all(into, values)
         self._sets[self.base, version] = _Set(self.count, step, header)
         self._add(version, self.index, buffer, told, cut)
         self._told = (self.base, version) if told else None
@@ -244,7 +245,7 @@ class Shards:
                 if move.target == self.index:
                     incoming[move.source] += _pieces_of(buffer.flat, move.write, move.size)
             if self.index in incoming:
-                fill(incoming.pop(self.index), outgoing.pop(self.index))
+                copy_all(incoming.pop(self.index), outgoing.pop(self.index))
             self._exchange.send_soundly(outgoing, incoming)
             extra = self._apply(buffer.flat, step, header)
             elastic_buckets.rebuild_parameters(self.model, self.optimizer)
@@ -366,7 +367,7 @@ class Shards:
             values += pieces
             if "step" in tensors:
                 tensors["step"].fill_(step)
-        fill(into, values)
+        copy_all(into, values)
         optimizers = elastic_buckets.distributed(self.optimizer)
         if len(optimizers) != len(data["optimizers"]):
             raise StateMismatch("the peers have another number of optimizers: start the same script on all nodes")

@@ -9,7 +9,6 @@ part that does not arrive as it was written comes from its next source; without 
 from __future__ import annotations
 
 import os
-import struct
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -18,16 +17,13 @@ from typing import Any, NamedTuple
 import msgpack
 import torch
 import torch.distributed as dist
-import xxhash
 
 from unicron.transition.iteration.rank_log import warn
-from unicron.transition.snapshot import contents
+from unicron.transition.snapshot import contents, tensor_transfer
 from unicron.transition.snapshot.images import FOLDER, SAME, USER, BadImage, inventory, memory_folder, read_page
-from unicron.transition.snapshot.migrate import PIECE
 
 _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-_WORDS = struct.Struct("<qq")
-_NOTHING = [0, 0, 0, 0]  # in front of what could not be read
+_NOTHING = [0, 0]  # bytes of what could not be read
 _ANY = -1  # in place of a rank: all ranks have saved the same
 
 Content = tuple[bytes, torch.Tensor]  # head and data of a sound image
@@ -111,21 +107,12 @@ class World(NamedTuple):
         """The bytes of each rank, in all ranks."""
         if self.size == 1:
             return [mine]
-        lengths = [each[0] for each in self._gather_numbers([len(mine)])]
+        lengths = tensor_transfer.gather(len(mine), self.device)
         data = torch.zeros(max(lengths), dtype=torch.uint8)
         data[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         every = [torch.empty_like(data, device=self.device) for _ in lengths]
         dist.all_gather(every, data.to(self.device))
         return [bytes(each.cpu().numpy()[:length]) for each, length in zip(every, lengths, strict=True)]
-
-    def _gather_numbers(self, mine: Sequence[int]) -> list[list[int]]:
-        """The numbers of each rank, in all ranks."""
-        if self.size == 1:
-            return [list(mine)]
-        said = torch.tensor(mine, dtype=torch.int64, device=self.device)
-        every = [torch.empty_like(said) for _ in range(self.size)]
-        dist.all_gather(every, said)
-        return [each.tolist() for each in every]
 
     def _read(self, name: str) -> Content | None:
         """The content of an image of this node; None, with a line, where it is not as it was written."""
@@ -144,8 +131,8 @@ class World(NamedTuple):
         left = set(images)
         while (ways := self.ways(left)) is not None:
             content = self._transfer(ways)
-            arrived = self._gather_numbers([int(content is not None)])
-            failed = [rank for rank, (good,) in enumerate(arrived) if not good]
+            arrived = tensor_transfer.gather(int(content is not None), self.device) if self.size > 1 else [content]
+            failed = [rank for rank, good in enumerate(arrived) if not good]
             if not failed:
                 return content
             left -= {ways[rank].image for rank in failed}
@@ -188,56 +175,25 @@ class World(NamedTuple):
 
     def _exchange(self, outgoing: dict[int, Content | None], source: int | None) -> Content | None:
         """Gives, and gets from `source`, if there is one, what arrives as it was written."""
-        fronts = {rank: _front(content) for rank, content in outgoing.items()}
-        front = torch.tensor(_NOTHING)
-        self._swap(fronts, {} if source is None else {source: front})
-        head, data = (torch.empty(length, dtype=torch.uint8) for length in front[:2].tolist())
-        sources = [] if source is None or not head.numel() else [source]
-        parts = {rank: content for rank, content in outgoing.items() if content is not None}
-        self._swap({rank: _flat(part[0]) for rank, part in parts.items()}, dict.fromkeys(sources, head))
-        self._swap({rank: part[1] for rank, part in parts.items()}, dict.fromkeys(sources, data))
-        return _sound(bytes(head.numpy()), data, front, sources[0]) if sources else None
-
-    def _swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
-        """Flat tensors to and from other ranks, a piece of each at a time: so both sides of a pair are in step."""
-        longest = max((each.numel() for each in (*outgoing.values(), *incoming.values())), default=0)
-        for at in range(0, longest, PIECE):
-            operations, landing = [], []
-            for rank, into in incoming.items():
-                if (piece := into[at : at + PIECE]).numel():
-                    landing.append((piece, piece.to(self.device)))  # itself, in the host's memory
-                    operations.append(dist.P2POp(dist.irecv, landing[-1][1], rank))
-            for rank, data in outgoing.items():
-                if (piece := data[at : at + PIECE]).numel():
-                    operations.append(dist.P2POp(dist.isend, piece.to(self.device), rank))
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-            for piece, came in landing:
-                if came is not piece:
-                    piece.copy_(came)
+        lengths = torch.tensor(_NOTHING)
+        told = {rank: [torch.tensor(_lengths(content))] for rank, content in outgoing.items()}
+        tensor_transfer.send(told, {} if source is None else {source: [lengths]}, self.device)
+        head, data = (torch.empty(length, dtype=torch.uint8) for length in lengths.tolist())
+        incoming = {source: [head, data]} if source is not None and head.numel() else {}
+        given = {rank: [_flat(content[0]), content[1]] for rank, content in outgoing.items() if content is not None}
+        if tensor_transfer.send_checked(given, incoming, self.device):
+            warn(f"the state that rank {source} sent from its node's memory was damaged on its way")
+            return None
+        return (bytes(head.numpy()), data) if incoming else None
 
 
 def _flat(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _front(content: Content | None) -> torch.Tensor:
-    """What is sent first: lengths of head and data, and the digest of both in two words; zeros for what could not be
-    read. Shape (4,), int64."""
-    if content is None:
-        return torch.tensor(_NOTHING)
-    head, data = content
-    found = xxhash.xxh3_128(head)
-    found.update(data.numpy().data)
-    return torch.tensor([len(head), data.numel(), *_WORDS.unpack(found.digest())])
-
-
-def _sound(head: bytes, data: torch.Tensor, front: torch.Tensor, source: int) -> Content | None:
-    """What has come from another rank, if it is what was sent."""
-    if torch.equal(_front((head, data)), front):
-        return head, data
-    warn(f"the state that rank {source} sent from its node's memory was damaged on its way")
-    return None
+def _lengths(content: Content | None) -> list[int]:
+    """How many bytes of head and of data are sent."""
+    return _NOTHING if content is None else [len(content[0]), content[1].numel()]
 
 
 def choices(images: Collection[There], size: int) -> list[Choice]:

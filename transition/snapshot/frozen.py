@@ -19,7 +19,8 @@ from unicron.transition.snapshot import contents
 from unicron.transition.snapshot.cuts import Cuts
 from unicron.transition.snapshot.image_ring import ImageRing, ring_paths
 from unicron.transition.snapshot.images import UNTRAINED, BadImage, Image, Key, inventory
-from unicron.transition.snapshot.migrate import TrainingState, broadcast_bytes, checksum
+from unicron.transition.snapshot.migrate import TrainingState
+from unicron.transition.snapshot.tensor_transfer import broadcast_bytes, checksum
 
 KEPT = 3  # images: of the state that is confirmed, of the next one, and of one that it was not gone on from
 WORD = 8  # bytes; every tensor begins at a multiple
@@ -55,7 +56,7 @@ class Untrained:
         was kept before stays until they change once more."""
         if not self._tensors or self._ring is None:
             return ""
-        mark = self._mark()
+        mark = checksum(*self._tensors).numpy().tobytes().hex()
         gone = self.image is not None and not self.image.exists()
         if mark != self._kept or gone:
             self._kept, self.image = mark, None
@@ -140,12 +141,6 @@ class Untrained:
                 raise RuntimeError("what of the model is not trained was spoiled on its way")
             if not has:
                 _raw(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-    def _mark(self) -> str:
-        total = torch.zeros(2, dtype=torch.int64)
-        for number, tensor in enumerate(self._tensors):
-            total += (2 * number + 1) * checksum(tensor)
-        return total.numpy().tobytes().hex()
 
     def _places(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where each tensor's bytes are in an image."""

@@ -8,7 +8,6 @@ most others ends; the others go on. The header is MessagePack; nothing is ever u
 
 from __future__ import annotations
 
-import functools
 import time
 import zlib
 from collections import Counter
@@ -22,12 +21,10 @@ import torch.distributed as dist
 from unicron.detector.chaos.inject import injector
 from unicron.detector.processes.rank_messages import Fault
 from unicron.transition.iteration.pending import scalers
-from unicron.transition.snapshot.images import digest
+from unicron.transition.snapshot.tensor_transfer import broadcast, broadcast_bytes, checksum, gather, raw_bytes
 
 TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up
-CHUNK = 1 << 18  # 64-bit words that are summed at a time: their weights stay in the cache
 Settings = dict[str, Any]  # plain values by name: of a group of parameters, a schedule or a gradient scaler
-PIECE = 1 << 26  # bytes that are sent at a time: a large tensor on a slow link shows that it gets on
 TOGETHER = 1 << 22  # bytes of small tensors that are sent as one: each broadcast is a wait for all members
 
 
@@ -237,7 +234,7 @@ def transfer(
         receiving = me not in order
         there = made if attempt == 0 else _nothing
         found, wrong = _send_once(state, iteration, sender, receiving and newcomer, device, group, moved, there)
-        differing = _gather(wrong, device, group)
+        differing = gather(wrong, device, group)
         if lost():  # an aborted NCCL collective leaves garbage and raises nothing
             raise RuntimeError("the generation ended while the training state was transferred")
         bad = [rank for rank in order if differing[rank]]
@@ -285,17 +282,16 @@ def _send_once(
     am_source = dist.get_rank(group) == source
     spoil = am_source and injector.spoils_transfer()
     header, sound = broadcast_bytes(state.header(iteration) if am_source else None, source, device, group)
-    if any(_gather(int(receiving and not sound), device, group)):  # nobody knows the tensors that would follow
+    if any(gather(int(receiving and not sound), device, group)):  # nobody knows the tensors that would follow
         return iteration, int(receiving and not sound)
     if receiving:
         iteration = state.adopt(header)
     sums = [state.settings()]
     for part in _parts(state.tensors(), made):
         if not made(part[0]):
-            for piece in _wire(part, receiving, am_source, spoil, device):
-                dist.broadcast(piece, group=group, group_src=source)
-                moved(piece.numel())
-        sums.append(checksum(_flat(part, device)))
+            broadcast(part, source, device, group, receiving, moved, spoil)
+        flat = [raw_bytes(tensor).to(device) for tensor in part]
+        sums.append(checksum(flat[0] if len(flat) == 1 else torch.cat(flat)))
     mine = torch.stack(sums)
     sent, sound = broadcast_bytes(mine.numpy().tobytes() if am_source else None, source, device, group)
     if not sound or len(sent) != mine.numel() * mine.element_size():
@@ -315,99 +311,3 @@ def _parts(tensors: Iterable[torch.Tensor], made: Callable[[torch.Tensor], bool]
         size += tensor.nbytes
     if part:
         yield part
-
-
-def _flat(part: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Their bytes on `device`: the tensor's own memory where it is one that lies there in one piece."""
-    raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(device) for tensor in part]
-    return raw[0] if len(raw) == 1 else torch.cat(raw)
-
-
-def _wire(
-    part: Sequence[torch.Tensor], receiving: bool, am_source: bool, spoil: bool, device: torch.device
-) -> Iterator[torch.Tensor]:
-    """Piece by piece what is to be broadcast, or received, of these tensors; the pieces are the same in all members.
-    A member that holds them already gets them into memory that nobody needs."""
-    if receiving or am_source:
-        flat = _flat(part, device)
-    else:
-        flat = torch.empty(sum(tensor.nbytes for tensor in part), dtype=torch.uint8, device=device)
-    if spoil:
-        flat = flat.clone()
-        _spoil(flat)
-    yield from flat.split(PIECE)
-    if not receiving or flat.data_ptr() == part[0].data_ptr():
-        return
-    begin = 0
-    for tensor in part:
-        end = begin + tensor.nbytes
-        if tensor.is_contiguous():  # bytes, since a copy of booleans makes each of them 0 or 1
-            tensor.detach().view(-1).view(torch.uint8).copy_(flat[begin:end])
-        else:
-            tensor.copy_(flat[begin:end].clone().view(tensor.dtype).view(tensor.shape))
-        begin = end
-
-
-def broadcast_bytes(
-    data: bytes | None, source: int, device: torch.device, group: dist.ProcessGroup | None = None
-) -> tuple[bytes, bool]:
-    """The bytes of rank `source` of the group (or world), and whether they arrived as they were sent."""
-    told = torch.tensor([len(data or b""), zlib.crc32(data or b"")], dtype=torch.int64, device=device)
-    dist.broadcast(told, group=group, group_src=source)
-    size, wanted = told.tolist()
-    wire = torch.empty(size, dtype=torch.uint8, device=device)
-    if data:
-        wire.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(wire, group=group, group_src=source)
-    received = wire.cpu().numpy().tobytes()
-    return received, zlib.crc32(received) == wanted
-
-
-def _gather(number: int, device: torch.device, group: Any) -> list[int]:
-    """The number of every rank of the group."""
-    numbers = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
-    numbers[dist.get_rank(group)] = number
-    numbers = numbers.to(device)
-    dist.all_reduce(numbers, group=group)
-    return numbers.tolist()
-
-
-def _spoil(tensor: torch.Tensor) -> None:
-    """An injected fault: a few bits flip on the way."""
-    raw = tensor.reshape(-1).view(torch.uint8)
-    if raw.numel():
-        raw[raw.numel() // 2] ^= 0x41
-
-
-# ------------------------------------------------------------ the checksum
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The digest of a tensor's raw bytes (:func:`images.digest`), to compare with other ranks'. Shape (2,), int64, on
-    the CPU. What is on a card is summed there: to bring it to the host would take longer than to send it."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if not raw.is_cpu:
-        return sum_on_card(raw)
-    return torch.frombuffer(bytearray(digest(raw.numpy().data)), dtype=torch.int64)
-
-
-def sum_on_card(raw: torch.Tensor) -> torch.Tensor:
-    """Two sums over bytes as 64-bit words, modulo 2^64, the second with odd weights by position, so that a permutation
-    shows. The upper half of each word is mixed into its lower one before, else two flips of the top bit would cancel.
-    No single wrong word goes unseen. Shape (2,), int64, on the CPU."""
-    if raw.storage_offset() % 8:
-        raw = raw.clone()
-    whole = raw.numel() // 8 * 8
-    words, rest = raw[:whole].view(torch.int64), raw[whole:].to(torch.int64)
-    weights = _odd_numbers(raw.device)
-    plain, weighted = rest.sum(), (rest * weights[: rest.numel()]).sum()
-    for begin in range(0, words.numel(), CHUNK):
-        part = words[begin : begin + CHUNK]
-        part = torch.bitwise_right_shift(part, 32).bitwise_xor_(part)
-        total = part.sum()
-        plain = plain + total
-        weighted = weighted + (part * weights[: part.numel()]).sum() + 2 * begin * total
-    return torch.stack([plain, weighted]).cpu()
-
-
-@functools.cache
-def _odd_numbers(device: torch.device) -> torch.Tensor:
-    return 2 * torch.arange(CHUNK, device=device, dtype=torch.int64) + 1

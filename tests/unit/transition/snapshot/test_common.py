@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.transition.snapshot import common
+from unicron.transition.snapshot import tensor_transfer
 from unicron.transition.snapshot.common import Choice, There, World, choices
 
 
@@ -70,14 +71,38 @@ def test_the_images_are_gone_through_once_however_many_ranks_there_are():
     assert len(world(64).ways(images)) == 64 and images.times == 1
 
 
-def test_what_was_spoiled_on_its_way_is_seen_and_said(capsys):
-    head, data = b"head", torch.arange(40, dtype=torch.uint8)
-    front = common._front((head, data))
-    assert common._sound(head, data.clone(), front, 3) is not None
-    other = data.clone()
-    other[17] ^= 4
-    assert common._sound(head, other, front, 3) is None
-    assert common._sound(b"heaf", data, front, 3) is None
-    assert (
-        capsys.readouterr().err.count("the state that rank 3 sent from its node's memory was damaged on its way") == 2
-    )
+def sent_by_itself(monkeypatch, damaged: int | None = None):
+    """What rank 3 gets from a rank that reads the same image; the byte of that number changes on its way."""
+    content = b"head", torch.arange(40, dtype=torch.uint8)
+
+    def send(outgoing, incoming, *rest) -> None:
+        for rank, places in incoming.items():
+            wire = torch.cat([tensor.view(torch.uint8) for tensor in outgoing[rank]])
+            if damaged is not None and len(wire) == 44:
+                wire[damaged] ^= 4
+            for place, part in zip(places, wire.split([place.nbytes for place in places]), strict=True):
+                place.copy_(part.view(place.dtype))
+
+    monkeypatch.setattr(tensor_transfer, "send", send)
+    return content, world()._exchange({3: content}, 3)
+
+
+def test_what_a_rank_gets_is_what_another_has_read(monkeypatch):
+    (head, data), (got_head, got_data) = sent_by_itself(monkeypatch)
+    assert got_head == head and torch.equal(got_data, data) and got_data is not data
+    assert world()._exchange({3: None}, 3) is None, "it could not be read"
+
+
+@pytest.mark.parametrize("damaged", [0, 3, 4, 43])
+def test_what_was_spoiled_on_its_way_is_seen_and_said(monkeypatch, capsys, damaged):
+    _, got = sent_by_itself(monkeypatch, damaged)
+    assert got is None
+    assert "the state that rank 3 sent from its node's memory was damaged on its way" in capsys.readouterr().err
+
+
+def test_messages_are_full_and_in_order(monkeypatch):
+    monkeypatch.setattr(tensor_transfer, "PIECE", 16)
+    tensors = [torch.arange(5.0), torch.empty(0), torch.arange(5.0, 6.0), torch.arange(6.0, 15.0)]
+    messages = [torch.cat(message).tolist() for message in tensor_transfer._messages(tensors)]
+    assert messages == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14]]
+    assert list(tensor_transfer._messages([])) == []

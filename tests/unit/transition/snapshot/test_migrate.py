@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron.transition.snapshot import migrate
+from unicron.transition.snapshot import migrate, tensor_transfer
 
 SIZES = (20, 24, 44)  # bytes of the two tensors of a State, and of both
 
@@ -83,6 +83,7 @@ def run(monkeypatch, values, newcomers, damage=lambda sender, number: False, mov
     size = len(values)
     world, states = World(size, damage), [State(value) for value in values]
     monkeypatch.setattr(migrate, "dist", world)
+    monkeypatch.setattr(tensor_transfer, "dist", world)
     holders = [rank for rank in range(size) if rank not in newcomers]
     outcomes: list = [None] * size
     notes: list = []
@@ -126,7 +127,7 @@ def test_newcomers_get_the_state_and_the_iteration(monkeypatch, parts):
 
 
 def test_a_large_tensor_goes_in_pieces_and_each_is_told_of(monkeypatch):
-    monkeypatch.setattr(migrate, "PIECE", 8)  # two float32
+    monkeypatch.setattr(tensor_transfer, "PIECE", 8)  # two float32
     moved: list[int] = []
     states, outcomes, _ = run(monkeypatch, [1.5, 0.0], {1}, moved=moved.append)
     assert [state.value for state in states] == [1.5] * 2 and outcomes == [7] * 2
@@ -294,7 +295,7 @@ def test_a_header_that_arrives_corrupted_is_sent_again(monkeypatch):
                 return crc(data) ^ 1
         return crc(data)
 
-    monkeypatch.setattr(migrate.zlib, "crc32", once)
+    monkeypatch.setattr(tensor_transfer.zlib, "crc32", once)
     states, outcomes, _ = run(monkeypatch, [1.5, 0.0], {1})
     assert states[1].value == 1.5 and outcomes == [7, 7]
 
@@ -302,10 +303,10 @@ def test_a_header_that_arrives_corrupted_is_sent_again(monkeypatch):
 # ------------------------------------------------------------ checksums
 def on_card(tensor: torch.Tensor) -> torch.Tensor:
     """What is summed on a card, here on the CPU."""
-    return migrate.sum_on_card(tensor.contiguous().reshape(-1).view(torch.uint8))
+    return tensor_transfer.sum_on_card(tensor.contiguous().reshape(-1).view(torch.uint8))
 
 
-both = pytest.mark.parametrize("checksum", [migrate.checksum, on_card])
+both = pytest.mark.parametrize("checksum", [tensor_transfer.checksum, on_card])
 
 
 @both
@@ -337,7 +338,7 @@ def test_one_line_of_a_bus_that_is_wrong_now_and_then_shows(checksum, seed, bit,
 def test_the_checksum_sees_order_and_works_in_pieces(checksum, monkeypatch):
     tensor = torch.randn(1001)
     whole = checksum(tensor)
-    monkeypatch.setattr(migrate, "CHUNK", 16)
+    monkeypatch.setattr(tensor_transfer, "CHUNK", 16)
     assert torch.equal(checksum(tensor), whole), "the pieces' size makes no difference"
     swapped = tensor.clone()
     swapped[[2, 500]] = tensor[[500, 2]]
