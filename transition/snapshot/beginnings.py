@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import contents, images
-from unicron.transition.snapshot.checkpoint import Checkpoints, load_image
+from unicron.transition.snapshot.checkpoint import Checkpoints, Writer, load_image
 from unicron.transition.snapshot.folders import Found
 from unicron.transition.snapshot.migrate import TrainingState
 
@@ -28,11 +27,9 @@ class Beginnings:
     Raises :class:`checkpoint.CheckpointError` where there are checkpoints and none can be used.
     """
 
-    def __init__(
-        self, memory: Path | None, checkpoints: Checkpoints | None, start: int, writer: Any, untouched: bool = True
-    ):
+    def __init__(self, memory: Path | None, checkpoints: Checkpoints | None, start: int, writer: Writer):
         self._memory, self._checkpoints, self._start, self._writer = memory, checkpoints, start, writer
-        self.untouched = untouched  # the state is what the script has made
+        self.untouched = True  # the state is what the script has made
         self._images: list[images.Found] = []
         self._files: list[Found] = []
         self._list_choices()
@@ -82,6 +79,13 @@ class Beginnings:
         raise Unusable(f"what this rank has of iteration {wanted} is damaged")
 
     # ------------------------------------------------------------ what there is
+    def list_again(self, writer: Writer, has_state: bool) -> None:
+        """Another image may be there. has_state: this rank has the job's state, and needs no file any more."""
+        self._writer = writer
+        if has_state:
+            self._checkpoints, self.untouched = None, False
+        self._list_choices()
+
     def _list_choices(self) -> None:
         self._files = self._checkpoints.choices() if self._checkpoints is not None else []
         there = images.inventory(self._memory, self._passed_over) if self._memory is not None else ()

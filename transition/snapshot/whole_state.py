@@ -28,9 +28,8 @@ class WholeState(LocalState):
         self._slot = slot
         self._per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._gatherer = contents.Gatherer(state)
-        self._start = 0
         self._keeper: Keeper | None = None
-        self._beginnings = Beginnings(None, None, 0, None)
+        self._beginnings: Beginnings  # from :meth:`find_start` on
         self._has_state = False  # of the job's
         self._came = False  # an image, since the last look
         self._generation, self._writes = -1, slot  # of the node's ranks at this place, in that generation
@@ -40,7 +39,7 @@ class WholeState(LocalState):
     # ------------------------------------------------------------ before a generation
     def find_start(self, checkpoints: Checkpoints | None, start: int, writer: Callable[[], Writer]) -> int:
         settings = Settings.chosen()
-        self._folder, self._checkpoints, self._start = settings.folder, checkpoints, start
+        self._folder, self._checkpoints = settings.folder, checkpoints
         self.note_destination()
         self._beginnings = Beginnings(self._folder, checkpoints, start, writer())
         if self._folder is not None:
@@ -50,9 +49,7 @@ class WholeState(LocalState):
     def told(self, own: int, writer: Writer) -> list[tuple[int, str]]:
         if self._has_state or self._came:
             self._came = False
-            files = None if self._has_state else self._checkpoints
-            untouched = self._beginnings.untouched and not self._has_state
-            self._beginnings = Beginnings(self._folder, files, self._start, writer, untouched)
+            self._beginnings.list_again(writer, self._has_state)
         if not self._has_state:
             return self._beginnings.told
         others = [one for one in self._beginnings.told if one[0] != own]
