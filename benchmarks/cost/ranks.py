@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import unicron
 from benchmarks.cost import gates
@@ -51,19 +50,7 @@ def plain() -> Iterator[object]:
     group = parallel_state.get_data_parallel_group()
     mine = range(parallel_state.get_data_parallel_rank(), tiny_gpt.MICRO_BATCHES, dist.get_world_size(group))
     for number in range(gates.ITERATIONS):
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        losses = get_forward_backward_func()(
-            forward_step_func=tiny_gpt.forward_step,
-            data_iterator=(tiny_gpt.fetch(number, index) for index in mine),
-            model=chunks,
-            num_microbatches=len(mine),
-            seq_length=tiny_gpt.SEQUENCE,
-            micro_batch_size=tiny_gpt.SIZE,
-        )
-        optimizer.step()
-        scheduler.step(increment=tiny_gpt.MICRO_BATCHES * tiny_gpt.SIZE)
+        losses = tiny_gpt.plain_iteration(chunks, optimizer, scheduler, number, mine)
         if losses:  # the last stage's; Megatron's own training logs their mean over the replicas
             loss = torch.stack([one["lm loss"] for one in losses]).mean()
             dist.all_reduce(loss, group=group)

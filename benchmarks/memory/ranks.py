@@ -24,18 +24,7 @@ def main() -> None:
     unicron.init_process_group("gloo", unicron.Layout(tensor=tiny_gpt.TENSOR))
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tiny_gpt.TENSOR)
     chunks, optimizer = tiny_gpt.build()
-    session = unicron.Session(
-        model=chunks,
-        seed=1234,
-        optimizer=optimizer,
-        scheduler=tiny_gpt.schedule(optimizer),
-        micro_batches=tiny_gpt.MICRO_BATCHES,
-        forward_step=tiny_gpt.forward_step,
-        fetch=tiny_gpt.fetch,
-        seq_length=tiny_gpt.SEQUENCE,
-        micro_batch_size=tiny_gpt.SIZE,
-        train_iterations=WARM_UP + BLOCKS * EACH + 1,
-    )
+    session = tiny_gpt.new_session(chunks, optimizer, WARM_UP + BLOCKS * EACH + 1)
     keeper = session._local._keeper  # type: ignore[attr-defined]
     assert keeper is not None
     copy, keeps, told, began = keeper.copy, False, [], (0.0, 0.0)

@@ -12,8 +12,6 @@ import time
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import unicron
 from tests.support import tiny_gpt
@@ -24,27 +22,16 @@ PLAIN = 1_000_000  # iteration numbers of the plain loop, for its data
 class PlainLoop:
     """An iteration as Megatron's own training loop does it, without session, ledger, snapshots and commit."""
 
-    def __init__(self, model, optimizer):
-        self.model, self.optimizer, self.groups = model, optimizer, model.bucket_groups
+    def __init__(self, chunks, optimizer):
+        self.chunks, self.optimizer, self.scheduler = chunks, optimizer, tiny_gpt.schedule(optimizer)
+        self.groups = chunks[0].bucket_groups
 
     def run(self, number: int) -> float:
         """Seconds of one iteration."""
         hooked = [group.__dict__.pop("start_grad_sync") for group in self.groups]
         began = time.perf_counter()
-        size, rank = dist.get_world_size(), dist.get_rank()
-        share = range(rank, tiny_gpt.MICRO_BATCHES, size)
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        data = (tiny_gpt.fetch(PLAIN + number, index) for index in share)
-        get_forward_backward_func()(
-            forward_step_func=tiny_gpt.forward_step,
-            data_iterator=data,
-            model=[self.model],
-            num_microbatches=len(share),
-            seq_length=tiny_gpt.SEQUENCE,
-            micro_batch_size=tiny_gpt.SIZE,
-        )
-        self.optimizer.step()
+        share = range(dist.get_rank(), tiny_gpt.MICRO_BATCHES, dist.get_world_size())
+        tiny_gpt.plain_iteration(self.chunks, self.optimizer, self.scheduler, PLAIN + number, share)
         seconds = time.perf_counter() - began
         for group, hook in zip(self.groups, hooked, strict=True):
             group.start_grad_sync = hook
@@ -63,20 +50,9 @@ def main() -> None:
     other."""
     unicron.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
-    model, optimizer = tiny_gpt.build()
-    assert model.config.finalize_model_grads_func is finalize_model_grads
-    session = unicron.Session(
-        model=[model],
-        optimizer=optimizer,
-        scheduler=None,
-        micro_batches=tiny_gpt.MICRO_BATCHES,
-        forward_step=tiny_gpt.forward_step,
-        fetch=tiny_gpt.fetch,
-        seq_length=tiny_gpt.SEQUENCE,
-        micro_batch_size=tiny_gpt.SIZE,
-        train_iterations=tiny_gpt.ITERATIONS,
-    )
-    plain, times = PlainLoop(model, optimizer), []
+    chunks, optimizer = tiny_gpt.build()
+    session = tiny_gpt.new_session(chunks, optimizer, tiny_gpt.ITERATIONS)
+    plain, times = PlainLoop(chunks, optimizer), []
     channel, silent = session._telling._channel, Withheld()
     for result in session:
         dist.barrier()

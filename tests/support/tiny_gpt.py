@@ -73,6 +73,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -316,6 +317,25 @@ def new_session(chunks, optimizer, iterations, **more):
         train_iterations=iterations,
         **more,
     )
+
+
+def plain_iteration(chunks, optimizer, scheduler, number: int, mine) -> list[dict]:
+    """One iteration over the micro-batches `mine`, as Megatron's own training loop does it: nothing of this project is
+    in it. Returns their losses, in the last stage."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=(fetch(number, index) for index in mine),
+        model=chunks,
+        num_microbatches=len(mine),
+        seq_length=SEQUENCE,
+        micro_batch_size=SIZE,
+    )
+    optimizer.step()
+    scheduler.step(increment=MICRO_BATCHES * SIZE)
+    return losses
 
 
 def main() -> None:
