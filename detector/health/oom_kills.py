@@ -65,11 +65,6 @@ class OomKills:
         self._count = read_count(file) if file else None
         self._open: list[list[Any]] = []  # [when it was seen, whether it was reported]
 
-    def read_kills(self) -> None:
-        """Read the count; kills that are new wait to be claimed."""
-        with self._lock:
-            self._read_kills()
-
     def claim(self) -> bool:
         """A rank was killed: was it one of the kills that nobody has claimed yet?"""
         with self._lock:
@@ -86,6 +81,7 @@ class OomKills:
             return len(fresh)
 
     def _read_kills(self) -> None:
+        """Read the count; kills that are new wait to be claimed."""
         now, count = self._clock(), read_count(self.file) if self.file else None
         if count is not None:
             rise = count - (self._count if self._count is not None else count)
