@@ -83,12 +83,11 @@ class Cuts:
     def write(self, key: Key, head: bytes, data_bytes: int, fill: Callable[[Image], None]) -> bool:
         """An image of this key; whether it is there. fill(image) writes its data."""
         try:
-            ring, image = self.reserve(key.kind, len(head), data_bytes)
+            self._ring(key.kind).write(key, head, data_bytes, fill, self.wanted.good)
         except OSError as error:
             self.complain(error)
             return False
-        fill(image)
-        ring.finish(image, key, head, data_bytes)
+        self._warned = False
         return True
 
     def complain(self, error: OSError) -> None:

@@ -138,9 +138,7 @@ def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def _on_wire(
-    message: list[torch.Tensor], device: torch.device, sends: bool, receives: bool
-) -> Iterator[torch.Tensor]:
+def _on_wire(message: list[torch.Tensor], device: torch.device, sends: bool, receives: bool) -> Iterator[torch.Tensor]:
     """One flat tensor on `device` in place of the message: it has the content of what this rank sends, and what has
     come into it is put into its places afterwards."""
     wire = message[0]
