@@ -173,7 +173,7 @@ def around_generations() -> None:
     around(session.Session, "_keep_or_drop", "resume")
     around(checkpoint.Checkpoints, "_write", "save")
     around(shards.Shards, "export", "export")
-    around(shards, "fill", "filled")
+    around(shards, "copy_all", "filled")
     around(shards.Shards, "send_copies", "copies")
     around(shards.Shards, "confirm", "confirm")
     note_reduces(session.Session)
