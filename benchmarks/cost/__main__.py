@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.leaderboard.systems.unicron import Shipped
+from benchmarks.marks import print_figure
 from tests.support import rank_harness
 from tests.support.processes import outside_slurm
 from tests.support.rank_harness import Ranks
@@ -213,11 +214,6 @@ def row(name: str, micro_batches: int, found: dict[str, list[tuple[float, float]
     return ratios[1], {"layout": name, "ratios": ratios, "busy": busy, "more_ms": more, "plain_ms": plain, **found}
 
 
-def asked(what: str, value: float) -> None:
-    """One figure with its mark, in the form that ``benchmarks.run`` collects."""
-    print(f"{what:<66}{value:>10.4f} {'':<8}   asked: <= {ASKED:g}{'' if value <= ASKED else '   MISSED'}", flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10, help="pairs of blocks")
@@ -248,8 +244,8 @@ def main() -> int:
             results.append(result)
             if model is MODEL:
                 marks.append((f"iteration with Unicron / plain, {name}", ratio))
-    for mark in marks:
-        asked(*mark)
+    for what, ratio in marks:
+        print_figure(what, ratio, "", ASKED)
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
     return 0

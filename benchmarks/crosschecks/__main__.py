@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.marks import print_figure
 from unicron.ctl.system.errors import WRONG_USE
 from unicron.planner.problem.model import Job, Scenario
 from unicron.planner.simulate import POLICIES, Policy, Trace, simulate
@@ -30,12 +31,6 @@ from unicron.planner.simulate.trace import DAY, TraceEvent, make
 
 REPORTED_RATIO, REPORTED_FAILURES, REPORTED_DAYS = 0.6228, 11145.6, 256.0
 MINUTE = 60.0
-
-
-def asked(what: str, value: float, unit: str, mark: str, good: bool) -> bool:
-    """One figure with its mark, in the form that ``benchmarks.run`` collects."""
-    print(f"{what:<66}{value:>10.4f} {unit:<8}   asked: {mark}{'' if good else '   MISSED'}", flush=True)
-    return good
 
 
 # ------------------------------------------------------------ AIReSim
@@ -148,8 +143,8 @@ def airesim(days: float, runs: int) -> bool:
     ):
         print(f"  {what:<28}{theirs:>14.4f}{ours:>10.4f}   ({min(all_of_ours):.4f} to {max(all_of_ours):.4f})")
     points, more = 100 * abs(ratio - REPORTED_RATIO), 100 * abs(count / reported - 1)
-    good = asked("effective training ratio, ours - AIReSim's", points, "points", "<= 1", points <= 1)
-    return asked("failures, ours beside AIReSim's", more, "%", "<= 1", more <= 1) and good
+    good = print_figure("effective training ratio, ours - AIReSim's", points, "points", 1)
+    return print_figure("failures, ours beside AIReSim's", more, "%", 1) and good
 
 
 # ------------------------------------------------------------ the closed form
@@ -179,7 +174,7 @@ def closed_form(days: float = 20.0) -> bool:
                 f"{name:<30}{nodes:>6}{lost:>8.0f}{1 - rate * lost:>12.4f}{formula:>10.4f}{found:>11.4f}   {source}, "
                 f"as {of}"
             )
-    return asked("simulator beside the closed form, largest difference", worst, "points", "<= 1", worst <= 1)
+    return print_figure("simulator beside the closed form, largest difference", worst, "points", 1)
 
 
 def _seconds_lost(policy: Policy, scenario: Scenario) -> float:

@@ -12,7 +12,6 @@ from benchmarks.gpu.rows import on_card, patience, row
 from tests.support.processes import UNICRONCTL, outside_slurm
 
 LIMIT = 60.0
-WANTED = {"assert": "device_assert", "illegal": "cuda_error", "oom": "cuda_oom"}
 
 
 def call(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marks import print_figure
 from tests.support import proof, rank_harness
 from tests.support.rank_harness import Ranks
 
@@ -128,14 +129,10 @@ def main() -> None:
         rows.append(measure(shape, options.iterations, options.losses, options.seed))
         print(json.dumps(rows[-1]), flush=True)
     for row in rows:
-        asked(f"loss curve, {row['losses']} losses in {options.iterations}, {row['layout']}", row["loss_difference"])
+        what = f"loss curve, {row['losses']} losses in {options.iterations}, {row['layout']}"
+        print_figure(what, row["loss_difference"], "", CLOSE)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1))
-
-
-def asked(what: str, value: float) -> None:
-    """One figure with its mark, in the form that ``benchmarks.run`` collects."""
-    print(f"{what:<66}{value:>10.2g} {'':<8}   asked: <= {CLOSE:g}{'' if value <= CLOSE else '   MISSED'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from benchmarks.log_growth.year import Year
+from benchmarks.marks import print_figure
 from unicron.ctl.controller.core.state_snapshot import read_state
 from unicron.ctl.controller.log.store import Store
 
@@ -36,10 +37,10 @@ def main() -> int:
                 print(f"day {year.days}: {year.state.last_event:,} events so far, {size:.0f} MB", flush=True)
         year.part()
         state, largest = year.state, max(largest, year.bytes() / 1e6)
-        missed += line(f"log of {given.nodes:,} nodes, {given.days} days, at most", largest, "MB", LARGEST)
-        missed += line("start", start(year.store, state), "s", LONGEST)
+        missed += not print_figure(f"log of {given.nodes:,} nodes, {given.days} days, at most", largest, "MB", LARGEST)
+        missed += not print_figure("start", start(year.store, state), "s", LONGEST)
         year.store._db.execute("DELETE FROM state WHERE event = (SELECT max(event) FROM state)")
-        missed += line("start where the newer state is damaged", start(year.store, state), "s", LONGEST)
+        missed += not print_figure("start where the newer state is damaged", start(year.store, state), "s", LONGEST)
     return 1 if missed else 0
 
 
@@ -52,15 +53,6 @@ def start(store: Store, state: object) -> float:
     seconds = time.process_time() - began
     assert found == state, "the log folds to another state"
     return seconds
-
-
-def line(what: str, value: float, unit: str, mark: float) -> bool:
-    """Prints one figure; whether it missed its mark."""
-    print(
-        f"{what:<60}{value:>10.3g} {unit:<4} asked: <= {mark:g} {unit}{'' if value <= mark else '   MISSED'}",
-        flush=True,
-    )
-    return value > mark
 
 
 if __name__ == "__main__":

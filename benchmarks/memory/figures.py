@@ -1,10 +1,12 @@
-"""What the parts of ``benchmarks.memory`` have in common: the model, and how a figure is printed."""
+"""What the parts of ``benchmarks.memory`` have in common: the model, and how pairs of iterations are compared."""
 
 from __future__ import annotations
 
 import random
 import statistics
 from collections.abc import Sequence
+
+from benchmarks.marks import print_figure
 
 MODEL = {
     "TINY_HIDDEN": "256",
@@ -15,11 +17,6 @@ MODEL = {
 }
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(10**9), "MALLOC_TRIM_THRESHOLD_": str(4 * 10**9)}  # as benchmarks.cost
 DEARER = 1.01  # an iteration may take so many times as long
-
-
-def asked(what: str, value: float, unit: str, mark: str, good: bool) -> None:
-    """One figure with its mark, in the form that ``benchmarks.run`` collects."""
-    print(f"{what:<66}{value:>10.4f} {unit:<8}   asked: {mark}{'' if good else '   MISSED'}", flush=True)
 
 
 def medians(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
@@ -36,4 +33,4 @@ def dearer(what: str, ratios: Sequence[float], about: str) -> None:
     print(
         f"{about}; {len(ratios)} ratios: quartiles {low:.4f}..{high:.4f}, 95 % of medians {sure[0]:.4f}..{sure[1]:.4f}"
     )
-    asked(what, middle, "", f"<= {DEARER}", middle <= DEARER)
+    print_figure(what, middle, "", DEARER)

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.memory.figures import asked
+from benchmarks.marks import print_figure
 from tests.support import proof
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
@@ -63,11 +63,5 @@ def nodes(runs: int) -> dict[str, dict[str, float]]:
     print("DP2 x TP2, a distributed optimizer, no file to go on from:")
     for case, row in found.items():
         print(f"  {case}: {row['seconds']:.2f} s to the next step, {row['lost']:.0f} iterations lost")
-        asked(
-            f"{case}: largest difference of a gradient, 1e-6",
-            1e6 * row["difference"],
-            "",
-            "<= 1",
-            row["difference"] <= 1e-6,
-        )
+        print_figure(f"{case}: largest difference of a gradient, 1e-6", 1e6 * row["difference"], "", 1)
     return found

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from benchmarks.marks import print_figure
 from unicron.planner.ahead.lookahead import Lookahead
 from unicron.planner.problem.model import Job, Scenario
 from unicron.planner.simulate import POLICIES, simulate
@@ -95,13 +96,9 @@ class Report:
     def __init__(self) -> None:
         self.missed = 0
 
-    def line(self, what: str, value: float, unit: str, mark: float | None = None, least: bool = False) -> None:
-        """One figure; mark: the most it may be (the least, with `least`)."""
-        good = mark is None or (value >= mark if least else value <= mark)
-        self.missed += not good
-        asked = "" if mark is None else f"   asked: {'>=' if least else '<='} {mark:g} {unit}"
-        asked += "" if good else "   MISSED"
-        print(f"{what:<66}{value:>10.4g} {unit:<8}{asked}", flush=True)
+    def line(self, what: str, value: float, unit: str, most: float | None = None, least: float | None = None) -> None:
+        """One figure (:func:`print_figure`)."""
+        self.missed += not print_figure(what, value, unit, most, least)
 
 
 def measure_plans(report: Report, full: bool) -> None:
@@ -131,7 +128,7 @@ def measure_plans(report: Report, full: bool) -> None:
     loop = time.perf_counter() - start
     report.line(f"triple loop in Python, {jobs} jobs x {nodes} nodes", loop, "s")
     report.line("plan of the same", 1e3 * ours, "ms")
-    report.line("ratio, same run", loop / ours, "x", 100, least=True)
+    report.line("ratio, same run", loop / ours, "x", least=100)
     difference = abs(objective - solve(scenario).objective) / abs(objective)
     report.line("relative difference of the two objectives", difference, "", 1e-9)
 

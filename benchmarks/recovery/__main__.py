@@ -16,7 +16,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.recovery.layouts import asked, growth, layouts
+from benchmarks.marks import print_figure
+from benchmarks.recovery.layouts import growth, layouts
 from tests.support import proof
 from tests.support.rank_harness import Ranks
 
@@ -102,15 +103,13 @@ def recoveries(repeats: int) -> None:
             figures.append(statistics.median(getattr(run, part) for run in runs))
         print(f"{name:<29}" + "".join(f"{figure:>8.0f}" for figure in figures))
     everything = [run for runs in found.values() for run in runs]
-    asked(
-        "kill -> next step less the recomputed work, median",
-        statistics.median(r.overhead for r in everything),
-        "s",
-        1.0,
+    overheads = [run.overhead for run in everything]
+    print_figure("kill -> next step less the recomputed work, median", statistics.median(overheads), "s", 1.0)
+    print_figure("kill -> next step less the recomputed work, slowest", max(overheads), "s", 1.0)
+    print_figure("process exit -> pidfd, slowest", max(r.detected for r in everything), "s", 0.1)
+    print_figure(
+        "gradient difference at the failed iteration, fp32, largest", max(r.gradient for r in everything), "", 1e-6
     )
-    asked("kill -> next step less the recomputed work, slowest", max(r.overhead for r in everything), "s", 1.0)
-    asked("process exit -> pidfd, slowest", max(r.detected for r in everything), "s", 0.1)
-    asked("gradient difference at the failed iteration, fp32, largest", max(r.gradient for r in everything), "", 1e-6)
 
 
 def overhead(rounds: int) -> None:
@@ -142,7 +141,7 @@ def overhead(rounds: int) -> None:
             + "".join(f"{f'{middle:.3f} ({low:.3f}..{high:.3f})':>23}" for low, middle, high in ratios),
             flush=True,
         )
-    asked("iteration with hooks / without them, the longest iteration, median", ratios[0][1], "", 1.005)
+    print_figure("iteration with hooks / without them, the longest iteration, median", ratios[0][1], "", 1.005)
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.marks import print_figure
 from tests.support.rank_harness import Ranks
 from unicron.ctl.protocol.wire import Plan
 
@@ -113,12 +114,6 @@ def table(rows: dict[str, tuple[str, int, int, bool]], repeats: int) -> dict[str
     return found
 
 
-def asked(what: str, value: float, unit: str, most: float) -> None:
-    """One figure with its mark, in the form that ``benchmarks.run`` collects."""
-    verdict = "" if value <= most else "   MISSED"
-    print(f"{what:<66}{value:>10.4g} {unit:<8}   asked: <= {most:g} {unit}{verdict}", flush=True)
-
-
 def layouts(repeats: int) -> None:
     """The table of the layouts, and the marks."""
     print(
@@ -131,9 +126,9 @@ def layouts(repeats: int) -> None:
         rows[f"{name}, distributed optimizer"] = (shape, replica, size, True)
     found = table(rows, repeats)
     for size, most in ASKED.items():
-        runs = [run.overhead for name, row in rows.items() if row[2] == size for run in found[name]]
-        asked(f"kill -> next step, all layouts of {size} ranks, median", 1e-3 * statistics.median(runs), "s", most)
-        asked(f"kill -> next step, all layouts of {size} ranks, slowest", 1e-3 * max(runs), "s", most)
+        runs = [1e-3 * run.overhead for name, row in rows.items() if row[2] == size for run in found[name]]
+        print_figure(f"kill -> next step, all layouts of {size} ranks, median", statistics.median(runs), "s", most)
+        print_figure(f"kill -> next step, all layouts of {size} ranks, slowest", max(runs), "s", most)
 
 
 def growth(repeats: int) -> None:
@@ -149,4 +144,4 @@ def growth(repeats: int) -> None:
             medians = [statistics.median(getattr(run, what) for run in runs) for runs in found.values()]
             steepest = max(value / medians[0] / math.log2(size) for value, size in zip(medians, SIZES, strict=True))
             name = "time" if what == "overhead" else "processor's time of a rank"
-            asked(f"growth{kind}: {name} over that of 2 ranks, over log2", steepest, "", 1.0)
+            print_figure(f"growth{kind}: {name} over that of 2 ranks, over log2", steepest, "", 1.0)

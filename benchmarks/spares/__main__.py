@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.recovery.layouts import asked
+from benchmarks.marks import print_figure
 from tests.support.jobs import FOREVER, World
 
 MEMBERS = 3
@@ -114,7 +114,7 @@ def main() -> int:
             label = f"{name}, {'hot spare' if spare else 'no spare'}"
             print(f"{label:<34}{len(losses):>12}" + "".join(f"{value:>12.2f}" for value in values), flush=True)
     for name in SHAPES:
-        asked(
+        print_figure(
             f"node lost, hot spare there: detection to whole, {name}",
             statistics.median(figures[name, True]),
             "s",

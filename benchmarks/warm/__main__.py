@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.recovery.layouts import asked
+from benchmarks.marks import print_figure
 from tests.support.jobs import FOREVER, World
 
 SIZE, JOB = 4, "7"
@@ -147,8 +147,8 @@ def main() -> int:
             cells.append(f"{statistics.median(values):.2f} ({max(values):.2f})" if values else "-")
         print(f"{title:<38}" + "".join(f"{cell:>18}" for cell in cells))
     warm = kinds["warm"]
-    asked("order to start -> warm rank waits, median", statistics.median(warm.waiting), "s", 0.5)
-    asked("kill -9 of a rank of 4 -> whole again, warm, median", statistics.median(warm.again), "s", 1.5)
+    print_figure("order to start -> warm rank waits, median", statistics.median(warm.waiting), "s", 0.5)
+    print_figure("kill -9 of a rank of 4 -> whole again, warm, median", statistics.median(warm.again), "s", 1.5)
     return 0
 
 
