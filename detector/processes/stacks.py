@@ -75,14 +75,14 @@ class Dump:
     """One trace in the making: ask `done(now)` until it is true, then read `text`. Never blocks. Times on
     time.monotonic."""
 
-    def __init__(self, pid: int, path: str, now: float | None = None):
+    def __init__(self, pid: int, path: str):
         self.pid, self.path = pid, Path(path)
         self.state = process_state(pid)
         self.how = "none"
         self.text = ""
         self._spy: subprocess.Popen[bytes] | None = None
         self._offset = self._size()
-        self._began = self._grown = time.monotonic() if now is None else now
+        self._began = self._grown = time.monotonic()
         self._start()
 
     def _start(self) -> None:
@@ -111,7 +111,7 @@ class Dump:
 
     def done(self, now: float | None = None) -> bool:
         """Whether there is nothing more to come."""
-        now = time.monotonic() if now is None else now
+        now = time.monotonic()
         if self._spy is not None:
             if self._spy.poll() is None and now - self._began < SPY_SECONDS:
                 return False

@@ -317,14 +317,6 @@ class Keeper:
                 return entry, True
         return Entry(solve(after(scenario, event, queue)).assignment, scenario, normal(event), queue), False
 
-    def wait_for_table(self, timeout: float) -> bool:
-        """Waits until the table is the wanted one; False if time runs out. Raises what its computation raised."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or self._fresh(), timeout)
-            if self._error:
-                raise self._error
-            return self._fresh()
-
     def stop(self) -> None:
         """Ends the thread."""
         with self._changed:
@@ -349,7 +341,7 @@ class Keeper:
             table, error = None, None
             try:
                 table = Lookahead(scenario, queue, self._pairs)
-            except Exception as failure:  # the thread must live on: get() still plans, and wait() raises it
+            except Exception as failure:  # the thread must live on: get() still plans
                 error = failure
             with self._changed:
                 self._error = error

@@ -137,50 +137,6 @@ def from_dict(data: Mapping[str, Any]) -> Scenario:
     return Scenario(nodes=cluster["nodes"], jobs=made, **settings)
 
 
-def to_dict(scenario: Scenario) -> dict[str, Any]:
-    """The structure that `from_dict` reads, without what is at its default."""
-    cluster = {
-        "nodes": scenario.nodes,
-        "mtbf_node_hours": scenario.mtbf_node_hours,
-        "transition_seconds": scenario.transition_seconds,
-    }
-    return {"cluster": cluster, "job": [_job_dict(job) for job in scenario.jobs]}
-
-
-def _job_dict(job: Job) -> dict[str, Any]:
-    out: dict[str, Any] = {
-        "name": job.name,
-        "weight": job.weight,
-        "min_nodes": job.min_nodes,
-        "nodes": job.nodes,
-        "lost_worker": job.lost_worker,
-    }
-    if job.layouts:
-        out["layouts"] = {name: _listed(job, flops) for name, flops in job.layouts.items()}
-    elif job.flops:
-        out["flops"] = _listed(job, job.flops)
-    if job.spares:
-        out["spares"] = {str(size): saved for size, saved in job.spares.items()}
-    for key in ("max_nodes", "transition_seconds", "layout"):
-        if getattr(job, key) is not None:
-            out[key] = getattr(job, key)
-    out |= {key: value for key in ("owner", "keep") if (value := getattr(job, key))}
-    if job.unit > 1:
-        out["unit"] = job.unit
-    if job.transition:
-        out["transition"] = dict(job.transition)
-    if job.restart_only:
-        out["restart_only"] = True
-    if job.node_names:
-        out["node_names"] = list(job.node_names)
-    return out
-
-
-def _listed(job: Job, flops: Mapping[int, float]) -> dict[str, float]:
-    """Without the sizes that differ by spares only."""
-    return {str(size): rate for size, rate in flops.items() if size not in job.spares}
-
-
 def check_minima(scenario: Scenario) -> None:
     """Refuses a scenario whose jobs can't all run at once. The planner itself can stop jobs; a file that asks for more
     than there is, is more often a mistake."""

@@ -1,9 +1,8 @@
 """T(t,x): achieved aggregate FLOP/s of a job by node count, from what was measured and a model for the rest.
 
-Measured iteration times are kept as plain data (`to_dict`, `from_dict`) across runs. Sizes that have not been seen are
-filled by a model whose few scale factors are fitted to the seen ones by least squares around a prior, which also yields
-an uncertainty. More nodes can always be left idle, so a throughput that falls with size is noise: it is repaired by
-isotonic regression (pool adjacent violators), weighted by certainty.
+Sizes that have not been seen are filled by a model whose few scale factors are fitted to the seen ones by least squares
+around a prior, which also yields an uncertainty. More nodes can always be left idle, so a throughput that falls with
+size is noise: it is repaired by isotonic regression (pool adjacent violators), weighted by certainty.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -180,35 +178,6 @@ class Throughput:
         seconds = np.array([seen[nodes][0] for nodes in sorted(seen)])
         noise = np.hypot([seen[nodes][1] for nodes in sorted(seen)], NOISE * seconds)
         return ridge(features, seconds, prior, spread, noise)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able; `from_dict` reads it."""
-        return {
-            "flops_per_iteration": self.flops_per_iteration,
-            "model": self.model and asdict(self.model),
-            "hardware": asdict(self.hardware),
-            "tp": self.tp,
-            "pp": self.pp,
-            "samples": {str(nodes): seconds for nodes, seconds in self.samples.items()},
-        }
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Throughput:
-        """The Throughput in a dict; raises PlanError with one line where it is damaged."""
-        try:
-            made = Throughput(
-                data["flops_per_iteration"],
-                Gpt(**data["model"]) if data["model"] else None,
-                Hardware(**data["hardware"]),
-                data["tp"],
-                data["pp"],
-            )
-            for nodes, seconds in data["samples"].items():
-                for value in seconds:
-                    made.add(int(nodes), value)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"the stored throughput can't be read ({error}): remove it to measure anew") from None
-        return made
 
 
 def _repaired(raw: dict[int, Estimate]) -> dict[int, Estimate]:

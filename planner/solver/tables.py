@@ -89,14 +89,6 @@ def suffixes(rows: list[Row], nodes: int) -> list[np.ndarray]:
     return tables[::-1]
 
 
-def prefixes(rows: list[Row], nodes: int) -> list[np.ndarray]:
-    """P with P[i][j] = best of jobs 0..i-1 on j nodes."""
-    tables = [empty(nodes)]
-    for row in rows:
-        tables.append(add(tables[-1], row))
-    return tables
-
-
 def trace(rows: list[Row], tables: list[np.ndarray], nodes: int) -> list[int]:
     """The sizes behind `tables` (suffixes). Among equals the first job gets most, then the second, and so on: a total
     order, as the caller has sorted the jobs by name."""

@@ -181,7 +181,7 @@ class Trainer(FakeAgent):
         body.reduced, body.fresh, body.seen_lost, body.agreed = None, True, frozenset(), None
         body.begun = 0
         heads = layout.heads(plan.members, plan.replica)
-        head = layout.head(plan.members, plan.replica, slot)
+        head = layout.heads_of(plan.members, plan.replica)[slot]
         if job.sharded:
             mine = body.version, plan.generation, len(heads)
             body.shards.setdefault(mine, set()).add(heads.index(head))
@@ -273,7 +273,7 @@ class Trainer(FakeAgent):
                 self._leave(slot, agreed)
             return True
         heads = layout.heads(plan.members, plan.replica)
-        body.assigned = deal(range(MICRO_BATCHES), heads)[layout.head(plan.members, plan.replica, slot)]
+        body.assigned = deal(range(MICRO_BATCHES), heads)[layout.heads_of(plan.members, plan.replica)[slot]]
         self.set(slot, phase="computing", iteration=rank.iteration + 1, done=[])
         return True
 
@@ -282,7 +282,7 @@ class Trainer(FakeAgent):
         plan = self.bodies[slot].plan
         assert plan is not None
         heads = layout.heads(plan.members, plan.replica)
-        return len(heads), heads.index(layout.head(plan.members, plan.replica, slot))
+        return len(heads), heads.index(layout.heads_of(plan.members, plan.replica)[slot])
 
     def _copy(self, slot: int, plan: wire.Plan, rank: wire.RankStatus, body: Body) -> bool:
         """The rank's shard goes to the next replica's rank of its place; then all acknowledge that."""

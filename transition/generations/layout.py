@@ -125,11 +125,6 @@ def replica_of(members: Sequence[int], size: int, slot: int) -> int:
     return members.index(slot) // size
 
 
-def head(members: Sequence[int], size: int, slot: int) -> int:
-    """The head's slot of a member's replica. Raises ValueError for a slot that is none."""
-    return members[replica_of(members, size, slot) * size]
-
-
 def compose(slots: Iterable[int], size: int) -> tuple[list[list[int]], list[int]]:
     """(complete replicas, slots that complete none): home replicas first, then any slots that make one.
 

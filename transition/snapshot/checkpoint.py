@@ -163,11 +163,6 @@ class Checkpoints:
         """One is written now, by whomever: the minutes begin anew."""
         self._last = time.monotonic()
 
-    @property
-    def writing(self) -> bool:
-        """This process has not finished the last one."""
-        return self._thread is not None and self._thread.is_alive()
-
     def save(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
         """Copies this rank's part of the state, and lets a thread write it; no other rank is waited for. Waits for the
         write before, if that still goes on. With a distributed optimizer every rank calls it, without one those of one

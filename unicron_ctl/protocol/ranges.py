@@ -34,7 +34,6 @@ LEAST_PROGRESS = 0.05  # seconds between two statuses that tell of progress
 NAME, TEXT = 255, 20_000  # characters
 REASON = 100_000  # characters: of what the controller says
 CREDENTIAL = 65_536
-NODE_EVENTS = 1 << 40
 MOST_PROPOSERS = 16  # agents that may act for the controller
 MOST_DOORS = 64  # that an agent of a plain world tries; in larger worlds they are some of each agent's own
 MOST_LAYOUTS = 64  # in which a job can run

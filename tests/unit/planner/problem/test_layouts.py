@@ -15,7 +15,7 @@ from unicron.planner.problem import cost_model, layouts
 from unicron.planner.problem.cost_model import Gpt, Hardware, Parallel
 from unicron.planner.problem.layouts import Known, Split
 from unicron.planner.problem.model import Job, PlanError, Scenario
-from unicron.planner.problem.scenario import from_dict, to_dict
+from unicron.planner.problem.scenario import from_dict
 from unicron.planner.solver.explain import explain
 from unicron.planner.solver.solve import solve
 
@@ -153,7 +153,6 @@ def test_in_a_file():
         "job": [{"name": "a", "nodes": 2, "layout": "TP2", "layouts": {"TP2": {"2": 2e15}, "TP1": {"1": 9e14}}}],
     }
     read = from_dict(data)
-    assert from_dict(to_dict(read)) == read
     assert solve(read).to_dict()["layouts"] == {"a": "TP1"}
     for change, said in (
         ({"layout": "PP2"}, "job a: it has no layout 'PP2'; its layouts are: TP2, TP1"),

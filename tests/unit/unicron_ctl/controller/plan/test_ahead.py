@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.processes import wait_for
 from unicron.ctl.controller.plan import planning
 from unicron.ctl.controller.plan.ahead import Ahead, event_between
 from unicron.ctl.controller.plan.planning import JobInput
@@ -26,7 +27,7 @@ SETTLED = [job("a", 3, weight=2.0), job("b", 2)]
 def ahead():
     made = Ahead()
     made.prepare(SETTLED, {"a": 3, "b": 2}, 6, *RECKONING)
-    assert made._keeper.wait_for_table(20)
+    wait_for(made._keeper._fresh, "the table")
     yield made
     made.close()
 
@@ -55,7 +56,7 @@ def test_so_it_is_where_each_job_has_an_owner_of_its_own(event: tuple[str, ...])
     made = Ahead()
     made.prepare([replace(known, owner=known.job) for known in SETTLED], {"a": 3, "b": 2}, 6, *RECKONING)
     try:
-        assert made._keeper.wait_for_table(20)
+        wait_for(made._keeper._fresh, "the table")
         plan, looked_up = made.plan([replace(known, owner=known.job) for known in jobs], nodes, *RECKONING)
         assert looked_up
         expected = planning.plan([replace(known, owner=known.job) for known in jobs], nodes, *RECKONING)
