@@ -53,7 +53,7 @@ def with_a_ring(pairs: int) -> None:
 
 def of_shards(pairs: int, iterations: int = 6) -> None:
     """A distributed optimizer on four ranks, in runs that take turns: shards in images and a copy of each with its
-    heir, over neither."""
+    partner, over neither."""
     os.environ.update(MEMORY)
     ratios = []
     for number in range(pairs):
@@ -66,7 +66,7 @@ def of_shards(pairs: int, iterations: int = 6) -> None:
     about = (
         f"a distributed optimizer, {shards.RANKS} ranks, iterations of {statistics.median(found[False]) / 1e3:.2f} s"
     )
-    dearer("iteration with shards in memory and with heirs / with neither", ratios, about)
+    dearer("iteration with shards in memory and with partners / with neither", ratios, about)
 
 
 def _settings(out: Path, pairs: int, each: int) -> dict[str, str]:

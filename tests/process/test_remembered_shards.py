@@ -103,7 +103,7 @@ def test_all_ranks_are_killed_while_they_keep_a_state(tmp_path, memory, undistur
 
 
 @pytest.mark.parametrize("shape", ["dp", pytest.param("tp", marks=pytest.mark.long)])
-def test_a_rank_and_its_heir_are_killed_and_the_others_go_on_with_their_next_processes(
+def test_a_rank_and_its_partner_are_killed_and_the_others_go_on_with_their_next_processes(
     tmp_path, memory, undisturbed, shape
 ):
     """The survivors keep their processes; nobody alive has the shards, but their node's memory does."""
@@ -118,7 +118,7 @@ def test_a_rank_and_its_heir_are_killed_and_the_others_go_on_with_their_next_pro
 
 
 def test_survivors_go_back_with_the_others_to_the_newest_state_that_is_whole(tmp_path, memory, undisturbed):
-    """A rank and its heir are killed, and what they leave of the newest state is spoiled."""
+    """A rank and its partner are killed, and what they leave of the newest state is spoiled."""
     both = [fault(slot, HIT, "fetch", kind="flip", delay=0.3) for slot in (1, 2)]
     ranks = train(tmp_path, "dp", both, UNICRON_MEMORY=str(memory))
     assert ranks.exits == {0: [0], 1: [-9, 0], 2: [-9, 0]}

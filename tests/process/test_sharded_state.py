@@ -147,7 +147,7 @@ def undisturbed(tmp_path_factory):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_a_rank_dies(tmp_path, undisturbed, at, version, settings):
-    """Its shard comes from its heir, bit by bit; what it had computed is computed again, and nothing else."""
+    """Its shard comes from its partner, bit by bit; what it had computed is computed again, and nothing else."""
     heal(tmp_path, undisturbed, [2], at, version, settings)
 
 
@@ -159,7 +159,7 @@ def test_a_rank_dies(tmp_path, undisturbed, at, version, settings):
         pytest.param("ack:0", FAILED + 1, marks=pytest.mark.long),
     ],
 )
-def test_two_copies_bear_a_rank_and_its_heir(tmp_path, undisturbed, at, version):
+def test_two_copies_bear_a_rank_and_its_partner(tmp_path, undisturbed, at, version):
     """Both die at once."""
     heal(tmp_path, undisturbed, [1, 2], at, version, {"copies": 2})
 

@@ -351,7 +351,9 @@ class Training:
 
     def send_copies(self, version: int) -> None:
         self.point("copy")
-        self.shards.send_copies(version, sharding.heirs([str(r) for r in range(self.replicas())], self.copies()))
+        self.shards.send_copies(
+            version, sharding.partner_shifts([str(r) for r in range(self.replicas())], self.copies())
+        )
         self.commit("ack")
         self.shards.confirm(version)
         kept = [room for found in self.shards._sets.values() for room in found.shards.values()]

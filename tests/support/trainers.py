@@ -291,9 +291,9 @@ class Trainer(FakeAgent):
         if any(one is None or one.phase != "stepped" for one in inside):
             return False
         if not body.sent:
-            heir = plan.members[(index + 1) % count * plan.replica + slot % plan.replica]
+            partner = plan.members[(index + 1) % count * plan.replica + slot % plan.replica]
             key = body.version, plan.generation, count
-            job.body(heir).shards.setdefault(key, set()).add(index)
+            job.body(partner).shards.setdefault(key, set()).add(index)
             body.sent = True
             return True
         if not all(job.body(member).sent for member in plan.members):

@@ -1,4 +1,4 @@
-"""The shards of a sharded optimizer: their sizes, their heirs, and what moves when their number changes. Pure.
+"""The shards of a sharded optimizer: their sizes, their partners, and what moves when their number changes. Pure.
 
 A bucket is a run of parameters whose gradients are reduced together. Megatron cuts each bucket into one equal part for
 each data-parallel rank; a rank's **shard** is its parts of all buckets, one after the other. The cut follows from the
@@ -94,8 +94,8 @@ class Buckets:
             read_base, write_base = read_base + old_part, write_base + new_part
 
 
-def heirs(nodes: Sequence[str], copies: int) -> list[int]:
-    """How far from each shard's own rank its copies are: the heirs of shard d are the ranks (d + shift) % count.
+def partner_shifts(nodes: Sequence[str], copies: int) -> list[int]:
+    """How far from each shard's own rank its copies are: the partners of shard d are the ranks (d + shift) % count.
 
     nodes: the node of each data-parallel rank. One shift for all, so that each rank sends and receives the same. The
     shifts are those for which most shards have copies on nodes other than their own, and on different ones. Fewer than
@@ -107,9 +107,9 @@ def heirs(nodes: Sequence[str], copies: int) -> list[int]:
     def elsewhere(shift: int) -> tuple[int, int, int]:
         apart = fresh = 0
         for rank, node in enumerate(nodes):
-            heir = nodes[(rank + shift) % count]
-            apart += heir != node
-            fresh += heir not in {node, *(nodes[(rank + earlier) % count] for earlier in shifts)}
+            partner = nodes[(rank + shift) % count]
+            apart += partner != node
+            fresh += partner not in {node, *(nodes[(rank + earlier) % count] for earlier in shifts)}
         return fresh, apart, -shift
 
     beside = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), 1)  # ranks of the first node

@@ -18,7 +18,7 @@ from unicron.transition.generations.layout import Layout
 from unicron.transition.iteration import randomness
 from unicron.transition.iteration.gradient_copies import Snapshots, Where
 from unicron.transition.iteration.ledger import Ledger, LedgerError
-from unicron.transition.iteration.pending import Pending
+from unicron.transition.iteration.pending import DeferredChanges
 
 DRAIN_SECONDS = 10.0
 
@@ -82,7 +82,7 @@ class Work:
     healed: bool
     where: Where
     begin_sum: Callable[[torch.Tensor], Sum]
-    pending: Pending
+    pending: DeferredChanges
     sequence: int
     size: int
 

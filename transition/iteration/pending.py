@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Pending:
+class DeferredChanges:
     """The changes of the iteration at hand."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ def scalers(optimizer: Any) -> list[Any]:
     return [scaler for scaler in found if scaler is not None]
 
 
-def hold_scalers(optimizer: Any, pending: Pending) -> None:
+def hold_scalers(optimizer: Any, pending: DeferredChanges) -> None:
     """Make every scaler's update wait in `pending`."""
 
     def later(update: Callable[[bool], None]) -> Callable[[bool], None]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unicron.transition.iteration.pending import Pending
+from unicron.transition.iteration.pending import DeferredChanges
 
 _SCALERS = (  # (module, class) of what adds an auxiliary loss's gradient, and the setting that has the model use it
     ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "num_moe_experts"),
@@ -29,7 +29,7 @@ class Auxiliary:
     """The auxiliary losses and biases of one rank's model chunks. total: micro-batches of an iteration, over all
     ranks."""
 
-    def __init__(self, model: Sequence[Any], config: Any, total: int, pending: Pending):
+    def __init__(self, model: Sequence[Any], config: Any, total: int, pending: DeferredChanges):
         self._config, self._total, self._pending = config, total, pending
         self._scalers = [
             getattr(import_module(module), name) for module, name, setting in _SCALERS if getattr(config, setting, None)

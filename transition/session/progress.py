@@ -16,7 +16,7 @@ from unicron.transition.session.persistence import Persistence
 
 
 @dataclass
-class Standing:
+class SessionPosition:
     """How far the session is. iteration: the one at hand; between two of them the next one. moment: ledger and phase
     of the one at hand or the last one, set together, because another thread reads them; the phase is computing,
     reducing, synced or stepped. loss: of the last one that was reduced. seconds: of the last one that was stepped."""
@@ -36,13 +36,13 @@ class Standing:
         return self.moment[1]
 
 
-class Telling:
+class RankReporter:
     """Reports to the agent, where there is one. parameters: of this rank's part of the model. flops: of an
     iteration."""
 
     def __init__(
         self,
-        at: Standing,
+        at: SessionPosition,
         member: Member,
         gradients: Accumulation,
         persistence: Persistence,
@@ -52,7 +52,7 @@ class Telling:
         self._at, self._member, self._channel = at, member, member.channel
         self._gradients, self._persistence, self._local = gradients, persistence, persistence.local
         self._parameters, self._flops = parameters, flops
-        self._told: tuple[Any, ...] = ()  # how far the last status has said that this rank is
+        self._last_reported: tuple[Any, ...] = ()  # how far the last status has said that this rank is
 
     @property
     def memory(self) -> str:
@@ -73,7 +73,7 @@ class Telling:
         """The status of a rank that trains, if it has come further than the last one says. Called in the channel's
         thread."""
         member, (ledger, phase) = self._member, self._at.moment
-        if member.state != "running" or self._told == (ledger.iteration, phase, len(ledger.done)):
+        if member.state != "running" or self._last_reported == (ledger.iteration, phase, len(ledger.done)):
             return None
         status = member.status("running")
         return status if member.state == "running" else None
@@ -82,7 +82,7 @@ class Telling:
         """The rank's status, as far as the session knows it."""
         at, member, persistence = self._at, self._member, self._persistence
         (ledger, phase), rests = at.moment, state in ("stopped", "standby", "waiting")
-        self._told = ledger.iteration, phase, len(ledger.done)
+        self._last_reported = ledger.iteration, phase, len(ledger.done)
         keeps = member.inside and (self._gradients.undoable or not rests)
         return Status(
             state,

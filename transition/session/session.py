@@ -25,14 +25,14 @@ from unicron.transition.iteration.accumulation import PeerLost, Work
 from unicron.transition.iteration.exchange import Exchange, at_commit
 from unicron.transition.iteration.gradient_copies import Where, chosen
 from unicron.transition.iteration.ledger import Ledger, LedgerError, deal
-from unicron.transition.iteration.pending import Pending, hold_scalers
+from unicron.transition.iteration.pending import DeferredChanges, hold_scalers
 from unicron.transition.iteration.result import StepResult
 from unicron.transition.seams.table import UnsupportedLayout
 from unicron.transition.session.handover import Handover
 from unicron.transition.session.member import Member
 from unicron.transition.session.model_kinds import Trained, kind_of
 from unicron.transition.session.persistence import Persistence
-from unicron.transition.session.progress import Standing, Telling
+from unicron.transition.session.progress import RankReporter, SessionPosition
 from unicron.transition.sharded.sharded_state import ShardedState
 from unicron.transition.snapshot import migrate
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
@@ -108,13 +108,13 @@ class Session:
         self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
         self._model, self._optimizer, self._scheduler = trained.chunks, trained.optimizer, trained.scheduler
         self.micro_batches = micro_batches
-        self._at = Standing(
+        self._at = SessionPosition(
             start_iteration, train_iterations, (Ledger(start_iteration, micro_batches, []), "computing")
         )
         self._state = trained.state(torch.initial_seed() if seed is None else seed)
         self._member = self._join(current, trained)
         self._exchange = Exchange(current)
-        self._pending = Pending()
+        self._pending = DeferredChanges()
         where = chosen()
         self._local = self._local_state(current, where)
         work = Work(
@@ -149,10 +149,10 @@ class Session:
         self._stop_wanted = self._stop_agreed = self._stopping = False
         self._persistence = Persistence(self._member, self._state, checkpoints, self._local)
         self._saving = self._persistence.schedule
-        self._telling = Telling(self._at, self._member, self._gradients, self._persistence, parameters, flops)
-        self._member.report = self._telling.status
+        self._reporter = RankReporter(self._at, self._member, self._gradients, self._persistence, parameters, flops)
+        self._member.report = self._reporter.status
         if self._channel is not None:
-            self._channel.progress = self._telling.progress
+            self._channel.progress = self._reporter.progress
         self._at.iteration = self._persistence.find_start(start_iteration)
         self._handover = Handover(self._member, self._state, self._exchange, self._local)
 
@@ -181,7 +181,7 @@ class Session:
     @property
     def memory(self) -> str:
         """What healing takes of this rank's memory, for people; empty where nobody heals."""
-        return self._telling.memory
+        return self._reporter.memory
 
     @property
     def iteration(self) -> int:
@@ -393,7 +393,7 @@ class Session:
             len(self._member.members),
         )
         self._set_phase("stepped")
-        self._telling.stepped(
+        self._reporter.stepped(
             {"reduce": self._reduce_seconds, "step": now - stepping, "outside": self._outside_seconds}
         )
         self._at.iteration = self._at.ledger.iteration + 1
@@ -470,7 +470,7 @@ class Session:
         self._gradients.adopt_groups()
         if self._member.inside:
             self._local.note_has_state()
-        own = self._telling.next_one
+        own = self._reporter.next_one
         self._at.iteration = self._handover.take_up(plan, newcomer, self._at.iteration, own)
         if self.slot in plan.joiners:
             self._local.note_has_state()

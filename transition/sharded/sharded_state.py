@@ -36,7 +36,7 @@ from unicron.transition.snapshot.migrate import TrainingState
 
 
 class ShardedState(LocalState):
-    """The state of one rank: its own shard, and those of which it is an heir. Collective methods raise RuntimeError
+    """The state of one rank: its own shard, and those of which it is a partner. Collective methods raise RuntimeError
     when a peer is lost."""
 
     sharded = True
@@ -105,7 +105,7 @@ class ShardedState(LocalState):
         self.shards.enter_generation(named(plan.generation, self._exchange.largest(secrets.randbits(MARK_BITS))))
         place = self._slot % self._size
         nodes = [str(slots[place] // self._per_node) for slots in replicas(plan.members, self._size)]
-        self._shifts = sharding.heirs(nodes, self._copies)
+        self._shifts = sharding.partner_shifts(nodes, self._copies)
         if plan.boundary:  # first of all: a gather that is overlapped is not over at a boundary
             self.adopt(*self._exchange.furthest(before))
         if self._unread and plan.state is None and self._slot not in plan.joiners:

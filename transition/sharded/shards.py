@@ -3,9 +3,9 @@
 A rank's shard is one flat tensor of three rows, [main parameters, exp_avg, exp_avg_sq], laid out by
 :class:`sharding.Buckets`. A **set** is all shards of one state of the training: it is named by the
 generation in which the state was made (`base`: another generation may repeat a step and differ in the last bit) and its
-`version`, the number of finished steps. Each rank keeps its own shard of the last two versions and, as an heir, those
-of other ranks: 24 bytes for each element of a shard, and as many for each copy; what is not needed any more is written
-over. They lie in the memory of the node's agent where there is one (:mod:`sharded.buffer_pool`): the next process of
+`version`, the number of finished steps. Each rank keeps its own shard of the last two versions, and those of the ranks
+whose partner it is: 24 bytes for each element of a shard, and as many for each copy. Older ones are written over. They
+lie in the memory of the node's agent where there is one (:mod:`sharded.buffer_pool`): the next process of
 the slot has them again.
 """
 
@@ -181,9 +181,9 @@ class Shards:
         return generation, f"{mark:0{MARK_BITS // 4}x}"
 
     def send_copies(self, version: int, shifts: Sequence[int]) -> None:
-        """Collective: give this rank's shard of `version` to its heirs, get those that it is the heir of.
+        """Collective: give this rank's shard of `version` to its partners, get those that it is the partner of.
 
-        shifts: of :func:`sharding.heirs`. The copies are safe when all members say that they have them.
+        shifts: of :func:`sharding.partner_shifts`. The copies are safe when all members say that they have them.
         """
         mine = self._sets[self.base, version]
         with self._take_buffers(len(shifts), mine.header) as buffers:

@@ -122,7 +122,7 @@ def _decision(
 ) -> Decision:
     """again: what others have finished of the iteration, and is in no complete gradient unless a member has it, too."""
     have = {index for done in way.kept.values() for index in done}
-    assignment = _assign(layout.heads(members, size), way.kept, have, total)
+    assignment = _deal_unfinished(layout.heads(members, size), way.kept, have, total)
     reused = sum(len(done) for done in way.kept.values())
     same = way.step is None and lost_iteration == way.iteration
     recomputed = len(again - have) if same else 0
@@ -328,7 +328,7 @@ def _kept(positions: Mapping[int, _Position], healthy: Iterable[Sequence[int]], 
     return found
 
 
-def _assign(
+def _deal_unfinished(
     heads: Sequence[int], kept: Mapping[int, Sequence[int]], have: Collection[int], total: int
 ) -> dict[int, list[int]]:
     """Everyone keeps what it has; the rest is dealt round-robin, so that the remaining work differs by one at most."""

@@ -2,7 +2,7 @@
 
 Here a switch or a block counts as one failure domain. How many copies there are is decided by nodes
 (:mod:`whole_states`, :mod:`shards`), and where ranks send the copies of their shards by themselves by
-:func:`unicron.transition.generations.sharding.heirs`, which knows nodes only.
+:func:`unicron.transition.generations.sharding.partner_shifts`, which knows nodes only.
 
 The agents stand in a ring, in order of their elements. Whoever was given least comes first, so that the nodes behind
 one switch do not all give to the first one behind the next; of equals the next one after the giver.

@@ -1,8 +1,8 @@
 """Replication of a distributed optimizer's shards (docs/design/sharded-optimizer.md). Pure.
 
-Ranks give their shards to heirs in other nodes of their place; with one replica, or with all replicas of a place in one
-node, there are none. A job goes on from one state of all its shards, so where one shard lacks a copy every node gives
-what it has of a cut to the next ones.
+Ranks give copies of their shards to partners in other nodes of their place. With one replica, or with all replicas of a
+place in one node, there are none. A job goes on from one state of all its shards. So where one shard lacks a copy,
+every node gives what it has of a cut to the next ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unicron.ctl.controller.replication.whole_states import SessionStates
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.wire import RankStatus
 from unicron.transition.generations import layout
-from unicron.transition.generations.sharding import MARK_BITS, heirs, named
+from unicron.transition.generations.sharding import MARK_BITS, named, partner_shifts
 from unicron.transition.snapshot.images import SHARD, UNTRAINED
 
 Part = tuple[int, int]  # (place, shard)
@@ -40,14 +40,14 @@ class Shards(SessionStates):
     """The strategy for optimizer states in shards."""
 
     def targets(self, view: View, job: JobView, waiting: Collection[int], away: Away) -> dict[int, list[wire.Holder]]:
-        if not lacking(job):
+        if not missing_copies(job):
             return {}
         state = job.state
         return targets_by_element(with_memory(job), state.inside, state.settings.copies, view.slurm.domains, away=away)
 
     def without_memory(self, job: JobView) -> dict[int, list[str]]:
         """Each rank alone keeps its shard of a cut."""
-        if not lacking(job):
+        if not missing_copies(job):
             return {}
         able = {agent.element for agent in with_memory(job)}
         found: dict[int, set[str]] = defaultdict(set)
@@ -77,16 +77,16 @@ class Shards(SessionStates):
 
 
 # ---------------------------------------------------------------- who has what
-def lacking(job: JobView) -> list[Part]:
+def missing_copies(job: JobView) -> list[Part]:
     """(place, shard) of those that fewer nodes hold than are wanted and could, as this generation's ranks keep them."""
     plan, able = job.state.plan, {agent.node for agent in with_memory(job)}
     if plan is None:
         return []
     found = []
     for place, slots in enumerate(zip(*layout.replicas(plan.members, job.replica), strict=True)):
-        elements = [str(job.state.element(slot)) for slot in slots]  # as the ranks choose their heirs
+        elements = [str(job.state.element(slot)) for slot in slots]  # as the ranks choose their partners
         nodes = [agent.node if (agent := job.agent(slot)) is not None else "" for slot in slots]
-        shifts = heirs(elements, job.state.settings.copies)
+        shifts = partner_shifts(elements, job.state.settings.copies)
         for shard, node in enumerate(nodes):
             holding = {node, *(nodes[(shard + shift) % len(nodes)] for shift in shifts)}
             if len(holding) <= job.state.settings.copies and able - holding:

@@ -42,11 +42,11 @@ class WholeStates(SessionStates):
     """The strategy for states that are whole in each rank of their place."""
 
     def targets(self, view: View, job: JobView, waiting: Collection[int], away: Away) -> dict[int, list[wire.Holder]]:
-        missing = lacking(job)
+        missing = missing_copies(job)
         return targets(job, missing, view.slurm.domains, waiting, away) if missing else {}
 
     def without_memory(self, job: JobView) -> dict[int, list[str]]:
-        if not lacking(job):
+        if not missing_copies(job):
             return {}
         able = {agent.element for agent in with_memory(job)}
         return {
@@ -89,7 +89,7 @@ def trainers(job: JobView) -> dict[int, set[int]]:
     return found
 
 
-def lacking(job: JobView) -> dict[int, int]:
+def missing_copies(job: JobView) -> dict[int, int]:
     """place -> in how many more nodes' memory its state is to be than train it.
 
     Empty where enough nodes train each place, or nobody else has a memory. A cut is of use only as a whole: where one

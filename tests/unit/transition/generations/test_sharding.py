@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.transition.generations.sharding import Buckets, Uncovered, heirs
+from unicron.transition.generations.sharding import Buckets, Uncovered, partner_shifts
 from unicron.transition.seams.bucket_cut import capacity, padded
 
 COUNTS = st.integers(1, 9)
@@ -88,8 +88,8 @@ def test_same_layout_moves_nothing_between_ranks():
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=8), st.integers(0, 3))
-def test_heirs_are_other_ranks(nodes, copies):
-    shifts = heirs(nodes, copies)
+def test_partners_are_other_ranks(nodes, copies):
+    shifts = partner_shifts(nodes, copies)
     assert len(shifts) == len(set(shifts)) == min(copies, len(nodes) - 1)
     assert all(1 <= shift < len(nodes) for shift in shifts)
 
@@ -108,4 +108,4 @@ def test_heirs_are_other_ranks(nodes, copies):
     ],
 )
 def test_copies_are_on_other_nodes(nodes, copies, shifts):
-    assert heirs(nodes, copies) == shifts
+    assert partner_shifts(nodes, copies) == shifts

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unicron.transition.iteration.pending import Pending, hold_scalers
+from unicron.transition.iteration.pending import DeferredChanges, hold_scalers
 from unicron.transition.megatron import auxiliary
 from unicron.transition.megatron.auxiliary import Auxiliary
 
@@ -46,7 +46,7 @@ def made(chunks, pending=None, monkeypatch=None, **settings) -> Auxiliary:
     if monkeypatch is not None:
         monkeypatch.setattr(auxiliary, "import_module", lambda name: SimpleNamespace(MoEAuxLossAutoScaler=Scaler))
         config.num_moe_experts = 2
-    return Auxiliary(chunks, config, TOTAL, pending or Pending())
+    return Auxiliary(chunks, config, TOTAL, pending or DeferredChanges())
 
 
 def counts(chunks) -> list[list[float]]:
@@ -116,7 +116,7 @@ def finalize(chunks) -> None:
 
 
 def test_biases_change_at_the_commit_and_not_before(chunks):
-    pending = Pending()
+    pending = DeferredChanges()
     made_of = made(chunks, pending)
     chunks[0].module.route(3, 1)
     for again in (False, True):
@@ -134,7 +134,7 @@ def test_biases_change_at_the_commit_and_not_before(chunks):
 
 
 def test_a_reduce_that_fails_half_way_changes_no_bias(chunks):
-    pending = Pending()
+    pending = DeferredChanges()
     made_of = made(chunks, pending)
     chunks[0].module.route(3, 1)
     with pytest.raises(RuntimeError), made_of.reducing():
@@ -160,7 +160,7 @@ def test_counts_and_biases_are_exact_in_half_precision_too():
 def test_the_loss_scale_changes_at_the_commit_and_not_for_what_is_reduced_once_more():
     seen: list[bool] = []
     optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(grad_scaler=SimpleNamespace(update=seen.append))])
-    pending = Pending()
+    pending = DeferredChanges()
     hold_scalers(optimizer, pending)
     scaler = optimizer.chained_optimizers[0].grad_scaler
     scaler.update(True)

@@ -14,7 +14,7 @@ from unicron.transition.generations.layout import Layout
 from unicron.transition.iteration.accumulation import PeerLost, Sum, Work
 from unicron.transition.iteration.gradient_copies import Where
 from unicron.transition.iteration.ledger import Ledger
-from unicron.transition.iteration.pending import Pending
+from unicron.transition.iteration.pending import DeferredChanges
 from unicron.transition.plain import flat_gradients
 from unicron.transition.plain.flat_gradients import Bucket, buckets
 from unicron.transition.plain.module import Plain
@@ -67,7 +67,7 @@ def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Wh
         healed=True,
         where=where,
         begin_sum=lambda tensor: Sum(tensor, None, lambda: None),
-        pending=Pending(),
+        pending=DeferredChanges(),
         sequence=0,
         size=0,
     )

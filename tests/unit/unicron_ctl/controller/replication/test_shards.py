@@ -107,7 +107,7 @@ def test_a_spare_that_comes_later_gets_copies_too():
     assert told([first]) == [[1]]
 
 
-def test_where_heirs_are_in_other_nodes_there_are_no_cuts():
+def test_where_partners_are_in_other_nodes_there_are_no_cuts():
     world, agents = started(nodes=2, replica=1, ranks=2)
     world.run(10.0)
     assert not any(agent.orders(wire.Cut) for agent in agents)
@@ -131,7 +131,7 @@ def test_a_member_without_a_memory_keeps_all_from_copies_for_nobody_has_its_shar
     assert (said.nodes, said.places) == (["n2"], [1])
     world, agents = started(nodes=2, replica=1, ranks=2, bare=1)
     world.run(10.0)
-    assert "no_copies" not in world.kinds(), "heirs in other nodes are enough"
+    assert "no_copies" not in world.kinds(), "partners in other nodes are enough"
 
 
 def test_a_cut_is_good_when_every_shard_and_what_goes_with_it_is_in_enough_nodes():
