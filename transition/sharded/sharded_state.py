@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgpack
 import torch
 
-from unicron.detector.processes.rank_messages import Cut, Fetch, MemoryMessage, Plan
+from unicron.detector.processes.rank_messages import Plan
 from unicron.transition.generations import sharding
 from unicron.transition.generations.layout import replicas
 from unicron.transition.generations.sharding import MARK_BITS, named
@@ -50,7 +50,7 @@ class ShardedState(LocalState):
         here: torch.device = next(state.model[0].parameters()).device
         memory = torch.device("cpu") if where is Where.HOST else here
         images = memory_folder() if memory.type == "cpu" else None
-        self._cuts = Cuts(images, slot, warn)
+        self._cuts: Cuts = Cuts(images, slot, warn)
         pinned = memory.type == "cpu" and here.type == "cuda"
         pool = BufferPool(images, slot, memory, pinned=pinned, cuts=self._cuts)
         self.shards = Shards(state.model, state.optimizer, process.watch.lost, pool, process.device, slot % size, size)
@@ -58,7 +58,7 @@ class ShardedState(LocalState):
         first = slot // self._per_node * self._per_node
         self._here = [each for each in range(first, first + self._per_node) if each % size == slot % size]
         self.shards.claim(self._here)
-        self._came = False  # an image of another node's
+        self._filing = pool.aside
         self._shifts: list[int] = []
         self._version = self._version_before = -1
         self._start = 0
@@ -207,28 +207,11 @@ class ShardedState(LocalState):
     def file_writer(self, writer: Writer) -> Writer:
         return replace(writer, shards=self.shards.mark)
 
-    @property
-    def is_filing(self) -> bool:
-        return self.shards.pool.aside.is_open
-
-    @property
-    def asked(self) -> bool:
-        return self._asked or self.shards.pool.aside.error is not None
-
     def forget_asked(self) -> None:
-        super().forget_asked()
         self.shards.pool.forget_missed()
+        super().forget_asked()
 
     # ------------------------------------------------------------ words
-    def on_message(self, message: MemoryMessage) -> None:
-        match message:
-            case Fetch():
-                self._came = True
-            case Cut():
-                self._cuts.on_order(message)
-            case _:
-                super().on_message(message)
-
     @property
     def bytes(self) -> int:
         """Bytes that the states take: this rank's own and the copies of others', the last two versions of each, and one

@@ -293,14 +293,20 @@ class Shards:
     # ------------------------------------------------------------ the optimizer
     def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[dict[str, torch.Tensor], list[torch.Tensor]]]:
         """For each parameter of which this rank has a part: Megatron's tensors of the part, its places in `flat`."""
+        for optimizer, parameter, where, base in self._ranges():
+            local = where["gbuf_local"]
+            tensors = elastic_buckets.own_state(optimizer, parameter)
+            yield tensors, _pieces_of(flat, base + local.start, local.size)
+
+    def _ranges(self) -> Iterator[tuple[Any, torch.nn.Parameter, Mapping[str, Any], int]]:
+        """For each parameter of which this rank has a part: its optimizer, Megatron's ranges of the part, and at which
+        element of a row the bucket begins that they count from."""
         base = 0
         buckets = elastic_buckets.optimizer_buckets(self.optimizer)
         for (optimizer, number, buffer, bucket), part in zip(buckets, self.buckets.parts(self.count), strict=True):
             ranges = optimizer.gbuf_ranges[number][buffer.param_dtype, buffer.grad_dtype][bucket.bucket_id]
             for parameter, where in ranges["param_map"].items():
-                local = where["gbuf_local"]
-                tensors = elastic_buckets.own_state(optimizer, parameter)
-                yield tensors, _pieces_of(flat, base + local.start, local.size)
+                yield optimizer, parameter, where, base
             base += part
 
     def _step(self) -> float:
@@ -348,14 +354,10 @@ class Shards:
 
     def _starts(self) -> dict[int, int]:
         """id of a parameter -> at which element of a row its first one would be, if this rank had all of it."""
-        starts, base = {}, 0
-        buckets = elastic_buckets.optimizer_buckets(self.optimizer)
-        for (optimizer, number, buffer, bucket), part in zip(buckets, self.buckets.parts(self.count), strict=True):
-            ranges = optimizer.gbuf_ranges[number][buffer.param_dtype, buffer.grad_dtype][bucket.bucket_id]
-            for parameter, where in ranges["param_map"].items():
-                starts[id(parameter)] = base + where["gbuf_local"].start - where["param"].start
-            base += part
-        return starts
+        return {
+            id(parameter): base + where["gbuf_local"].start - where["param"].start
+            for _, parameter, where, base in self._ranges()
+        }
 
     def _apply(self, flat: torch.Tensor, step: float, header: bytes) -> bytes:
         """Give the optimizer the state of `flat` and the header; returns `extra`."""

@@ -7,8 +7,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from unicron.detector.processes.rank_messages import MemoryMessage, Plan, Save, Saved
+from unicron.detector.processes.rank_messages import Cut, Fetch, MemoryMessage, Plan, Save, Saved
+from unicron.transition.snapshot.aside import Aside
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
+from unicron.transition.snapshot.cuts import Cuts
 from unicron.transition.snapshot.files import Destination, note_destination
 from unicron.transition.snapshot.migrate import TrainingState
 
@@ -27,7 +29,10 @@ class LocalState:
         self._state = state
         self._folder: Path | None = None
         self._checkpoints: Checkpoints | None = None
+        self._cuts: Cuts | None = None
+        self._filing: Aside | None = None  # what the agent makes files of
         self._asked = False
+        self._came = False  # another node's image, since the last look
 
     # ------------------------------------------------------------ before a generation
     def find_start(self, checkpoints: Checkpoints | None, start: int, writer: Callable[[], Writer]) -> int:
@@ -100,16 +105,18 @@ class LocalState:
     @property
     def is_filing(self) -> bool:
         """Whether the agent is still making a file of what this rank has set aside."""
-        return False
+        return self._filing is not None and self._filing.is_open
 
     @property
     def asked(self) -> bool:
         """Whether somebody wants a checkpoint, or what was to become the last one's file could not be set aside."""
-        return self._asked
+        return self._asked or (self._filing is not None and self._filing.error is not None)
 
     def forget_asked(self) -> None:
         """A checkpoint is written now."""
         self._asked = False
+        if self._filing is not None and self._filing.error is not None:
+            self._filing.forget()
 
     def note_destination(self) -> bool:
         """Tell the agent, beside the images, where checkpoints go; False where there are none, or it cannot be told."""
@@ -127,6 +134,10 @@ class LocalState:
         match message:
             case Save():
                 self._asked = True
+            case Fetch():
+                self._came = True
+            case Cut() if self._cuts is not None:
+                self._cuts.on_order(message)
             case Saved() if self._checkpoints is not None:
                 self._checkpoints.newest = max(self._checkpoints.newest, message.iteration)
 

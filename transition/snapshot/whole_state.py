@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from unicron.detector.processes.rank_messages import Cut, Fetch, MemoryMessage, Plan
+from unicron.detector.processes.rank_messages import Plan
 from unicron.transition.snapshot import contents
 from unicron.transition.snapshot.beginnings import Beginnings
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
@@ -31,9 +31,8 @@ class WholeState(LocalState):
         self._keeper: Keeper | None = None
         self._beginnings: Beginnings  # from :meth:`find_start` on
         self._has_state = False  # of the job's
-        self._came = False  # an image, since the last look
         self._generation, self._writes = -1, slot  # of the node's ranks at this place, in that generation
-        self._cuts = False  # copies of its state may be asked for, in that generation
+        self._gives = False  # copies of its state may be asked for, in that generation
         self._aside = False  # the next copy becomes a file
 
     # ------------------------------------------------------------ before a generation
@@ -43,7 +42,8 @@ class WholeState(LocalState):
         self.note_destination()
         self._beginnings = Beginnings(self._folder, checkpoints, start, writer())
         if self._folder is not None:
-            self._keeper = Keeper(self._folder, self._slot, settings.every)
+            self._keeper = keeper = Keeper(self._folder, self._slot, settings.every)
+            self._cuts, self._filing = keeper.cuts, keeper.aside
         return self._beginnings.newest
 
     def told(self, own: int, writer: Writer) -> list[tuple[int, str]]:
@@ -103,7 +103,7 @@ class WholeState(LocalState):
         nodes, here = {self._node(slot) for slot in same}, self._node(self._slot)
         self._generation, self._writes = generation, min(slot for slot in same if self._node(slot) == here)
         wanted = min(1 + wanted_copies(), len({self._node(slot) for slot in members}))
-        self._cuts = len(nodes) < wanted
+        self._gives = len(nodes) < wanted
 
     def _node(self, slot: int) -> int:
         return slot // self._per_node
@@ -120,29 +120,7 @@ class WholeState(LocalState):
         self._aside = self._slot == self._writes and self.note_destination()
         return self._aside
 
-    @property
-    def is_filing(self) -> bool:
-        return self._keeper is not None and self._keeper.aside.is_open
-
-    @property
-    def asked(self) -> bool:
-        return self._asked or (self._keeper is not None and self._keeper.aside.error is not None)
-
-    def forget_asked(self) -> None:
-        super().forget_asked()
-        if self._keeper is not None and self._keeper.aside.error is not None:
-            self._keeper.aside.forget()
-
     # ------------------------------------------------------------ words
-    def on_message(self, message: MemoryMessage) -> None:
-        match message:
-            case Fetch():
-                self._came = True
-            case Cut() if self._keeper is not None:
-                self._keeper.cuts.on_order(message)
-            case _:
-                super().on_message(message)
-
     @property
     def bytes(self) -> int:
         """Bytes of the node's memory that its images take at the most, once there are any: two that take turns, two
@@ -150,7 +128,7 @@ class WholeState(LocalState):
         if self._keeper is None:
             return 0
         filed = self._checkpoints is not None and self._checkpoints.destination is not None
-        return (BUFFERS * (1 + self._cuts) + filed) * self._gatherer.contents().size
+        return (BUFFERS * (1 + self._gives) + filed) * self._gatherer.contents().size
 
     def memory_text(self, parameters: int) -> str:
         size = self.bytes / parameters
