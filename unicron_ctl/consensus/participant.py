@@ -104,11 +104,10 @@ class Participant:
         if self.agreed is not None and plan.generation == self._fence:
             if plan.prefix != self.agreed.plan.prefix and (self.agreed.chosen or not is_agents_prefix(plan.prefix)):
                 return None  # otherwise the others chose it: only one of two ballots can have won
-            self.agreed = None  # the controller has made it its own
             if plan.generation == self._current:
+                self.agreed = None  # the controller has made it its own
                 return None
-        if plan.generation > self._fence:
-            self.agreed = None
+        self.agreed = None
         self._seen = max(self._seen, plan.generation)
         membership = self._membership(plan, shared_plans.proposers(share), share.peers)
         if plan.boundary:

@@ -237,7 +237,7 @@ class Proposer:
             return
         self.state, self._since = following, now
         if following is ProposerState.PREPARING:
-            self._highest = max(self._highest, self._ballot[0]) + 1
+            self._highest += 1
             self._ballot = (self._highest, self._me.element)
             self._promises, self._accepted, self._proposal = {}, set(), None
             self._lost, self._told, self._closed = set(), 0, False

@@ -235,7 +235,8 @@ def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState])
     for job in jobs:
         nodes, name = plan.assignment[job.job], job.job
         would = f"give {name} {nodes} nodes"
-        reason = f"would {would}: {plan.reasons[name]}; not done, for {permission.of_job(view, name).refusal('move')}"
+        why = permission.of_job(view, name).refusal("requeue_hold")
+        reason = f"would {would}: {plan.reasons[name]}; not done, for {why}"
         out.record(job, records.Observed(would=would, action="plan", nodes=nodes, reason=reason))
     request_actions(view, desk.retries, _place(view, listing, jobs, plan.assignment, plan.reasons).actions, out)
     return out
