@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from unicron.ctl.controller.api import privacy
-from unicron.ctl.controller.api.job_answers import explanation, plain, visible_jobs
+from unicron.ctl.controller.api.job_answers import explanation, failure_answer, plain, visible_jobs
 from unicron.ctl.controller.api.live_scenario import scenario
 from unicron.ctl.controller.api.node_answers import visible_nodes
 from unicron.ctl.controller.api.observed_savings import observed_lines
@@ -52,7 +52,7 @@ def status(core: Core, store: Store, question: NoArguments, asker: Asker) -> sch
         controller=_controller(core),
         jobs=listed,
         nodes=visible_nodes(core, asker),
-        failures=[plain(failure, schema.Failure) for failure in failures[-100:]],
+        failures=[failure_answer(failure) for failure in failures[-100:]],
         attention=[plain(item, schema.Attention) for item in isolation.attention(core.view)] if asker.admin else [],
         observed=observed_lines(core, store) if asker.admin else [],
         waf=sum(item.waf for item in listed),

@@ -12,7 +12,7 @@ from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.job import spares
 from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.asker import Asker
-from unicron.ctl.controller.model.job_state import JobState, Phase
+from unicron.ctl.controller.model.job_state import Failure, JobState, Phase
 from unicron.ctl.controller.plan.inputs import bounds, waiting, weight
 from unicron.ctl.protocol import answer_schema as schema
 
@@ -51,7 +51,7 @@ def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
         silent=_silent(core, state) if full else [],
         left_out=[f"{e} ({state.agents[e].node})" for e in sorted(state.parted)] if full else [],
         failures=len(state.failures),
-        last_failure=plain(state.failures[-1], schema.Failure) if state.failures else None,
+        last_failure=failure_answer(state.failures[-1]) if state.failures else None,
         reason=state.decisions[-1].reason if state.decisions else "",
         elements=_elements(core, state) if full else [],
         barred=[plain(one, schema.Waiting) for one in waiting(core.view, state) if not one.starts] if full else [],
@@ -71,7 +71,7 @@ def explanation(core: Core, state: JobState) -> schema.Explanation:
         bounds=bounds(core.view, state, _planned_with(core, state)) if not state.over else "",
         waiting=[plain(one, schema.Waiting) for one in waiting(core.view, state)],
         decisions=[plain(decided, schema.Decision) for decided in state.decisions],
-        failures=[plain(failure, schema.Failure) for failure in state.failures],
+        failures=[failure_answer(failure) for failure in state.failures],
     )
 
 
@@ -81,6 +81,12 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 def plain(source: object, kind: type[Struct]) -> Struct:
     """The fields of `kind`, which the object has as attributes."""
     return msgspec.convert(source, kind, from_attributes=True)
+
+
+def failure_answer(failure: Failure) -> schema.Failure:
+    """What the log says of the failure and its story, as one."""
+    known = asdict(failure.record) | vars(failure)
+    return msgspec.convert({**known, "kind": failure.record.kind_of_failure, "slot": failure.slot}, schema.Failure)
 
 
 def _base(core: Core, state: JobState) -> schema.JobBase:
@@ -147,7 +153,7 @@ def _elements(core: Core, state: JobState) -> list[schema.Element]:
             agent=record.agent,
             gone=record.gone,
             last_heard=agent.last_heard if agent is not None else None,
-            copies_failed=agent.unmoved if agent is not None else 0,
+            copies_failed=agent.status.unmoved if agent is not None else 0,
             ranks=ranks,
         )
         found.append(one)

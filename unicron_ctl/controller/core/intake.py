@@ -316,7 +316,7 @@ class Intake:
             self._revive_agent(job, agent)
         if was_expired or message.leaving:
             changed = list(agent.slots)
-        if agent.cold:
+        if agent.status.cold:
             self._carry_out(registration.started_cold(state, agent, self._runtime(state).cold))
         if message.leaving:
             self._view.live.silenced(agent)
@@ -347,7 +347,7 @@ class Intake:
         live = job.live
         if adoption.unknown(job.state, agent):
             live.ahead.add(agent.element)
-        if agent.agreed is not None:
+        if agent.status.agreed is not None:
             live.touched.add(agent.element)
         if changed:
             live.changed.update(changed)

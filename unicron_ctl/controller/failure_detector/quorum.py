@@ -84,7 +84,7 @@ def _voters(job: JobState) -> set[Voter]:
 def _speaking(view: View, job: JobState, element: int, name: str) -> AgentView | None:
     """The agent, while it speaks."""
     agent = view.job(job).agents.get(element)
-    speaks = agent is not None and agent.agent == name and agent.alive and not agent.left
+    speaks = agent is not None and agent.agent == name and agent.alive
     return agent if speaks and (job.job, element) not in view.suspicions.open else None
 
 
@@ -93,11 +93,11 @@ def _votes_here(view: View, job: JobState, element: int, name: str) -> bool:
     agent = _speaking(view, job, element, name)
     if agent is None:
         return False
-    agreed, plan = agent.agreed, job.plan
+    agreed, plan = agent.status.agreed, job.plan
     news = agreed is not None and (plan is None or agreed.since >= plan.generation)
     if agreed is not None and news and plan_may_have_begun(view, job, agreed.plan):
         return False
-    return agent.over >= last_vote(job, agent) or any(_goes_on(job, slot) for slot in agent.slots)
+    return agent.status.over >= last_vote(job, agent) or any(_goes_on(job, slot) for slot in agent.slots)
 
 
 def check_free_votes(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
@@ -114,7 +114,7 @@ def check_free_votes(view: View, job: JobView, progress: ProgressWatch) -> Outco
         if agent is None or any(_goes_on(state, slot) for slot in agent.slots):
             continue
         over = last_vote(state, agent)
-        if agent.over < over:
+        if agent.status.over < over:
             out.orders.append(Order(agent, f"over {over}", wire.Ping(over=over)))
     return out
 
@@ -134,7 +134,7 @@ def plan_may_have_begun(view: View, job: JobState, plan: Plan, ping: int = 0) ->
         agent = view.job(job).agents.get(element)
         name = names.get(element, agent.agent if agent is not None else "")
         here = _speaking(view, job, element, name)
-        if here is not None and here.pinged >= ping and any(_goes_on(job, slot) for slot in here.slots):
+        if here is not None and here.status.pinged >= ping and any(_goes_on(job, slot) for slot in here.slots):
             return False
         alive = alive or not _is_dead(view, job, element, name)
     return alive

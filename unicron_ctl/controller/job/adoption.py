@@ -43,7 +43,7 @@ ASKED = 3  # agents that are asked at once what the plan was
 
 def unknown(job: JobState, agent: AgentView) -> bool:
     """The agent shows a generation, or a plan, that this controller has not made."""
-    return agent.alive and (agent.newest > job.generation or _foreign(job, agent.agreed))
+    return agent.alive and (agent.newest > job.generation or _foreign(job, agent.status.agreed))
 
 
 def _foreign(job: JobState, agreed: wire.Agreed | None) -> bool:
@@ -67,7 +67,7 @@ def ahead(job: JobView) -> bool:
 def adopt_generation(view: View, job: JobView) -> Outcome:
     """Takes the generation over, or asks what it is; empty while answers are awaited."""
     out, shown = Outcome(), [job.agents[element] for element in sorted(job.live.ahead)]
-    agreed = [agent.agreed for agent in shown if agent.agreed is not None and _foreign(job.state, agent.agreed)]
+    agreed = [found for agent in shown if (found := agent.status.agreed) is not None and _foreign(job.state, found)]
     newest = max(agent.newest for agent in shown)
     job.live.ahead_since = job.live.ahead_since or view.now
     if agreed and not _all_heard(view, job, out) and not _late(view, job):
@@ -93,7 +93,7 @@ def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
         view.suspicions.last_number += 1
         live.asked = view.suspicions.last_number
     silent = {element for name, element in view.suspicions.open if name == job.state.job}
-    missing = [agent for agent in job.alive() if agent.pinged < live.asked and agent.element not in silent]
+    missing = [agent for agent in job.alive() if agent.status.pinged < live.asked and agent.element not in silent]
     for agent in missing:
         _once(view, agent, f"ping {live.asked}", wire.Ping(number=live.asked), out)
     return not missing
@@ -172,7 +172,8 @@ def replaced(view: View, job: JobView, element: int, before: AgentRecord | None)
     agents = dict(missed.pop(slot) for slot in slots)
     if before is None or before.gone or before.agent not in agents:
         return
-    told = (f for f in state.failures if f.detected_at >= agents[before.agent] and not set(slots).isdisjoint(f.slots))
+    later = (f for f in state.failures if f.detected_at >= agents[before.agent])
+    told = (f for f in later if not set(slots).isdisjoint(f.record.slots))
     if not any(told):
         yield _miss(view, job, slots, before.node)
 
@@ -227,7 +228,7 @@ def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
         return
     slots = sorted(slot for mine in inside.values() for slot in mine)
     crews = [crew for e, mine in sorted(inside.items()) if (crew := _crew(view, job, e, sorted(mine))) is not None]
-    store = next((job.agents[element].store for element in sorted(inside) if job.agents[element].store), "")
+    store = next(filter(None, (job.agents[element].status.store for element in sorted(inside))), "")
     reason = f"{nobody}: it is broken, and its {len(slots)} ranks that are there go on"
     plan = wire.Plan(
         generation=generation, members=slots, store=store, prefix=f"{state.job}.g{generation}", replica=job.live.replica

@@ -125,7 +125,7 @@ class Restart:
     def exhausted(self, job: JobState) -> str:
         if job.restarts < MOST_RESTARTS:
             return ""
-        last = job.failures[-1].reason if job.failures else ""
+        last = job.failures[-1].record.reason if job.failures else ""
         short = f"the world broke {job.restarts} times in a row within {STEADY_SECONDS:.0f} s of its start"
         short += ", and saved nothing new"
         return f"{short}, the last time because: {last}" if last else short

@@ -155,7 +155,7 @@ def due_orders(job: JobView, agent: AgentView, letter: Letter, now: float) -> It
         yield letter.break_key, letter.broken
     if stale := _withdrawn(job.state, agent, letter):
         yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
-    plan, agreed, known = letter.plan, agent.agreed, job.state.plan
+    plan, agreed, known = letter.plan, agent.status.agreed, job.state.plan
     if plan is not None and _lacks(agent, letter.members, plan.generation):
         yield letter.plan_key, partial(letter.share, agent)
     elif agreed is not None and known is not None and agreed.generation <= known.generation:

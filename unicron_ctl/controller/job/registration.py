@@ -227,7 +227,7 @@ def ready_ranks(job: JobState, agent: AgentView, slots: list[int]) -> Outcome:
 def started_cold(job: JobState, agent: AgentView, known: set[str]) -> Outcome:
     """Reasons for which ranks of the agent did not start warm, and that are not `known` to be on record."""
     out = Outcome()
-    for slot, reason in agent.cold.items():
+    for slot, reason in agent.status.cold.items():
         if reason not in known and len(known) < COLD_REASONS:
             known.add(reason)
             said = f"slot {slot} on {agent.node} started cold: {reason[:400]}"

@@ -124,7 +124,7 @@ def swaps(view: View, job: JobView, joiners: Collection[int]) -> list[Swap]:
     coming = [element for element in state.elements(joiners) if element not in inside]
     lost: dict[int, Failure] = {}
     for failure in state.failures:
-        element = failure.element
+        element = failure.record.element
         if failure.whole_at is None and failure.broken_at is not None and element >= 0 and element not in inside:
             lost[element] = failure
     free = [element for element in coming if element not in lost]
@@ -134,11 +134,11 @@ def swaps(view: View, job: JobView, joiners: Collection[int]) -> list[Swap]:
 
 
 def _words(view: View, job: JobView, element: int, failure: Failure) -> str:
-    agent, own = job.agents[element], job.agents.get(failure.element)
+    agent, own = job.agents[element], job.agents.get(failure.record.element)
     since = view.now - max(agent.came.get(slot, view.now) for slot in agent.slots)
     place = f"spare element {element} on {agent.node}, ready for {since:.0f} s, takes the place of element "
-    why = late(view, job, failure.element) if own is not None and own.alive else "which is gone"
-    return f"{place}{failure.element} on {failure.node}" + (f": {why}" if why else "")
+    why = late(view, job, failure.record.element) if own is not None and own.alive else "which is gone"
+    return f"{place}{failure.record.element} on {failure.record.node}" + (f": {why}" if why else "")
 
 
 def standing(job: JobView) -> dict[int, str]:

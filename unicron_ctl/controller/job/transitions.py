@@ -224,8 +224,8 @@ def store_of(job: JobView, preferred: Iterable[int]) -> str:
     """The rendezvous store of the first living member's agent that has one, else of any living agent of the job."""
     for element in (*job.state.elements(preferred), *sorted(job.agents)):
         agent = job.agents.get(element)
-        if agent is not None and agent.alive and agent.store:
-            return agent.store
+        if agent is not None and agent.alive and agent.status.store:
+            return agent.status.store
     raise LookupError(f"no living agent of job {job.state.job} keeps a store")  # nobody forms or reports without one
 
 

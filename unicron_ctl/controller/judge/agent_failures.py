@@ -81,8 +81,8 @@ def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
     gone = NODE_ENDED if agent.gone == AGENT_DIED else "dead"  # one that left by itself has said that its ranks ended
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=gone))
     out.record(state, _node_lost(view, agent.node, element, lost))
-    of_it = (f for f in reversed(state.failures) if f.element == element and f.kind == "agent" and f.node == agent.node)
-    failure = next(of_it, None)
+    of_agents = (f for f in reversed(state.failures) if f.record.kind_of_failure == "agent")
+    failure = next((f for f in of_agents if (f.record.element, f.record.node) == (element, agent.node)), None)
     if failure is not None:
         verdict = view.classifier.cause("lost_connection", finding.evidence)
         amended = records.FailureVerdict(
@@ -90,7 +90,7 @@ def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
             cause=verdict.cause,
             severity=int(Severity.SEV1),
             action=ISOLATE,
-            reason=f"{failure.reason}; then {lost}",
+            reason=f"{failure.record.reason}; then {lost}",
         )
         out.record(state, amended)
     text = f"{LOST}: its slurmd was not reached after the agent of {state.job}_{element} ended"
@@ -179,14 +179,14 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
     verdict = Verdict(said.cause, Severity.SEV1, ISOLATE, finding.evidence, said.rule, said.scope)
     earlier = _just_died(state, finding.node, seen.time)
     if earlier is not None:  # one fault is judged once
-        reason = f'{earlier.reason}; {finding.node} said: "{said.text}"'
+        reason = f'{earlier.record.reason}; {finding.node} said: "{said.text}"'
         amended = records.FailureVerdict(
             failure=earlier.id, cause=said.cause, severity=int(Severity.SEV1), action=ISOLATE, reason=reason
         )
         out.record(state, amended)
-    slots = [slot for slot in finding.slots if earlier is None or slot not in earlier.slots]
+    slots = [slot for slot in finding.slots if earlier is None or slot not in earlier.record.slots]
     if earlier is not None and not slots:
-        isolation.leave_node(view, state, agent, earlier.id, earlier.slots, finding.evidence, True, out)
+        isolation.leave_node(view, state, agent, earlier.id, earlier.record.slots, finding.evidence, True, out)
         return out
     inside, slots = slots, slots or list(agent.slots)
     decision, memory = escalate(view, job, slots[0], verdict, None)
@@ -201,8 +201,8 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
 def _just_died(job: JobState, node: str, at: float) -> Failure | None:
     """The failure of a rank that has just died of what its node says now."""
     for failure in reversed(job.failures):
-        recent = abs(failure.detected_at - at) <= evidence.AFTER_SECONDS
-        if failure.node == node and failure.kind == "rank" and failure.action != ISOLATE and recent:
+        recent, known = abs(failure.detected_at - at) <= evidence.AFTER_SECONDS, failure.record
+        if known.node == node and known.kind_of_failure == "rank" and known.action != ISOLATE and recent:
             return failure
     return None
 
@@ -269,7 +269,7 @@ def slurm_said(view: View, job: JobView, finding: Finding) -> Outcome:
         cause=verdict.cause if counts else None,
         severity=int(verdict.severity) if counts else None,
         slurm=state,
-        reason=f"{failure.reason}; {words}: {verdict.reason}",
+        reason=f"{failure.record.reason}; {words}: {verdict.reason}",
     )
     out.record(job.state, record)
     return out

@@ -29,16 +29,16 @@ def failed_again(job: JobState, slot: int, fault: Fault | None, verdict: Verdict
     if at is None or verdict.scope not in ITS_OWN:
         return None
     before = [
-        failure
-        for failure in job.failures
-        if failure.micro_batch == at and failure.cause == verdict.cause and failure.detected_in < job.generation
+        known
+        for known in (failure.record for failure in job.failures)
+        if known.micro_batch == at and known.cause == verdict.cause and known.detected_in < job.generation
     ]
-    others = [failure for failure in before if slot not in failure.slots]
-    tries = len({failure.detected_in for failure in before}) + 1
+    others = [known for known in before if slot not in known.slots]
+    tries = len({known.detected_in for known in before}) + 1
     if not others and tries < MOST_TRIES:
         return None
     first = (others or before)[0]
-    where = f"slot {first.slot} on {first.node} and on slot {slot}" if others else f"slot {slot}, {tries} times"
+    where = f"slot {first.slots[0]} on {first.node} and on slot {slot}" if others else f"slot {slot}, {tries} times"
     reason = (
         f"{verdict.reason}; micro-batch {at[1]} of iteration {at[0]} failed with {verdict.cause} on {where}: it is the "
         "data's or the script's own failure, and would end one rank after another"

@@ -198,22 +198,24 @@ def _explain_late(view: View, said: records.NodeEvent, out: Outcome) -> None:
     job = view.state.jobs.get(said.of_job)
     for failure in job.failures if job is not None else ():
         if _may_explain(failure, said, view.now):
-            cause = view.classifier.table.causes.get(failure.cause)
+            known = failure.record
+            cause = view.classifier.table.causes.get(known.cause)
             scope = cause.scope if cause else "unknown"
             rule = "exit-default" if scope == "unknown" else ""
-            own = Verdict(failure.cause, Severity(failure.severity), "", failure.reason, rule, scope)
-            if explains(said, failure.exit_code or 0, failure.pid or 0, own, pids_on(view, said.node)):
+            own = Verdict(known.cause, Severity(known.severity), "", known.reason, rule, scope)
+            if explains(said, known.exit_code or 0, known.pid or 0, own, pids_on(view, said.node)):
                 full = merge_verdicts(own, said, failure.detected_at - said.at)
                 verdict = records.FailureVerdict(failure=failure.id, cause=full.cause, reason=full.reason)
                 out.record(job, verdict)
 
 
 def _may_explain(failure: Failure, said: records.NodeEvent, now: float) -> bool:
+    known = failure.record
     return (
-        failure.node == said.node
-        and failure.kind == "rank"
-        and failure.exit_code is not None
+        known.node == said.node
+        and known.kind_of_failure == "rank"
+        and known.exit_code is not None
         and now - failure.detected_at <= AFTER_SECONDS
         and failure.detected_at - said.at <= BEFORE_SECONDS
-        and said.text not in failure.reason
+        and said.text not in known.reason
     )

@@ -138,7 +138,7 @@ def leave_out_member(view: View, job: JobView, finding: Finding) -> Outcome:
 
 def _on_record(job: JobState, slot: int) -> bool:
     """A failure that has not been dealt with names the slot."""
-    return any(slot in f.slots and f.member and f.planned_at is None for f in job.failures)
+    return any(slot in f.record.slots and f.record.member and f.planned_at is None for f in job.failures)
 
 
 def broken(view: View, job: JobView, finding: Finding) -> Outcome:
@@ -218,12 +218,13 @@ def hang(view: View, job: JobView, finding: Finding) -> Outcome:
     identity = finding.identity
     if failure is None or identity is None:
         return out
-    decision = Decision(Severity(failure.severity), failure.action, finding.evidence, failure.cause)
-    agent, suspect = job.agent(slot), failure.action == ISOLATE
+    known = failure.record
+    decision = Decision(Severity(known.severity), known.action, finding.evidence, known.cause)
+    agent, suspect = job.agent(slot), known.action == ISOLATE
     if (
         agent is None
-        or failure.action not in (MOVE, ISOLATE)
-        or not isolation.leave_node(view, job.state, agent, failure.id, failure.slots, decision.reason, suspect, out)
+        or known.action not in (MOVE, ISOLATE)
+        or not isolation.leave_node(view, job.state, agent, failure.id, known.slots, decision.reason, suspect, out)
     ):
         start_rank(view, job.state, slot, identity.incarnation + 1, view.now, "hangs", out, failure.id)
     out.record(job.state, records.LeaveOut(failure=failure.id, slots={slot: "hangs"}, reason=finding.evidence))

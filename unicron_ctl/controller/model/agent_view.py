@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unicron.ctl.protocol.wire import Agreed, Failing, Image, RankStatus, Status
+from unicron.ctl.protocol.wire import RankStatus, Status
 
 CAN_ENTER = ("waiting", "standby")
 Route = tuple[bytes, ...]
@@ -30,9 +30,10 @@ class AgentView:
     """Its CURVE public key; empty where nothing is encrypted."""
     door: str = ""
     """host:port at which others see that it lives."""
-    store: str = ""
+    status: Status = field(init=False)
+    """The last that was taken in; an empty one before the first."""
     number: int = 0
-    """Of the last status that was taken in."""
+    """Of that status; 0 when the agent has registered, for whatever it sends from then on is newer."""
     steps: int = 0
     """Number of the last report of a step that was taken in."""
     ranks: dict[int, RankStatus] = field(default_factory=dict)
@@ -48,8 +49,6 @@ class AgentView:
     """The longest of all, the first start included."""
     expired: bool = False
     """Its lease ran out."""
-    left: str = ""
-    """It said that it ends by itself, and why."""
     suspect_since: float | None = None
     """Since when Slurm says that it ended."""
     task_status: int | None = None
@@ -57,20 +56,12 @@ class AgentView:
     last_registered: float = 0.0
     repeated: dict[str, float] = field(default_factory=dict)
     """order -> when it was last sent."""
-    pinged: int = 0
-    """The number of the last Ping that its last status answers."""
-    agreed: Agreed | None = None
-    """What it and others have agreed on without this controller, until a plan of this controller's."""
-    over: int = 0
-    """It votes no more on what follows generations up to this one."""
     newest: int = 0
     """The highest generation that one of its ranks is in, or enters."""
     broken: int = 0
     """The highest Break that all of its ranks know of."""
     before: dict[int, RankStatus] = field(default_factory=dict)
     """slot -> the last word of the process that was in it before the present one."""
-    fenced: bool = False
-    """Restart mode: its processes end by themselves where it is cut off."""
     waits: bool = False
     """One of its ranks waits to enter, or would."""
     fresh: bool = False
@@ -80,34 +71,20 @@ class AgentView:
     images_at: str = ""
     token: str = ""
     """host:port at which it takes and gives images of the training state, and what that takes."""
-    cut: int = 0
-    """The number of the last cut that it has heard of."""
-    images: list[Image] = field(default_factory=list)
-    """What lies in its node's memory."""
-    saved: Image | None = None
-    """The newest that a script without a session keeps there."""
-    moved: int = 0
-    """Bytes of images that it has sent and received."""
-    unmoved: int = 0
-    """Images that came to nothing on their way."""
-    rates: dict[int, float] = field(default_factory=dict)
-    """element -> bytes a second of the last image that went between it and this one."""
-    failing: dict[str, Failing] = field(default_factory=dict)
-    """address -> an agent (its `images_at`) from which it could not get images of late."""
-    refusing: dict[str, Failing] = field(default_factory=dict)
-    """address -> an agent to which it could not give images of late."""
-    cold: dict[int, str] = field(default_factory=dict)
-    """slot -> why its process was started cold; others that have a process were started warm."""
+
+    def __post_init__(self) -> None:
+        self.status = Status(job=self.job, element=self.element, agent=self.agent, sent=0.0)
 
     @property
     def alive(self) -> bool:
-        return not self.expired and not self.left
+        return not self.expired and not self.status.leaving
 
     def start(self, slot: int) -> str:
         """How the slot's process was started: warm, or cold and why; empty while there is none."""
         if not self.ranks[slot].pid:
             return ""
-        return f"cold: {self.cold[slot]}" if slot in self.cold else "warm"
+        cold = self.status.cold
+        return f"cold: {cold[slot]}" if slot in cold else "warm"
 
     def on_status(self, status: Status, now: float) -> list[int]:
         """Takes in a status of this agent; slots that are not its own are ignored. Returns the slots whose state has
@@ -118,11 +95,7 @@ class AgentView:
         self.last_heard = now
         if status.number and status.number <= self.number:
             return []
-        self.number, self.store, self.left = status.number, status.store, status.leaving
-        self.pinged, self.agreed, self.over, self.cold = status.pinged, status.agreed, status.over, status.cold
-        self.cut, self.images, self.saved = status.cut, status.images, status.saved
-        self.moved, self.unmoved, self.rates = status.moved, status.unmoved, status.rates
-        self.failing, self.refusing, self.fenced = status.failing, status.refusing, status.fenced
+        self.status, self.number = status, status.number
         changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
         newest = self.newest
         for slot in self.slots:

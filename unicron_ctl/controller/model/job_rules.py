@@ -82,28 +82,8 @@ def exit_noted(job: JobState, event: Event, record: records.ExitNoted) -> None:
 
 # ---------------------------------------------------------------- failures
 def failure_detected(job: JobState, event: Event, record: records.FailureDetected) -> None:
-    job.failures.append(
-        Failure(
-            id=event.id,
-            kind=record.kind_of_failure,
-            job=event.job,
-            slots=list(record.slots),
-            node=record.node,
-            element=record.element,
-            severity=record.severity,
-            cause=record.cause,
-            action=record.action,
-            reason=record.reason,
-            detected_at=event.time,
-            detected_by=record.detected_by,
-            source=record.source,
-            member=record.member,
-            exit_code=record.exit_code,
-            pid=record.pid,
-            micro_batch=record.micro_batch,
-            detected_in=record.detected_in,
-        )
-    )
+    kept = msgspec.structs.replace(record, leave_out={}, exits=[], escalation=None)  # these are for the fold alone
+    job.failures.append(Failure(event.id, event.job, event.time, kept))
     if record.noted is not None:
         _slot(job, record.slots[0]).noted = record.noted
     for seen in record.exits:
@@ -131,11 +111,15 @@ def failure_verdict(job: JobState, event: Event, record: records.FailureVerdict)
     failure = job.failure(record.failure)
     if failure is None:
         return
-    failure.severity = failure.severity if record.severity is None else record.severity
-    failure.cause = failure.cause if record.cause is None else record.cause
-    failure.action = failure.action if record.action is None else record.action
     failure.slurm = failure.slurm if record.slurm is None else record.slurm
-    failure.reason = record.reason or failure.reason
+    said = {
+        "severity": record.severity,
+        "cause": record.cause,
+        "action": record.action,
+        "reason": record.reason or None,
+    }
+    news = {name: value for name, value in said.items() if value is not None}
+    failure.record = msgspec.structs.replace(failure.record, **news)
 
 
 def failure_action(job: JobState, event: Event, record: records.FailureAction) -> None:
@@ -159,7 +143,7 @@ def break_(job: JobState, event: Event, record: records.Break) -> None:
         if job.members.get(one.slot) == identity:
             job.lost[one.slot] = job.banished[one.slot] = identity
     for failure in job.failures:
-        if failure.member and failure.broken_at is None:
+        if failure.record.member and failure.broken_at is None:
             failure.broken_at, failure.generation = event.time, event.generation
     if job.phase is not Phase.BREAKING:
         job.restarts += bool(record.lost)
@@ -238,8 +222,9 @@ def offer_withdrawn(job: JobState, event: Event, record: records.OfferWithdrawn)
         if job.joining.get(one.slot) == Identity(one.agent, one.incarnation):
             job.banished[one.slot] = job.joining[one.slot]
     for failure in job.failures:
-        if failure.member and failure.broken_at is None and not any(slot in job.members for slot in failure.slots):
-            failure.member = False  # nobody stopped for it
+        known = failure.record
+        if known.member and failure.broken_at is None and not any(slot in job.members for slot in known.slots):
+            failure.record = msgspec.structs.replace(known, member=False)  # nobody stopped for it
     job.condemned = {slot: why for slot, why in job.condemned.items() if slot in job.members}
     job.offer, job.joining = None, {}
 
@@ -270,14 +255,14 @@ def _whole(job: JobState, event: Event) -> None:
     all_here = len(job.members) >= job.wanted(job.replica) * max(1, job.settings.ranks_per_node)
     for failure in job.failures:
         if failure.broken_at is not None and failure.whole_at is None:
-            if all_here or all(slot in job.members for slot in failure.slots):
+            if all_here or all(slot in job.members for slot in failure.record.slots):
                 failure.whole_at = event.time
 
 
 def _restored(job: JobState, event: Event, came: set[int]) -> None:
     """Dates failures all of whose slots are members again, some of them just now."""
     for failure in job.failures:
-        slots = failure.slots
+        slots = failure.record.slots
         if failure.restored_at is None and slots and came & set(slots) and all(slot in job.members for slot in slots):
             failure.restored_at = event.time
 

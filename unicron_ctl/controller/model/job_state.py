@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from unicron.ctl.controller.log.records import FailureDetected
 from unicron.ctl.controller.log.thinning import RECENT_STEPS
 from unicron.ctl.controller.model import healing_modes as modes
 from unicron.ctl.controller.model.healing_modes import Mode
@@ -110,26 +111,12 @@ class Failure:
     """One failure with its story. Times in seconds since the epoch, None for what has not happened."""
 
     id: int
-    kind: str
     job: str
-    slots: list[int]
-    node: str
-    element: int
-    severity: int
-    cause: str
-    action: str
-    reason: str
     detected_at: float
-    detected_by: str
-    source: str
-    member: bool
-    exit_code: int | None = None
-    pid: int | None = None
+    record: FailureDetected
+    """What the log says of it, with what later verdicts have changed."""
     iteration: int | None = None
-    micro_batch: tuple[int, int] | None = None
-    """The iteration and the index of the one that the rank computed when it failed."""
-    detected_in: int = 0
-    """The highest generation at that time."""
+    """With which the job went on."""
     generation: int | None = None
     broken_at: float | None = None
     planned_at: float | None = None
@@ -147,7 +134,7 @@ class Failure:
     @property
     def slot(self) -> int | None:
         """The first of its slots."""
-        return self.slots[0] if self.slots else None
+        return self.record.slots[0] if self.record.slots else None
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class JobView:
         """reason -> slots whose processes were not started warm for it."""
         found: dict[str, list[int]] = {}
         for _, agent in sorted(self.agents.items()):
-            for slot, reason in sorted(agent.cold.items()):
+            for slot, reason in sorted(agent.status.cold.items()):
                 found.setdefault(reason, []).append(slot)
         return found
 
@@ -129,7 +129,7 @@ class JobView:
         return now - self.state.since - self.live.stalled
 
     def has_store(self) -> bool:
-        return any(agent.store for agent in self.agents.values() if agent.alive)
+        return any(agent.status.store for agent in self.agents.values() if agent.alive)
 
     # ------------------------------------------------------------ one slot
     def finished(self, slot: int) -> bool:

@@ -137,8 +137,8 @@ def _for_failures(job: JobState, action: Action, out: Outcome) -> None:
     element = f"{action.job}_{action.element}"
     text = f"start element {element} on {action.node}" if action.action == "pin" else f"requeue {element}"
     for failure in job.failures:
-        open_ = failure.restored_at is None and failure.kind in ("node", "agent")
-        if failure.element == action.element and open_:
+        open_ = failure.restored_at is None and failure.record.kind_of_failure in ("node", "agent")
+        if failure.record.element == action.element and open_:
             out.record(job, records.FailureAction(failure=failure.id, text=text))
 
 

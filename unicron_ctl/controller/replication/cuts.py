@@ -87,7 +87,7 @@ def cut_orders(
     if not cuts.none and (not cuts.targets or cuts.asked < 0):
         return
     for agent in job.alive():
-        if agent.cut == cuts.number:
+        if agent.status.cut == cuts.number:
             continue
         if cuts.none:
             yield agent, wire.Cut(iteration=cuts.asked, number=cuts.number, none=True)
@@ -181,11 +181,11 @@ def _incomplete(view: View, cuts: Cuts, whole: int) -> bool:
 
 def _patient(view: View, job: JobView, cuts: Cuts, good: int) -> bool:
     """The last cut is given time: it is not good yet, and as long as bytes of images move it may become so."""
-    moved, waited = sum(agent.moved for agent in job.alive()), view.now - cuts.asked_at
+    moved, waited = sum(agent.status.moved for agent in job.alive()), view.now - cuts.asked_at
     if moved != cuts.moved:
         cuts.moved, cuts.moved_at = moved, view.now
     still = view.now - max(cuts.asked_at, cuts.moved_at)
-    sizes = [sum(image.bytes for image in agent.images) for agent in job.alive()]
+    sizes = [sum(image.bytes for image in agent.status.images) for agent in job.alive()]
     longest = max(sizes, default=0) / nearest.usual(job.alive())  # one node sends all that it keeps
     return cuts.asked > good and still < CUT_LIMIT_SECONDS and waited < CUT_LIMIT_SECONDS + FAR * longest
 
@@ -198,12 +198,12 @@ def _name_cut(view: View, job: JobView, cuts: Cuts, iteration: int) -> None:
 
 def _renumber(job: JobView, cuts: Cuts) -> None:
     """Has all agents told the cut, whatever they have heard."""
-    cuts.number = 1 + max([cuts.number, *(agent.cut for agent in job.alive())])
+    cuts.number = 1 + max([cuts.number, *(agent.status.cut for agent in job.alive())])
 
 
 def _let_go(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts) -> None:
     """Ends all copies: the job has grown, and for a while enough nodes have trained every place."""
-    if cuts.none or cuts.without_memory or not any(agent.images for agent in job.alive()):
+    if cuts.none or cuts.without_memory or not any(agent.status.images for agent in job.alive()):
         return
     if kind.reached(job) > cuts.since + AHEAD:
         cuts.none, cuts.good = True, -1

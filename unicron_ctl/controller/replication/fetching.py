@@ -50,7 +50,7 @@ def fetch_orders(view: View, job: JobView, wanted: Wanted | None) -> Outcome | N
     if wanted is None:
         fetching.began = None
         return None
-    moved = sum(agent.moved for agent in job.alive())
+    moved = sum(agent.status.moved for agent in job.alive())
     if fetching.began is None or fetching.state != wanted.state:
         longest = max((way.seconds for way in wanted.ways), default=0.0)
         job.live.fetching = fetching = Fetching(wanted.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest)
@@ -76,7 +76,7 @@ def _note_ways(job: JobView, fetching: Fetching, ways: Iterable[nearest.Way]) ->
         image = (way.image.kind, way.image.place, way.image.shard)
         known = fetching.words.get(image)
         receiver = job.agents.get(known.receiver) if known is not None else None
-        if known is None or receiver is None or known.source in receiver.failing:
+        if known is None or receiver is None or known.source in receiver.status.failing:
             fetching.words[image] = Told(way.receiver.element, way.source.images_at, way.words)
 
 

@@ -45,13 +45,13 @@ class Load:
 
 def usual(agents: Iterable[AgentView]) -> float:
     """Bytes a second between two of them of which nothing is known."""
-    measured = [rate for agent in agents for rate in agent.rates.values()]
+    measured = [rate for agent in agents for rate in agent.status.rates.values()]
     return max(LEAST_RATE, statistics.median(measured)) if measured else USUAL_RATE
 
 
 def measured(one: AgentView, other: AgentView) -> float | None:
     """Bytes a second between the two, as either has seen them; the less of both."""
-    seen = [one.rates.get(other.element), other.rates.get(one.element)]
+    seen = [one.status.rates.get(other.element), other.status.rates.get(one.element)]
     return min((max(LEAST_RATE, rate) for rate in seen if rate is not None), default=None)
 
 
@@ -93,7 +93,7 @@ def nearest(
     best: tuple[tuple[int, float, bool, int, int], Way] | None = None
     for receiver in receivers[:RECEIVERS]:
         for source, image in there.values():
-            known, failing = measured(receiver, source), receiver.failing.get(source.images_at)
+            known, failing = measured(receiver, source), receiver.status.failing.get(source.images_at)
             busy = max(load.sends[source.element], load.receives[receiver.element])
             seconds = busy + image.bytes / (known or usual_rate)
             far = domains.get(source.node, "") != domains.get(receiver.node, "")
@@ -113,7 +113,7 @@ def nearest(
 
 def _tried(receiver: AgentView, source: AgentView, there: Mapping[str, tuple[AgentView, Image]]) -> str:
     """From whom the receiver could not get images, and so takes this source, for people; empty where there is none."""
-    failing = {one.node: found for one, _ in there.values() if (found := receiver.failing.get(one.images_at))}
+    failing = {one.node: found for one, _ in there.values() if (found := receiver.status.failing.get(one.images_at))}
     again = failing.pop(source.node, None)
     said = [f"; tries that failed: {again.times}, the last: {again.why}"] if again else []
     return "".join([*said, *(f"; not from {node}: {found.why}" for node, found in list(failing.items())[:NAMED])])

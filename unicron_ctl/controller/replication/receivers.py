@@ -75,7 +75,7 @@ def refusing(agents: Sequence[AgentView], before: Mapping[int, Mapping[str, str]
     at = {agent.images_at: agent.node for agent in agents}
     found: dict[int, dict[str, str]] = {}
     for agent in agents:
-        if told := {at[address]: one.why for address, one in agent.refusing.items() if address in at}:
+        if told := {at[address]: one.why for address, one in agent.status.refusing.items() if address in at}:
             known = before.get(agent.element, {})
             found[agent.element] = {**known, **told} if len(known) < ranges.MOST_PASSED_OVER else dict(known)
     return found

@@ -57,7 +57,7 @@ class ScriptStates(ReplicationStrategy):
         """A state of another world's size does not fit, but a world of that size may come back."""
         nodes: dict[tuple[int, int | str, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for agent in with_memory(job):
-            for image in agent.images:
+            for image in agent.status.images:
                 if image.kind == USER:
                     size, place = (SAME, 0) if image.mark == SAME else (image.size, image.place)
                     nodes[image.iteration, size, image.base][place].add(agent.node)
@@ -71,7 +71,10 @@ class ScriptStates(ReplicationStrategy):
         return 1 if self.alike(job) else len(agent.slots)
 
     def kept(self, job: JobView, cut: int) -> set[int]:
-        plan, images = job.state.plan, (image for agent in job.alive() for image in agent.images if image.kind == USER)
+        plan, images = (
+            job.state.plan,
+            (image for agent in job.alive() for image in agent.status.images if image.kind == USER),
+        )
         base = plan.generation if plan is not None else -1
         return {image.iteration for image in images if image.iteration >= cut and image.base == base}
 
@@ -83,6 +86,6 @@ class ScriptStates(ReplicationStrategy):
 def newest_saved(job: JobView) -> wire.Image | None:
     """The newest state that the present world has saved."""
     plan = job.state.plan
-    saved = [agent.saved for agent in job.alive() if agent.saved is not None]
+    saved = [found for agent in job.alive() if (found := agent.status.saved) is not None]
     mine = [one for one in saved if plan is not None and one.base == plan.generation]
     return max(mine, key=lambda one: one.iteration, default=None)

@@ -98,7 +98,7 @@ def images(agents: Iterable[AgentView]) -> dict[ShardedState, dict[Part, Where]]
     """state -> shard -> where it lies."""
     found: dict[ShardedState, dict[Part, Where]] = defaultdict(lambda: defaultdict(dict))
     for agent in agents:
-        for image in agent.images:
+        for image in agent.status.images:
             if image.kind == SHARD and (mark := _number(image.mark)) is not None:
                 state = ShardedState(image.iteration, named(image.base, mark), image.count)
                 found[state][image.place, image.shard][agent.node] = agent, image
@@ -109,7 +109,7 @@ def untrained(agents: Iterable[AgentView], version: int) -> dict[int, Where]:
     """place -> where the untrained tensors lie that go with the shards of this version."""
     found: dict[int, Where] = defaultdict(dict)
     for agent in agents:
-        for image in agent.images:
+        for image in agent.status.images:
             if image.kind == UNTRAINED and image.iteration == version:
                 found[image.place][agent.node] = agent, image
     return found
@@ -119,7 +119,7 @@ def incomplete(agents: Iterable[AgentView], version: int) -> set[int]:
     """Places that have untrained tensors, of which nobody has those of this version."""
     versions: dict[int, set[int]] = defaultdict(set)
     for agent in agents:
-        for image in agent.images:
+        for image in agent.status.images:
             if image.kind == UNTRAINED:
                 versions[image.place].add(image.iteration)
     return {place for place, there in versions.items() if version not in there}

@@ -72,7 +72,7 @@ class ReplicationStrategy(ABC):
 
     def kept(self, job: JobView, cut: int) -> set[int]:
         """The iterations that ranks have kept for this cut: none, or several, where they heard of it too late."""
-        return {image.iteration for agent in job.alive() for image in agent.images if image.iteration == cut}
+        return {image.iteration for agent in job.alive() for image in agent.status.images if image.iteration == cut}
 
     def without_memory(self, job: JobView) -> dict[int, list[str]]:
         """place -> nodes without a memory on whose account no cut would ever be whole."""

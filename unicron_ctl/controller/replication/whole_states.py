@@ -122,7 +122,7 @@ def images(agents: Iterable[AgentView]) -> dict[State, dict[int, dict[str, tuple
     """state -> place -> node -> who has it."""
     found: dict[State, dict[int, dict[str, tuple[AgentView, wire.Image]]]] = defaultdict(lambda: defaultdict(dict))
     for agent in agents:
-        for image in agent.images:
+        for image in agent.status.images:
             if image.kind == STATE:
                 found[image.iteration, image.mark][image.place][agent.node] = agent, image
     return found

@@ -22,7 +22,7 @@ def fell_silent(view: View, job: JobView, element: int) -> str:
     if not state.mode.fenced or record is None or nodes < 2 or element not in state.inside:
         return ""  # alone it has no others to miss
     seen = agent is not None and agent.agent == record.agent
-    fenced = agent is None or not seen or agent.fenced
+    fenced = agent is None or not seen or agent.status.fenced
     heard = agent.last_heard if agent is not None and seen else view.started_at
     live.fences[record.agent] = fence = Fence(element, heard, nodes, fenced)
     wait = max(0.0, _until(view, job, fence) - view.now)

@@ -44,7 +44,7 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
             or status.incarnation != member.incarnation
             or agent.agent != member.agent
             or agent.expired
-            or agent.left
+            or agent.status.leaving
         ):
             odd.append(slot)
         elif status.state == "running" and not breaking and status.generation in (generation, offered):
@@ -77,7 +77,7 @@ def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
 
 def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
     end = status.end if status is not None else None
-    if status is None or end is None or agent.left:
+    if status is None or end is None or agent.status.leaving:
         return None
     identity = Identity(agent.agent, status.incarnation)
     if job.state.slot(slot).exit_seen == identity:
@@ -154,7 +154,7 @@ def _find_note(view: View, job: JobView, agent: AgentView, slot: int, status: Ra
 def check_leaving(view: View, job: JobView, agent: AgentView) -> Finding | None:
     """The agent says that it ends by itself: its ranks finished, or Slurm stopped it. None when that is known."""
     record = job.state.agents.get(agent.element)
-    if not agent.left or record is None or record.gone or record.agent != agent.agent:
+    if not agent.status.leaving or record is None or record.gone or record.agent != agent.agent:
         return None
     return Finding(
         What.LEFT,
@@ -162,7 +162,7 @@ def check_leaving(view: View, job: JobView, agent: AgentView) -> Finding | None:
         tuple(agent.slots),
         view.now,
         Source.AGENT,
-        agent.left,
+        agent.status.leaving,
         element=agent.element,
         node=agent.node,
         by="agent",

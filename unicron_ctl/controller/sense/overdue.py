@@ -177,7 +177,7 @@ def _check_element(view: View, job: JobView, clocks: ActionClocks, element: int,
     """An element whose agent alone died is started again by Slurm, and must come back."""
     state, record = job.state, job.state.agents[element]
     waits = state.allotted is None or element in state.allotted
-    begun = max((f.detected_at for f in state.failures if f.element == element), default=0.0)
+    begun = max((f.detected_at for f in state.failures if f.record.element == element), default=0.0)
     action, most = f"agent {record.agent}", view.config.restart_seconds
     if clocks.elapsed(action, begun, waits, view) < most:
         return

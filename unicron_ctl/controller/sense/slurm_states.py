@@ -46,8 +46,8 @@ def check_slurm_states(view: View, job: JobView) -> Outcome:
         agent = job.agents.get(element.element)
         if agent is not None and agent.alive:
             continue
-        of_it = (f for f in reversed(job.state.failures) if f.element == element.element and f.kind in OPEN_KINDS)
-        failure = next(of_it, None)
+        of_it = (f for f in reversed(job.state.failures) if f.record.element == element.element)
+        failure = next((f for f in of_it if f.record.kind_of_failure in OPEN_KINDS), None)
         if failure is None or failure.restored_at is not None or failure.slurm:
             continue
         if element.state in ENDED and element.state != "COMPLETED":

@@ -101,7 +101,9 @@ def test_a_dead_rank_breaks_the_generation_and_survivors_go_on_with_the_iteratio
     assert plan.generation == 2 and plan.members == [0, 2] and plan.iteration == 1 and plan.step is None
     assert {0, 3} <= set(plan.assignment[0]) and 2 in plan.assignment[2]
     failure = world.job().failures[-1]
-    assert failure.kind == "rank" and failure.severity == 2 and failure.reused_micro_batches == 3
+    assert (
+        failure.record.kind_of_failure == "rank" and failure.record.severity == 2 and failure.reused_micro_batches == 3
+    )
     assert failure.recomputed_micro_batches == 1 and failure.redistributed_micro_batches == 3
     assert failure.detected_at <= failure.broken_at <= failure.planned_at <= failure.resumed_at == world.now
     assert world.job().phase == "running"
@@ -221,7 +223,7 @@ def test_a_survivor_that_does_not_stop_is_left_out_and_started_anew():
     world.run(1.0)
     assert world.job().plan.members == [0]
     assert any(m.slot == 1 for m in messages(world, wire.StopRank))
-    assert [f.kind for f in world.job().failures] == ["rank", "hang"]
+    assert [f.record.kind_of_failure for f in world.job().failures] == ["rank", "hang"]
 
 
 def test_a_fault_that_nobody_died_of_is_tried_again_in_place():
@@ -237,7 +239,9 @@ def test_a_fault_that_nobody_died_of_is_tried_again_in_place():
         and sorted(world.job().plan.members) == [0, 1]
         and world.job().plan.generation == 2
     )
-    assert world.job().failures[-1].severity == 3 and world.job().failures[-1].kind == "exception"
+    assert (
+        world.job().failures[-1].record.severity == 3 and world.job().failures[-1].record.kind_of_failure == "exception"
+    )
 
 
 def test_the_cause_that_shows_within_the_grace_is_the_one_that_counts():
@@ -248,7 +252,7 @@ def test_the_cause_that_shows_within_the_grace_is_the_one_that_counts():
     world.run(0.05, heartbeats=False)
     agents[1].die(1)
     assert messages(world, wire.Break)[0].lost == [1]
-    assert [f.kind for f in world.job().failures] == ["rank"]
+    assert [f.record.kind_of_failure for f in world.job().failures] == ["rank"]
     assert world.job().plan.members == [0, 2]
 
 
@@ -262,7 +266,7 @@ def test_a_silent_node_is_lost_within_two_heartbeat_periods():
         world.run(0.05)
     assert world.now - silent_since <= 2.0 * world.config.heartbeat_period
     assert world.job().plan.members == [0, 1]
-    assert world.job().failures[-1].kind == "node"
+    assert world.job().failures[-1].record.kind_of_failure == "node"
     agents[2].silent = False
     agents[2].status()  # it was only a network problem: its ranks start anew
     assert any(m.slot == 2 for m in messages(world, wire.StopRank))
@@ -414,7 +418,7 @@ def test_an_agent_that_does_not_come_back_after_a_restart_is_lost():
     world.run(world.config.restart_grace - 1)
     assert world.job().phase == "running"
     world.run(2)
-    assert world.job().plan.members == [0] and world.job().failures[-1].kind == "node"
+    assert world.job().plan.members == [0] and world.job().failures[-1].record.kind_of_failure == "node"
 
 
 def test_a_job_is_healed_within_its_nodes_also_where_the_admin_only_observes():

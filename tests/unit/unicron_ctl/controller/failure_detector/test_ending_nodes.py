@@ -87,7 +87,9 @@ def test_the_node_is_lost_and_slurm_gives_the_element_another(then: str, kind: t
     died(world, lost)
     (failure,) = world.job().failures
     plans = sum(event.kind == "plan" for event in world.log)
-    assert "nothing else of its node has answered" in failure.reason and "node answers" not in failure.reason
+    assert (
+        "nothing else of its node has answered" in failure.record.reason and "node answers" not in failure.record.reason
+    )
     if then == "silent":
         off(world, lost)
     world.run(UNREACHED_SECONDS - 0.5)
@@ -99,12 +101,15 @@ def test_the_node_is_lost_and_slurm_gives_the_element_another(then: str, kind: t
     assert world.slurm.queue["1", 1]["restarts"] == 1 and not asked(world)
     assert list(world.job().failures) == [failure] and world.kinds().count("failure_detected") == 1
     assert world.kinds().count("break") == breaks, "those that go on are left alone"
-    assert (failure.kind, failure.severity, failure.action) == ("agent", 1, "isolate")
+    assert (failure.record.kind_of_failure, failure.record.severity, failure.record.action) == ("agent", 1, "isolate")
     word = "refused" if then == "refuses" else "silent"
     assert all(
-        f"{who}: agent {word}, slurmd {word}" in failure.reason for who in ("the controller", "1_2 on n3", "1_3 on n4")
+        f"{who}: agent {word}, slurmd {word}" in failure.record.reason
+        for who in ("the controller", "1_2 on n3", "1_3 on n4")
     )
-    assert "own sockets and witnesses" in failure.reason and any("set n2 down" in text for text in failure.actions)
+    assert "own sockets and witnesses" in failure.record.reason and any(
+        "set n2 down" in text for text in failure.actions
+    )
     kinds = world.kinds()
     assert kinds.index("failure_detected") < kinds.index("node_lost") < kinds.index("isolated")
     (fresh,) = follow(world, "1", 4) if kind is FakeAgent else [PlainAgent(world, "1", 1, "n5", nodes=4)]
@@ -235,7 +240,7 @@ def test_where_the_node_answers_the_log_says_so_and_nobody_asks_on():
     world = on_slurm()
     world.agents[1].silent = True  # its door refuses, its slurmd is reached
     died(world, world.agents[1])
-    assert "its node answers" in world.job().failures[0].reason and not asked(world)
+    assert "its node answers" in world.job().failures[0].record.reason and not asked(world)
 
 
 @pytest.mark.parametrize("how", ["its agent", "a new agent", "an agent of another job"])
@@ -307,7 +312,7 @@ def test_without_witnesses_slurm_has_to_say_it():
     world.slurm.node_states["n1"] = {"IDLE", "NOT_RESPONDING"}
     world.run(10.0)
     assert taken(world) == [("down", "n1")]
-    assert "own sockets and Slurm (NOT_RESPONDING)" in world.job().failures[0].reason
+    assert "own sockets and Slurm (NOT_RESPONDING)" in world.job().failures[0].record.reason
 
 
 def strangers_alone(world: World) -> None:

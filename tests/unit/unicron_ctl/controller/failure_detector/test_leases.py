@@ -126,7 +126,7 @@ def test_a_node_lost_during_the_heads_silence_is_healed_after_it():
     healed = world.now
     while 2 in world.job().members and world.now < healed + 5.0:
         world.run(0.1)
-    assert 2 not in world.job().members and world.job().failures[-1].node == lost.node
+    assert 2 not in world.job().members and world.job().failures[-1].record.node == lost.node
     assert len(world.job().failures) == 1
 
 
@@ -170,7 +170,9 @@ def test_a_witness_with_trouble_of_its_own_says_nothing(monkeypatch):
     assert not world.job().failures
     world.slurm.node_states[world.agents[1].node] = {"DOWN", "NOT_RESPONDING"}
     world.run(3.0)
-    assert world.job().failures[-1].kind == "node" and "Slurm" in world.job().failures[-1].reason
+    assert (
+        world.job().failures[-1].record.kind_of_failure == "node" and "Slurm" in world.job().failures[-1].record.reason
+    )
 
 
 def test_the_last_node_of_a_job_is_lost_when_slurm_says_so_and_not_before():
@@ -181,7 +183,7 @@ def test_the_last_node_of_a_job_is_lost_when_slurm_says_so_and_not_before():
     assert not world.job().failures
     world.slurm.node_states[world.agents[0].node] = {"IDLE", "NOT_RESPONDING"}
     world.run(3.0)
-    assert world.job().failures[-1].kind == "node"
+    assert world.job().failures[-1].record.kind_of_failure == "node"
 
 
 def cut_off(world: World, agents: list[FakeAgent]) -> None:
@@ -218,7 +220,7 @@ def test_more_than_half_of_a_job_is_not_left_out_on_the_word_of_the_rest():
     assert any("State=DOWN" in event.record.reason for event in world.log if event.kind == "silence")
     unheard(world, world.agents[:3], "DOWN", "NOT_RESPONDING", reason="rack 3 has burnt")
     world.run(3.0)
-    assert sorted(failure.node for failure in world.job().failures) == ["n1", "n2", "n3"]
+    assert sorted(failure.record.node for failure in world.job().failures) == ["n1", "n2", "n3"]
     world.run(10.0)
     assert not set(world.job().members) & {0, 1, 2} and plans(world) == 2
     world.check_replay()
@@ -246,7 +248,7 @@ def test_neither_slurms_own_reasons_nor_an_earlier_controllers_are_a_persons_wor
     assert not world.job().failures and plans(world) == 1
     unheard(world, world.agents[:3], "DOWN", "NOT_RESPONDING", reason="rack 3 has burnt")
     world.run(3.0)
-    assert sorted(failure.node for failure in world.job().failures) == ["n1", "n2", "n3"]
+    assert sorted(failure.record.node for failure in world.job().failures) == ["n1", "n2", "n3"]
 
 
 def test_a_reason_to_drain_a_node_does_not_say_that_it_is_dead():
@@ -267,7 +269,7 @@ def test_a_person_says_it_also_of_a_node_that_was_taken_out_of_service_here():
     cut_off(world, world.agents[:3])
     unheard(world, world.agents[:3], "DOWN", "NOT_RESPONDING", reason="rack 3 has burnt")
     world.run(5.0)
-    assert sorted(failure.node for failure in world.job().failures) == ["n1", "n2", "n3"]
+    assert sorted(failure.record.node for failure in world.job().failures) == ["n1", "n2", "n3"]
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -284,7 +286,7 @@ def test_ranks_of_the_smaller_half_that_stop_do_not_go_on_without_the_larger(die
             agent.set(agent.slots[0], state="stopped", broken=1)
     world.run(40.0)
     assert world.job().phase == ("breaking" if dies else "running") and plans(world) == 1
-    assert not {0, 1, 2} & {slot for failure in world.job().failures for slot in failure.slots}
+    assert not {0, 1, 2} & {slot for failure in world.job().failures for slot in failure.record.slots}
     for agent in world.agents[:3]:
         agent.silent = agent.cut = False
     world.cuts.clear()
@@ -320,7 +322,7 @@ def test_a_majority_that_says_itself_that_it_died_is_not_waited_for():
     for agent in world.agents[:3]:
         agent.silent = agent.killed = True
     world.run(5.0)
-    assert sorted(failure.kind for failure in world.job().failures) == ["agent"] * 3
+    assert sorted(failure.record.kind_of_failure for failure in world.job().failures) == ["agent"] * 3
     assert {3, 4} <= set(world.job().members) and plans(world) == 2
 
 
@@ -334,7 +336,9 @@ def test_an_agent_that_died_may_have_voted_for_those_who_are_silent(restarted: b
     if restarted:
         world.restart()
     world.run(20.0)
-    assert [(failure.node, failure.kind) for failure in world.job().failures] == [("n3", "agent")]
+    assert [(failure.record.node, failure.record.kind_of_failure) for failure in world.job().failures] == [
+        ("n3", "agent")
+    ]
     assert plans(world) == 1 and not [call for call in taken(world) if call[0] == "down"]
     unheard(world, larger, "DOWN", "NOT_RESPONDING", reason="rack 3 has burnt")
     world.run(10.0)
@@ -350,7 +354,10 @@ def test_an_agent_without_a_rank_gives_its_vote_up_before_the_others_go_on():
     world.agents[2].gives_up = False  # it has not heard of it
     world.agents[2].die(2)
     world.run(20.0)
-    assert not [failure for failure in world.job().failures if failure.kind == "node"] and plans(world) == 1
+    assert (
+        not [failure for failure in world.job().failures if failure.record.kind_of_failure == "node"]
+        and plans(world) == 1
+    )
     world.agents[2].gives_up = True
     world.run(3.0)
     assert world.agents[2].over == 1 and world.job().plan.generation == 2 and plans(world) == 2
@@ -368,7 +375,7 @@ def test_a_node_that_answers_slurm_and_no_longer_runs_the_element_says_that_it_i
     for element in range(2):
         world.slurm.queue["1", element].update(state="PENDING", node=None, reason="BeginTime")
     world.run(3.0)
-    assert [failure.source for failure in world.job().failures] == ["slurm"] * 2
+    assert [failure.record.source for failure in world.job().failures] == ["slurm"] * 2
     assert not [call for call in taken(world) if call[0] == "down"]
 
 
@@ -393,7 +400,7 @@ def test_ranks_that_step_together_are_alive_whatever_the_lease_says():
         world.run(0.5)
     assert not world.job().failures
     world.run(3.0)
-    assert world.job().failures[-1].node == silent.node
+    assert world.job().failures[-1].record.node == silent.node
 
 
 def test_a_node_that_nobody_can_say_anything_of_is_given_up_after_a_bound():
@@ -404,7 +411,7 @@ def test_a_node_that_nobody_can_say_anything_of_is_given_up_after_a_bound():
     world.run(25.0)
     assert not world.job().failures
     world.run(10.0)
-    assert sorted(failure.slots for failure in world.job().failures) == [[0], [1]]
+    assert sorted(failure.record.slots for failure in world.job().failures) == [[0], [1]]
 
 
 def test_no_time_gives_up_a_majority_that_may_be_going_on_by_itself():
@@ -432,7 +439,7 @@ def test_a_node_that_is_given_up_is_not_taken_out_of_service():
     world.run(25.0)
     assert not world.job().failures
     world.run(10.0)
-    assert [failure.slots for failure in world.job().failures] == [[1]] and not taken(world)
+    assert [failure.record.slots for failure in world.job().failures] == [[1]] and not taken(world)
 
 
 def test_a_strangers_word_ends_no_element():
@@ -482,7 +489,7 @@ def test_one_strangers_word_keeps_nobody_alive():
         world.dead_nodes.add(agent.node)
     unheard(world, world.agents[:1], "DOWN", reason="its power supply is out")
     world.run(6.0)
-    assert {failure.node for failure in world.job("1").failures} == {"n1", "n2"}
+    assert {failure.record.node for failure in world.job("1").failures} == {"n1", "n2"}
 
 
 def test_a_door_that_somebody_else_has_by_now_keeps_nobody_alive_for_ever():
@@ -492,8 +499,8 @@ def test_a_door_that_somebody_else_has_by_now_keeps_nobody_alive_for_ever():
     world.run(25.0)
     assert not world.job().failures
     world.run(10.0)
-    assert [(failure.slots, failure.source) for failure in world.job().failures] == [([1], "clock")]
-    assert "state_wait_seconds" in world.job().failures[0].reason and not taken(world)
+    assert [(failure.record.slots, failure.record.source) for failure in world.job().failures] == [([1], "clock")]
+    assert "state_wait_seconds" in world.job().failures[0].record.reason and not taken(world)
 
 
 def test_one_closed_port_is_no_evidence_where_nothing_else_of_the_node_answers():
@@ -514,7 +521,7 @@ def test_one_closed_port_is_no_evidence_where_nothing_else_of_the_node_answers()
         Reach.REFUSED if target.startswith(f"{silent.node}:") else answer(witness, target)
     )
     world.run(3.0)
-    assert [failure.kind for failure in world.job().failures] == ["agent"], "two say the same"
+    assert [failure.record.kind_of_failure for failure in world.job().failures] == ["agent"], "two say the same"
 
 
 def test_what_all_have_in_common_is_worked_out_once_a_tick(monkeypatch):
@@ -549,7 +556,7 @@ def test_a_closed_port_alone_shortens_no_lease():
     world.run(1.2)
     assert not world.job().failures
     world.run(1.0)
-    assert [failure.kind for failure in world.job().failures] == ["agent"]
+    assert [failure.record.kind_of_failure for failure in world.job().failures] == ["agent"]
 
 
 def test_nothing_is_asked_while_nobody_is_heard():
@@ -602,7 +609,7 @@ def test_a_user_who_lies_about_his_own_agent_takes_no_node():
     world.run(2.0)
     agents[0].silent = True
     world.run(6.0)
-    assert [failure.kind for failure in world.job().failures] == ["agent"], "his own job's matter"
+    assert [failure.record.kind_of_failure for failure in world.job().failures] == ["agent"], "his own job's matter"
     assert not [call for call in taken(world) if call[0] in ("down", "drain")]
     assert not world.core.state.isolated
 
@@ -615,7 +622,7 @@ def test_a_node_of_which_this_controller_cannot_say_anything_is_left_alone():
     answer = world.answer
     world.answer = lambda witness, target: answer(witness, target) if witness else Reach.UNKNOWN
     world.run(4.0)
-    assert [failure.slots for failure in world.job().failures] == [[1]] and 1 not in world.job().members
+    assert [failure.record.slots for failure in world.job().failures] == [[1]] and 1 not in world.job().members
     assert not [call for call in taken(world) if call[0] == "down"]
 
 
@@ -625,7 +632,7 @@ def test_a_dead_node_is_set_down_as_soon_as_its_lease_is_over():
     world.dead_nodes.add("n2")
     world.run(2.0)
     assert [call for call in taken(world) if call[0] == "down"] == [("down", "1", 1, "n2")]
-    assert "the controller: agent silent, slurmd silent" in world.job().failures[0].reason
+    assert "the controller: agent silent, slurmd silent" in world.job().failures[0].record.reason
 
 
 @pytest.mark.parametrize(
@@ -713,7 +720,9 @@ def hinted(world: World, agent: FakeAgent) -> float:
 def run_until(world: World, until: float) -> list[str]:
     """The nodes of agents that are on record as dead, or lost with them, by then."""
     world.run(until - world.now)
-    return sorted(failure.node for failure in world.job().failures if failure.kind in ("agent", "node"))
+    return sorted(
+        failure.record.node for failure in world.job().failures if failure.record.kind_of_failure in ("agent", "node")
+    )
 
 
 def without_reach(agent: FakeAgent) -> None:

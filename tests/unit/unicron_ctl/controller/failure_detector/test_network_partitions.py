@@ -44,8 +44,8 @@ def test_one_of_two_nodes_that_do_not_reach_each_other_is_left_out_and_nobody_is
     cut(world, (0, 1))
     hang(world)
     world.run(6.0)
-    parted = [failure for failure in world.job().failures if failure.kind == "network"]
-    assert [failure.slots for failure in parted] == [[1]] and list(world.job().parted) == [1]
+    parted = [failure for failure in world.job().failures if failure.record.kind_of_failure == "network"]
+    assert [failure.record.slots for failure in parted] == [[1]] and list(world.job().parted) == [1]
     assert "n1" in parted[0].reason and "n2" in parted[0].reason
     for agent in world.agents:
         agent.obedient = True
@@ -144,7 +144,7 @@ def test_a_large_job_asks_first_about_those_that_the_others_wait_for():
     assert max(len(others) for others in job.live.survey.asked.values()) <= network_partitions.MOST_ASKED
     world.deliver()
     world.run(2.0)
-    assert [failure.kind for failure in world.job().failures] == ["network"]
+    assert [failure.record.kind_of_failure for failure in world.job().failures] == ["network"]
 
 
 def test_a_survey_is_worked_out_once_for_all_findings_of_a_moment(monkeypatch):

@@ -45,7 +45,7 @@ def test_a_generation_that_the_log_does_not_hold_goes_on(records):
     assert job.phase in ("running", "offering") and sorted(job.members)[:3] == [0, 1, 2]
     assert all(agents[slot].ranks[slot].iteration == 3 for slot in range(3)), "nothing is done again"
     assert not any(event.kind == "reform" for event in world.log)
-    assert not any(slot in failure.slots for failure in job.failures for slot in (0, 1, 2))
+    assert not any(slot in failure.record.slots for failure in job.failures for slot in (0, 1, 2))
     world.check_replay()
 
 
@@ -212,7 +212,7 @@ def test_ranks_whose_agent_died_may_hold_the_state_until_slurm_shows_their_end()
     agents[0].obedient = False  # it does not get to stop
     agents[1].silent = agents[1].killed = True
     world.run(3.0)
-    assert list(world.job().lost) == [1] and world.job().failures[-1].kind == "agent"
+    assert list(world.job().lost) == [1] and world.job().failures[-1].record.kind_of_failure == "agent"
     agents[0].die(0)  # ... and nobody else has the state
     world.run(10.0)
     assert world.job().phase == "breaking" and any(event.kind == "state_awaited" for event in world.log)
@@ -312,7 +312,7 @@ def test_a_plan_that_the_agents_agreed_on_is_taken_over():
     assert job.plan.assignment == {0: [0], 1: [1], 2: [2]}
     assert not any(isinstance(message, wire.Break) for _, message in world.sent)
     assert all(agent.agreed is None for agent in agents), "they have been told that it is known"
-    assert [failure.slots for failure in job.failures] == [[3]] and agents[3].ranks[3].incarnation == 1
+    assert [failure.record.slots for failure in job.failures] == [[3]] and agents[3].ranks[3].incarnation == 1
     agents[3].ready()
     world.run(1.0)
     for agent in agents:
@@ -346,11 +346,11 @@ def test_who_died_while_the_controller_was_away_is_on_record(how: str) -> None:
     back(world, agents[:3])
     world.run(20.0)
     (failure,) = world.job().failures
-    assert failure.slots == [3] and failure.element == 3
+    assert failure.record.slots == [3] and failure.record.element == 3
     assert sorted(world.job().members)[:3] == [0, 1, 2]
     assert not any(isinstance(message, wire.Break) for _, message in world.sent)
     if how in ("it was started again", "the log is lost"):
-        assert "while this controller was away" in failure.reason and failure.node == "n4"
+        assert "while this controller was away" in failure.record.reason and failure.record.node == "n4"
         for agent in world.agents:
             agent.take_offer()
         world.run(1.0)

@@ -145,7 +145,7 @@ class Generations(RuleBasedStateMachine):
     @invariant()
     def only_the_dead_have_failed(self) -> None:
         for failure in self.training.world.job().failures:
-            assert set(failure.slots) <= self.training.killed, failure
+            assert set(failure.record.slots) <= self.training.killed, failure
 
     @invariant()
     def members_are_complete_replicas(self) -> None:

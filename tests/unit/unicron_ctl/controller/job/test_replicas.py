@@ -25,7 +25,7 @@ def states(agents: list[FakeAgent]) -> dict[int, str]:
 
 
 def failures(world: World) -> list[str]:
-    return [f"{one.kind} {one.slots}" for one in world.job().failures]
+    return [f"{one.record.kind_of_failure} {one.record.slots}" for one in world.job().failures]
 
 
 def test_a_job_is_formed_of_complete_replicas_and_deals_to_their_heads():

@@ -43,7 +43,7 @@ def test_a_dead_process_leads_to_a_new_world_of_all():
     assert [len(plan.members) for plan in plans(world)] == [3, 3]
     assert world.kinds()[-6:] == ["failure_detected", "rank_start", "break", "reform", "plan", "entered"]
     (failure,) = world.job().failures
-    assert failure.slots == [1] and failure.resumed_at and failure.restored_at
+    assert failure.record.slots == [1] and failure.resumed_at and failure.restored_at
     assert agents[1].ranks[1].incarnation == 1 and agents[0].ranks[0].incarnation == 0
     world.check_replay()
 
@@ -77,7 +77,9 @@ def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one():
     assert sorted(world.job().members) == [0, 1], "others may come in a moment"
     world.run(6)
     assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
-    assert [f.kind for f in world.job().failures] == ["node"], "a restart for a newcomer is no failure"
+    assert [f.record.kind_of_failure for f in world.job().failures] == ["node"], (
+        "a restart for a newcomer is no failure"
+    )
     reason = next(event.record.reason for event in reversed(world.log) if event.kind == "break")
     assert "1 rank join: a restart costs about" in reason and "start again in a larger world" in reason
     world.check_replay()
@@ -102,7 +104,7 @@ def test_a_new_world_waits_for_the_lease_of_what_fell_silent():
     world.run(FENCED - 5)
     assert world.job().phase == "forming" and len(plans(world)) == 1
     (failure,) = world.job().failures
-    assert "no new world begins for" in failure.reason
+    assert "no new world begins for" in failure.record.reason
     world.run(15)
     assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
     world.check_replay()
@@ -210,8 +212,8 @@ def test_peers_that_die_of_a_death_are_not_blamed():
         back.status()
         world.run(10)
         assert world.job().phase == "running" and len(world.job().members) == 4
-    blamed = [f for f in world.job().failures if f.kind == "rank"]
-    assert len(blamed) == 9 and {f.severity for f in blamed} == {3}
+    blamed = [f for f in world.job().failures if f.record.kind_of_failure == "rank"]
+    assert len(blamed) == 9 and {f.record.severity for f in blamed} == {3}
     assert not world.core.state.history.by_slot
 
 

@@ -38,7 +38,7 @@ def test_one_that_fails_on_two_ranks_ends_the_job_and_is_named() -> None:
     world, agents = trained()
     raise_in(world, agents[2], 1)
     assert world.job().phase != "ended"
-    assert world.job().failures[-1].reason.endswith("in micro-batch 1 of iteration 5")
+    assert world.job().failures[-1].record.reason.endswith("in micro-batch 1 of iteration 5")
     raise_in(world, agents[0], 1)
     job = world.job()
     assert job.phase == "ended" and job.ended.code == 1

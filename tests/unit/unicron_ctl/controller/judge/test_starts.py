@@ -56,7 +56,7 @@ def test_one_node_of_several_that_says_so_is_isolated_when_it_says_so_again() ->
     fail_at_the_start(world, agents[:1], "RuntimeError: CUDA error: uncorrectable ECC error encountered", times=2)
     job = world.job()
     assert job.phase != "ended"
-    assert [(Severity(f.severity), f.action) for f in job.failures] == [
+    assert [(Severity(f.record.severity), f.record.action) for f in job.failures] == [
         (Severity.SEV2, RESTART),
         (Severity.SEV1, ISOLATE),
     ]

@@ -79,14 +79,20 @@ def test_a_fatal_line_of_the_kernel_moves_its_job_off_the_node_and_leaves_the_no
     assert world.slurm.queue["1", 1]["node"] == "n5"
     assert sorted(world.job().plan.members) == [0, 2, 3]
     (failure,) = world.job().failures
-    assert (failure.kind, failure.node, failure.severity, failure.cause, failure.action) == (
+    assert (
+        failure.record.kind_of_failure,
+        failure.record.node,
+        failure.record.severity,
+        failure.record.cause,
+        failure.record.action,
+    ) == (
         "node",
         "n2",
         1,
         "gpu_lost",
         "isolate",
     )
-    assert failure.detected_by == "kernel log" and "fallen off the bus" in failure.reason
+    assert failure.record.detected_by == "kernel log" and "fallen off the bus" in failure.record.reason
     agents[1].status(leaving="stopped by SIGTERM")  # Slurm ends what runs there
     agents[1].silent = True
     world.run(3)
@@ -117,7 +123,7 @@ def test_what_a_users_process_says_is_about_its_own_job_and_counts_once():
     assert world.job("2").phase == "running" and world.slurm.queue["2", 0]["state"] == "RUNNING"
     other.die(0, -6)
     world.run(1)
-    assert "Xid" not in world.job("2").failures[-1].reason, "nor does it explain what happens to others"
+    assert "Xid" not in world.job("2").failures[-1].record.reason, "nor does it explain what happens to others"
     second.say(GPU_LOST)
     world.run(2)
     assert {event.job for event in events(world, "failure_detected")} == {"1", "2"}, "each by its own word"
@@ -198,9 +204,9 @@ def test_a_line_about_a_process_explains_the_end_of_that_rank_and_no_other():
     agents[2].die(2, -6, last_line="terminate called")
     world.run(0.5)
     first, second = world.job().failures
-    assert (first.cause, first.severity, first.action) == ("illegal_memory_access", 2, "restart")
-    assert "Xid" in first.reason and "n2 said 0." in first.reason
-    assert second.cause == "exited_abnormally" and "Xid" not in second.reason
+    assert (first.record.cause, first.record.severity, first.record.action) == ("illegal_memory_access", 2, "restart")
+    assert "Xid" in first.record.reason and "n2 said 0." in first.record.reason
+    assert second.record.cause == "exited_abnormally" and "Xid" not in second.record.reason
     assert not down(world)
     world.check_replay()
 
@@ -210,10 +216,10 @@ def test_a_line_that_comes_after_the_end_of_the_rank_still_explains_it():
     agents[1].set(1, pid=4242)
     agents[1].die(1, -9)
     world.run(0.3)
-    assert world.job().failures[0].cause == "killed_from_outside"
+    assert world.job().failures[0].record.cause == "killed_from_outside"
     Speaker(agents[1]).say(OOM, at=world.now - 0.4)
     (failure,) = world.job().failures
-    assert failure.cause == "host_out_of_memory" and "Killed process 4242" in failure.reason
+    assert failure.record.cause == "host_out_of_memory" and "Killed process 4242" in failure.record.reason
     world.run(1)
     assert len(world.job().failures) == 1
     world.check_replay()
@@ -223,8 +229,8 @@ def test_an_end_by_the_cgroups_oom_kill_is_out_of_memory():
     world, agents = cluster()
     agents[1].set(1, state="exited", exit=wire.Exit(code=-9, at=world.now, lived=60.0, oom=True))
     world.run(0.3)
-    assert world.job().failures[0].cause == "host_out_of_memory"
-    assert "out-of-memory kill" in world.job().failures[0].reason
+    assert world.job().failures[0].record.cause == "host_out_of_memory"
+    assert "out-of-memory kill" in world.job().failures[0].record.reason
 
 
 def test_a_fatal_line_and_the_death_of_its_rank_are_one_failure_whichever_comes_first():
@@ -239,7 +245,9 @@ def test_a_fatal_line_and_the_death_of_its_rank_are_one_failure_whichever_comes_
             Speaker(agents[1]).say(GPU_LOST)
         world.run(3)
         (failure,) = world.job().failures
-        assert (failure.severity, failure.cause, failure.action) == (1, "gpu_lost", "isolate"), line_first
+        assert (failure.record.severity, failure.record.cause, failure.record.action) == (1, "gpu_lost", "isolate"), (
+            line_first
+        )
         assert left(world) == [("1", "n2")] and not down(world)
         world.check_replay()
 
@@ -259,8 +267,8 @@ def test_a_link_flap_is_recorded_and_explains_the_collective_that_breaks_soon_af
     )
     world.run(2)
     failure = world.job().failures[0]
-    assert (failure.cause, failure.severity, failure.action) == ("link_flapping", 3, "reattempt")
-    assert "link ib0" in failure.reason
+    assert (failure.record.cause, failure.record.severity, failure.record.action) == ("link_flapping", 3, "reattempt")
+    assert "link ib0" in failure.record.reason
     world.check_replay()
 
 
@@ -322,8 +330,8 @@ def test_a_lost_agents_failure_tells_what_slurm_says_of_its_element(state, cause
     world.slurm.queue["1", 1].update(state=state, node=None)
     world.run(4)
     failure = world.job().failures[0]
-    assert (failure.slots, failure.cause, failure.slurm) == ([1], cause, state)
-    assert f"Slurm: 1_1 is {state}" in failure.reason
+    assert (failure.record.slots, failure.record.cause, failure.slurm) == ([1], cause, state)
+    assert f"Slurm: 1_1 is {state}" in failure.record.reason
     assert sum(event.kind == "failure_verdict" and event.record.slurm is not None for event in world.log) == 1
     world.check_replay()
 
@@ -334,7 +342,7 @@ def test_slurms_word_is_for_the_agents_failure_also_where_its_rank_failed_after_
     agents[1].status(leaving="stopped by SIGTERM")
     agents[1].silent = True
     world.job().failures.reverse()  # as where one message has told both, and the agent was judged first
-    assert [failure.kind for failure in world.job().failures] == ["agent", "rank"]
+    assert [failure.record.kind_of_failure for failure in world.job().failures] == ["agent", "rank"]
     world.slurm.queue["1", 1].update(state="CANCELLED", node=None)
     world.run(4)
     assert [failure.slurm for failure in world.job().failures] == ["CANCELLED", ""]
@@ -347,7 +355,7 @@ def test_an_element_that_slurm_shows_ended_is_found_without_waiting_for_the_leas
     began = world.now
     world.run(2.5)
     failure = world.job().failures[0]
-    assert failure.detected_by == "its port is closed" and failure.detected_at - began < 2.5
+    assert failure.record.detected_by == "its port is closed" and failure.detected_at - began < 2.5
 
 
 def test_a_hints_status_names_no_cause() -> None:
@@ -357,8 +365,8 @@ def test_a_hints_status_names_no_cause() -> None:
     world.core.hint(datagrams.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9), world.now)
     world.run(1, heartbeats=True)
     failure = world.job().failures[0]
-    assert failure.cause != "killed_from_outside" and "Slurm saw" not in failure.reason
-    assert "a datagram, which proves nothing, says of its task: process killed by SIGKILL" in failure.reason
+    assert failure.record.cause != "killed_from_outside" and "Slurm saw" not in failure.record.reason
+    assert "a datagram, which proves nothing, says of its task: process killed by SIGKILL" in failure.record.reason
 
 
 def test_few_of_those_who_said_something_are_remembered() -> None:

@@ -72,7 +72,7 @@ def test_a_lost_node_is_set_down_and_its_element_goes_to_the_spare():
         agent.take_offer()
     assert sorted(world.job().members) == [0, 1, 2]
     failure = world.job().failures[-1]
-    assert failure.severity == 1 and failure.restored_at and len(failure.actions) == 2
+    assert failure.record.severity == 1 and failure.restored_at and len(failure.actions) == 2
     world.check_replay()
 
 
@@ -130,7 +130,7 @@ def test_an_agent_that_died_alone_has_its_element_started_again_in_place():
     world.run(4.0)
     assert ("requeue", "1", 1, "n2") in slurm.calls and not [c for c in slurm.calls if c[0] == "down"]
     assert slurm.queue["1", 1]["state"] == "RUNNING" and slurm.queue["1", 1]["node"] == "n2"
-    assert world.job().failures[-1].severity == 2
+    assert world.job().failures[-1].record.severity == 2
 
 
 def test_no_answer_of_slurm_is_never_read_as_clean():

@@ -125,7 +125,9 @@ def test_what_a_loss_leaves_goes_on_in_another_layout():
     wanted = next(event.record for event in stage.world.log if isinstance(event.record, records.LayoutWanted))
     assert "goes from TP2 to TP1 on 1 node: as TP2 it cannot run there" in wanted.reason
     assert wanted.reason in [decided.reason for decided in stage.job.decisions]
-    assert [failure.kind for failure in stage.job.failures] == ["node"], "an end that was asked for is none"
+    assert [failure.record.kind_of_failure for failure in stage.job.failures] == ["node"], (
+        "an end that was asked for is none"
+    )
     stage.train(2)
     assert stage.job.by_layout.keys() == {"TP2", "TP1"} and stage.job.by_layout["TP2"].keys() == {2}
     stage.world.check_replay()

@@ -48,7 +48,7 @@ def test_what_kills_a_rank_from_outside_or_by_its_own_fault_never_blames_the_nod
             agent.take_offer()
         assert sorted(world.job().members) == [0, 1, 2]
         world.iterate("1", iteration)
-    actions = {failure.action for failure in world.job().failures if failure.kind == "rank"}
+    actions = {failure.record.action for failure in world.job().failures if failure.record.kind_of_failure == "rank"}
     assert actions <= {"restart", MOVE} and not taken(slurm) and not attention(world.core.view)
     assert code != -9 or MOVE in actions, "the same again is tried on another node"
     world.check_replay()
@@ -298,7 +298,7 @@ def test_slurms_word_on_a_node_that_was_only_drained_is_its_own():
     assert asked(slurm, "drain") == ["n2"] and not world.job("2").failures
     slurm.node_states["n2"] |= {"NOT_RESPONDING"}
     world.run(5)
-    assert [failure.kind for failure in world.job("2").failures] == ["node"]
+    assert [failure.record.kind_of_failure for failure in world.job("2").failures] == ["node"]
 
 
 # ---------------------------------------------------------------- giving back

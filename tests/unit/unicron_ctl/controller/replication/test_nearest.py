@@ -15,7 +15,9 @@ SIZE = 1_000_000_000
 
 def job(*rates: dict[int, float], replica: int = 2) -> SimpleNamespace:
     """One agent of one rank a node, each with what it has measured: element -> bytes a second."""
-    agents = [AgentView("1", e, f"a{e}", f"n{e}", (b"",), [e], 0.0, rates=seen) for e, seen in enumerate(rates)]
+    agents = [AgentView("1", e, f"a{e}", f"n{e}", (b"",), [e], 0.0) for e in range(len(rates))]
+    for agent, seen in zip(agents, rates, strict=True):
+        agent.status.rates = seen
     return SimpleNamespace(replica=replica, alive=lambda: agents, agent=lambda slot: agents[slot])
 
 
@@ -89,7 +91,7 @@ def reachable(found: SimpleNamespace) -> SimpleNamespace:
 
 def test_whoever_has_failed_the_receiver_is_asked_last_whatever_was_measured_before():
     found = reachable(job({1: 5e8}, {}, {}, {}))
-    found.alive()[0].failing = failing(n1=1)
+    found.alive()[0].status.failing = failing(n1=1)
     (way,) = nearest.ways(found, reports(0), [0], {0: there(found, 1, 2)}, {})
     assert way.source.element == 2
     assert way.words == "n0 from n2 (1,000.0 MB, 2.0 s at 500 MB/s supposed; not from n1: timed out)"
@@ -103,13 +105,13 @@ def test_whoever_has_failed_the_receiver_is_asked_last_whatever_was_measured_bef
 def test_those_who_have_all_failed_take_turns():
     found = reachable(job({1: 5e8}, {}, {}, {}))
     for times, source in (({"n1": 1, "n2": 1}, 1), ({"n1": 2, "n2": 1}, 2), ({"n1": 2, "n2": 2}, 1)):
-        found.alive()[0].failing = failing(**times)
+        found.alive()[0].status.failing = failing(**times)
         (way,) = nearest.ways(found, reports(0), [0], {0: there(found, 1, 2)}, {})
         assert way.source.element == source
 
 
 def test_another_rank_of_the_place_gets_it_where_one_cannot():
     found = reachable(job({}, {}, {}))
-    found.alive()[0].failing = failing(n1=1)
+    found.alive()[0].status.failing = failing(n1=1)
     (way,) = nearest.ways(found, reports(0, 2), [0], {0: there(found, 1)}, {})
     assert (way.receiver.element, way.source.element) == (2, 1)

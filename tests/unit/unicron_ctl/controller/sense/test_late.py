@@ -62,8 +62,8 @@ def test_that_time_runs_from_when_it_went_outside_and_then_the_others_go_on():
     assert world.job().phase == "breaking"
     world.run(3)
     assert world.job().plan.members == [0] and world.job().phase == "running"
-    (failure,) = [f for f in world.job().failures if f.slots == [1]]
-    assert "the script's own code after iteration 19 within 600 s" in failure.reason
+    (failure,) = [f for f in world.job().failures if f.record.slots == [1]]
+    assert "the script's own code after iteration 19 within 600 s" in failure.record.reason
     world.check_replay()
 
 
@@ -74,7 +74,7 @@ def test_a_process_stopped_by_a_signal_there_is_not_waited_for():
     world.agents[2].die(2)
     world.run(6)
     assert world.job().plan.members == [0]
-    assert "its process is stopped by a signal" in world.job().failures[-1].reason
+    assert "its process is stopped by a signal" in world.job().failures[-1].record.reason
 
 
 def test_an_idle_process_there_has_the_time_that_it_has_in_any_iteration():
@@ -338,7 +338,9 @@ def test_a_newcomer_that_dies_before_its_boundary_costs_those_who_train_nothing(
     for agent in world.agents:
         agent.take_offer()
     assert sorted(world.job().members) == [0, 1, 2, 3] and breaks(world) == before
-    assert [f.member for f in world.job().failures if f.slots == [3]][-1] is False, "nobody stopped for it"
+    assert [f.record.member for f in world.job().failures if f.record.slots == [3]][-1] is False, (
+        "nobody stopped for it"
+    )
     world.check_replay()
 
 
@@ -453,7 +455,7 @@ def test_newcomers_that_cannot_start_cost_those_who_train_their_slots_and_no_mor
     never_starts(world, *slots, every=every)
     assert world.job().phase == "running" and sorted(world.job().members) == sorted({0, 1, 2} - set(slots))
     assert all(4 < world.job().slot(slot).wanted < 10 for slot in slots), "it is tried again, at growing distances"
-    assert {failure.action for failure in world.job().failures} == {"restart"}
+    assert {failure.record.action for failure in world.job().failures} == {"restart"}
     world.check_replay()
 
 

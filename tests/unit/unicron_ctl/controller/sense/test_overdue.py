@@ -64,7 +64,7 @@ def test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity
     event = next(e for e in world.log if e.kind == "action_failed")
     assert "not done within 60 s: its process (incarnation 1) is not ready" in event.record.reason
     assert agents[1].ranks[1].incarnation == 2, "without Slurm there is no other node: it is started again"
-    assert world.job().failures[-1].detected_by == "time limit"
+    assert world.job().failures[-1].record.detected_by == "time limit"
     world.run(41)
     assert failed(world) == [("restart", "move"), ("move", "move")] and agents[1].ranks[1].incarnation == 3
     agents[1].ready()
@@ -85,7 +85,7 @@ def test_a_restart_that_times_out_is_tried_on_another_node_and_blames_none():
     assert failed(world) == [("restart", "move")]
     assert slurm.node_states["n2"] == {"IDLE"} and not [c for c in slurm.calls if c[0] in ("down", "drain")]
     assert slurm.queue["1", 1]["node"] == "n4" and ("requeue_hold", "1", 1, "n2") in slurm.calls
-    assert not attention(world.core.view) and world.job().failures[-1].severity == 2
+    assert not attention(world.core.view) and world.job().failures[-1].record.severity == 2
     world.check_replay()
 
 
@@ -96,7 +96,7 @@ def test_a_regroup_that_never_comes_about_becomes_a_restart():
     stopped = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
     agents[1].set(1, state="stopped", broken=agents[1].ranks[1].generation, fault=stopped)
     world.run(1)
-    assert world.job().failures[-1].action == "reattempt" and world.job().phase == "entering"
+    assert world.job().failures[-1].record.action == "reattempt" and world.job().phase == "entering"
     world.run(36)
     assert failed(world) == []
     world.run(8)
@@ -126,7 +126,7 @@ def test_an_element_that_slurm_does_not_start_again_is_started_on_another_node()
     assert failed(world) == []
     world.run(10)
     assert failed(world) == [("restart", "move")]
-    assert any("no agent came back within 30 s" in f.reason for f in world.job().failures)
+    assert any("no agent came back within 30 s" in f.record.reason for f in world.job().failures)
     assert len([c for c in slurm.calls if c[0] == "requeue"]) == 1, "what may be starting is not requeued again"
     assert ("requeue_hold", "1", 1, "n2") in slurm.calls and slurm.queue["1", 1]["node"] == "n4"
 
