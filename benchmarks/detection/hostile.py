@@ -11,22 +11,22 @@ import msgspec
 import zmq
 
 from tests.support.scripted import FakeController
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 
 
 def _valid(rng: random.Random) -> list[bytes]:
     """Messages as the two sides send them, to be corrupted."""
-    settings = wire.Settings(name="x", user="y")
+    settings = structs.Settings(name="x", user="y")
     slot = rng.randrange(-2, 5)
-    ranks = {slot: wire.RankStatus(state="running", done=[1, 2])}
+    ranks = {slot: structs.RankStatus(state="running", done=[1, 2])}
     plan = wire.Plan(generation=-1, members=[], store="x", prefix="y", assignment={1: [-1]})
     endless = shared_plans.PlanCommon(generation=2**62, members=[(0, 2**60)], store="x", prefix="y")
     messages: list[msgspec.Struct] = [
         # Not of the running job: without munge a well-formed registration for it is a restarted agent's, and obeyed.
         wire.Register(job="99", element=slot, agent="x", node="n", address="a", slots=[slot], settings=settings),
         wire.Status(job="7", element=slot, agent="x", sent=1.0, ranks=ranks),
-        wire.Steps(job="7", element=slot, agent="x", reports=[wire.StepReport(1, 2**40, total=-5, at=-1.0, ranks=[
-            wire.RankStep(slot=slot, micro_batches=[-1, 2**40], seconds=float("nan"), loss=float("inf"), computed=[],
+        wire.Steps(job="7", element=slot, agent="x", reports=[structs.StepReport(1, 2**40, total=-5, at=-1.0, ranks=[
+            structs.RankStep(slot=slot, micro_batches=[-1, 2**40], seconds=float("nan"), loss=float("inf"), computed=[],
                           phases=[float("nan")] * rng.randrange(9))])]),
         wire.StackTrace(job="7", slot=slot, incarnation=0, how="x", state="y" * 10_000, text="z" * 100_000),
         wire.Metrics(job="7", element=slot, agent="x", node={"cpu_busy": float("nan"), "x" * 500: 1e308},

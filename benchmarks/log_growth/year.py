@@ -18,7 +18,8 @@ from unicron.ctl.controller.log.records import Record
 from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.model.fold import fold
 from unicron.ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, THIN_EVERY
-from unicron.ctl.protocol.wire import Plan, Settings
+from unicron.ctl.protocol.structs import Settings
+from unicron.ctl.protocol.wire import Plan
 
 JOB = "1"
 EPOCH = 1.7e9

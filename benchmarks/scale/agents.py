@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 
 JOB = "1"
 ITERATIONS = 1_000_000  # to train: more than any run sees
 FLOPS = 1e18  # of one iteration
 LIVED = 3600.0  # seconds for which a rank that dies has lived: not one that dies of its start
-PHASE_SHARES = (0.02, 0.25, 0.5, 0.2, 0.02, 0.01)  # of an iteration, in the order of wire.PHASES
+PHASE_SHARES = (0.02, 0.25, 0.5, 0.2, 0.02, 0.01)  # of an iteration, in the order of structs.PHASES
 COMPUTED_SHARE = 0.5  # of an iteration, after which a rank's micro-batch is in its gradient
 METRICS = {"cpu_busy": 0.4, "memory_used": 0.5, "nic_receive": 1e8, "nic_transmit": 1e8, "file_latency": 0.01}
 
@@ -67,14 +67,14 @@ class Agent:
         store = f"127.0.0.1:{20000 + element}"
         self.status = wire.Status(job=JOB, element=element, agent=self.name, sent=0.0, store=store, ranks=self.ranks)
         self.told = 0  # reports of steps
-        self.unsaid: list[wire.StepReport] = []  # that the next status takes along
+        self.unsaid: list[structs.StepReport] = []  # that the next status takes along
         self.welcomed = False
         self.layout: Layout | None = None  # the newest plan
         self.assignment: dict[int, list[int]] = {}  # its micro-batches for the first iteration
         self.shares: dict[int, list[int]] = {}  # slot -> micro-batches of the present iteration
 
-    def _fresh(self, slot: int, incarnation: int, state: str) -> wire.RankStatus:
-        return wire.RankStatus(
+    def _fresh(self, slot: int, incarnation: int, state: str) -> structs.RankStatus:
+        return structs.RankStatus(
             state=state,
             incarnation=incarnation,
             micro_batches=self.total,
@@ -87,7 +87,7 @@ class Agent:
     # ------------------------------------------------------------ what it says
     def register(self) -> bytes:
         """The first message."""
-        settings = wire.Settings(
+        settings = structs.Settings(
             name="scale",
             user="ann",
             max_nodes=self.total // len(self.ranks),
@@ -118,14 +118,14 @@ class Agent:
         phases = [seconds * share for share in PHASE_SHARES]
         loss = 1.0 + 10.0 / (iteration + 1)
         made = [
-            wire.RankStep(slot, share, seconds, loss, None, phases)
+            structs.RankStep(slot, share, seconds, loss, None, phases)
             for slot, share in self.shares.items()
             if self.ranks[slot].state == "running"
         ]
         if not made:
             return False
         self.told += 1
-        self.unsaid.append(wire.StepReport(generation, iteration, self.total, now, made, self.told))
+        self.unsaid.append(structs.StepReport(generation, iteration, self.total, now, made, self.told))
         return True
 
     def say_steps(self) -> bytes:
@@ -164,12 +164,12 @@ class Agent:
 
     def die(self, slot: int, now: float, code: int = -9, last_line: str = "") -> None:
         """The rank's process ends; it is killed unless a status says otherwise."""
-        self.change(slot, now, "exited", exit=wire.Exit(code=code, at=now, lived=LIVED, last_line=last_line))
+        self.change(slot, now, "exited", exit=structs.Exit(code=code, at=now, lived=LIVED, last_line=last_line))
 
     def fail(self, slot: int, now: float, text: str) -> None:
         """The rank stops by itself, by an error of its collective."""
         rank = self.ranks[slot]
-        fault = wire.Fault(type="RuntimeError", text=text, at=now)
+        fault = structs.Fault(type="RuntimeError", text=text, at=now)
         self.change(slot, now, "stopped", broken=rank.generation, entering=0, fault=fault)
 
     def start(self, slot: int, incarnation: int, now: float) -> bool:

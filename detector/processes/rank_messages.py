@@ -129,7 +129,7 @@ class Fault:
 
 @dataclass
 class Status:
-    """What the rank says of itself. For the fields see `unicron.ctl.protocol.wire.RankStatus`."""
+    """What the rank says of itself. For the fields see `unicron.ctl.protocol.structs.RankStatus`."""
 
     kind: ClassVar[str] = "rank"
     state: str

@@ -16,7 +16,7 @@ import zmq
 from tests.support.jobs import SLEEPS, Agent, Job, scripted
 from tests.support.processes import wait_for
 from tests.support.scripted import FakeController
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.detector.chaos import blackhole
 
 pytestmark = pytest.mark.process
@@ -78,7 +78,7 @@ def test_the_steps_of_a_node_are_one_message_and_come_before_the_death_of_who_ma
         two.step(1, iteration)
     two.step(1, 20)
     two.say("fault", 1, type="ValueError", text="no", at=1.0)
-    heard: list[wire.StepReport] = []
+    heard: list[structs.StepReport] = []
     failed = False
     while not failed:
         message = fake.hear(lambda message: isinstance(message, wire.Steps | wire.Status), "all steps, and the fault")

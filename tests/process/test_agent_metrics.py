@@ -14,7 +14,7 @@ import pytest
 from tests.support.processes import state_of, wait_for
 from unicron.ctl.agent.node.sampling import TRIES, Sampling
 from unicron.ctl.agent.ranks.vitals import Vitals
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 from unicron.detector.health.sampler import Patient, Sampler, machine
 
 pytestmark = pytest.mark.process
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.process
 
 def test_a_real_process_is_stopped_idle_and_gone():
     child = subprocess.Popen(["sleep", "60"])
-    rank = SimpleNamespace(slot=3, alive=True, status=wire.RankStatus(state="running", pid=child.pid))
+    rank = SimpleNamespace(slot=3, alive=True, status=structs.RankStatus(state="running", pid=child.pid))
     vitals = Vitals()
     try:
         wait_for(lambda: state_of(child.pid) == "S", "its state")

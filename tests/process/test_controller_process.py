@@ -17,7 +17,7 @@ import zmq
 from tests.support.controller import COMMAND, Controller
 from tests.support.processes import call, unicronctl, wait_for
 from tests.support.scripted import ScriptedAgent, form
-from unicron.ctl.protocol import datagrams, wire
+from unicron.ctl.protocol import datagrams, structs, wire
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.system.errors import UserError
@@ -73,7 +73,7 @@ def hint(controller: Controller, element: int) -> None:
 
 def test_a_death_leads_to_break_report_plan_and_running(controller, running):
     first, second, dying = running
-    dying.status(state="exited", exit=wire.Exit(code=-9, at=time.time(), lived=5.0))
+    dying.status(state="exited", exit=structs.Exit(code=-9, at=time.time(), lived=5.0))
     for agent in (first, second):
         order = agent.expect(wire.Break, *running)
         assert (order.generation, order.lost) == (1, [2])
@@ -105,7 +105,7 @@ def test_the_steps_of_all_agents_make_an_iteration(controller, running):
 
 def test_a_controller_killed_in_a_recovery_finishes_it_after_its_start(controller, running):
     first, second, dying = running
-    dying.status(state="exited", exit=wire.Exit(code=1, at=time.time(), lived=5.0))
+    dying.status(state="exited", exit=structs.Exit(code=1, at=time.time(), lived=5.0))
     first.expect(wire.Break, *running)
     first.status(state="stopped", broken=1, done=[0, 3])
     controller.kill()
@@ -147,18 +147,18 @@ def test_hostile_input_is_counted_answered_and_survived(controller, agents):
     ]
     for data in hostile:
         peer.send(data)
-    step = wire.RankStep(slot=0, micro_batches=[0], seconds=0.1, loss=0.0)
+    step = structs.RankStep(slot=0, micro_batches=[0], seconds=0.1, loss=0.0)
     peer.send(
         wire.encode(
             wire.Steps(
                 job="7",
                 element=0,
                 agent="agent0",
-                reports=[wire.StepReport(generation=1, iteration=0, total=4, at=0.0, ranks=[step])],
+                reports=[structs.StepReport(generation=1, iteration=0, total=4, at=0.0, ranks=[step])],
             )
         )
     )
-    settings = wire.Settings(name="a", user="b")
+    settings = structs.Settings(name="a", user="b")
     wrong = wire.Register(job="7", element=0, agent="x", node="n", address="a", slots=[0], settings=settings)
     wrong.slots = [9]
     peer.send(wire.encode(wrong))

@@ -20,7 +20,7 @@ from tests.support.jobs import SLEEPS, Job, scripted
 from tests.support.munged import STRANGER, Munged
 from tests.support.processes import outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent, form
-from unicron.ctl.protocol import claims, datagrams, ranges, wire
+from unicron.ctl.protocol import claims, datagrams, ranges, structs, wire
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.encryption import SECRET_FILE, new_pair, secure_client
 from unicron.ctl.protocol.hello import Hello
@@ -187,7 +187,7 @@ def test_a_status_of_another_connection_changes_nothing(controller, agents, stra
                 number=ranges.MOST_COUNT,
                 store="192.0.2.1:1",
                 leaving="finished",
-                ranks={key: wire.RankStatus(state="finished", changed=ranges.MOST_TIME, generation=1)},
+                ranks={key: structs.RankStatus(state="finished", changed=ranges.MOST_TIME, generation=1)},
             )
         )
         assert refused(stranger, *agents).reason == "register first"
@@ -195,7 +195,7 @@ def test_a_status_of_another_connection_changes_nothing(controller, agents, stra
             job="7",
             element=key,
             agent=agents[key].name,
-            reports=[wire.StepReport(generation=1, iteration=9, total=4, at=0.0, ranks=[])],
+            reports=[structs.StepReport(generation=1, iteration=9, total=4, at=0.0, ranks=[])],
         )
         for message in (
             step,

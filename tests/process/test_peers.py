@@ -14,7 +14,7 @@ import zmq
 
 from tests.support.processes import wait_for
 from unicron.ctl.agent.connections.peer_connections import Peers
-from unicron.ctl.protocol import peer_messages, wire
+from unicron.ctl.protocol import peer_messages, structs, wire
 from unicron.ctl.protocol.encryption import new_pair
 
 pytestmark = pytest.mark.process
@@ -27,7 +27,7 @@ class Talker:
     def __init__(self, element: int) -> None:
         self.context, keys = zmq.Context(), new_pair()
         self.line = Peers(self.context, "127.0.0.1", keys)
-        self.peer = wire.Peer(element, f"agent{element}", self.line.address, keys[0])
+        self.peer = structs.Peer(element, f"agent{element}", self.line.address, keys[0])
         self.heard: list[peer_messages.AnyPeer] = []
         self.dropped: list[str] = []
 

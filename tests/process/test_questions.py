@@ -19,7 +19,7 @@ from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.server import credentials
 from unicron.ctl.controller.server.server import Server
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.ctl.protocol.encryption import new_pair
 from unicron.ctl.settings.config import Config, ControllerConfig
 from unicron.detector.failures.classify import Classifier
@@ -119,7 +119,7 @@ def test_an_asking_user_delays_no_break(
         for _ in range(QUESTIONS):
             dealer.send(question)
     wait_for(lambda: answered, "they are being answered")
-    agents[0].status(state="exited", generation=1, exit=wire.Exit(code=-9, at=time.time(), lived=100.0))
+    agents[0].status(state="exited", generation=1, exit=structs.Exit(code=-9, at=time.time(), lived=100.0))
     told = time.monotonic()
     agents[1].expect(wire.Break, agents[0])
     took = time.monotonic() - told
@@ -149,7 +149,7 @@ def test_agents_that_come_all_at_once_do_not_stop_the_loop(
         receive(*given)
 
     monkeypatch.setattr(core, "receive", slow)
-    settings = wire.Settings(name="gpt", user="ann", max_nodes=256)
+    settings = structs.Settings(name="gpt", user="ann", max_nodes=256)
     channels = dealers(running, context, 64)
     began = time.monotonic()
     for element in range(256):

@@ -21,7 +21,7 @@ from tests.support.controller import Controller
 from tests.support.processes import outside_slurm, wait_for
 from tests.support.users import AGENT, User
 from unicron.ctl.lab.cluster import LocalCluster
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.encryption import secure_client
 from unicron.ctl.protocol.hello import Hello
@@ -154,7 +154,7 @@ def _speak_for(address: str, job: str, agent: str) -> str:
     channel.setsockopt(zmq.LINGER, 0)
     secure_client(channel, key)
     channel.connect(address)
-    done = {0: wire.RankStatus(state="finished", changed=time.time())}
+    done = {0: structs.RankStatus(state="finished", changed=time.time())}
     status = wire.Status(job=job, element=0, agent=agent, sent=time.time(), number=10**6, store="", ranks=done)
     channel.send(wire.encode(status))
     heard = wire.decode(channel.recv(), wire.ToAgent) if channel.poll(30_000) else None

@@ -16,7 +16,7 @@ from tests.support.clock import START
 from unicron.ctl.consensus import resume
 from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.consensus.proposals import has_stopped, proposers_of
-from unicron.ctl.protocol import peer_messages, shared_plans, wire
+from unicron.ctl.protocol import peer_messages, shared_plans, structs, wire
 
 MICRO_BATCHES = 8
 TURN, HEARTBEAT, LEASE = 0.05, 1.0, 3.0
@@ -28,7 +28,7 @@ class Member:
 
     def __init__(self, company: Company, slot: int) -> None:
         self.company, self.slot = company, slot
-        self.status = wire.RankStatus(state="waiting", micro_batches=MICRO_BATCHES, train_iterations=1000)
+        self.status = structs.RankStatus(state="waiting", micro_batches=MICRO_BATCHES, train_iterations=1000)
         self.active = self.broken = 0
         self.plan: wire.Plan | None = None  # that it is in, or enters
         self.next: wire.Plan | None = None  # that it has been sent and waits for
@@ -87,7 +87,7 @@ class Member:
     def die(self) -> None:
         if self.dead:
             return
-        self._set(state="exited", exit=wire.Exit(code=-9, at=0.0, lived=1.0))
+        self._set(state="exited", exit=structs.Exit(code=-9, at=0.0, lived=1.0))
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -114,7 +114,7 @@ class Agent:
 
     def __init__(self, company: Company, element: int) -> None:
         self.company, self.element, self.alive = company, element, True
-        self.peer = wire.Peer(element, f"agent{element}", f"n{element}:1", "key")
+        self.peer = structs.Peer(element, f"agent{element}", f"n{element}:1", "key")
         self.participant = Participant(self.peer, 1)
         self.died_at = float("inf")
         self.pinged = 0

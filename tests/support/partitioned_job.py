@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.consensus.participant import Participant
-from unicron.ctl.protocol import peer_messages, shared_plans, wire
+from unicron.ctl.protocol import peer_messages, shared_plans, structs, wire
 
 TURN, HEARTBEAT = 0.05, 0.5
 BREAKS = 0.3  # that a collective whose peers are gone breaks in one turn
@@ -20,7 +20,9 @@ class VotingAgent(FakeAgent):
 
     def __init__(self, group: PartitionedJob, element: int) -> None:
         self.group = group
-        self.participant = Participant(wire.Peer(element, f"agent{element}", f"n{element + 1}:1", f"{element:040}"), 1)
+        self.participant = Participant(
+            structs.Peer(element, f"agent{element}", f"n{element + 1}:1", f"{element:040}"), 1
+        )
         self.plan: wire.Plan | None = None  # that its rank is in
         self.told_at = 0.0
         super().__init__(group.world, "1", element, f"n{element + 1}", nodes=group.count, name=f"agent{element}")

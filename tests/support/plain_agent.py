@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 
 
 class PlainAgent(FakeAgent):
@@ -17,7 +17,7 @@ class PlainAgent(FakeAgent):
         super().__init__(world, job, element, node, **more)
         self.settings = msgspec.structs.replace(self.settings, mode=mode, mode_reason="train.py does not import it")
         for slot in self.slots:
-            self.ranks[slot] = wire.RankStatus(state="waiting")
+            self.ranks[slot] = structs.RankStatus(state="waiting")
 
     def get(self, message: wire.Message) -> None:
         if not self.obedient or self.silent or not isinstance(message, wire.Break | wire.Plan | wire.StartRank):
@@ -32,7 +32,7 @@ class PlainAgent(FakeAgent):
                     if rank.broken < message.generation:
                         self.set(slot, state="running", generation=message.generation)
                 case wire.StartRank() if slot == message.slot and rank.incarnation < message.incarnation:
-                    self.ranks[slot] = wire.RankStatus(
+                    self.ranks[slot] = structs.RankStatus(
                         state="waiting", incarnation=message.incarnation, changed=self.world.now
                     )
                     self.status()

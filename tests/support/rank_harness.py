@@ -24,7 +24,7 @@ from unicron.ctl.agent.connections.rank_socket import for_rank, from_rank
 from unicron.ctl.agent.ranks.ranks import Rank, rank_environment, stop_all
 from unicron.ctl.consensus import resume
 from unicron.ctl.controller.replication.forming import formed
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.detector.processes.rank_messages import Step, Timing
 from unicron.transition.generations import layout
 
@@ -91,7 +91,7 @@ class Ranks:
             element=0,
             node="n1",
             address="127.0.0.1",
-            settings=wire.Settings(name="tiny", user="nobody", ranks_per_node=most or size),
+            settings=structs.Settings(name="tiny", user="nobody", ranks_per_node=most or size),
         )
         base = {
             **outside_slurm(),
@@ -117,7 +117,7 @@ class Ranks:
         self.timings: list[dict] = []
         self.plans: list[wire.Plan] = []
         self.breaks: list[tuple[int, list[int], float]] = []
-        self.reports: list[dict[int, wire.RankStatus]] = []  # what the survivors of each Break reported
+        self.reports: list[dict[int, structs.RankStatus]] = []  # what the survivors of each Break reported
         self.rests: list[float] = []  # seconds from a Break to the plan that answered it
         self.stuck: set[int] = set()  # slots that were killed since gloo had lost them
         self.reformed = False  # nobody was left, and new ranks began anew

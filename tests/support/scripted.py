@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import zmq
 
 from tests.support.processes import LIMIT
-from unicron.ctl.protocol import claims, datagrams, shared_plans, wire
+from unicron.ctl.protocol import claims, datagrams, shared_plans, structs, wire
 from unicron.ctl.protocol.encryption import secure_client
 from unicron.ctl.protocol.munge import MungeError, make_credential
 from unicron.ctl.protocol.reach import Reach
@@ -53,7 +53,7 @@ class ScriptedAgent:
         self.key = secure_client(self.socket, key)
         self.credential = credential
         self.socket.connect(address)
-        self.rank = wire.RankStatus(state="starting", micro_batches=4, train_iterations=50)
+        self.rank = structs.RankStatus(state="starting", micro_batches=4, train_iterations=50)
         self.heard: list[wire.Message] = []
         self.reaches = Reach.REACHED  # what it answers when it is asked for others
         self._number, self._steps, self._beat = 0, 0, 0.0
@@ -74,7 +74,7 @@ class ScriptedAgent:
             node=self.node,
             address="127.0.0.1",
             slots=[self.element],
-            settings=wire.Settings(name="gpt", user=user, max_nodes=self.nodes),
+            settings=structs.Settings(name="gpt", user=user, max_nodes=self.nodes),
         )
         if self.key:
             message.credential = self.credential(claims.of_agent(message, self.key))
@@ -83,8 +83,8 @@ class ScriptedAgent:
     def status(self, **changes: Any) -> None:
         """The rank's status, with what has changed in it."""
         if changes:
-            values = {name: getattr(self.rank, name) for name in wire.RankStatus.__struct_fields__}
-            self.rank = wire.RankStatus(**{**values, **changes, "changed": time.time()})
+            values = {name: getattr(self.rank, name) for name in structs.RankStatus.__struct_fields__}
+            self.rank = structs.RankStatus(**{**values, **changes, "changed": time.time()})
         self._number, self._beat = self._number + 1, time.monotonic()
         self.send(
             wire.Status(
@@ -101,8 +101,8 @@ class ScriptedAgent:
     def steps(self, generation: int, iteration: int, micro_batches: list[int], total: int = 4) -> None:
         """The rank's optimizer step."""
         self._steps += 1
-        step = wire.RankStep(slot=self.element, micro_batches=micro_batches, seconds=0.1, loss=1.0)
-        report = wire.StepReport(generation, iteration, total, time.time(), [step], self._steps)
+        step = structs.RankStep(slot=self.element, micro_batches=micro_batches, seconds=0.1, loss=1.0)
+        report = structs.StepReport(generation, iteration, total, time.time(), [step], self._steps)
         self.send(wire.Steps(job=self.job, element=self.element, agent=self.name, reports=[report]))
 
     def expect(self, kind: type[M], *others: ScriptedAgent, after: int = 0, limit: float = LIMIT) -> M:
@@ -194,7 +194,7 @@ class FakeController:
         """The next status that fits."""
         return self.hear(lambda message: isinstance(message, wire.Status) and fits(message), what, limit)
 
-    def rank(self, fits: Callable[[wire.RankStatus], bool], what: str, slot: int = 0) -> wire.RankStatus:
+    def rank(self, fits: Callable[[structs.RankStatus], bool], what: str, slot: int = 0) -> structs.RankStatus:
         """The next status of a rank that fits."""
         return self.status(lambda status: slot in status.ranks and fits(status.ranks[slot]), what).ranks[slot]
 

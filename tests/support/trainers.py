@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
 from unicron.ctl.consensus.resume import deal
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.transition.generations import layout
 
 LATER = (wire.Break, wire.PlanShare, wire.Withdraw, wire.StartRank, wire.StopRank)
@@ -56,7 +56,7 @@ class Trainer(FakeAgent):
         if "state" in changes:
             rests = changes["state"] in ("stopped", "standby", "waiting")
             held = self.bodies[slot].shards if rests else {}
-            changes["shards"] = [wire.Shards(base, v, n, sorted(held[v, base, n])) for v, base, n in sorted(held)]
+            changes["shards"] = [structs.Shards(base, v, n, sorted(held[v, base, n])) for v, base, n in sorted(held)]
         super().set(slot, **changes)
 
     def get(self, message: wire.Message) -> None:
@@ -284,7 +284,7 @@ class Trainer(FakeAgent):
         heads = layout.heads(plan.members, plan.replica)
         return len(heads), heads.index(layout.heads_of(plan.members, plan.replica)[slot])
 
-    def _copy(self, slot: int, plan: wire.Plan, rank: wire.RankStatus, body: Body) -> bool:
+    def _copy(self, slot: int, plan: wire.Plan, rank: structs.RankStatus, body: Body) -> bool:
         """The rank's shard goes to the next replica's rank of its place; then all acknowledge that."""
         job, (count, index) = self.job_of, self._own(slot)
         inside = [job.inside(member, plan.generation, rank.iteration) for member in plan.members]
@@ -376,7 +376,7 @@ class TrainingJob:
     def trainer(self, slot: int) -> Trainer:
         return self.trainers[slot // self.per_node]
 
-    def rank(self, slot: int) -> wire.RankStatus | None:
+    def rank(self, slot: int) -> structs.RankStatus | None:
         """The rank, while its process lives."""
         trainer = self.trainers.get(slot // self.per_node)
         if trainer is None or trainer.silent:
@@ -387,13 +387,13 @@ class TrainingJob:
     def body(self, slot: int) -> Body:
         return self.trainer(slot).bodies[slot]
 
-    def inside(self, slot: int, generation: int, iteration: int) -> wire.RankStatus | None:
+    def inside(self, slot: int, generation: int, iteration: int) -> structs.RankStatus | None:
         """The rank, while it is in the collectives of that iteration."""
         rank = self.rank(slot)
         if rank is None or rank.generation != generation or rank.state != "running" or rank.iteration < iteration:
             return None
         if rank.iteration > iteration:
-            return wire.RankStatus(state="running", phase="stepped")
+            return structs.RankStatus(state="running", phase="stepped")
         return rank
 
     def passes(self, mate: int, slot: int) -> bool:

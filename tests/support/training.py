@@ -9,14 +9,14 @@ from typing import Any
 from tests.support.world import MICRO_BATCHES, World
 from unicron.ctl.consensus.resume import deal
 from unicron.ctl.controller.log.records import Event
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 
 USUAL = 0.4
 ORDERS = (wire.Break, wire.StopRank, wire.StartRank)
 
 
 def phases(count: int, slow: float = 1.0, outside: float = 0.0) -> list[float]:
-    """Seconds of an iteration with so many micro-batches, in the order of `wire.PHASES`; slow: factor of the
+    """Seconds of an iteration with so many micro-batches, in the order of `structs.PHASES`; slow: factor of the
     backward pass."""
     return [0.001 * count, 0.03 * count, 0.06 * count * slow, 0.02, 0.01, outside]
 
@@ -41,7 +41,7 @@ def train(
         for slot in sorted(job.members):
             indices = shares[slot]
             times = phases(len(indices), (slow or {}).get(slot, 1.0), (outside or {}).get(slot, 0.0))
-            agents[slot].report(iteration, wire.RankStep(slot, indices, took, 1.0, None, times))
+            agents[slot].report(iteration, structs.RankStep(slot, indices, took, 1.0, None, times))
             agents[slot].set(slot, iteration=iteration + 1, phase="computing", done=[])
     return first + iterations
 

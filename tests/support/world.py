@@ -19,7 +19,7 @@ from unicron.ctl.controller.model.fold import replay
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.requests import Knock, Poll, Probe, Run
 from unicron.ctl.controller.server.worker import perform
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.ctl.settings.partitions import PartitionConfig
@@ -59,7 +59,7 @@ class FakeAgent:
     ):
         self.world, self.job, self.element, self.node = world, job, element, node
         self.agent = name or f"{job}-{element}-{node}-{len(world.agents)}"
-        self.settings = wire.Settings(
+        self.settings = structs.Settings(
             name=f"job{job}",
             user="ann",
             ranks_per_node=ranks,
@@ -91,18 +91,18 @@ class FakeAgent:
         self.agreed: wire.Agreed | None = None
         self.asked_at = -1.0  # when it registered again last
         self.offers: dict[int, wire.Plan] = {}
-        self.images: list[wire.Image] = []  # in its node's memory
+        self.images: list[structs.Image] = []  # in its node's memory
         self.moved = 0  # bytes of images
-        self.failing: dict[str, wire.Failing] = {}  # addresses from which it could not get any
-        self.refusing: dict[str, wire.Failing] = {}  # and to which it could not give any
+        self.failing: dict[str, structs.Failing] = {}  # addresses from which it could not get any
+        self.refusing: dict[str, structs.Failing] = {}  # and to which it could not give any
         self.keeps = 0  # the number of the last cut that it was told
-        self.user: wire.Image | None = None  # the newest that its script has saved
+        self.user: structs.Image | None = None  # the newest that its script has saved
         self.steps = 0
-        self.held_steps: list[wire.StepReport] = []  # that the next status takes along
+        self.held_steps: list[structs.StepReport] = []  # that the next status takes along
         world.agents.append(self)
 
-    def new_rank(self, incarnation: int = 0) -> wire.RankStatus:
-        return wire.RankStatus(
+    def new_rank(self, incarnation: int = 0) -> structs.RankStatus:
+        return structs.RankStatus(
             state="starting",
             incarnation=incarnation,
             micro_batches=MICRO_BATCHES,
@@ -172,11 +172,11 @@ class FakeAgent:
 
     def set(self, slot: int, **changes) -> None:
         """Change a rank's status and report it."""
-        values = {name: getattr(self.ranks[slot], name) for name in wire.RankStatus.__struct_fields__}
+        values = {name: getattr(self.ranks[slot], name) for name in structs.RankStatus.__struct_fields__}
         if changes.get("state") == "running":  # only ranks at rest say with what they could go on
             changes["kept"] = []
         changed = max(self.world.now, values["changed"] + 1e-6)  # no clock shows two changes at one time
-        self.ranks[slot] = wire.RankStatus(**{**values, **changes, "changed": changed})
+        self.ranks[slot] = structs.RankStatus(**{**values, **changes, "changed": changed})
         self.status()
 
     def ready(self) -> None:
@@ -184,7 +184,9 @@ class FakeAgent:
             self.set(slot, state="waiting")
 
     def die(self, slot: int, code: int = -9, lived: float = 60.0, last_line: str = "") -> None:
-        self.set(slot, state="exited", exit=wire.Exit(code=code, at=self.world.now, lived=lived, last_line=last_line))
+        self.set(
+            slot, state="exited", exit=structs.Exit(code=code, at=self.world.now, lived=lived, last_line=last_line)
+        )
 
     def get(self, message: wire.Message) -> None:  # noqa: C901  (one branch a message)
         if isinstance(message, wire.PlanShare):
@@ -340,11 +342,11 @@ class FakeAgent:
             self.world.let_in(self.job, plan)
 
     def step(self, slot: int, iteration: int, indices: list[int], computed: list[int] | None = None) -> None:
-        self.report(iteration, wire.RankStep(slot, indices, 0.5, 1.0 / (iteration + 1), computed))
+        self.report(iteration, structs.RankStep(slot, indices, 0.5, 1.0 / (iteration + 1), computed))
 
-    def report(self, iteration: int, rank: wire.RankStep, total: int = MICRO_BATCHES, hold: bool = False) -> None:
+    def report(self, iteration: int, rank: structs.RankStep, total: int = MICRO_BATCHES, hold: bool = False) -> None:
         """A step of one of its ranks; hold: the next status takes it along."""
-        report = wire.StepReport(
+        report = structs.StepReport(
             generation=self.ranks[rank.slot].generation,
             iteration=iteration,
             total=total,

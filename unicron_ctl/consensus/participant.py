@@ -12,7 +12,7 @@ from unicron.ctl.consensus.acceptor import Acceptor, AcceptorAction, AcceptorSta
 from unicron.ctl.consensus.controller_silence import ASK_SECONDS, AWAY_SECONDS, TELL_SECONDS, ControllerSilence
 from unicron.ctl.consensus.proposals import Membership, is_agents_prefix, is_whole, proposal_for
 from unicron.ctl.consensus.proposer import Proposer, ProposerState
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.ctl.protocol.peer_messages import (
     Accept,
     Accepted,
@@ -35,7 +35,7 @@ INSTANCES_KEPT = 2  # the present one, and the one before, whose last messages m
 class _Instance:
     """The Paxos instance of one generation."""
 
-    def __init__(self, me: wire.Peer, membership: Membership) -> None:
+    def __init__(self, me: structs.Peer, membership: Membership) -> None:
         self.membership, self.acceptor = membership, Acceptor()
         self.learned: Proposal | None = None
         proposes = any(peer.agent == me.agent for peer in membership.proposers)
@@ -56,7 +56,7 @@ class Participant:
     highest generation on whose successor this agent votes no more.
     """
 
-    def __init__(self, me: wire.Peer, per_node: int) -> None:
+    def __init__(self, me: structs.Peer, per_node: int) -> None:
         self._me, self._per_node = me, per_node
         self._silence = ControllerSilence()
         self._instances: dict[int, _Instance] = {}
@@ -64,16 +64,16 @@ class Participant:
         self._current = 0  # the generation that the ranks are in, or were last sent to
         self._seen = 0  # the highest generation that was heard of
         self._obeyed = 0  # the highest that the controller has ended, or has sent the ranks to
-        self._ranks: Mapping[int, wire.RankStatus] = {}
+        self._ranks: Mapping[int, structs.RankStatus] = {}
         self._store = ""
         self._next_proposer = 0
         self._requested_at = self._answered_at = float("-inf")  # a plan, by the proposers
         self.agreed: wire.Agreed | None = None
         self.over = 0
-        self.outbox: list[tuple[wire.Peer, AnyPeer]] = []
+        self.outbox: list[tuple[structs.Peer, AnyPeer]] = []
         self.orders: list[wire.Break | wire.Plan] = []
         self.status_due = False
-        self.known: Mapping[str, wire.Peer] = {}
+        self.known: Mapping[str, structs.Peer] = {}
         """The agents of the generations that matter, by public key; another object when it changes."""
 
     # ------------------------------------------------------------ the controller
@@ -129,7 +129,7 @@ class Participant:
         return self._silence.waiting
 
     # ------------------------------------------------------------ the ranks
-    def on_ranks(self, ranks: Mapping[int, wire.RankStatus], store: str, now: float) -> None:
+    def on_ranks(self, ranks: Mapping[int, structs.RankStatus], store: str, now: float) -> None:
         """The agent's ranks have changed."""
         self._ranks, self._store = ranks, store
         inside = max((max(status.generation, status.entering) for status in ranks.values()), default=0)
@@ -311,7 +311,9 @@ class Participant:
         instance = self._instances.get(self._current)
         return instance is not None and (instance.acceptor.state is not AcceptorState.IDLE or self._needs_plan)
 
-    def _membership(self, plan: wire.Plan, proposers: Sequence[wire.Peer], known: Collection[wire.Peer]) -> Membership:
+    def _membership(
+        self, plan: wire.Plan, proposers: Sequence[structs.Peer], known: Collection[structs.Peer]
+    ) -> Membership:
         peers = {peer.element: peer for peer in (*proposers, *known)}
         return Membership(plan, peers, proposers, self._per_node)
 

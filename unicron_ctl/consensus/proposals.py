@@ -10,7 +10,7 @@ from itertools import islice
 import msgspec
 
 from unicron.ctl.consensus import resume
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.ctl.protocol.peer_messages import Ballot, Promise, Proposal
 from unicron.transition.generations.layout import heads
 
@@ -25,8 +25,8 @@ class Membership:
     """
 
     plan: wire.Plan
-    peers: Mapping[int, wire.Peer]
-    proposers: Sequence[wire.Peer]
+    peers: Mapping[int, structs.Peer]
+    proposers: Sequence[structs.Peer]
     per_node: int
 
     @cached_property
@@ -50,7 +50,7 @@ def elements_of(slots: Iterable[int], per_node: int) -> list[int]:
     return sorted({slot // per_node for slot in slots})
 
 
-def proposers_of(plan: wire.Plan, peer: Callable[[int], wire.Peer | None], per_node: int) -> list[wire.Peer]:
+def proposers_of(plan: wire.Plan, peer: Callable[[int], structs.Peer | None], per_node: int) -> list[structs.Peer]:
     """The agents that may propose what follows a plan: those of the lowest members that others can reach.
 
     peer: the agent of an element.
@@ -60,7 +60,7 @@ def proposers_of(plan: wire.Plan, peer: Callable[[int], wire.Peer | None], per_n
     return list(islice(reached, PROPOSERS))
 
 
-def has_stopped(status: wire.RankStatus, broken: int) -> bool:
+def has_stopped(status: structs.RankStatus, broken: int) -> bool:
     """True if the rank does nothing more before a plan comes. broken: the generation whose Break it has to know."""
     if status.end is not None or status.state == "stopped":
         return status.end is not None or status.broken >= broken
@@ -113,8 +113,8 @@ def make_proposal(
 
 
 def _decide(
-    membership: Membership, ranks: Mapping[int, wire.RankStatus]
-) -> tuple[dict[int, wire.RankStatus], resume.Decision | None]:
+    membership: Membership, ranks: Mapping[int, structs.RankStatus]
+) -> tuple[dict[int, structs.RankStatus], resume.Decision | None]:
     """(reports of the ranks that can be used, how these go on)."""
     ends = [_iterations(status) for status in ranks.values() if status.state == "finished"]
     reports = {slot: status for slot, status in ranks.items() if status.state == "stopped" and status.end is None}
@@ -155,17 +155,17 @@ def is_agents_prefix(prefix: str) -> bool:
     return prefix.count(".") == 3
 
 
-def _finished(status: wire.RankStatus | None) -> bool:
+def _finished(status: structs.RankStatus | None) -> bool:
     return status is not None and status.state == "finished"
 
 
-def _iterations(status: wire.RankStatus) -> int:
+def _iterations(status: structs.RankStatus) -> int:
     return status.iteration + 1 if status.phase == "stepped" else status.train_iterations
 
 
-def _lost_rank(membership: Membership, slot: int, promises: Mapping[int, Promise]) -> wire.LostRank:
+def _lost_rank(membership: Membership, slot: int, promises: Mapping[int, Promise]) -> structs.LostRank:
     """The incarnation is -1 where the rank's agent did not answer."""
     element = slot // membership.per_node
     peer, promise = membership.peers.get(element), promises.get(element)
     status = promise.ranks.get(slot) if promise is not None else None
-    return wire.LostRank(slot, peer.agent if peer else "", status.incarnation if status else -1)
+    return structs.LostRank(slot, peer.agent if peer else "", status.incarnation if status else -1)

@@ -18,7 +18,7 @@ from unicron.ctl.consensus.proposals import (
     make_proposal,
     proposal_for,
 )
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs
 from unicron.ctl.protocol.peer_messages import (
     NO_BALLOT,
     Accept,
@@ -82,7 +82,7 @@ class Proposer:
     me: the agent. :attr:`outbox` has (element, message); whoever delivers them empties it.
     """
 
-    def __init__(self, me: wire.Peer, membership: Membership) -> None:
+    def __init__(self, me: structs.Peer, membership: Membership) -> None:
         self._me, self._membership = me, membership
         self.state = ProposerState.IDLE
         self.outbox: list[tuple[int, AnyPeer]] = []

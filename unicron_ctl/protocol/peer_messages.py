@@ -13,7 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from unicron.ctl.protocol import ranges
-from unicron.ctl.protocol.wire import MAX_BYTES, VERSION, BadMessage, LostRank, Message, PlanShare, RankStatus
+from unicron.ctl.protocol.structs import LostRank, RankStatus
+from unicron.ctl.protocol.wire import MAX_BYTES, VERSION, BadMessage, Message, PlanShare
 
 # A number, and the element of the proposer: no two proposers ever have the same ballot.
 Ballot = tuple[ranges.Count, Annotated[int, Meta(ge=-1, lt=ranges.MOST_ELEMENTS)]]

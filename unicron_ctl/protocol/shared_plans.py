@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from unicron.ctl.protocol import ranges, wire
+from unicron.ctl.protocol import ranges, structs, wire
 from unicron.transition.generations import layout
 
 
@@ -29,7 +29,7 @@ class PlanCommon(msgspec.Struct, omit_defaults=True):
     step: ranges.Count | None = None
     iteration: ranges.Iteration | None = None
     reason: ranges.Reason = ""
-    proposers: Annotated[list[wire.Peer], Meta(max_length=ranges.MOST_PROPOSERS)] = []
+    proposers: Annotated[list[structs.Peer], Meta(max_length=ranges.MOST_PROPOSERS)] = []
     replica: ranges.Replica = 1
     state: ranges.State | None = None
 
@@ -54,7 +54,7 @@ def expand(found: Sequence[tuple[int, int]]) -> list[int]:
     return [slot for first, last in found for slot in range(first, last + 1)]
 
 
-def common(plan: wire.Plan, proposers: Sequence[wire.Peer] = ()) -> msgspec.Raw:
+def common(plan: wire.Plan, proposers: Sequence[structs.Peer] = ()) -> msgspec.Raw:
     """The part of the plan that all agents get, encoded."""
     part = PlanCommon(
         plan.generation,
@@ -78,7 +78,7 @@ def share(
     plan: wire.Plan,
     encoded: msgspec.Raw,
     slots: Iterable[int],
-    peers: Sequence[wire.Peer] = (),
+    peers: Sequence[structs.Peer] = (),
     heads: Mapping[int, int] | None = None,
     doors: Sequence[str] = (),
 ) -> wire.PlanShare:
@@ -116,7 +116,7 @@ def whole(part: wire.PlanShare) -> wire.Plan:
     )
 
 
-def proposers(part: wire.PlanShare) -> list[wire.Peer]:
+def proposers(part: wire.PlanShare) -> list[structs.Peer]:
     """The agents that act for the controller while it is away, in their order. Raises :class:`wire.BadMessage`."""
     return _known(part).proposers
 

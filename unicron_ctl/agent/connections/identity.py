@@ -15,7 +15,7 @@ import msgspec
 from unicron.ctl.agent.connections.stated_layouts import read_layouts, read_model
 from unicron.ctl.protocol import ranges
 from unicron.ctl.protocol.reach import first_open
-from unicron.ctl.protocol.wire import Settings
+from unicron.ctl.protocol.structs import Settings
 from unicron.ctl.system.addresses import canonical, endpoint, resolve
 from unicron.ctl.system.errors import WRONG_USE, UserError
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from unicron.ctl.protocol import peer_messages, wire
+from unicron.ctl.protocol import peer_messages, structs, wire
 from unicron.ctl.protocol.listener import Connection, Listener, listening
 from unicron.ctl.protocol.zmtp import Keys
 from unicron.ctl.system.addresses import join
@@ -49,7 +49,7 @@ class Peers:
         keys: tuple[str, str],
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._known: dict[bytes, wire.Peer] = {}
+        self._known: dict[bytes, structs.Peer] = {}
         self._dialed: dict[bytes, str] = {}  # key -> endpoint
         self._keys = keys
         self._out: Any = context.socket(zmq.ROUTER)
@@ -66,7 +66,7 @@ class Peers:
         """The sockets to poll."""
         return self._in.fileno(), self._out
 
-    def allow_only(self, known: Iterable[wire.Peer]) -> None:
+    def allow_only(self, known: Iterable[structs.Peer]) -> None:
         """Listen and speak to these agents only, from now on."""
         self._known = {peer.key.encode(): peer for peer in known if peer.key}
         if len(self._known) > self._in.most // 2:
@@ -78,7 +78,7 @@ class Peers:
                 with contextlib.suppress(zmq.ZMQError):
                     self._out.disconnect(endpoint)
 
-    def send(self, peer: wire.Peer, message: peer_messages.AnyPeer) -> None:
+    def send(self, peer: structs.Peer, message: peer_messages.AnyPeer) -> None:
         """Send a message without waiting; what cannot be sent is lost."""
         key = peer.key.encode()
         if key not in self._known or not peer.address:
@@ -90,7 +90,7 @@ class Peers:
         except (zmq.ZMQError, ValueError):
             return
 
-    def _dial(self, peer: wire.Peer, key: bytes) -> None:
+    def _dial(self, peer: structs.Peer, key: bytes) -> None:
         if len(self._dialed) == MANY:
             raise_limit()
         self._out.curve_serverkey = key

@@ -15,7 +15,7 @@ import zmq
 
 from unicron.ctl.protocol import wire
 from unicron.detector.processes import rank_messages
-from unicron.detector.processes.rank_messages import FROM_RANK, FromRank
+from unicron.detector.processes.rank_messages import FROM_RANK, FromRank, ToRank
 
 PLACES = ("/tmp", "/dev/shm")  # where an epilog looks for what is left
 MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
@@ -56,7 +56,7 @@ class RankLine:
         """The slot's process is who sent this."""
         self._identities[slot] = identity
 
-    def send(self, slots: Iterable[int], message: wire.Message) -> None:
+    def send(self, slots: Iterable[int], message: wire.Message | ToRank) -> None:
         """To those of the slots that are known."""
         data = for_rank(message)
         for slot in slots:
@@ -64,9 +64,11 @@ class RankLine:
                 self.socket.send_multipart([self._identities[slot], data])
 
 
-def for_rank(message: wire.Message) -> bytes:
-    """The message as ranks understand it: a map with the version of their protocol (:mod:`processes.rank_messages`)."""
-    fields: dict[str, Any] = msgspec.to_builtins(message, str_keys=False)
+def for_rank(message: wire.Message | ToRank) -> bytes:
+    """The message as ranks understand it, the controller's or this agent's own: a map with the version of their
+    protocol (:mod:`processes.rank_messages`)."""
+    kind = {} if isinstance(message, wire.Message) else {"kind": message.kind}
+    fields: dict[str, Any] = kind | msgspec.to_builtins(message, str_keys=False)
     data: bytes = msgpack.packb(fields | {"v": rank_messages.VERSION})
     return data
 

@@ -46,7 +46,7 @@ from unicron.ctl.agent.snapshots.node_memory import Memory, within
 from unicron.ctl.agent.snapshots.peer_copies import Copies
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.limits import ORPHAN_SECONDS
-from unicron.detector.processes.rank_messages import Step, Timing
+from unicron.detector.processes.rank_messages import Save, Saved, Step, Timing, ToRank
 from unicron.detector.processes.supervise import adopt_orphans, shell_status
 
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
@@ -337,7 +337,7 @@ class Agent:
 
     def _files_news(self) -> None:
         for iteration in self._files.results.take_all():
-            self._to_all(wire.Saved(iteration=iteration))
+            self._to_all(Saved(iteration=iteration))
 
     def _explain(self, rank: Rank) -> None:
         """What there is to know of the end of the rank's process."""
@@ -350,7 +350,7 @@ class Agent:
         for number in numbers:
             if number == SAVES and self.AGREES:
                 self._files.request_checkpoint(self._states.isdisjoint(AT_WORK), self._copies.whole)
-                self._to_all(wire.Save())
+                self._to_all(Save())
             elif number in FORWARDED:
                 for rank in self.ranks.values():
                     if rank.child is not None:
@@ -530,7 +530,7 @@ class Agent:
     def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
         self._to_all(message)
 
-    def _to_all(self, message: wire.Message) -> None:
+    def _to_all(self, message: wire.Message | ToRank) -> None:
         self._rank_line.send([slot for slot, rank in self.ranks.items() if rank.alive], message)
 
     def _send_to_rank(self, slot: int, message: wire.Message) -> None:

@@ -27,8 +27,9 @@ from unicron.ctl.agent.ranks.fence import Fence
 from unicron.ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path
 from unicron.ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
 from unicron.ctl.agent.ranks.zygote_client import Starter
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.limits import PLANNED_SECONDS
+from unicron.detector.processes.rank_messages import ToRank
 from unicron.transition.snapshot import cuts
 
 YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
@@ -49,7 +50,7 @@ class PlainRank(Rank):
 
     def start(self, incarnation: int) -> None:
         """A newcomer without a process."""
-        self.status = wire.RankStatus(state="waiting", incarnation=incarnation, changed=time.time())
+        self.status = structs.RankStatus(state="waiting", incarnation=incarnation, changed=time.time())
 
     def enter_generation(self, generation: int, environment: Mapping[str, str]) -> None:
         """Its process of this generation. One that cannot be started counts as exited."""
@@ -86,7 +87,9 @@ class PlainRank(Rank):
 
     def _rest(self, generation: int) -> None:
         incarnation = self.status.incarnation
-        self.status = wire.RankStatus(state="waiting", incarnation=incarnation, broken=generation, changed=time.time())
+        self.status = structs.RankStatus(
+            state="waiting", incarnation=incarnation, broken=generation, changed=time.time()
+        )
 
 
 class FreePort:
@@ -177,7 +180,7 @@ class RestartAgent(Agent):
         elif isinstance(message, wire.Break):
             self._break(message.generation, bool(message.lost))
 
-    def _to_all(self, message: wire.Message) -> None:
+    def _to_all(self, message: wire.Message | ToRank) -> None:
         """Programs hear nothing of the agent; what they save looks for a note beside the images."""
         if isinstance(message, wire.Cut) and self._memory.folder is not None:
             with contextlib.suppress(OSError):  # a folder that is gone is said of, and made again

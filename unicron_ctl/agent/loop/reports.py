@@ -13,8 +13,8 @@ from unicron.ctl.agent.ranks.ranks import Rank
 from unicron.ctl.agent.ranks.vitals import Vitals
 from unicron.ctl.agent.snapshots.peer_copies import Copies
 from unicron.ctl.consensus.participant import Participant
-from unicron.ctl.protocol import ranges, wire
-from unicron.ctl.protocol.wire import MERGE_SECONDS
+from unicron.ctl.protocol import ranges, structs, wire
+from unicron.ctl.protocol.structs import MERGE_SECONDS
 from unicron.ctl.system.addresses import join
 from unicron.detector.processes.rank_messages import Step
 
@@ -122,13 +122,13 @@ class Reports:
         """Step reports that can wait no longer."""
         self._send_steps(self._due_steps(now, hold=True))
 
-    def _due_steps(self, now: float, leaving: bool = False, hold: bool = False) -> list[wire.StepReport]:
+    def _due_steps(self, now: float, leaving: bool = False, hold: bool = False) -> list[structs.StepReport]:
         """Step reports that are due. hold: they may wait for later ones."""
         ranks = {} if leaving else self._ranks
         running = {slot: rank.status.generation for slot, rank in ranks.items() if rank.running}
         return self._steps.due_reports(now, running, hold)
 
-    def _send_steps(self, reports: list[wire.StepReport]) -> None:
+    def _send_steps(self, reports: list[structs.StepReport]) -> None:
         """Step reports that no status takes along."""
         job, element, most = self._place.job, self._place.element, ranges.MOST_STEP_REPORTS
         for first in range(0, len(reports), most):

@@ -12,7 +12,7 @@ from unicron.ctl.agent.connections.job_log import JobLog
 from unicron.ctl.agent.connections.outbox import Outbox
 from unicron.ctl.agent.connections.peer_connections import Peers
 from unicron.ctl.consensus.participant import Participant
-from unicron.ctl.protocol import peer_messages, wire
+from unicron.ctl.protocol import peer_messages, structs, wire
 
 
 class StandIn:
@@ -37,9 +37,9 @@ class StandIn:
         self._line = Peers(context, place.address, pair, log.warn) if reachable else None
         self.address = self._line.address if self._line is not None else ""
         self.key = pair[0] if self.address else ""
-        me = wire.Peer(place.element, identity, self.address, self.key)
+        me = structs.Peer(place.element, identity, self.address, self.key)
         self.participant = Participant(me, place.settings.ranks_per_node)
-        self._known: Mapping[str, wire.Peer] = {}
+        self._known: Mapping[str, structs.Peer] = {}
 
     @property
     def sockets(self) -> tuple[Any, ...]:

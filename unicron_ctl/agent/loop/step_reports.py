@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.wire import MERGE_SECONDS
+from unicron.ctl.protocol import structs
+from unicron.ctl.protocol.structs import MERGE_SECONDS
 from unicron.detector.processes.rank_messages import Step
 
 MOST_HELD = 4  # iterations that wait: of more than a few that are open the controller takes the oldest as it is
@@ -50,8 +50,8 @@ class StepReports:
 
     def configure(self, period: float, progress: float) -> None:
         """period: seconds from one status to the next; progress: that news of nothing but progress may wait."""
-        self._with_status = wire.with_status(period, progress)
-        self._hold = wire.hold_seconds(period, progress)
+        self._with_status = structs.with_status(period, progress)
+        self._hold = structs.hold_seconds(period, progress)
 
     def add(self, slot: int, step: Step, now: float) -> None:
         """Take in that this slot's rank has stepped."""
@@ -60,7 +60,7 @@ class StepReports:
             self._repeated.append(self._open.pop(key))
         self._open.setdefault(key, _Group(key, now)).steps[slot] = step
 
-    def due_reports(self, now: float, running: Mapping[int, int], hold: bool = False) -> list[wire.StepReport]:
+    def due_reports(self, now: float, running: Mapping[int, int], hold: bool = False) -> list[structs.StepReport]:
         """The reports that are due, oldest iteration first.
 
         running: slot -> generation, for each rank that runs in one. An iteration waits for the ranks of its generation,
@@ -112,13 +112,13 @@ class StepReports:
         members = {slot for slot, in_generation in running.items() if in_generation == generation}
         return members <= told | group.steps.keys()
 
-    def _merged(self, group: _Group) -> wire.StepReport:
+    def _merged(self, group: _Group) -> structs.StepReport:
         generation, iteration, total = group.key
         if self._last != (generation, iteration):
             self._last, self._told = (generation, iteration), set()
         self._told |= group.steps.keys()
         self._number += 1
-        return wire.StepReport(
+        return structs.StepReport(
             generation=generation,
             iteration=iteration,
             total=total,
@@ -128,14 +128,14 @@ class StepReports:
         )
 
 
-def _rank_step(slot: int, step: Step) -> wire.RankStep:
+def _rank_step(slot: int, step: Step) -> structs.RankStep:
     """The rank's part of the report, without what goes without saying."""
-    measured = all(name in step.phases for name in wire.PHASES)
-    return wire.RankStep(
+    measured = all(name in step.phases for name in structs.PHASES)
+    return structs.RankStep(
         slot=slot,
         micro_batches=step.micro_batches,
         seconds=step.seconds,
         loss=step.loss,
         computed=None if step.computed == step.micro_batches else step.computed,
-        phases=[step.phases[name] for name in wire.PHASES] if measured else [],
+        phases=[step.phases[name] for name in structs.PHASES] if measured else [],
     )

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.config import AgentConfig
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.system.errors import UserError
@@ -71,7 +71,7 @@ class NodeWatch:
             event.job, event.element, event.agent = job, element, agent
         return found
 
-    def explain(self, end: wire.Exit) -> None:
+    def explain(self, end: structs.Exit) -> None:
         """Marks the end of a rank that was killed for want of memory."""
         if end.code in KILLED:
             end.oom = end.oom or self.oom.claim()

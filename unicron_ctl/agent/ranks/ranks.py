@@ -14,7 +14,7 @@ import msgspec
 import unicron
 from unicron.ctl.agent.connections.identity import Place
 from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter
-from unicron.ctl.protocol import ranges, wire
+from unicron.ctl.protocol import ranges, structs
 from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.root_cause import one_line
 from unicron.detector.processes.rank_messages import Fault, FromRank, Moved, Status
@@ -30,7 +30,7 @@ START_AGAIN_SECONDS = 1.0
 RANK_STATES = ("waiting", "entering", "running", "stopped", "standby", "left", "finished")  # what it may say of itself
 AGENTS_OWN = ("pid", "incarnation", "exit", "changed", "process", "idle")  # of its status: the agent's to know
 
-_rank_fields = wire.RankStatus.__struct_fields__  # in the order of its array
+_rank_fields = structs.RankStatus.__struct_fields__  # in the order of its array
 
 
 COLD = AlwaysCold("there is no zygote")
@@ -60,11 +60,11 @@ class Rank:
         self.again: float | None = None
         self._tries_until = 0.0
         self._wanted: Mapping[str, str] = {}  # the environment of the process that is tried
-        self.status = wire.RankStatus(state="exited", incarnation=-1)
+        self.status = structs.RankStatus(state="exited", incarnation=-1)
 
     def start(self, incarnation: int) -> None:
         """A new process in this slot; the old one must be gone. One that cannot be started counts as exited."""
-        self.status = wire.RankStatus(state="starting", incarnation=incarnation, changed=time.time())
+        self.status = structs.RankStatus(state="starting", incarnation=incarnation, changed=time.time())
         self._begin_process(self._environment(self.slot, self.local, incarnation))
 
     def _begin_process(self, environment: Mapping[str, str]) -> None:
@@ -120,7 +120,7 @@ class Rank:
         """Note that the rank has ended without a process of its own."""
         now = time.time()
         self.status.state, self.status.changed = "exited", now
-        self.status.exit = wire.Exit(code=code, at=now, lived=0.0, last_line=why)
+        self.status.exit = structs.Exit(code=code, at=now, lived=0.0, last_line=why)
 
     @property
     def alive(self) -> bool:
@@ -148,7 +148,7 @@ class Rank:
         match message:
             case Fault():
                 lived = time.monotonic() - self.child.started if self.child else 0.0
-                before.fault = msgspec.convert({**vars(message), "fatal": True, "lived": lived}, wire.Fault)
+                before.fault = msgspec.convert({**vars(message), "fatal": True, "lived": lived}, structs.Fault)
                 before.changed = time.time()
                 return True
             case Moved():
@@ -158,7 +158,7 @@ class Rank:
                 if message.state not in RANK_STATES:
                     raise ValueError(f"{message.state!r} is no state that a rank may have")
                 told = [getattr(before if name in AGENTS_OWN else message, name) for name in _rank_fields]
-                self.status = msgspec.convert(msgspec.to_builtins(told), wire.RankStatus)
+                self.status = msgspec.convert(msgspec.to_builtins(told), structs.RankStatus)
                 if before.fault is not None and before.fault.fatal:
                     self.status.fault = before.fault  # nothing that the process says later takes it back
                 self.status.changed = time.time()
@@ -177,7 +177,7 @@ class Rank:
         else:
             if self.status.state != "finished":
                 self.status.state = "exited"
-            self.status.exit = wire.Exit(
+            self.status.exit = structs.Exit(
                 code=-signal.SIGKILL if code is None else code,
                 at=now,
                 lived=time.monotonic() - self.child.started,

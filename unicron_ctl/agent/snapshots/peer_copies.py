@@ -23,7 +23,7 @@ from pathlib import Path
 from unicron.ctl.agent.connections.identity import Place, memory_every, memory_rate
 from unicron.ctl.agent.connections.interfaces import collectives_address
 from unicron.ctl.agent.snapshots import transfer
-from unicron.ctl.protocol import ranges, wire
+from unicron.ctl.protocol import ranges, structs, wire
 from unicron.ctl.system.mailbox import Mailbox
 from unicron.transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
 from unicron.transition.snapshot.images import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
@@ -46,7 +46,7 @@ class _Task:
     to it, or got from it, before that."""
 
     key: Key
-    holder: wire.Holder
+    holder: structs.Holder
     found: Found | None = None
     failures: int = 0
 
@@ -72,12 +72,12 @@ class _Blamed:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._known: dict[str, tuple[wire.Failing, float]] = {}  # and until when that is told
+        self._known: dict[str, tuple[structs.Failing, float]] = {}  # and until when that is told
 
     def add(self, address: str, why: str, now: float) -> None:
         before = self.told(now).get(address)
         self.drop(address)  # the last one comes last
-        what = wire.Failing(times=1 + (before.times if before else 0), why=why[:WHY])
+        what = structs.Failing(times=1 + (before.times if before else 0), why=why[:WHY])
         self._known[address] = what, now + FAILING_SECONDS
         while len(self._known) > self._most:
             del self._known[next(iter(self._known))]
@@ -85,7 +85,7 @@ class _Blamed:
     def drop(self, address: str) -> None:
         self._known.pop(address, None)
 
-    def told(self, now: float) -> dict[str, wire.Failing]:
+    def told(self, now: float) -> dict[str, structs.Failing]:
         self._known = {address: one for address, one in self._known.items() if now < one[1]}
         return {address: what for address, (what, _) in self._known.items()}
 
@@ -210,18 +210,18 @@ class Copies:
                     self._sent.add((done.task.key, done.task.holder.element))
                 else:
                     news = True
-                    self._tell(wire.Fetch(image=wire.Image(**asdict(done.task.key)), holder=done.task.holder))
+                    self._tell(wire.Fetch(image=structs.Image(**asdict(done.task.key)), holder=done.task.holder))
         return news
 
-    def failing(self, now: float) -> dict[str, wire.Failing]:
+    def failing(self, now: float) -> dict[str, structs.Failing]:
         """By their addresses, the agents from which images could not be got of late."""
         return self._failing.told(now)
 
-    def refusing(self, now: float) -> dict[str, wire.Failing]:
+    def refusing(self, now: float) -> dict[str, structs.Failing]:
         """By their addresses, the agents to which images could not be given of late."""
         return self._refusing.told(now)
 
-    def rows(self, trains: bool) -> list[wire.Image]:
+    def rows(self, trains: bool) -> list[structs.Image]:
         """What lies in this node's memory and stays; while no rank trains, also what the last iterations have left."""
         folder = self._folder()
         if folder is None or (trains and (self.cut.iteration < 0 or self.cut.none)):
@@ -231,7 +231,7 @@ class Copies:
         all_states = () if trains else (STATE,)
         return [row(one) for one in found if one.path.name.startswith(stays) or one.key.kind in all_states]
 
-    def saved(self) -> wire.Image | None:
+    def saved(self) -> structs.Image | None:
         """The newest that a script without a session keeps in this node."""
         folder = self._folder() if self.plain else None
         kept = [one for one in inventory(folder) if one.key.kind == USER] if folder is not None else []
@@ -360,12 +360,12 @@ def _blames(task: _Task, error: Exception) -> bool:
     return isinstance(error, OSError) and not isinstance(error, transfer.Busy) and error.filename is None
 
 
-def row(found: Found) -> wire.Image:
+def row(found: Found) -> structs.Image:
     """What the controller is told of an image."""
-    return wire.Image(**asdict(found.key), bytes=found.used)
+    return structs.Image(**asdict(found.key), bytes=found.used)
 
 
-def _key(image: wire.Image) -> Key:
+def _key(image: structs.Image) -> Key:
     return Key(**{field.name: getattr(image, field.name) for field in fields(Key)})
 
 

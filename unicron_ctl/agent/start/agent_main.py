@@ -19,7 +19,7 @@ from unicron.ctl.agent.start import untouched
 from unicron.ctl.agent.start.bare import without_agent
 from unicron.ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, launched, only_helps
 from unicron.ctl.agent.start.resources import shortage
-from unicron.ctl.protocol.wire import SESSION
+from unicron.ctl.protocol.structs import SESSION
 from unicron.ctl.system import program as programs
 from unicron.ctl.system.errors import WRONG_USE, UserError
 

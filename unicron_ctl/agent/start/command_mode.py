@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unicron.ctl.protocol.wire import RESTART, SESSION
+from unicron.ctl.protocol.structs import RESTART, SESSION
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
 AUTO = "auto"

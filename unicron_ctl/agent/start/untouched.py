@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from unicron.ctl.agent.start import bare
 from unicron.ctl.agent.start.command_mode import Mode
-from unicron.ctl.protocol.wire import SESSION
+from unicron.ctl.protocol.structs import SESSION
 
 BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agent here, and nobody's --unicron
 _OF_THE_PLUGIN = ("UNICRON", BY_DEFAULT, "UNICRON_WEIGHT", "UNICRON_MIN_NODES", "UNICRON_MODE")

@@ -20,7 +20,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.quotas import OF_NODE_EVENTS, Written
 from unicron.ctl.controller.model.view import Outcome, Send, View
 from unicron.ctl.controller.sense import members
-from unicron.ctl.protocol import datagrams, wire
+from unicron.ctl.protocol import datagrams, structs, wire
 from unicron.ctl.settings.partitions import OFF
 from unicron.ctl.slurm.slurm_client import ElementInfo
 from unicron.ctl.system.throttle import Throttle
@@ -374,9 +374,9 @@ class Intake:
         if agent is not None and job is not None and not job.over:
             self._take_steps(job, agent, message.reports)
 
-    def _take_steps(self, state: JobState, agent: AgentView, reports: Iterable[wire.StepReport]) -> None:
+    def _take_steps(self, state: JobState, agent: AgentView, reports: Iterable[structs.StepReport]) -> None:
         job, runtime, now = self._view.job(state), self._runtime(state), self._view.now
-        held = wire.hold_seconds(self._view.config.heartbeat_period, self._progress_seconds(state))
+        held = structs.hold_seconds(self._view.config.heartbeat_period, self._progress_seconds(state))
         for report in reports:
             whole, agent.steps = report.number == agent.steps + 1, report.number
             report.ranks = [rank for rank in report.ranks if rank.slot in agent.slots]

@@ -10,7 +10,7 @@ from unicron.ctl.controller.model.agent_view import CAN_ENTER, AgentView, keeps
 from unicron.ctl.controller.model.job_state import Identity
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import View
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.structs import RankStatus
 from unicron.transition.generations import layout
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unicron.ctl.consensus import resume
 from unicron.ctl.controller.model.job_view import JobView
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.structs import RankStatus
 from unicron.transition.generations import layout
 from unicron.transition.iteration.ledger import deal
 

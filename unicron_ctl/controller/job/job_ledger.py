@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from unicron.ctl.controller.model.iteration_account import Account
-from unicron.ctl.protocol.wire import RankStep, StepReport
+from unicron.ctl.protocol.structs import RankStep, StepReport
 
 OPEN_ITERATIONS = 8  # per job: what is still incomplete when so many newer ones are open is reported as it is
 MOST_TOTAL = 1 << 22  # micro-batches of an iteration

@@ -13,7 +13,7 @@ from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_state import Ending, JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.ctl.protocol.ranges import MOST_DOORS
 from unicron.transition.generations.layout import heads_of
 
@@ -79,7 +79,7 @@ class Letter:
         return Letter(self._job, self._arrivals, self._job.plan)
 
     @cached_property
-    def _proposers(self) -> list[wire.Peer]:
+    def _proposers(self) -> list[structs.Peer]:
         return proposers_of(self.plan, partial(reached, self._job), self._per_node) if self.plan is not None else []
 
     @cached_property
@@ -114,7 +114,7 @@ class Letter:
         return [record.door for record in records if record is not None and record.door]
 
     @cached_property
-    def peers(self) -> list[wire.Peer]:
+    def peers(self) -> list[structs.Peer]:
         """The agents of the plan's members, for those who lead."""
         return [peer for element in self._elements if (peer := reached(self._job, element)) is not None]
 
@@ -124,10 +124,10 @@ def _plan(job: JobState) -> wire.Plan | None:
     return {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
 
 
-def reached(job: JobState, element: int) -> wire.Peer | None:
+def reached(job: JobState, element: int) -> structs.Peer | None:
     """The element's agent as the others reach it; None when they cannot."""
     one = job.agents.get(element)
-    return wire.Peer(element, one.agent, one.peer, one.peer_key) if one is not None and one.peer else None
+    return structs.Peer(element, one.agent, one.peer, one.peer_key) if one is not None and one.peer else None
 
 
 def ending(ended: Ending) -> wire.Message:

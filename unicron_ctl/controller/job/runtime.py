@@ -19,7 +19,7 @@ from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.replication.cuts import Cuts
 from unicron.ctl.controller.sense.sensors import SensorMemory
 from unicron.ctl.controller.sense.timing import JobTimes
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.ctl.system.throttle import Throttle
 
@@ -88,7 +88,7 @@ class JobRuntime:
         return status.state == "left" and slot not in job.state.members
 
     # ------------------------------------------------------------ steps
-    def on_steps(self, job: JobView, message: wire.StepReport, now: float, whole: bool = True) -> Outcome:
+    def on_steps(self, job: JobView, message: structs.StepReport, now: float, whole: bool = True) -> Outcome:
         """A node's ranks have stepped: the ledger and the speed of the iterations that are complete with it.
 
         whole: nothing was lost between its agent's report before and this one.

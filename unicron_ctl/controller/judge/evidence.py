@@ -11,7 +11,8 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.node_state import NodeState, SeenEvent
 from unicron.ctl.controller.model.view import View
-from unicron.ctl.protocol.wire import Fault, NodeEvent
+from unicron.ctl.protocol.structs import Fault
+from unicron.ctl.protocol.wire import NodeEvent
 from unicron.ctl.slurm.slurm_client import ElementInfo
 from unicron.detector.failures.classify import Classifier
 from unicron.detector.failures.escalation import ISOLATE, Policy

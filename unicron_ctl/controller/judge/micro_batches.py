@@ -7,7 +7,7 @@ other. So the job ends, and the failure names the iteration and the micro-batch.
 from __future__ import annotations
 
 from unicron.ctl.controller.model.job_state import JobState
-from unicron.ctl.protocol.wire import Fault
+from unicron.ctl.protocol.structs import Fault
 from unicron.detector.failures.escalation import END_JOB, Decision, Event, State
 from unicron.detector.failures.severity import Severity, Verdict
 

@@ -13,7 +13,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.nodes import isolation
 from unicron.ctl.controller.sense.members import taken_away
-from unicron.ctl.protocol.wire import Exit
+from unicron.ctl.protocol.structs import Exit
 from unicron.detector.failures.escalation import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART, WHOLE_JOB, Decision
 from unicron.detector.failures.severity import REPORT, Severity, Verdict
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unicron.ctl.protocol.wire import RankStatus, Status
+from unicron.ctl.protocol.structs import RankStatus
+from unicron.ctl.protocol.wire import Status
 
 CAN_ENTER = ("waiting", "standby")
 Route = tuple[bytes, ...]

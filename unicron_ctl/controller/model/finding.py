@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 
 from unicron.ctl.controller.model.job_state import Identity
-from unicron.ctl.protocol.wire import Exit, Fault
+from unicron.ctl.protocol.structs import Exit, Fault
 
 
 class What(enum.StrEnum):

@@ -14,7 +14,8 @@ from unicron.ctl.controller.log.records import FailureDetected
 from unicron.ctl.controller.log.thinning import RECENT_STEPS
 from unicron.ctl.controller.model import healing_modes as modes
 from unicron.ctl.controller.model.healing_modes import Mode
-from unicron.ctl.protocol.wire import RESTART, Plan, Settings
+from unicron.ctl.protocol.structs import RESTART, Settings
+from unicron.ctl.protocol.wire import Plan
 from unicron.transition.generations.layout import replicas
 
 FAILURES_KEPT = 100

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from unicron.ctl.controller.model.agent_view import CAN_ENTER, AgentView
 from unicron.ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron.ctl.controller.model.live import LiveJob, Stepped
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.structs import RankStatus
 from unicron.transition.generations.layout import stated
 
 AT_REST = ("stopped", "waiting", "standby")

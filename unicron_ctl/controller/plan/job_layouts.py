@@ -14,14 +14,14 @@ from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.plan.planning import UNMEASURED, JobInput
-from unicron.ctl.protocol.wire import Settings
+from unicron.ctl.protocol.structs import Settings
 from unicron.planner.problem import layouts as planner
 from unicron.planner.problem.cost_model import Gpt, Hardware
 from unicron.planner.problem.gpus import gpu_memory, gpu_peak
 from unicron.planner.problem.layouts import Known, Split
 from unicron.transition.generations.layout import stated
 
-NEVER_SAVES = -1  # `wire.RankStatus.saved` of a script without checkpoints
+NEVER_SAVES = -1  # `structs.RankStatus.saved` of a script without checkpoints
 WHOLE = (Phase.RUNNING, Phase.OFFERING, Phase.ENTERING)  # phases in which the ranks that stop can save all of the state
 Table = Mapping[int, float]  # FLOP/s by number of nodes
 

@@ -20,7 +20,7 @@ from unicron.ctl.controller.replication import nearest
 from unicron.ctl.controller.replication.receivers import NOBODY, passed_over, refusing
 from unicron.ctl.controller.replication.strategies import strategy_of
 from unicron.ctl.controller.replication.strategy import Pace, ReplicationStrategy, Stored, with_memory
-from unicron.ctl.protocol import ranges, wire
+from unicron.ctl.protocol import ranges, structs, wire
 from unicron.ctl.system.throttle import Throttle
 
 CUT_SECONDS = 5.0  # between two cuts, at least
@@ -57,7 +57,7 @@ class Cuts:
     since: int = 0
     none: bool = False
     """Nobody is to keep any copies."""
-    targets: dict[int, list[wire.Holder]] = field(default_factory=dict)
+    targets: dict[int, list[structs.Holder]] = field(default_factory=dict)
     """By element, to whom it gives what it has."""
     refusing: dict[int, dict[str, str]] = field(default_factory=dict)
     """By element, which nodes have taken none from it, and why, until it tells of none. Others are looked for no sooner

@@ -15,7 +15,7 @@ from unicron.ctl.controller.replication.receivers import holder_of
 from unicron.ctl.controller.replication.strategies import strategy_of
 from unicron.ctl.controller.replication.strategy import State
 from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.structs import RankStatus
 
 FETCH_SECONDS = 120.0  # without an image, or a byte of one; then the job goes on from what its ranks have
 FETCH_AGAIN_SECONDS = 1.0

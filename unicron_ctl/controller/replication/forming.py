@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from unicron.ctl.consensus.resume import newest_state
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.structs import RankStatus
 from unicron.transition.generations import layout
 
 

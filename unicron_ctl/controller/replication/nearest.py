@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_view import JobView
-from unicron.ctl.protocol.wire import Image, RankStatus
+from unicron.ctl.protocol.structs import Image, RankStatus
 
 USUAL_RATE = 1e8  # bytes a second, until one was measured: a gigabit network's
 LEAST_RATE = 1.0

@@ -17,7 +17,7 @@ from functools import partial
 from types import MappingProxyType
 
 from unicron.ctl.controller.model.agent_view import AgentView
-from unicron.ctl.protocol import ranges, wire
+from unicron.ctl.protocol import ranges, structs
 
 Away = Mapping[int, Collection[str]]  # by element, the nodes to which its copies do not go while there are others
 NOBODY: Away = MappingProxyType({})
@@ -109,7 +109,7 @@ def targets_by_element(
     domains: Mapping[str, str],
     inside_first: bool = False,
     away: Away = NOBODY,
-) -> dict[int, list[wire.Holder]]:
+) -> dict[int, list[structs.Holder]]:
     """By element inside, to which `more` others it gives all that its ranks keep.
 
     First come those that fail with another switch, and of these the next ones inside on other nodes, then those that
@@ -130,7 +130,7 @@ def targets_by_place(
     domains: Mapping[str, str],
     spares: Mapping[int, Sequence[AgentView]],
     away: Away = NOBODY,
-) -> dict[int, list[wire.Holder]]:
+) -> dict[int, list[structs.Holder]]:
     """By element, to whom it gives what it has of a cut; the first element that trains a place gives it.
 
     able: agents with a memory, in order of their elements. trainers: place -> elements that train it. missing: place ->
@@ -146,7 +146,7 @@ def _targets(
     missing: Mapping[int, int],
     room: Receivers,
     away: Away,
-) -> dict[int, list[wire.Holder]]:
+) -> dict[int, list[structs.Holder]]:
     agents = {agent.element: agent for agent in able}
     having = {place: agents.keys() & found for place, found in trainers.items()}
     givers = {place: min(having[place]) for place in missing if having.get(place)}
@@ -160,7 +160,7 @@ def _targets(
         while len(chosen[place]) < missing[place] and (one := room.next(place, giver, has, beside[giver])) is not None:
             has.add(one.node)
             chosen[place].append(one)
-    found: dict[int, dict[int, wire.Holder]] = defaultdict(dict)
+    found: dict[int, dict[int, structs.Holder]] = defaultdict(dict)
     for place, some in chosen.items():
         giver, has = givers[place], there[place]
         if gone := away.get(giver):
@@ -216,6 +216,6 @@ class Receivers:
         return next((one for one in able if self._domains.get(one.node, "") not in avoid), None)
 
 
-def holder_of(agent: AgentView) -> wire.Holder:
+def holder_of(agent: AgentView) -> structs.Holder:
     """The agent as others reach it to give and get images."""
-    return wire.Holder(element=agent.element, address=agent.images_at, token=agent.token)
+    return structs.Holder(element=agent.element, address=agent.images_at, token=agent.token)

@@ -16,7 +16,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import View
 from unicron.ctl.controller.replication.receivers import Away, targets_by_element
 from unicron.ctl.controller.replication.strategy import LEAD_SECONDS, Pace, ReplicationStrategy, Stored, with_memory
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 from unicron.transition.snapshot.images import SAME, USER
 
 HEARD_SECONDS = 1.0  # how old the word of an agent may be
@@ -47,7 +47,9 @@ class ScriptStates(ReplicationStrategy):
             pace.iteration, pace.at = newest.iteration, view.now
         return pace.rate if known else None
 
-    def targets(self, view: View, job: JobView, waiting: Collection[int], away: Away) -> dict[int, list[wire.Holder]]:
+    def targets(
+        self, view: View, job: JobView, waiting: Collection[int], away: Away
+    ) -> dict[int, list[structs.Holder]]:
         able, inside, copies = with_memory(job), job.state.inside, job.state.settings.copies
         if self.alike(job) and len({agent.node for agent in able if agent.element in inside}) > copies:
             return {}
@@ -83,7 +85,7 @@ class ScriptStates(ReplicationStrategy):
         return newest is not None and newest.mark == SAME
 
 
-def newest_saved(job: JobView) -> wire.Image | None:
+def newest_saved(job: JobView) -> structs.Image | None:
     """The newest state that the present world has saved."""
     plan = job.state.plan
     saved = [found for agent in job.alive() if (found := agent.status.saved) is not None]

@@ -18,14 +18,14 @@ from unicron.ctl.controller.replication import nearest
 from unicron.ctl.controller.replication.receivers import Away, targets_by_element
 from unicron.ctl.controller.replication.strategy import State, Stored, with_memory
 from unicron.ctl.controller.replication.whole_states import SessionStates
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol import structs
+from unicron.ctl.protocol.structs import RankStatus
 from unicron.transition.generations import layout
 from unicron.transition.generations.sharding import MARK_BITS, named, partner_shifts
 from unicron.transition.snapshot.images import SHARD, UNTRAINED
 
 Part = tuple[int, int]  # (place, shard)
-Where = dict[str, tuple[AgentView, wire.Image]]  # node -> who has it
+Where = dict[str, tuple[AgentView, structs.Image]]  # node -> who has it
 
 
 class ShardedState(NamedTuple):
@@ -39,7 +39,9 @@ class ShardedState(NamedTuple):
 class Shards(SessionStates):
     """The strategy for optimizer states in shards."""
 
-    def targets(self, view: View, job: JobView, waiting: Collection[int], away: Away) -> dict[int, list[wire.Holder]]:
+    def targets(
+        self, view: View, job: JobView, waiting: Collection[int], away: Away
+    ) -> dict[int, list[structs.Holder]]:
         if not missing_copies(job):
             return {}
         state = job.state

@@ -12,8 +12,8 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import View
 from unicron.ctl.controller.replication.nearest import Way
 from unicron.ctl.controller.replication.receivers import Away
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol import structs
+from unicron.ctl.protocol.structs import RankStatus
 
 LEAD_SECONDS = 1.0  # for a cut to be known to all ranks before they come by its iteration
 
@@ -56,7 +56,9 @@ class ReplicationStrategy(ABC):
         """Iterations a second; None while that is not known."""
 
     @abstractmethod
-    def targets(self, view: View, job: JobView, waiting: Collection[int], away: Away) -> dict[int, list[wire.Holder]]:
+    def targets(
+        self, view: View, job: JobView, waiting: Collection[int], away: Away
+    ) -> dict[int, list[structs.Holder]]:
         """By element, to whom it gives what it keeps of a cut; empty where enough nodes have all of it, or none could.
 
         waiting: elements that are hot spares. away: by element, nodes to which its copies do not go.

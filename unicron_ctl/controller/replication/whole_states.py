@@ -15,8 +15,8 @@ from unicron.ctl.controller.replication import nearest
 from unicron.ctl.controller.replication.forming import states
 from unicron.ctl.controller.replication.receivers import NOBODY, Away, targets_by_place
 from unicron.ctl.controller.replication.strategy import ReplicationStrategy, State, Stored, with_memory
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol import structs
+from unicron.ctl.protocol.structs import RankStatus
 from unicron.transition.snapshot.images import STATE
 
 MIN_ITERATION_SECONDS = 1e-3
@@ -41,7 +41,9 @@ class SessionStates(ReplicationStrategy):
 class WholeStates(SessionStates):
     """The strategy for states that are whole in each rank of their place."""
 
-    def targets(self, view: View, job: JobView, waiting: Collection[int], away: Away) -> dict[int, list[wire.Holder]]:
+    def targets(
+        self, view: View, job: JobView, waiting: Collection[int], away: Away
+    ) -> dict[int, list[structs.Holder]]:
         missing = missing_copies(job)
         return targets(job, missing, view.slurm.domains, waiting, away) if missing else {}
 
@@ -109,7 +111,7 @@ def targets(
     domains: Mapping[str, str],
     waiting: Collection[int] = (),
     away: Away = NOBODY,
-) -> dict[int, list[wire.Holder]]:
+) -> dict[int, list[structs.Holder]]:
     """By element, to whom it gives what it has. missing: as from :func:`lacking`."""
     able, spares = with_memory(job), dict[int, list[AgentView]]()
     for agent in able:
@@ -118,9 +120,9 @@ def targets(
     return targets_by_place(able, trainers(job), missing, domains, spares, away)
 
 
-def images(agents: Iterable[AgentView]) -> dict[State, dict[int, dict[str, tuple[AgentView, wire.Image]]]]:
+def images(agents: Iterable[AgentView]) -> dict[State, dict[int, dict[str, tuple[AgentView, structs.Image]]]]:
     """state -> place -> node -> who has it."""
-    found: dict[State, dict[int, dict[str, tuple[AgentView, wire.Image]]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[State, dict[int, dict[str, tuple[AgentView, structs.Image]]]] = defaultdict(lambda: defaultdict(dict))
     for agent in agents:
         for image in agent.status.images:
             if image.kind == STATE:

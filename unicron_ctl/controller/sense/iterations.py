@@ -21,7 +21,7 @@ from unicron.ctl.controller.sense.findings import slot_finding
 from unicron.ctl.controller.sense.patience import STOPPED, Limit
 from unicron.ctl.controller.sense.timing import JobTimes
 from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.structs import RankStatus
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.detector.iterations.culprit import Culprit, Progress, stuck
 from unicron.transition.generations.layout import heads_of

@@ -15,7 +15,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.sense.findings import slot_finding
 from unicron.ctl.controller.sense.iterations import Standing
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.structs import RankStatus
 
 
 def take_in_changes(job: JobView, standing: Standing) -> list[int]:

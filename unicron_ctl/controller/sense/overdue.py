@@ -16,7 +16,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.sense.progress import last_copy
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.structs import RankStatus
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.detector.failures.escalation import RESTART, RUNNING, WHOLE_JOB, State
 

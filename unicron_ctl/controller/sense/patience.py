@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.structs import RankStatus
 from unicron.ctl.settings.config import ControllerConfig
 
 Limit = tuple[float, str]  # seconds that a rank may keep the others waiting, and what speaks against waiting longer

@@ -18,7 +18,8 @@ from unicron.ctl.controller.sense.findings import slot_finding
 from unicron.ctl.controller.sense.patience import STOPPED, outside
 from unicron.ctl.controller.sense.timing import JobTimes
 from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.wire import Plan, RankStatus
+from unicron.ctl.protocol.structs import RankStatus
+from unicron.ctl.protocol.wire import Plan
 
 WITNESS_SECONDS = 0.05  # what is heard later than this after a rank stopped was sent after its peers' connections broke
 ENTER_TRIES = 3  # in a row; then those who never entered count as lost

@@ -17,7 +17,7 @@ from unicron.ctl.controller.log.thinning import RECENT_STEPS
 from unicron.ctl.controller.model.iteration_account import Account
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.sense.patience import AGAIN, Patience
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.detector.iterations.culprit import PHASES, Culprit, slowest
 from unicron.detector.iterations.statistics import WARM_UP, Health, IterationMonitor, Limits
@@ -26,7 +26,7 @@ from unicron.detector.iterations.stragglers import Stragglers
 WINDOW, NEWEST = 16, 4  # iterations
 COMPARED = 64  # ranks that are compared with each other one by one
 CHOOSE_EVERY = 64  # iterations between two choices of whom to compare
-COLUMNS = (*PHASES, "outside")  # of the array: the order of `wire.PHASES`
+COLUMNS = (*PHASES, "outside")  # of the array: the order of `structs.PHASES`
 SHARED = [COLUMNS.index(name) for name in ("data", "forward", "backward")]  # their time grows with the share
 REDUCE = COLUMNS.index("reduce")
 Row = dict[int, dict[str, float]]
@@ -63,7 +63,7 @@ class PhaseTimes:
         self.rows.clear()
         self.newest, self.chosen_at, self.chosen = -1, -1, []
 
-    def on_step(self, step: wire.StepReport) -> None:
+    def on_step(self, step: structs.StepReport) -> None:
         """Takes in the times of one agent's ranks, without those that make no sense."""
         # A sum is below a bound only where none is NaN.
         good = [
@@ -195,7 +195,7 @@ class JobTimes:
         self.phases.clear()
         self.stragglers.clear()
 
-    def on_step(self, step: wire.StepReport) -> None:
+    def on_step(self, step: structs.StepReport) -> None:
         """Takes in the phase times of one agent's ranks."""
         self.phases.on_step(step)
         self.patience.on_outside(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron.ctl.consensus.resume import decide, newest_state
-from unicron.ctl.protocol.wire import RankStatus, Shards
+from unicron.ctl.protocol.structs import RankStatus, Shards
 from unicron.transition.generations import layout
 
 TOTAL = 8

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron.ctl.consensus.resume import deal, decide
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.structs import RankStatus
 
 
 def stopped(iteration: int, phase: str = "computing", done: list[int] | None = None) -> RankStatus:

@@ -17,9 +17,9 @@ from unicron.ctl.consensus.proposals import (
     proposal_for,
     proposers_of,
 )
-from unicron.ctl.protocol import peer_messages, shared_plans, wire
+from unicron.ctl.protocol import peer_messages, shared_plans, structs, wire
 
-ME = wire.Peer(0, "agent0", "n0:1", "key0")
+ME = structs.Peer(0, "agent0", "n0:1", "key0")
 
 
 def plan(generation: int, members: list[int], prefix: str = "", **more) -> wire.Plan:
@@ -29,20 +29,20 @@ def plan(generation: int, members: list[int], prefix: str = "", **more) -> wire.
 
 def share(made: wire.Plan, count: int = 3) -> wire.PlanShare:
     """As the agent of element 0 is sent it, one of its leaders."""
-    everybody = [wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)]
+    everybody = [structs.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)]
     encoded = shared_plans.share(made, shared_plans.common(made, everybody), [0], everybody)
     return wire.decode(wire.encode(encoded), wire.ToAgent)
 
 
 def promise(element: int, **ranks) -> peer_messages.Promise:
-    status = wire.RankStatus(**{"state": "stopped", "broken": 1, "micro_batches": 6} | ranks)
+    status = structs.RankStatus(**{"state": "stopped", "broken": 1, "micro_batches": 6} | ranks)
     return peer_messages.Promise(
         generation=1, element=element, ballot=(1, 0), store=f"n{element}:4000", ranks={element: status}
     )
 
 
 def company(count: int) -> Membership:
-    everybody = {e: wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
+    everybody = {e: structs.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
     made = plan(1, list(range(count)))
     return Membership(made, everybody, proposers_of(made, everybody.get, 1), 1)
 
@@ -116,17 +116,17 @@ def test_how_long_the_controller_is_silent():
 
 def test_who_is_at_rest():
     def rests(state, **more):
-        return has_stopped(wire.RankStatus(state=state, **more), 4)
+        return has_stopped(structs.RankStatus(state=state, **more), 4)
 
     assert rests("stopped", broken=4) and rests("finished") and rests("exited") and rests("waiting")
     assert not rests("stopped", broken=3) and not rests("running", broken=4) and not rests("entering")
-    assert rests("running", fault=wire.Fault(type="E", text="", at=0.0, fatal=True)), "its process ends"
+    assert rests("running", fault=structs.Fault(type="E", text="", at=0.0, fatal=True)), "its process ends"
 
 
 def test_the_plan_leaves_out_who_did_not_answer_and_who_cannot_go_on():
     promises = {
         0: promise(0, iteration=3, done=[0]),
-        1: promise(1, state="exited", exit=wire.Exit(code=-9, at=0.0, lived=1.0), incarnation=2),
+        1: promise(1, state="exited", exit=structs.Exit(code=-9, at=0.0, lived=1.0), incarnation=2),
         3: promise(3, iteration=3, done=[1, 1]),
         4: promise(4, iteration=3, done=[5]),
     }
@@ -193,7 +193,7 @@ def test_a_leader_halts_all_again_when_it_hears_of_a_later_generation():
 
 def pairs(count: int) -> Membership:
     """A job with one rank a node and two a replica."""
-    everybody = {e: wire.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
+    everybody = {e: structs.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
     made = plan(1, list(range(count)), replica=2)
     return Membership(made, everybody, proposers_of(made, everybody.get, 1), 1)
 
@@ -236,7 +236,7 @@ def agent():
     """Generation 1; it has accepted a plan for 2 without having heard that it is chosen."""
     made = Participant(ME, 1)
     made.on_plan(share(plan(1, [0, 1, 2])))
-    made.on_ranks({0: wire.RankStatus(state="stopped", broken=1, generation=1)}, "n0:4000", 0.0)
+    made.on_ranks({0: structs.RankStatus(state="stopped", broken=1, generation=1)}, "n0:4000", 0.0)
     made.on_status(0.0)
     made.on_message(peer_messages.Prepare(generation=1, element=1, ballot=(1, 1)), 1.0)
     proposal, _ = make_proposal(company(3), {0: promise(0), 1: promise(1)}, 2, (1, 1), "agent1")
@@ -278,8 +278,8 @@ def test_a_plan_that_comes_after_the_controllers_is_not_followed(agent):
 def test_the_ranks_are_told_who_is_lost():
     agent = Participant(ME, 1)
     agent.on_plan(share(plan(1, [0, 1, 2, 3], replica=2), 4))
-    agent.on_ranks({0: wire.RankStatus(state="running", generation=1)}, "n0:4000", 0.0)
-    agent.on_ranks({0: wire.RankStatus(state="stopped", broken=1, generation=1)}, "n0:4000", 0.1)
+    agent.on_ranks({0: structs.RankStatus(state="running", generation=1)}, "n0:4000", 0.0)
+    agent.on_ranks({0: structs.RankStatus(state="stopped", broken=1, generation=1)}, "n0:4000", 0.1)
     agent.on_status(0.1)
     agent.on_message(peer_messages.Prepare(generation=1, element=2, ballot=(1, 2)), 1.0)
     agent.on_message(peer_messages.Halt(generation=1, element=2, ballot=(1, 2), broken=1, reason="r", lost=[1]), 1.1)
@@ -290,7 +290,7 @@ def test_a_controller_that_has_just_spoken_is_not_asked():
     """Thousands of agents report at once after a Break: the plan must not wait for as many answers."""
     agent = Participant(ME, 1)
     agent.on_plan(share(plan(1, [0, 1, 2])))
-    stopped = {0: wire.RankStatus(state="stopped", broken=1, generation=1)}
+    stopped = {0: structs.RankStatus(state="stopped", broken=1, generation=1)}
     agent.on_controller(5.0)
     agent.on_ranks(stopped, "n0:4000", 5.1)
     assert not agent.on_status(5.1) and agent.on_status(6.1)

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicron.ctl.protocol import claims, datagrams, encryption, hello, munge, wire
+from unicron.ctl.protocol import claims, datagrams, encryption, hello, munge, structs, wire
 from unicron.ctl.system.errors import UserError
 
 KEY = "k" * 40
 REGISTER = wire.Register(
-    job="7", element=1, agent="a", node="n1", address="x", slots=[1], settings=wire.Settings(name="j", user="ann")
+    job="7", element=1, agent="a", node="n1", address="x", slots=[1], settings=structs.Settings(name="j", user="ann")
 )
 
 

@@ -12,7 +12,7 @@ from msgspec import inspect
 
 from tests.support import hostile
 from tests.support.depth import cases
-from unicron.ctl.protocol import datagrams, ranges, shared_plans, wire
+from unicron.ctl.protocol import datagrams, ranges, shared_plans, structs, wire
 
 ANY_NUMBER = {"RankStatus.loss", "RankStep.loss"}  # of a training that diverges it is none
 ANYTHING = {"Answer.data", "PlanShare.common"}  # what the controller says; a plan's part has a type of its own
@@ -86,11 +86,11 @@ def test_what_is_at_the_ends_of_the_ranges_is_taken_and_what_is_beyond_refused(k
 
 
 HARMFUL = [  # each ended the first release's controller, or made it drop a job
-    (wire.Settings(name="x", user="ann", weight=1e308), "weight"),
-    (wire.Settings(name="x", user="ann", weight=float("nan")), "weight"),
-    (wire.Settings(name="x", user="ann", weight=-1.0), "weight"),
-    (wire.Settings(name="x", user="ann", min_nodes=-1), "min_nodes"),
-    (wire.Settings(name="x", user="ann", ranks_per_node=10**13), "ranks_per_node"),
+    (structs.Settings(name="x", user="ann", weight=1e308), "weight"),
+    (structs.Settings(name="x", user="ann", weight=float("nan")), "weight"),
+    (structs.Settings(name="x", user="ann", weight=-1.0), "weight"),
+    (structs.Settings(name="x", user="ann", min_nodes=-1), "min_nodes"),
+    (structs.Settings(name="x", user="ann", ranks_per_node=10**13), "ranks_per_node"),
 ]
 
 
@@ -107,16 +107,16 @@ def test_settings_that_ended_the_controller_are_refused_by_name(given_, field):
     [
         wire.Timing(job="7", slot=0, generation=2**63, at=1.0, seconds={}),
         wire.Status(
-            job="7", element=0, agent="a", sent=1.0, ranks={0: wire.RankStatus(state="running", micro_batches=2**60)}
+            job="7", element=0, agent="a", sent=1.0, ranks={0: structs.RankStatus(state="running", micro_batches=2**60)}
         ),
         wire.Status(
             job="7",
             element=0,
             agent="a",
             sent=1.0,
-            ranks={0: wire.RankStatus(state="running", flops_per_iteration=float("inf"))},
+            ranks={0: structs.RankStatus(state="running", flops_per_iteration=float("inf"))},
         ),
-        wire.Steps(job="7", element=0, agent="a", reports=[wire.StepReport(1, 1, total=10**12, at=1.0, ranks=[])]),
+        wire.Steps(job="7", element=0, agent="a", reports=[structs.StepReport(1, 1, total=10**12, at=1.0, ranks=[])]),
         wire.Status(job="7", element=0, agent="a", sent=1e300),
     ],
     ids=["generation", "micro-batches", "FLOP", "total", "sent"],

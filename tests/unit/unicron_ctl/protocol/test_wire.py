@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.protocol import ranges, shared_plans, wire
+from unicron.ctl.protocol import ranges, shared_plans, structs, wire
 
 SLOTS = st.lists(st.integers(0, 200), unique=True)
 PLANS = st.builds(
@@ -58,7 +58,7 @@ def test_members_that_are_no_whole_replicas_are_refused():
 
 
 def test_only_those_who_lead_are_told_of_everybody():
-    everybody = [wire.Peer(element, f"a{element}", f"n{element}:1", "k" * 40) for element in range(5)]
+    everybody = [structs.Peer(element, f"a{element}", f"n{element}:1", "k" * 40) for element in range(5)]
     plan = wire.Plan(generation=1, members=[0, 1], store="", prefix="")
     common = shared_plans.common(plan, everybody[:2])
     told = [
@@ -107,10 +107,10 @@ def test_hostile_bytes_are_refused():
 
 def test_a_merged_step_keeps_what_each_rank_computed():
     ranks = [
-        wire.RankStep(slot=8, micro_batches=[0, 2], seconds=1.0, loss=5.0, phases=[0.1] * len(wire.PHASES)),
-        wire.RankStep(slot=9, micro_batches=[1], seconds=1.0, loss=5.0, computed=[1, 1]),
+        structs.RankStep(slot=8, micro_batches=[0, 2], seconds=1.0, loss=5.0, phases=[0.1] * len(structs.PHASES)),
+        structs.RankStep(slot=9, micro_batches=[1], seconds=1.0, loss=5.0, computed=[1, 1]),
     ]
-    reports = [wire.StepReport(generation=2, iteration=3, total=4, at=1.0, ranks=ranks)]
+    reports = [structs.StepReport(generation=2, iteration=3, total=4, at=1.0, ranks=ranks)]
     for sent in (
         wire.Steps(job="7", element=4, agent="a", reports=reports),
         wire.Status(job="7", element=4, agent="a", sent=1.0, steps=reports),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unicron.ctl.controller.log.records.base import Record
-from unicron.ctl.protocol.wire import Settings
+from unicron.ctl.protocol.structs import Settings
 
 
 class JobRegistered(Record, frozen=True, tag="job_registered"):

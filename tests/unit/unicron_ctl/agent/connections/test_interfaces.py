@@ -11,7 +11,7 @@ from unicron.ctl.agent.connections import interfaces
 from unicron.ctl.agent.connections.identity import read_place
 from unicron.ctl.agent.connections.interfaces import collectives_address
 from unicron.ctl.agent.snapshots.peer_copies import Copies
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 
 ADDRESSES = {"lo": "127.0.0.1", "eth0": "198.18.0.5", "eth01": "198.18.0.6", "ib0": "", "ib1": "198.18.4.7"}
 
@@ -42,7 +42,7 @@ def test_the_interface_that_the_job_names_has_the_address(node, told: dict[str, 
 
 def test_copies_go_over_it_and_not_over_the_networks_of_the_nodes_name(tmp_path: Path) -> None:
     environment = HERE | {"UNICRON_NODE_ADDRESS": "192.0.2.1", "GLOO_SOCKET_IFNAME": "lo"}
-    place = read_place(environment).in_mode(wire.SESSION, "")
+    place = read_place(environment).in_mode(structs.SESSION, "")
     copies = Copies(lambda: tmp_path, place, environment, lambda order: None, print)
     try:
         assert place.address == "192.0.2.1" and copies.address.startswith("127.0.0.1:")

@@ -13,11 +13,11 @@ from tests.support.processes import wait_for
 from unicron.ctl.agent.connections import controller_connection
 from unicron.ctl.agent.connections.controller_connection import Line
 from unicron.ctl.agent.connections.identity import Place
-from unicron.ctl.protocol import claims, datagrams, hello, wire
+from unicron.ctl.protocol import claims, datagrams, hello, structs, wire
 from unicron.ctl.protocol.encryption import new_pair
 from unicron.ctl.protocol.munge import Credential, MungeError
 
-PLACE = Place(job="7", element=0, node="n1", address="127.0.0.1", settings=wire.Settings(name="a", user="b"))
+PLACE = Place(job="7", element=0, node="n1", address="127.0.0.1", settings=structs.Settings(name="a", user="b"))
 
 
 class Slow:

@@ -12,7 +12,7 @@ import pytest
 
 from unicron.ctl.agent.connections.rank_socket import for_rank, from_rank
 from unicron.ctl.agent.ranks.ranks import AGENTS_OWN
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.detector.processes import rank_messages
 from unicron.detector.processes.rank_messages import FROM_RANK, TO_RANK, Fault, Moved, Plan, Status, Step, Timing
 
@@ -43,7 +43,7 @@ def test_a_plan_arrives_as_it_was_sent():
 
 
 def test_a_status_says_what_is_the_ranks_to_say():
-    assert {each.name for each in dataclasses.fields(Status)} == set(wire.RankStatus.__struct_fields__) - set(
+    assert {each.name for each in dataclasses.fields(Status)} == set(structs.RankStatus.__struct_fields__) - set(
         AGENTS_OWN
     )
 

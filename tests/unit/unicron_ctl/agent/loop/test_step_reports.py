@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron.ctl.agent.loop.step_reports import MOST_HELD, StepReports
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.wire import MERGE_SECONDS
+from unicron.ctl.protocol import structs
+from unicron.ctl.protocol.structs import MERGE_SECONDS
 from unicron.detector.processes.rank_messages import Step
 
-PHASES = {name: float(number) for number, name in enumerate(wire.PHASES)}
+PHASES = {name: float(number) for number, name in enumerate(structs.PHASES)}
 
 
 def report(slot: int, iteration: int, generation: int = 1, **more: Any) -> tuple[int, Step]:
@@ -27,7 +27,7 @@ def running(*slots: int, generation: int = 1) -> dict[int, int]:
     return dict.fromkeys(slots, generation)
 
 
-def told(messages: list[wire.StepReport]) -> list[tuple[int, int, list[int]]]:
+def told(messages: list[structs.StepReport]) -> list[tuple[int, int, list[int]]]:
     """(generation, iteration, slots) of each."""
     return [(each.generation, each.iteration, [rank.slot for rank in each.ranks]) for each in messages]
 
@@ -42,14 +42,14 @@ def test_an_iteration_of_all_running_ranks_is_one_message(steps):
     assert steps.due_reports(10.0, running(4, 5)) == []
     steps.add(*report(4, 3, computed=[4, 4], phases={}), 10.01)
     (message,) = steps.due_reports(10.01, running(4, 5))
-    assert message == wire.StepReport(
+    assert message == structs.StepReport(
         generation=1,
         iteration=3,
         total=8,
         at=1005.0,
         ranks=[
-            wire.RankStep(slot=4, micro_batches=[4], seconds=0.5, loss=2.0, computed=[4, 4]),
-            wire.RankStep(slot=5, micro_batches=[5], seconds=0.5, loss=2.0, phases=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]),
+            structs.RankStep(slot=4, micro_batches=[4], seconds=0.5, loss=2.0, computed=[4, 4]),
+            structs.RankStep(slot=5, micro_batches=[5], seconds=0.5, loss=2.0, phases=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]),
         ],
         number=1,
     )
@@ -126,7 +126,7 @@ def test_different_totals_stay_apart(steps):
     assert [(each.total, len(each.ranks)) for each in messages] == [(8, 1), (9, 1)]
 
 
-@pytest.mark.parametrize("missing", wire.PHASES)
+@pytest.mark.parametrize("missing", structs.PHASES)
 def test_incomplete_phases_are_none(steps, missing):
     steps.add(*report(0, 3, phases={name: 1.0 for name in PHASES if name != missing}), 10.0)
     assert steps.due_reports(10.0, running(0))[0].ranks[0].phases == []

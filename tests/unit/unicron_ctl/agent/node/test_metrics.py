@@ -9,7 +9,7 @@ import pytest
 
 from unicron.ctl.agent.node.sampling import Sampling
 from unicron.ctl.agent.ranks.vitals import Activity, Usage, Vitals
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 from unicron.detector.health.sampler import Sampler
 
 
@@ -38,10 +38,10 @@ def test_idle_is_who_neither_computes_nor_reads_or_writes(busy, idle):
 
 def test_a_new_process_in_a_slot_begins_anew():
     vitals = Vitals()
-    rank = SimpleNamespace(slot=0, alive=True, status=wire.RankStatus(state="running", pid=os.getppid()))
+    rank = SimpleNamespace(slot=0, alive=True, status=structs.RankStatus(state="running", pid=os.getppid()))
     vitals.update([rank], 0.0)
     vitals.sample([rank], 0.0)
-    rank.status = wire.RankStatus(state="running", pid=os.getpid())
+    rank.status = structs.RankStatus(state="running", pid=os.getpid())
     vitals.update([rank], 100.0)
     assert rank.status.idle == 0.0 and "rank_cpu" not in vitals.sample([rank], 100.0)[0]
 

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from unicron.ctl.agent.ranks.ranks import Rank
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.detector.processes.rank_messages import Fault, Moved, Status
 
 
 @pytest.fixture
 def rank() -> Rank:
     made = Rank(3, 1, ["true"], lambda slot, local, incarnation: {})
-    made.status = wire.RankStatus(state="starting", incarnation=2, pid=7, process="S")
+    made.status = structs.RankStatus(state="starting", incarnation=2, pid=7, process="S")
     return made
 
 

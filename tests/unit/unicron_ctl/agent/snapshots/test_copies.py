@@ -17,7 +17,7 @@ from unicron.ctl.agent.connections.identity import read_place
 from unicron.ctl.agent.loop.reports import Reports
 from unicron.ctl.agent.snapshots import transfer
 from unicron.ctl.agent.snapshots.peer_copies import AGAIN_SECONDS, FAILING_SECONDS, Copies
-from unicron.ctl.protocol import ranges, wire
+from unicron.ctl.protocol import ranges, structs, wire
 from unicron.detector.health.memory_limit import Left
 from unicron.transition.snapshot import shared_memory
 from unicron.transition.snapshot.images import SUFFIX, Image, Key, inventory
@@ -35,7 +35,7 @@ class Side:
         folder.mkdir()
         self.now = 0.0
         self.folder, self.told, self.said = folder, [], []
-        place = read_place(HERE).in_mode(wire.SESSION, "")
+        place = read_place(HERE).in_mode(structs.SESSION, "")
         self.copies = Copies(lambda: folder, place, HERE | environment, self.told.append, self.said.append)
 
     def image(self, key: Key = KEY, name: str = "cut") -> None:
@@ -44,8 +44,8 @@ class Side:
         made.data[: len(DATA)] = DATA
         made.mark_whole(key, b"head", len(DATA))
 
-    def holder(self, element: int) -> wire.Holder:
-        return wire.Holder(element=element, address=self.copies.address, token=self.copies.token)
+    def holder(self, element: int) -> structs.Holder:
+        return structs.Holder(element=element, address=self.copies.address, token=self.copies.token)
 
     def names(self) -> list[str]:
         return [found.path.name for found in inventory(self.folder)]
@@ -114,12 +114,12 @@ def test_an_image_is_got_while_another_one_is_given(sides: tuple[Side, Side]) ->
     """A job may wait for the one, and for the other nobody does."""
     one, other = sides
     other.image(name="copy")
-    slow = wire.Holder(element=2, address=other.copies.address, token="another")
+    slow = structs.Holder(element=2, address=other.copies.address, token="another")
     one.copies._rate = 1e3  # the image would take half an hour
     one.image(Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa"))
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1), slow], parts=1))
     one.copies.give_cut(0.0)
-    one.copies.fetch(wire.Fetch(image=wire.Image("state", 0, 70, 0, 2, 0, 1, 1, "aa"), holder=other.holder(1)), 0.0)
+    one.copies.fetch(wire.Fetch(image=structs.Image("state", 0, 70, 0, 2, 0, 1, 1, "aa"), holder=other.holder(1)), 0.0)
     one.until(lambda: [message for message in one.told if isinstance(message, wire.Fetch)])
     assert "copy-0-0-70.image" in one.names()
 
@@ -188,20 +188,20 @@ def test_what_a_job_has_left_behind_when_it_went_back_goes_but_for_what_is_good(
     assert one.names() == ["copy-2-0.image", "cut-2-0.image"]
 
 
-def order(holder: wire.Holder, slot: int = 0) -> wire.Fetch:
+def order(holder: structs.Holder, slot: int = 0) -> wire.Fetch:
     """Of the image that `Side.image` makes for this slot."""
-    return wire.Fetch(image=wire.Image("state", slot, 70, slot, 2, 0, 1, 1, "aa"), holder=holder)
+    return wire.Fetch(image=structs.Image("state", slot, 70, slot, 2, 0, 1, 1, "aa"), holder=holder)
 
 
 @pytest.fixture
-def gone() -> wire.Holder:
+def gone() -> structs.Holder:
     """Nobody listens there any more."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        return wire.Holder(element=2, address=f"127.0.0.1:{listening.getsockname()[1]}", token="token")
+        return structs.Holder(element=2, address=f"127.0.0.1:{listening.getsockname()[1]}", token="token")
 
 
 def test_of_whom_an_image_could_not_be_got_the_controller_is_told_and_what_waits_for_him_is_let_go(
-    sides: tuple[Side, Side], gone: wire.Holder
+    sides: tuple[Side, Side], gone: structs.Holder
 ) -> None:
     one, other = sides
     other.image(Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa"), name="copy")
@@ -236,7 +236,7 @@ def test_who_gives_an_image_or_takes_one_is_not_failing_any_more(sides: tuple[Si
     assert one.names() == ["copy-0-0-70.image"]
 
 
-def test_an_image_on_its_way_is_not_got_from_another_one_too(sides: tuple[Side, Side], gone: wire.Holder) -> None:
+def test_an_image_on_its_way_is_not_got_from_another_one_too(sides: tuple[Side, Side], gone: structs.Holder) -> None:
     """The nearest one may change while it is being sent."""
     one, other = sides
     waiting: list = []
@@ -269,7 +269,7 @@ def test_that_there_is_no_room_for_copies_is_said_once_however_much_is_left(side
 
 # ---------------------------------------------------------------- who takes nothing
 def test_who_takes_no_image_is_told_and_the_others_do_not_wait_for_all_that_goes_to_him(
-    sides: tuple[Side, Side], gone: wire.Holder
+    sides: tuple[Side, Side], gone: structs.Holder
 ) -> None:
     """Defect: each image for a silent agent held up those for the others, and the controller was only told how many."""
     one, other = sides
@@ -316,12 +316,12 @@ def test_who_has_no_room_takes_nothing_until_there_is_some_and_can_still_give(
     assert one.copies.refusing(0.0) == {} and other.names() == ["copy-0-0-70.image"]
 
 
-def test_of_those_that_take_no_image_only_the_last_few_are_told(sides: tuple[Side, Side], gone: wire.Holder) -> None:
+def test_of_those_that_take_no_image_only_the_last_few_are_told(sides: tuple[Side, Side], gone: structs.Holder) -> None:
     """Defect: every status of every agent told of up to 64 where nobody had room."""
     one, _ = sides
     one.image()
     for number in range(1, ranges.MOST_PASSED_OVER + 4):  # each in turn takes none
-        holder = wire.Holder(element=number, address=f"{gone.address.rpartition(':')[0]}:{number}", token="")
+        holder = structs.Holder(element=number, address=f"{gone.address.rpartition(':')[0]}:{number}", token="")
         one.copies.obey(wire.Cut(iteration=70, number=number, targets=[holder]))
         one.until(lambda number=number: one.copies.failed == number)
     told = [int(address.rpartition(":")[2]) for address in one.copies.refusing(one.now)]
@@ -355,7 +355,7 @@ def test_nobody_is_blamed_who_serves_others(sides: tuple[Side, Side], monkeypatc
     assert one.copies.refusing(one.now) == {} and "it serves others" in one.said[0]
     key = Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa")
     other.image(key, name="copy")
-    wanted = wire.Fetch(image=wire.Image("state", 1, 70, 1, 2, 0, 1, 1, "aa"), holder=other.holder(1))
+    wanted = wire.Fetch(image=structs.Image("state", 1, 70, 1, 2, 0, 1, 1, "aa"), holder=other.holder(1))
     one.copies.fetch(wanted, one.now)
     one.until(lambda: one.copies.failed >= 2 and "get a copy from" in one.said[-1])
     assert one.copies.failing(one.now) == {} and "it serves others" in one.said[-1]
@@ -365,7 +365,7 @@ def test_nobody_is_blamed_who_serves_others(sides: tuple[Side, Side], monkeypatc
     one.until(lambda: "copy-1-0-70.image" in one.names())
 
 
-def test_the_status_says_who_gave_nothing_and_who_took_nothing(sides: tuple[Side, Side], gone: wire.Holder) -> None:
+def test_the_status_says_who_gave_nothing_and_who_took_nothing(sides: tuple[Side, Side], gone: structs.Holder) -> None:
     one, other = sides
     one.now = time.monotonic()
     one.image()
@@ -374,7 +374,7 @@ def test_the_status_says_who_gave_nothing_and_who_took_nothing(sides: tuple[Side
     one.until(lambda: one.copies.failing(one.now) and one.copies.refusing(one.now))
     sent: list[wire.Status] = []
     participant = SimpleNamespace(on_ranks=lambda *_: None, on_status=lambda now: False, agreed=None, over=0)
-    place = read_place(HERE).in_mode(wire.SESSION, "")
+    place = read_place(HERE).in_mode(structs.SESSION, "")
     Reports(place, "agent", {}, participant, None, one.copies, sent.append).status(None)
     status = wire.decode(wire.encode(sent[0]))
     assert list(status.failing) == [other.copies.address] and list(status.refusing) == [gone.address]

@@ -14,7 +14,7 @@ from tests.support.processes import wait_for
 from unicron.ctl.agent.connections.identity import Place
 from unicron.ctl.agent.snapshots.checkpoint_files import Files
 from unicron.ctl.agent.snapshots.node_memory import Memory
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 from unicron.transition.snapshot import files, folders
 from unicron.transition.snapshot.images import STATE, SUFFIX, Image, Key, read_page
 
@@ -23,7 +23,7 @@ MARK = "0a1b2c3d"
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Memory:
-    place = Place(job="7", element=0, node="n1", address="127.0.0.1", settings=wire.Settings(name="a", user="b"))
+    place = Place(job="7", element=0, node="n1", address="127.0.0.1", settings=structs.Settings(name="a", user="b"))
     made = Memory(place, {"UNICRON_MEMORY_DIR": str(tmp_path)}, print)
     made.open("a1")
     assert made.folder is not None

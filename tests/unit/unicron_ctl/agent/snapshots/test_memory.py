@@ -19,7 +19,7 @@ from unicron.ctl.agent.snapshots import last_checkpoint
 from unicron.ctl.agent.snapshots import node_memory as agent_memory
 from unicron.ctl.agent.snapshots.last_checkpoint import TURN_SECONDS, LastCheckpoint
 from unicron.ctl.agent.snapshots.node_memory import FORGOTTEN_SECONDS, Memory, sweep, within
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 from unicron.ctl.system.errors import UserError
 from unicron.transition.snapshot import files, folders
 from unicron.transition.snapshot.images import Found, Image, Key
@@ -29,7 +29,9 @@ PLACES = 8  # of a replica, where there are several
 
 
 def place(job: str = "7", element: int = 0, node: str = "n1") -> Place:
-    return Place(job=job, element=element, node=node, address="127.0.0.1", settings=wire.Settings(name="a", user="b"))
+    return Place(
+        job=job, element=element, node=node, address="127.0.0.1", settings=structs.Settings(name="a", user="b")
+    )
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from unicron.ctl.agent.start.command_mode import Mode
 from unicron.ctl.agent.start.untouched import meant, why_by_shape
-from unicron.ctl.protocol.wire import RESTART, SESSION
+from unicron.ctl.protocol.structs import RESTART, SESSION
 
 DEFAULT = {"UNICRON_BY_DEFAULT": "1"}
 ELEMENT = {"SLURM_ARRAY_TASK_ID": "3"}

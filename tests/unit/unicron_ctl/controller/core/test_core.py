@@ -15,7 +15,7 @@ from unicron.ctl.controller.model.fold import replay
 from unicron.ctl.controller.model.job_state import Phase
 from unicron.ctl.controller.model.state_machine import ACTIONS, PHASES, Action, Event
 from unicron.ctl.controller.plan.reconcile import EARLY, HURRY_SECONDS
-from unicron.ctl.protocol import datagrams, wire
+from unicron.ctl.protocol import datagrams, structs, wire
 
 
 def messages(world: World, kind: type) -> list:
@@ -229,7 +229,7 @@ def test_a_survivor_that_does_not_stop_is_left_out_and_started_anew():
 def test_a_fault_that_nobody_died_of_is_tried_again_in_place():
     world = World()
     agents = world.start_job(nodes=2)
-    fault = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
+    fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
     agents[1].set(1, state="stopped", broken=1, fault=fault)
     assert world.job().phase == "running"
     world.run(0.3)
@@ -247,7 +247,7 @@ def test_a_fault_that_nobody_died_of_is_tried_again_in_place():
 def test_the_cause_that_shows_within_the_grace_is_the_one_that_counts():
     world = World()
     agents = world.start_job(nodes=3)
-    fault = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
+    fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
     agents[0].set(0, state="stopped", broken=1, fault=fault)
     world.run(0.05, heartbeats=False)
     agents[1].die(1)
@@ -476,7 +476,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
         elif verb == "iterate" and world.job().phase == "running" and not any(other.silent for other in agents):
             world.iterate("1", world.iteration("1"))
         elif verb == "fault" and agent.ranks[slot].state == "running":
-            fault = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
+            fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
             agent.set(slot, state="stopped", broken=agent.ranks[slot].generation, fault=fault)
         elif verb == "replace":
             agents[which] = FakeAgent(world, "1", which, f"m{which}", nodes=4)
@@ -515,7 +515,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
 def test_a_process_that_is_to_start_later_starts_under_the_next_controller():
     world = World()
     agents = world.start_job(nodes=3)
-    fault = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
+    fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
     agents[1].set(1, state="stopped", broken=1, fault=fault)
     world.run(1.0)
     agents[1].die(1)  # the second fault in a row is waited after

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.model.fold import replay
-from unicron.ctl.protocol import datagrams, wire
+from unicron.ctl.protocol import datagrams, structs, wire
 
 JOBS, ELEMENTS = ("1", "2"), 3
 TIMES = st.floats(0.0, 5000.0)
@@ -17,10 +17,10 @@ TEXTS = st.sampled_from(
     ["", "Connection reset by peer", "CUDA error: device-side assert triggered", "Timed out waiting 2000ms", "x"]
 )
 FAULTS = st.builds(
-    wire.Fault, type=st.just("RuntimeError"), text=TEXTS, at=TIMES, fatal=st.booleans(), lived=st.floats(0.0, 900.0)
+    structs.Fault, type=st.just("RuntimeError"), text=TEXTS, at=TIMES, fatal=st.booleans(), lived=st.floats(0.0, 900.0)
 )
 EXITS = st.builds(
-    wire.Exit,
+    structs.Exit,
     code=st.sampled_from([0, 1, 7, -9, -11, 137]),
     at=TIMES,
     lived=st.floats(0.0, 900.0),
@@ -28,7 +28,7 @@ EXITS = st.builds(
     oom=st.booleans(),
 )
 STATUSES = st.builds(
-    wire.RankStatus,
+    structs.RankStatus,
     state=st.sampled_from(
         ["starting", "waiting", "entering", "running", "stopped", "standby", "left", "exited", "finished"]
     ),
@@ -49,7 +49,7 @@ STATUSES = st.builds(
     replica=st.sampled_from([1, 1, 2, 3]),
     shards=st.lists(
         st.builds(
-            wire.Shards,
+            structs.Shards,
             st.integers(0, 2),
             st.integers(0, 3),
             st.integers(1, 3),
@@ -59,12 +59,12 @@ STATUSES = st.builds(
     ),
 )
 RANK_STEPS = st.builds(
-    wire.RankStep,
+    structs.RankStep,
     slot=st.integers(0, ELEMENTS),
     micro_batches=st.lists(st.integers(-1, MICRO_BATCHES), max_size=MICRO_BATCHES),
     seconds=st.floats(0.0, 9.0),
     loss=st.sampled_from([1.0, float("nan"), float("inf")]),
-    phases=st.sampled_from([[], [0.1] * len(wire.PHASES), [float("nan")] * len(wire.PHASES)]),
+    phases=st.sampled_from([[], [0.1] * len(structs.PHASES), [float("nan")] * len(structs.PHASES)]),
 )
 INPUTS: dict[str, st.SearchStrategy[Any]] = {
     "status": st.tuples(STATUSES, st.sampled_from(["", "", "", "finished", "stopped by Slurm (SIGTERM)"])),
@@ -130,7 +130,7 @@ class Stage:
             case "steps":
                 iteration, ranks = detail
                 generation = agent.ranks[slot].generation
-                report = wire.StepReport(generation, iteration, MICRO_BATCHES, world.now, ranks)
+                report = structs.StepReport(generation, iteration, MICRO_BATCHES, world.now, ranks)
                 world.to_core(agent, wire.Steps(**where, reports=[report]))
             case "node event":
                 told = wire.NodeEvent(**where, number=len(world.log), source="kernel", text=detail, at=world.now)

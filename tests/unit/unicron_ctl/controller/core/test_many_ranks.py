@@ -14,9 +14,9 @@ from unicron.ctl.controller.model.cluster_rules import ENDED_KEPT
 from unicron.ctl.controller.model.finding import What
 from unicron.ctl.controller.model.job_state import Identity
 from unicron.ctl.controller.sense.progress import MOST_NAMED
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 
-LOST = wire.Fault(type="RuntimeError", text="Connection closed by peer", at=0.0)
+LOST = structs.Fault(type="RuntimeError", text="Connection closed by peer", at=0.0)
 
 
 def stop_all(world: World, agents: list[FakeAgent]) -> None:
@@ -25,9 +25,9 @@ def stop_all(world: World, agents: list[FakeAgent]) -> None:
         for slot in agent.slots:
             world.now += 1e-4
             generation = agent.ranks[slot].generation
-            values = {name: getattr(agent.ranks[slot], name) for name in wire.RankStatus.__struct_fields__}
+            values = {name: getattr(agent.ranks[slot], name) for name in structs.RankStatus.__struct_fields__}
             values |= {"state": "stopped", "broken": generation, "fault": LOST, "changed": world.now}
-            agent.ranks[slot] = wire.RankStatus(**values)
+            agent.ranks[slot] = structs.RankStatus(**values)
     for agent in agents:
         agent.status()
 
@@ -187,7 +187,7 @@ def test_a_lost_log_does_not_begin_a_second_world_beside_the_living() -> None:
     for agent in agents:
         agent.status()
     agents[2].die(2)
-    agents[2].ranks[2] = wire.RankStatus(state="waiting", incarnation=1, micro_batches=8, changed=world.now + 1)
+    agents[2].ranks[2] = structs.RankStatus(state="waiting", incarnation=1, micro_batches=8, changed=world.now + 1)
     world.run(20.0)
     kinds = world.kinds()
     assert "adopted" in kinds and "reform" not in kinds and agents[0].ranks[0].iteration == 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 
 
 def train(world: World, agents: list[FakeAgent], iterations: range) -> None:
@@ -276,7 +276,7 @@ def agree(world: World, agents: list[FakeAgent], lost: int, chosen: tuple[bool, 
     """A rank dies, and all others agree on a plan without it; `chosen`: who knows that it was chosen."""
     members = [agent.slots[0] for agent in agents if agent.slots[0] != lost]
     plan = wire.Plan(generation=2, members=members, store="n1:9000", prefix="1.g2.0.1", iteration=2, reason="agreed")
-    gone = [wire.LostRank(lost, agents[lost].agent, 0)]
+    gone = [structs.LostRank(lost, agents[lost].agent, 0)]
     agents[lost].die(lost)
     for place, agent in enumerate(agents):
         if agent.slots[0] == lost:
@@ -491,7 +491,7 @@ def test_a_newcomer_that_is_heard_before_those_who_agreed_on_its_offers_number_i
     for place, agent in enumerate(agents[:3]):
         plan = wire.Plan(generation=3, members=[0, 1, 2], store="n1:9000", prefix="1.g3.0.1", iteration=2, reason="")
         plan.assignment = {place: [place]}
-        lost = [wire.LostRank(3, agents[3].agent, 0)]
+        lost = [structs.LostRank(3, agents[3].agent, 0)]
         by = {"by": agents[0].agent, "chosen": True}
         agent.agreed = wire.Agreed(generation=3, since=2, plan=plan, lost=lost, reason="agreed", **by)
         agent.set(place, state="running", generation=3, broken=2)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.world import FakeAgent, World
 from unicron.ctl.consensus.proposals import PROPOSERS
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 
 KEY = "A" * 40
 
@@ -39,7 +39,7 @@ def test_a_plan_names_those_who_lead_and_tells_them_alone_of_everybody():
         assert [peer.element for peer in shared_plans.proposers(told)] == list(range(PROPOSERS))
         everybody = [peer.element for peer in told.peers]
         assert everybody == (list(range(nodes)) if agent.element < PROPOSERS else [])
-    assert shared_plans.proposers(shares(world, agents[0])[0])[1] == wire.Peer(1, agents[1].agent, "n1:7", KEY)
+    assert shared_plans.proposers(shares(world, agents[0])[0])[1] == structs.Peer(1, agents[1].agent, "n1:7", KEY)
 
 
 def test_after_a_loss_the_next_ones_lead():

@@ -10,7 +10,7 @@ from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.judge.rank_failures import to_restart
 from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 
 
 def started(nodes: int = 2, ranks: int = 2, replica: int = 2, **settings) -> tuple[World, list[FakeAgent]]:
@@ -218,8 +218,8 @@ def test_a_controller_without_its_log_takes_the_replicas_over():
     assert world.job().order == [0, 1] and states(agents)[2] == "standby"
 
 
-def shards(version: int, *held: int) -> list[wire.Shards]:
-    return [wire.Shards(1, version, 2, list(held))]
+def shards(version: int, *held: int) -> list[structs.Shards]:
+    return [structs.Shards(1, version, 2, list(held))]
 
 
 def test_with_copies_of_the_shards_the_job_goes_on_from_them():
@@ -274,7 +274,7 @@ def all_killed(*held: tuple[int, ...], version: int = 6, **more) -> tuple[World,
     assert world.job().phase == "forming"
     for agent in agents:
         for slot in agent.slots:
-            found = [wire.Shards(1, version, 2, list(held[slot]))] if held[slot] else []
+            found = [structs.Shards(1, version, 2, list(held[slot]))] if held[slot] else []
             agent.set(slot, state="waiting", shards=found, **more)
     world.run(3.0)
     return world, agents

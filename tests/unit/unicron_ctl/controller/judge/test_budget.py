@@ -8,7 +8,7 @@ import pytest
 from tests.support.world import World
 from tests.unit.detector.failures.test_budget import Counting, different, watchdog
 from unicron.ctl.controller.log import records
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 from unicron.detector.failures.text_budget import NOT_JUDGED, OF_A_JOB
 
 RANKS = 64
@@ -21,7 +21,7 @@ def ended(world: World, last_lines: list[str], code: int) -> Counting:
     world.core.configure(world.config, classifier)
     agent = agents[0]
     for slot, line in zip(agent.slots, last_lines, strict=True):
-        end = wire.Exit(code=code, at=world.now, lived=60.0, last_line=line)
+        end = structs.Exit(code=code, at=world.now, lived=60.0, last_line=line)
         status = msgspec.structs.replace(agent.ranks[slot], state="exited", exit=end, changed=world.now + 1e-6)
         agent.ranks[slot] = status
     agent.status()
@@ -56,7 +56,7 @@ def test_notes_of_all_ranks(length):
     agent = world.start_job(nodes=2, ranks=RANKS)[0]
     world.core.configure(world.config, classifier)
     for slot, text in zip(agent.slots, different(RANKS, length), strict=True):
-        note = wire.Fault(type="E", text=text, at=world.now)
+        note = structs.Fault(type="E", text=text, at=world.now)
         agent.ranks[slot] = msgspec.structs.replace(agent.ranks[slot], note=note, changed=world.now + 1e-6)
     agent.status()
     assert sum(map(len, classifier.judged)) <= sum(OF_A_JOB)

@@ -12,7 +12,7 @@ from tests.support.world import FakeAgent, World
 from unicron.ctl.cli import tables
 from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 from unicron.ctl.protocol.answer_schema import Job
 
 NAN = "found NaN in local forward loss calculation"
@@ -29,7 +29,7 @@ def trained(nodes: int = 3) -> tuple[World, list[FakeAgent]]:
 def raise_in(world: World, agent: FakeAgent, index: int, text: str = NAN, kind: str = "ValueError") -> None:
     slot = agent.slots[0]
     at: dict[str, Any] = {"iteration": 5, "micro_batch": index}
-    fault = wire.Fault(type=kind, text=text, at=world.now, fatal=True, lived=500.0, **at)
+    fault = structs.Fault(type=kind, text=text, at=world.now, fatal=True, lived=500.0, **at)
     agent.set(slot, fault=fault)
     world.run(15)
 
@@ -78,7 +78,7 @@ def test_a_loss_that_is_no_number_is_said_until_it_is_one() -> None:
     world, agents = trained(nodes=1)
 
     def step(iteration: int, loss: float) -> Job:
-        agents[0].report(iteration, wire.RankStep(0, list(range(8)), 0.5, loss, None), total=8)
+        agents[0].report(iteration, structs.RankStep(0, list(range(8)), 0.5, loss, None), total=8)
         return job_answer(world.core, world.job(), EVERYBODY)
 
     assert step(5, 2.0).nan_since is None

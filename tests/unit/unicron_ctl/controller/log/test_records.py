@@ -20,7 +20,8 @@ from unicron.ctl.controller.log.records import KINDS, Event, Record
 from unicron.ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST, redundant
 from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.model.fold import Unfoldable, fold, replay
-from unicron.ctl.protocol.wire import Plan, RankStep, Settings, StepReport, Steps
+from unicron.ctl.protocol.structs import RankStep, Settings, StepReport
+from unicron.ctl.protocol.wire import Plan, Steps
 from unicron.detector.failures import escalation
 
 SLOTS = st.integers(0, 5)

@@ -11,7 +11,7 @@ from unicron.ctl.controller.judge import node_failures as node_events
 from unicron.ctl.controller.model.fold import replay
 from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.nodes.isolation import attention
-from unicron.ctl.protocol import datagrams, wire
+from unicron.ctl.protocol import datagrams, structs, wire
 from unicron.ctl.settings.config_file import parse
 from unicron.ctl.system.errors import UserError
 from unicron.ctl.system.throttle import NAMES
@@ -133,7 +133,7 @@ def test_what_a_users_process_says_is_about_its_own_job_and_counts_once():
 def test_users_can_take_no_nodes_out_of_service_whatever_they_print():
     """Defect: 48 of 100 nodes in an hour, within the limits of then."""
     world, _ = cluster(8)
-    ecc = wire.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
+    ecc = structs.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
     for _ in range(6):
         for agent in list(world.agents):
             if not agent.silent:
@@ -227,7 +227,7 @@ def test_a_line_that_comes_after_the_end_of_the_rank_still_explains_it():
 
 def test_an_end_by_the_cgroups_oom_kill_is_out_of_memory():
     world, agents = cluster()
-    agents[1].set(1, state="exited", exit=wire.Exit(code=-9, at=world.now, lived=60.0, oom=True))
+    agents[1].set(1, state="exited", exit=structs.Exit(code=-9, at=world.now, lived=60.0, oom=True))
     world.run(0.3)
     assert world.job().failures[0].record.cause == "host_out_of_memory"
     assert "out-of-memory kill" in world.job().failures[0].record.reason
@@ -263,7 +263,7 @@ def test_a_link_flap_is_recorded_and_explains_the_collective_that_breaks_soon_af
         1,
         state="stopped",
         broken=world.job().generation,
-        fault=wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now),
+        fault=structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now),
     )
     world.run(2)
     failure = world.job().failures[0]

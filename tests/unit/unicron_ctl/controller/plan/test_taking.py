@@ -15,7 +15,7 @@ from tests.unit.unicron_ctl.controller.sense.test_overdue import asked, on_slurm
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.requests import Action, Run
 from unicron.ctl.controller.nodes.isolation import attention
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.settings.partitions import PartitionConfig
 from unicron.ctl.slurm.slurm_client import SlurmError
@@ -71,7 +71,7 @@ def test_a_job_without_another_node_is_restarted_in_place_for_what_blames_nobody
 
 def test_slurm_does_not_start_a_moved_element_on_the_node_that_it_left():
     world, slurm = on_slurm(3, 3)
-    ecc = wire.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
+    ecc = structs.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
     next(a for a in world.agents if a.element == 1).set(1, fault=ecc)
     world.run(10)
     slurm.schedule()

@@ -11,7 +11,7 @@ from tests.support.world import FakeAgent, World
 from unicron.ctl.controller.replication import cuts, fetching, whole_states
 from unicron.ctl.controller.replication.receivers import targets_by_element
 from unicron.ctl.controller.replication.strategies import WHOLE_STATES
-from unicron.ctl.protocol import ranges, wire
+from unicron.ctl.protocol import ranges, structs, wire
 
 
 class Node(FakeAgent):
@@ -33,7 +33,7 @@ class Node(FakeAgent):
     def has(self, iteration: int, *slots: int, mark: str = "m") -> None:
         """Images of the state of an iteration, of these slots' places."""
         made = [
-            wire.Image("state", slot, iteration, slot % self.replica, self.replica, 0, 1, 1, mark) for slot in slots
+            structs.Image("state", slot, iteration, slot % self.replica, self.replica, 0, 1, 1, mark) for slot in slots
         ]
         self.images = [*self.images, *made]
         self.status()
@@ -131,7 +131,7 @@ def test_no_giver_is_told_more_targets_than_its_agent_takes_in():
     for agent in agents:
         order = agent.orders(wire.Cut)[0]
         assert wire.decode(wire.encode(order), wire.ToAgent) == order and len(order.targets) == ranges.MOST_COPIES
-    each = wire.Holder(element=ranges.MOST_ELEMENTS - 1, address="n1:70", token="token")
+    each = structs.Holder(element=ranges.MOST_ELEMENTS - 1, address="n1:70", token="token")
     most = wire.Cut(iteration=1, targets=[each] * (ranges.MOST_RANKS * ranges.MOST_COPIES))
     assert len(wire.decode(wire.encode(most), wire.ToAgent).targets) == len(most.targets)
 
@@ -357,7 +357,7 @@ def test_images_of_two_trainings_are_no_whole_together():
 # ---------------------------------------------------------------- who takes nothing
 def refuse(agent: Node, *nodes: str) -> None:
     """These have taken no image from it."""
-    agent.refusing = {f"{node}:70": wire.Failing(1, "there is no room for 38.1 MB") for node in nodes}
+    agent.refusing = {f"{node}:70": structs.Failing(1, "there is no room for 38.1 MB") for node in nodes}
     agent.status()
 
 
@@ -457,7 +457,7 @@ def simulated(
     view, known, at = world.core.view, cuts.Cuts(), {f"{one.node}:70": one.element for one in fakes}
     job = view.job(world.job())
     began, named, said, went = view.now, [], [], []
-    targets: dict[int, list[wire.Holder]] = {}
+    targets: dict[int, list[structs.Holder]] = {}
     until: dict[tuple[int, str], float] = {}
     for second in range(seconds):
         view.now = began + second
@@ -474,7 +474,7 @@ def simulated(
                     until[giver, one.address] = view.now + 300.0
         until = {way: then for way, then in until.items() if then > view.now}
         for element, agent in job.agents.items():
-            agent.refusing = {address: wire.Failing(1, "no room") for giver, address in until if giver == element}
+            agent.refusing = {address: structs.Failing(1, "no room") for giver, address in until if giver == element}
     return named, said, went
 
 
@@ -553,7 +553,7 @@ def test_whoever_does_not_give_an_image_is_not_asked_again_while_another_one_has
     other.ready()
     world.run(3.0)
     assert other.orders(wire.Fetch)[-1].holder.address == "n1:70"
-    other.failing = {"n1:70": wire.Failing(1, "timed out")}
+    other.failing = {"n1:70": structs.Failing(1, "timed out")}
     other.status()
     world.run(2.0)
     assert other.orders(wire.Fetch)[-1].holder.address == "n3:70"
@@ -629,7 +629,7 @@ def test_a_second_loss_has_its_own_time_for_its_images():
 
 def test_a_cut_that_gets_on_is_not_given_up():
     world, agents = started(nodes=2, replica=2)
-    agents[0].images = [wire.Image("state", 0, 1, 0, 2, 0, 1, 1, "m", int(100e9))]
+    agents[0].images = [structs.Image("state", 0, 1, 0, 2, 0, 1, 1, "m", int(100e9))]
     for _ in range(5):
         world.run(cuts.CUT_LIMIT_SECONDS / 2)
         agents[0].moved += 1
@@ -667,7 +667,7 @@ def test_where_the_ranks_have_all_of_the_newest_state_no_older_one_is_got():
     agents[0].has(40, 0, 1)
     agents[0].has(30, 0, 1)
     job = world.core.view.job(world.job())
-    reports = {slot: wire.RankStatus(state="waiting", kept=[(40, "m")]) for slot in (0, 1)}
+    reports = {slot: structs.RankStatus(state="waiting", kept=[(40, "m")]) for slot in (0, 1)}
     assert fetching.wanted_state(world.core.view, job, reports, None) is None
 
 

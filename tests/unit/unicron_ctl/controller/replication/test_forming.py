@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unicron.ctl.controller.replication.forming import formed
-from unicron.ctl.protocol.wire import RankStatus, Shards
+from unicron.ctl.protocol.structs import RankStatus, Shards
 
 
 def stopped(iteration: int, version: int) -> RankStatus:

@@ -8,7 +8,7 @@ import pytest
 
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.replication import nearest
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 
 SIZE = 1_000_000_000
 
@@ -21,8 +21,8 @@ def job(*rates: dict[int, float], replica: int = 2) -> SimpleNamespace:
     return SimpleNamespace(replica=replica, alive=lambda: agents, agent=lambda slot: agents[slot])
 
 
-def image(place: int, slot: int = 0, size: int = SIZE) -> wire.Image:
-    return wire.Image("state", slot, 40, place, 2, 0, 1, 1, "m", size)
+def image(place: int, slot: int = 0, size: int = SIZE) -> structs.Image:
+    return structs.Image("state", slot, 40, place, 2, 0, 1, 1, "m", size)
 
 
 def there(job: SimpleNamespace, *elements: int, place: int = 0) -> dict:
@@ -30,8 +30,8 @@ def there(job: SimpleNamespace, *elements: int, place: int = 0) -> dict:
     return {agents[e].node: (agents[e], image(place)) for e in elements}
 
 
-def reports(*slots: int) -> dict[int, wire.RankStatus]:
-    return {slot: wire.RankStatus(state="waiting") for slot in slots}
+def reports(*slots: int) -> dict[int, structs.RankStatus]:
+    return {slot: structs.RankStatus(state="waiting") for slot in slots}
 
 
 def test_what_lies_in_the_own_node_is_nearest():
@@ -78,9 +78,9 @@ def test_what_one_place_lacks_nobody_is_asked_for():
     assert nearest.ways(found, reports(0), [0, 1], {0: there(found, 2), 1: there(found, 2)}, {}) == []
 
 
-def failing(**times: int) -> dict[str, wire.Failing]:
+def failing(**times: int) -> dict[str, structs.Failing]:
     """By the names of their nodes, as the agent tells it of their addresses."""
-    return {f"{node}:70": wire.Failing(count, "timed out") for node, count in times.items()}
+    return {f"{node}:70": structs.Failing(count, "timed out") for node, count in times.items()}
 
 
 def reachable(found: SimpleNamespace) -> SimpleNamespace:

@@ -10,7 +10,7 @@ from unicron.ctl.controller.job import modes
 from unicron.ctl.controller.replication import script_states
 from unicron.ctl.controller.replication.cuts import CUT_LIMIT_SECONDS
 from unicron.ctl.controller.replication.receivers import targets_by_element
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.transition.snapshot.images import SAME, USER
 
 
@@ -26,10 +26,10 @@ class Node(PlainAgent):
     def register(self) -> None:
         self.world.to_core(self, self.registration(images=f"{self.node}:70", token=f"token-{self.node}"))
 
-    def image(self, iteration: int, place: int) -> wire.Image:
+    def image(self, iteration: int, place: int) -> structs.Image:
         world = self.world.job()
         size, base = len(world.members), world.plan.generation
-        return wire.Image(USER, place, iteration, place, size, 0, 1, base, self.mark)
+        return structs.Image(USER, place, iteration, place, size, 0, 1, base, self.mark)
 
     def saves(self, iteration: int) -> None:
         """The newest that its rank has saved."""
@@ -110,7 +110,7 @@ def test_who_takes_nothing_from_a_node_is_passed_over_by_that_one():
     world, agents = started(3)
     last = save_on(world, agents, 4.0)
     first = agents[0].orders()[0]
-    agents[0].refusing = {"n2:70": wire.Failing(1, "timed out")}
+    agents[0].refusing = {"n2:70": structs.Failing(1, "timed out")}
     save_on(world, agents, 2.0, begin=last)
     orders = [agent.orders()[-1] for agent in agents]
     assert [elements(order) for order in orders] == [[2], [2], [0]] and orders[0].number > first.number

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from tests.support.world import FakeAgent, World
 from unicron.ctl.controller.replication.cuts import newest_good, newest_whole
 from unicron.ctl.controller.replication.strategies import SHARDS
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.transition.generations.sharding import named
 
 MARK, BASE = "0000a", 1
@@ -35,9 +35,9 @@ class Node(FakeAgent):
         for place, shard in parts:
             slot = shard * self.replica + place
             about = (slot, version, place, self.replica)
-            self.images = [*self.images, wire.Image("shard", *about, shard, ways, BASE, MARK)]
+            self.images = [*self.images, structs.Image("shard", *about, shard, ways, BASE, MARK)]
             if untrained:
-                self.images = [*self.images, wire.Image("untrained", *about, 0, 1, 0, "f00")]
+                self.images = [*self.images, structs.Image("untrained", *about, 0, 1, 0, "f00")]
         self.status()
 
     def orders(self, kind: type) -> list:
@@ -75,7 +75,7 @@ def test_a_place_without_another_replica_gets_its_copies_in_the_next_nodes():
 def test_who_takes_nothing_from_a_node_is_passed_over_by_that_one():
     world, agents = started(nodes=3, replica=3)
     assert told(agents) == [[1], [2], [0]]
-    agents[0].refusing = {"n2:70": wire.Failing(1, "timed out")}
+    agents[0].refusing = {"n2:70": structs.Failing(1, "timed out")}
     agents[0].status()
     world.run(2.0)
     first, second = agents[0].orders(wire.Cut)
@@ -163,7 +163,7 @@ def lose_the_second(world: World, agents: list[Node], memory: bool = True) -> No
     """Returns the one that is there instead."""
     agents[1].silent = True
     world.dead_nodes.add("n2")
-    agents[0].set(0, state="stopped", broken=1, generation=1, iteration=23, shards=[wire.Shards(NAME, 23, 1, [0])])
+    agents[0].set(0, state="stopped", broken=1, generation=1, iteration=23, shards=[structs.Shards(NAME, 23, 1, [0])])
     new = Node(world, 1, 1, "n5", nodes=2, replica=2)
     new.memory = memory
     world.run(60.0)
@@ -179,8 +179,8 @@ def test_after_a_loss_each_shard_comes_to_a_rank_of_its_place_and_the_job_goes_b
     (here,) = {(o.image.place, o.holder.element) for o in agents[0].orders(wire.Fetch)}
     (there,) = {(o.image.place, o.holder.element, o.image.iteration) for o in new.orders(wire.Fetch)}
     assert here == (0, 0) and there == (1, 0, 20)
-    held = [wire.Shards(NAME, 20, 1, [0])]
-    agents[0].set(0, shards=[*held, wire.Shards(NAME, 23, 1, [0])])
+    held = [structs.Shards(NAME, 20, 1, [0])]
+    agents[0].set(0, shards=[*held, structs.Shards(NAME, 23, 1, [0])])
     new.set(1, shards=held)
     world.run(2.0)
     plan = [event.record.plan for event in world.log if event.kind == "plan"][-1]

@@ -8,7 +8,7 @@ import pytest
 from tests.support.training import ORDERS, USUAL, events, hang, phases, sent, train
 from tests.support.world import FakeAgent, World
 from unicron.ctl.controller.log import records
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 
 
 @pytest.fixture
@@ -375,7 +375,9 @@ def _starts(world: World) -> list[list[wire.StartRank]]:
 def test_ranks_that_all_say_that_a_collective_timed_out_are_one_fault_of_the_job(trained):
     for turn in range(2):
         for agent in trained.agents:
-            fault = wire.Fault(type="RuntimeError", text="Timed out waiting 2000ms for recv operation", at=trained.now)
+            fault = structs.Fault(
+                type="RuntimeError", text="Timed out waiting 2000ms for recv operation", at=trained.now
+            )
             agent.set(agent.element, state="stopped", broken=trained.job("1").generation, fault=fault)
         trained.run(1.5)
         found = events(trained, "failure_detected")
@@ -535,13 +537,13 @@ def test_long_healthy_training_raises_no_alarm(world):
 
 def test_hostile_phases_are_ignored(world):
     for nonsense in ([float("nan")] * 6, [1.0] * 50, [-1.0] * 6, [float("inf")] * 6, [1e300] * 6, []):
-        world.agents[0].report(0, wire.RankStep(0, [0], 0.1, 1.0, None, nonsense))
-    assert len(phases(1)) == len(wire.PHASES)
+        world.agents[0].report(0, structs.RankStep(0, [0], 0.1, 1.0, None, nonsense))
+    assert len(phases(1)) == len(structs.PHASES)
     assert world.core.runtimes["1"].sensors.times.phases.comparable() == {}
 
 
 def test_an_exception_that_nothing_caught_is_acted_upon_before_the_process_ends(trained):
-    fault = wire.Fault(
+    fault = structs.Fault(
         type="RuntimeError", text="CUDA error: device-side assert triggered", at=1.0, fatal=True, lived=60
     )
     trained.agents[1].set(1, fault=fault)

@@ -12,10 +12,10 @@ from unicron.ctl.controller.job.job_events import Happening, next_event
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.state_machine import Event
 from unicron.ctl.controller.sense.overdue import lacking
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.detector.failures.escalation import State
 
-LOST = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=0.0)
+LOST = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=0.0)
 
 
 def started(nodes: int = 3, **settings) -> World:
@@ -174,9 +174,9 @@ def test_a_restarted_controller_waits_for_the_last_copy_too():
 
 def test_in_restart_mode_nobody_holds_anything():
     world = started(nodes=2, report_timeout=5.0)
-    world.job().settings.mode = wire.RESTART
+    world.job().settings.mode = structs.RESTART
     for agent in world.agents:
-        agent.settings.mode = wire.RESTART
+        agent.settings.mode = structs.RESTART
     world.agents[0].obedient = False
     world.agents[1].die(1)
     world.run(8)

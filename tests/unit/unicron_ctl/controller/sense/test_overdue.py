@@ -10,11 +10,11 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.nodes.isolation import attention
 from unicron.ctl.controller.sense import overdue
 from unicron.ctl.controller.sense.overdue import lacking
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.config import ControllerConfig, problems
 from unicron.detector.failures.escalation import Policy, State
 
-ECC = wire.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
+ECC = structs.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
 
 
 def failed(world: World) -> list[tuple[str, str]]:
@@ -93,7 +93,7 @@ def test_a_regroup_that_never_comes_about_becomes_a_restart():
     world = World(regroup_seconds=40.0, enter_timeout=1000.0)
     agents = world.start_job()
     agents[1].obedient = False
-    stopped = wire.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
+    stopped = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
     agents[1].set(1, state="stopped", broken=agents[1].ranks[1].generation, fault=stopped)
     world.run(1)
     assert world.job().failures[-1].record.action == "reattempt" and world.job().phase == "entering"
@@ -150,7 +150,7 @@ def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late():
     agents[1].set(1, state="waiting")
     job, view = world.job(), world.core.view.job(world.job())
     assert lacking(view, 1, State.RESTARTING, "n2", set()) == "it is waiting while the job is running"
-    job.settings.mode = wire.RESTART
+    job.settings.mode = structs.RESTART
     assert lacking(view, 1, State.RESTARTING, "n2", set()) == ""
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron.ctl.controller.sense.patience import OUTSIDE_LEARNED, Patience
-from unicron.ctl.protocol.wire import RankStatus
+from unicron.ctl.protocol.structs import RankStatus
 from unicron.ctl.settings.config import ControllerConfig
 
 CONFIG = ControllerConfig(hang_floor_seconds=1.0)

@@ -16,7 +16,7 @@ from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron.ctl.controller.server import credentials
 from unicron.ctl.controller.server.credentials import Introducer, Unproven, Verifier, asker_of
 from unicron.ctl.controller.server.worker import VERIFIERS, Worker
-from unicron.ctl.protocol import datagrams, wire
+from unicron.ctl.protocol import datagrams, structs, wire
 from unicron.ctl.protocol.munge import Credential, MungeError
 from unicron.ctl.system.time_limit import TimeLimit
 
@@ -212,7 +212,7 @@ def test_one_credential_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None
 
 # ---------------------------------------------------------------- in the core
 def register(element: int = 0, agent: str = "a", user: str = "ann") -> wire.Register:
-    settings = wire.Settings(name="j", user=user, max_nodes=2)
+    settings = structs.Settings(name="j", user=user, max_nodes=2)
     return wire.Register(
         job="1", element=element, agent=agent, node="n1", address="x", slots=[element], settings=settings
     )

@@ -22,7 +22,7 @@ from unicron.ctl.controller.model.view import Send
 from unicron.ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
 from unicron.ctl.controller.server.question_queue import OF_ALL, OF_ONE, Answered, Asked, Question
 from unicron.ctl.controller.server.server import Server
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.config import Config, ControllerConfig
 from unicron.detector.failures.classify import Classifier
 
@@ -257,7 +257,7 @@ def test_of_strangers_only_what_is_heeded_is_decoded(server: Server, monkeypatch
         server.flush()
 
     def status(ranks: int) -> wire.Status:
-        each = wire.RankStatus(state="running", done=list(range(200)))
+        each = structs.RankStatus(state="running", done=list(range(200)))
         return wire.Status(job="1", element=0, agent="a", sent=1.0, ranks=dict.fromkeys(range(ranks), each))
 
     tell(status(1000), "stranger's")
@@ -265,7 +265,7 @@ def test_of_strangers_only_what_is_heeded_is_decoded(server: Server, monkeypatch
     tell(status(8), "stranger's")
     assert wire.ToController not in decoded and [one.reason for one in sent] == ["register first"]
     assert isinstance(received[0], wire.Status) and not received[0].ranks
-    steps = wire.Steps(job="1", element=0, agent="a", reports=[wire.StepReport(1, 1, total=1, at=1.0, ranks=[])])
+    steps = wire.Steps(job="1", element=0, agent="a", reports=[structs.StepReport(1, 1, total=1, at=1.0, ranks=[])])
     tell(steps, "stranger's")
     assert decoded == [wire.Envelope] and not received and not sent
     server.core.view.live.keys.add("agent's")
