@@ -25,14 +25,14 @@ from unicron.ctl.controller import unicrond
 from unicron.ctl.controller.core import core
 from unicron.ctl.controller.model import view
 from unicron.ctl.controller.server import server
-from unicron.detector.failures.escalation import Policy
+from unicron.detector.failures.fault_history import Policy
 
 WINDOWS = (
     "window",
     "storage_patience",
     "flap_window",
     "shared_seconds",
-)  # of unicron.detector.failures.escalation.Policy
+)  # of unicron.detector.failures.fault_history.Policy
 PARTS = ("turn", "fold", "flush", "plan", "listing", "message")
 
 

@@ -17,7 +17,7 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.slurm.slurm_client import SlurmClient
 from unicron.detector.failures.classify import Classifier
-from unicron.detector.failures.escalation import Policy
+from unicron.detector.failures.fault_history import Policy
 from unicron.planner.simulate.causes import CAUSES
 from unicron.planner.simulate.generate import LLAMA3_COUNTS, llama3
 from unicron.planner.simulate.trace import DAY, TraceEvent, make

@@ -16,7 +16,7 @@ import msgspec
 from unicron.ctl.controller.log.store import STATES, Progress, Store, StoreError, nothing, told
 from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.model.fold import replay
-from unicron.detector.failures.escalation import Policy
+from unicron.detector.failures.fault_history import Policy
 
 log = logging.getLogger("unicron.controller")
 

@@ -15,8 +15,9 @@ from unicron.ctl.controller.nodes import isolation
 from unicron.ctl.controller.sense import fencing
 from unicron.ctl.controller.sense.members import given_up, taken_away
 from unicron.ctl.controller.sense.slurm_states import describe
-from unicron.detector.failures import escalation
-from unicron.detector.failures.escalation import ISOLATE, MOVE, REATTEMPT, RESTART, Decision
+from unicron.detector.failures import escalation, escalation_table
+from unicron.detector.failures.escalation_table import ISOLATE, MOVE, REATTEMPT, RESTART
+from unicron.detector.failures.fault_history import Decision
 from unicron.detector.failures.severity import Severity, Verdict
 
 
@@ -213,7 +214,7 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
     faults = view.state.history.by_slot.get((state.job, slot))
     if finding.action == RESTART and finding.element >= 0:  # an element that Slurm was to start again
         reason = f"restart of element {finding.element} on {finding.node} failed ({finding.evidence}): {MOVE}"
-        after = escalation.State.ISOLATING
+        after = escalation_table.State.ISOLATING
         decision = Decision(Severity.SEV2, MOVE, reason, "action_failed", state=after)
         cause = "exited_abnormally"
     else:

@@ -15,7 +15,8 @@ from unicron.ctl.protocol.structs import Fault
 from unicron.ctl.protocol.wire import NodeEvent
 from unicron.ctl.slurm.slurm_client import ElementInfo
 from unicron.detector.failures.classify import Classifier
-from unicron.detector.failures.escalation import ISOLATE, Policy
+from unicron.detector.failures.escalation_table import ISOLATE
+from unicron.detector.failures.fault_history import Policy
 from unicron.detector.failures.severity import REPORT, Severity, Verdict
 from unicron.detector.health.oom_kills import KILLED
 

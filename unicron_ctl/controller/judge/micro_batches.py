@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.protocol.structs import Fault
-from unicron.detector.failures.escalation import END_JOB, Decision, Event, State
+from unicron.detector.failures.escalation_table import END_JOB, Event, State
+from unicron.detector.failures.fault_history import Decision
 from unicron.detector.failures.severity import Severity, Verdict
 
 MOST_TRIES = 3  # on one and the same rank, where there is no other

@@ -33,7 +33,7 @@ from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.protocol.wire import NodeEvent
 from unicron.ctl.system.errors import one_line
 from unicron.ctl.system.throttle import NAMES, Throttle
-from unicron.detector.failures.escalation import ISOLATE
+from unicron.detector.failures.escalation_table import ISOLATE
 from unicron.detector.failures.severity import REPORT, Severity, Verdict
 from unicron.detector.health.kernel_log import pid_in
 

@@ -14,7 +14,8 @@ from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.nodes import isolation
 from unicron.ctl.controller.sense.members import taken_away
 from unicron.ctl.protocol.structs import Exit
-from unicron.detector.failures.escalation import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART, WHOLE_JOB, Decision
+from unicron.detector.failures.escalation_table import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART
+from unicron.detector.failures.fault_history import WHOLE_JOB, Decision
 from unicron.detector.failures.severity import REPORT, Severity, Verdict
 
 NETWORK_ERROR = "other_network_error"

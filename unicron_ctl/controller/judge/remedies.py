@@ -12,7 +12,9 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.nodes import isolation
 from unicron.detector.failures import escalation
-from unicron.detector.failures.escalation import END_JOB, ISOLATE, MOVE, RESTART, WHOLE_JOB, Decision, as_fault
+from unicron.detector.failures.escalation import as_fault
+from unicron.detector.failures.escalation_table import END_JOB, ISOLATE, MOVE, RESTART
+from unicron.detector.failures.fault_history import WHOLE_JOB, Decision
 from unicron.detector.failures.severity import Verdict
 
 

@@ -7,8 +7,9 @@ from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.model import slurm_rules
 from unicron.ctl.controller.model.cluster_state import ClusterState, Deferred, Mark, PlanReport
 from unicron.ctl.controller.model.job_state import JobState
-from unicron.detector.failures import escalation
-from unicron.detector.failures.escalation import WHOLE_JOB, Decision, Fault, apply_failed, withhold_isolation
+from unicron.detector.failures import escalation_table
+from unicron.detector.failures.escalation import apply_failed, withhold_isolation
+from unicron.detector.failures.fault_history import WHOLE_JOB, Decision, Fault
 from unicron.detector.failures.severity import Severity
 
 ENDED_KEPT = 100  # jobs
@@ -57,7 +58,7 @@ def isolation_withheld(state: ClusterState, event: Event, record: records.Isolat
 def action_failed(state: ClusterState, event: Event, record: records.ActionFailed) -> None:
     if record.slot < 0:
         return  # Slurm refused to take a node out of service: it is asked again
-    severity, after = Severity(record.severity), escalation.State(record.state)
+    severity, after = Severity(record.severity), escalation_table.State(record.state)
     decision = Decision(severity, record.action, record.reason, "action_failed", state=after)
     apply_failed(state.history, decision, event.time, job=event.job, slot=record.slot)
 
@@ -76,9 +77,9 @@ def remember_fault(state: ClusterState, event: Event, record: records.FailureDet
     fault = Fault(
         event.time, event.job, e.slot, e.node, record.cause, e.scope, Severity(e.severity), e.uptime, e.worked
     )
-    after = escalation.State(e.state)
+    after = escalation_table.State(e.state)
     decision = Decision(
-        Severity(record.severity), record.action, record.reason, record.cause, escalation.Event(e.event), after
+        Severity(record.severity), record.action, record.reason, record.cause, escalation_table.Event(e.event), after
     )
     state.history.record(fault, decision)
 

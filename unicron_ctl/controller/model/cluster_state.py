@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from unicron.ctl.controller.log.records import ObservedWeek
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.node_state import NodeState
-from unicron.detector.failures.escalation import History
+from unicron.detector.failures.fault_history import History
 
 TAKES_KEPT = 5000
 REQUEUES = ("requeue", "requeue_hold")

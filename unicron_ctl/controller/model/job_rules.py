@@ -11,7 +11,7 @@ import msgspec
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.model.job_state import AgentRecord, Ending, Failure, Identity, JobState, Phase, SlotState
-from unicron.detector.failures import escalation
+from unicron.detector.failures import escalation_table
 
 SUPERSEDED_KEPT = 20_000  # of one job: several times as many as it can have elements
 
@@ -91,7 +91,7 @@ def failure_detected(job: JobState, event: Event, record: records.FailureDetecte
         slot.exit_seen = Identity(seen.agent, seen.incarnation)
     _condemn(job, record.leave_out)
     job.regroup = job.regroup or record.regroup
-    if record.action == escalation.END_JOB:
+    if record.action == escalation_table.END_JOB:
         code = record.exit_code or 0
         last = f"; last line: {record.last_line}" if record.last_line else ""
         job.fatal = code if 0 < code < 256 else 1, record.reason + last

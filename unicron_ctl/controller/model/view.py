@@ -22,7 +22,7 @@ from unicron.ctl.slurm.squeue import hosts
 from unicron.detector.failures.classify import Classifier
 
 SUSPECT_SECONDS = (
-    86400.0  # as long as a flapping node is remembered (unicron.detector.failures.escalation.Policy.flap_window)
+    86400.0  # as long as a flapping node is remembered (unicron.detector.failures.fault_history.Policy.flap_window)
 )
 WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reasons are no matter of nodes
 

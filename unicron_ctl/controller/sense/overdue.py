@@ -1,6 +1,6 @@
 """Actions that do not come to their end: each has a time limit, whose expiry leads to the next severity.
 
-The escalation's memory (`escalation.History`) knows which action runs for a slot, so a restarted controller goes on
+The escalation's memory (`fault_history.History`) knows which action runs for a slot, so a restarted controller goes on
 with it. The clock stands still while the action waits for somebody else (`LACKS`).
 """
 
@@ -18,7 +18,8 @@ from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.sense.progress import last_copy
 from unicron.ctl.protocol.structs import RankStatus
 from unicron.ctl.settings.config import ControllerConfig
-from unicron.detector.failures.escalation import RESTART, RUNNING, WHOLE_JOB, State
+from unicron.detector.failures.escalation_table import RESTART, RUNNING, State
+from unicron.detector.failures.fault_history import WHOLE_JOB
 
 CHECK_SECONDS = 0.5  # between two checks of a job's actions
 MANY = 100  # actions that begin between two checks

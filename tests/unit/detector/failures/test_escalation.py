@@ -9,21 +9,9 @@ from hypothesis import strategies as st
 from tests.support.clock import START
 from unicron.detector.failures import escalation
 from unicron.detector.failures.classify import default_classifier
-from unicron.detector.failures.escalation import (
-    TABLE,
-    WHOLE_JOB,
-    Event,
-    Fault,
-    History,
-    Policy,
-    State,
-    action_failed,
-    apply_failed,
-    as_fault,
-    check_table,
-    decide,
-    moments,
-)
+from unicron.detector.failures.escalation import action_failed, apply_failed, as_fault, decide
+from unicron.detector.failures.escalation_table import TABLE, Event, State, check_table
+from unicron.detector.failures.fault_history import WHOLE_JOB, Fault, History, Policy, moments
 from unicron.detector.failures.severity import Severity
 
 CLASSIFIER = default_classifier()

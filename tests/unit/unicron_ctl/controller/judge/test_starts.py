@@ -7,7 +7,7 @@ import pytest
 from tests.support.world import FakeAgent, World
 from unicron.ctl.controller.nodes import readmission
 from unicron.ctl.protocol import wire
-from unicron.detector.failures.escalation import ISOLATE, RESTART
+from unicron.detector.failures.escalation_table import ISOLATE, RESTART
 from unicron.detector.failures.severity import Severity
 
 TEXTS = (

@@ -22,7 +22,7 @@ from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.model.fold import Unfoldable, fold, replay
 from unicron.ctl.protocol.structs import RankStep, Settings, StepReport
 from unicron.ctl.protocol.wire import Plan, Steps
-from unicron.detector.failures import escalation
+from unicron.detector.failures import escalation_table
 
 SLOTS = st.integers(0, 5)
 TEXTS = st.text(max_size=8)
@@ -30,10 +30,10 @@ TEXTS = st.text(max_size=8)
 KNOWN: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("FailureDetected", "severity"): st.integers(1, 3),
     ("ActionFailed", "severity"): st.integers(1, 3),
-    ("ActionFailed", "state"): st.sampled_from([state.value for state in escalation.State]),
+    ("ActionFailed", "state"): st.sampled_from([state.value for state in escalation_table.State]),
     ("Escalated", "severity"): st.integers(1, 3),
-    ("Escalated", "state"): st.sampled_from([state.value for state in escalation.State]),
-    ("Escalated", "event"): st.sampled_from([event.value for event in escalation.Event]),
+    ("Escalated", "state"): st.sampled_from([state.value for state in escalation_table.State]),
+    ("Escalated", "event"): st.sampled_from([event.value for event in escalation_table.Event]),
     ("FailureDetected", "slots"): st.lists(SLOTS, min_size=1, max_size=3),
     ("Lost", "slot"): SLOTS,
 }

@@ -16,7 +16,7 @@ from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.node_state import HealthReport
 from unicron.ctl.controller.nodes.readmission import Admission, Report, decide
 from unicron.ctl.protocol.answer_schema import Node
-from unicron.detector.failures.escalation import Decision, Fault
+from unicron.detector.failures.fault_history import Decision, Fault
 from unicron.detector.failures.severity import Severity
 
 

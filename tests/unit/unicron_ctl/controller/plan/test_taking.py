@@ -19,7 +19,7 @@ from unicron.ctl.protocol import structs
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.settings.partitions import PartitionConfig
 from unicron.ctl.slurm.slurm_client import SlurmError
-from unicron.detector.failures.escalation import MOVE
+from unicron.detector.failures.escalation_table import MOVE
 
 
 def taken(slurm: FakeSlurm) -> list[str]:

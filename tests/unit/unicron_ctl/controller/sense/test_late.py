@@ -13,7 +13,7 @@ from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.state_machine import Event
 from unicron.ctl.controller.sense.overdue import lacking
 from unicron.ctl.protocol import structs, wire
-from unicron.detector.failures.escalation import State
+from unicron.detector.failures.escalation_table import State
 
 LOST = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=0.0)
 

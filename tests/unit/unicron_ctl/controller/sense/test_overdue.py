@@ -12,7 +12,8 @@ from unicron.ctl.controller.sense import overdue
 from unicron.ctl.controller.sense.overdue import lacking
 from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.config import ControllerConfig, problems
-from unicron.detector.failures.escalation import Policy, State
+from unicron.detector.failures.escalation_table import State
+from unicron.detector.failures.fault_history import Policy
 
 ECC = structs.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
 
