@@ -23,7 +23,7 @@ ADDRESS_SECONDS = 1.5  # for one of the controller's addresses to accept, where 
 # From here on step numbers are Slurm's own (slurm.h); as signed ones they are -16 to -1. From 26.05 on it gives one to
 # batch and interactive scripts, for which older releases set no SLURM_STEP_ID.
 MOST_STEP = 0xFFFFFFF0
-LEAST_MEMORY_RATE = 0.1  # megabytes a second: the other side gives up what is slower (transfer.LEAST_RATE)
+LEAST_MEMORY_RATE = 0.1  # megabytes a second: the other side gives up what is slower (image_stream.LEAST_RATE)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from unicron.ctl.agent.connections.identity import Place, memory_every, memory_rate
 from unicron.ctl.agent.connections.interfaces import collectives_address
-from unicron.ctl.agent.snapshots import transfer
+from unicron.ctl.agent.snapshots import image_client, image_server, image_stream
 from unicron.ctl.protocol import ranges, structs, wire
 from unicron.ctl.system.mailbox import Mailbox
 from unicron.transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
@@ -104,13 +104,13 @@ class Copies:
     ):
         self._folder, self._tell, self._say = folder, tell, say
         self._rate = memory_rate(environment)
-        self.results: Mailbox[_Done | transfer.News] = Mailbox()
-        self._meter = transfer.Meter()
-        self._server: transfer.Server | None = None
+        self.results: Mailbox[_Done | image_server.News] = Mailbox()
+        self._meter = image_stream.Meter()
+        self._server: image_server.Server | None = None
         self.address = self.token = ""
         if memory_every(environment) > 0:
             host = collectives_address(environment) or place.address
-            self._server = transfer.Server(folder, host, self.results.put, self._meter)
+            self._server = image_server.Server(folder, host, self.results.put, self._meter)
             self.address, self.token = self._server.address, self._server.token
         self.failed = 0  # transfers that came to nothing
         self._failing = _Blamed(ranges.MOST_FAILING)  # who gave none
@@ -154,7 +154,7 @@ class Copies:
         folder, key = self._folder(), _key(order.image)
         if folder is None:
             return
-        if transfer.find(folder, key) is not None:
+        if image_stream.find(folder, key) is not None:
             self._tell(order)
             return
         if any(mark[0] == key and not mark[2] for mark in self._under_way):  # from another one, who was nearer then
@@ -184,7 +184,7 @@ class Copies:
         """Take in what the threads have done; True when the controller is to know of it."""
         news = False
         for done in self.results.take_all():
-            if isinstance(done, transfer.News):
+            if isinstance(done, image_server.News):
                 news = True
                 self._say_once(*done)
                 continue
@@ -319,7 +319,7 @@ class Copies:
         began = time.monotonic()
         try:
             size = self._transfer(task)
-        except transfer.Unwanted as end:
+        except image_stream.Unwanted as end:
             self.results.put(_Done(task, str(end), dropped=True, rate=end.rate))
             return
         except Exception as error:  # what a peer sends must not end the thread
@@ -342,11 +342,11 @@ class Copies:
         """Bytes."""
         if task.found is not None:
             to = task.holder
-            transfer.put(task.found, to.address, to.token, self._meter, self._rate, lambda: self._wanted(task))
+            image_client.put(task.found, to.address, to.token, self._meter, self._rate, lambda: self._wanted(task))
             return task.found.used
         if (folder := self._folder()) is None:
             return 0
-        return transfer.get(task.key, folder, task.holder.address, task.holder.token, self._meter).used
+        return image_client.get(task.key, folder, task.holder.address, task.holder.token, self._meter).used
 
 
 def _needed(order: wire.Cut, iteration: int) -> bool:
@@ -356,8 +356,8 @@ def _needed(order: wire.Cut, iteration: int) -> bool:
 def _blames(task: _Task, error: Exception) -> bool:
     """Whether it was the other side, or the way there, and not what this node has or lacks."""
     if task.found is None:
-        return not isinstance(error, (transfer.NoRoom, transfer.Busy))
-    return isinstance(error, OSError) and not isinstance(error, transfer.Busy) and error.filename is None
+        return not isinstance(error, (image_stream.NoRoom, image_stream.Busy))
+    return isinstance(error, OSError) and not isinstance(error, image_stream.Busy) and error.filename is None
 
 
 def row(found: Found) -> structs.Image:

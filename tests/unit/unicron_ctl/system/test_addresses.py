@@ -14,7 +14,7 @@ import zmq
 from tests.support.processes import wait_for
 from unicron.ctl.agent.connections import identity
 from unicron.ctl.agent.connections.controller_connection import Line
-from unicron.ctl.agent.snapshots.transfer import _listen
+from unicron.ctl.agent.snapshots.image_server import _listen
 from unicron.ctl.protocol import datagrams, encryption, wire
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.hello import Hello

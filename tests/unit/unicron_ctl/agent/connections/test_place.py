@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unicron.ctl.agent.connections.identity import memory_rate, read_place
-from unicron.ctl.agent.snapshots import transfer
+from unicron.ctl.agent.snapshots import image_stream
 from unicron.ctl.system.errors import UserError
 
 SLURM = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME": "n2", "SLURM_STEP_ID": "3"}
@@ -50,7 +50,7 @@ def test_too_many_spares_are_a_warning_of_one_element():
     assert read_place(ARRAY | said | {"SLURM_ARRAY_TASK_ID": "1"}, "tcp://127.0.0.1:7451").warning == ""
 
 
-@pytest.mark.parametrize(("said", "rate"), [("0", 0.0), ("0.1", transfer.LEAST_RATE), ("", 1e9)])
+@pytest.mark.parametrize(("said", "rate"), [("0", 0.0), ("0.1", image_stream.LEAST_RATE), ("", 1e9)])
 def test_a_rate_of_copies_that_the_other_side_would_wait_for_is_read(said, rate):
     assert memory_rate({"UNICRON_MEMORY_RATE": said}) == pytest.approx(rate)
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.processes import wait_for
 from unicron.ctl.agent.connections.identity import read_place
 from unicron.ctl.agent.loop.reports import Reports
-from unicron.ctl.agent.snapshots import transfer
+from unicron.ctl.agent.snapshots import image_server, image_stream
 from unicron.ctl.agent.snapshots.peer_copies import AGAIN_SECONDS, FAILING_SECONDS, Copies
 from unicron.ctl.protocol import ranges, structs, wire
 from unicron.detector.health.memory_limit import Left
@@ -262,7 +262,9 @@ def test_who_has_no_room_itself_blames_nobody(sides: tuple[Side, Side], monkeypa
 def test_that_there_is_no_room_for_copies_is_said_once_however_much_is_left(sides: tuple[Side, Side]) -> None:
     one, _ = sides
     for left in ("5 MB", "4 MB"):
-        one.copies.results.put(transfer.News("a copy is not kept: there is no room for 10 MB", f": {left} are left"))
+        one.copies.results.put(
+            image_server.News("a copy is not kept: there is no room for 10 MB", f": {left} are left")
+        )
     assert one.copies.finish(0.0)
     assert one.said == ["a copy is not kept: there is no room for 10 MB: 5 MB are left"]
 
@@ -386,14 +388,14 @@ def test_what_is_not_wanted_any_more_is_not_sent_on_and_who_takes_it_far_too_slo
 ) -> None:
     """By then a new cut is due, and another one would fare no better."""
     one, other = sides
-    plain, told = transfer._fill, threading.Event()
+    plain, told = image_stream._fill, threading.Event()
 
-    def slowly(connection: socket.socket, piece: memoryview, meter: transfer.Meter) -> None:
+    def slowly(connection: socket.socket, piece: memoryview, meter: image_stream.Meter) -> None:
         time.sleep(0.1)  # 40 MB/s, of both sides' counts
         assert meter.moved < 8 << 20 or told.wait(30.0)
         plain(connection, piece, meter)
 
-    monkeypatch.setattr(transfer, "_fill", slowly)
+    monkeypatch.setattr(image_stream, "_fill", slowly)
     monkeypatch.setattr("tests.unit.unicron_ctl.agent.snapshots.test_copies.DATA", bytes(64 << 20))
     one.image()
     one.copies.rates[2] = elsewhere

@@ -7,11 +7,14 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.snapshots import transfer
-from unicron.ctl.agent.snapshots.transfer import Meter, NoRoom, Server, TransferError, copy_name, find, get, put
+from unicron.ctl.agent.snapshots import image_client, image_server, image_stream
+from unicron.ctl.agent.snapshots.image_client import get, put
+from unicron.ctl.agent.snapshots.image_server import Server
+from unicron.ctl.agent.snapshots.image_stream import Meter, NoRoom, TransferError, copy_name, find
 from unicron.detector.health.memory_limit import Left
 from unicron.transition.snapshot import shared_memory
 from unicron.transition.snapshot.images import SUFFIX, USER, BadImage, Found, Image, Key, inventory, read_page
@@ -80,11 +83,11 @@ def test_a_proof_is_good_for_its_own_connection_and_request(here: Path, there) -
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), 5.0) as first:
         nonce = first.recv(16)
-    request = transfer.msgspec.msgpack.encode(transfer._Request(KEY))
-    proof = transfer._proof(server.token, nonce, request)
+    request = msgspec.msgpack.encode(image_stream.Request(KEY))
+    proof = image_stream.proof(server.token, nonce, request)
     with socket.create_connection((host, int(port)), 5.0) as second:
         assert second.recv(16) != nonce
-        second.sendall(proof + transfer._LENGTH.pack(len(request)) + request)
+        second.sendall(proof + image_stream.LENGTH.pack(len(request)) + request)
         assert second.recv(1) == b""
 
 
@@ -107,8 +110,8 @@ def test_a_sender_that_ends_in_the_middle_leaves_nothing(here: Path, there, monk
     folder, server, _ = there
     _, found = image(here, KEY)
     served = threading.active_count()
-    monkeypatch.setattr(transfer, "_send_image", lambda connection, *_, **__: connection.sendall(b"some"))
-    monkeypatch.setattr(transfer, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(image_stream, "send_image", lambda connection, *_, **__: connection.sendall(b"some"))
+    monkeypatch.setattr(image_stream, "SILENT_SECONDS", 0.3)
     with pytest.raises(OSError):
         put(found, server.address, server.token, METER)
     for thread in threading.enumerate():
@@ -126,7 +129,7 @@ def test_what_does_not_fit_is_an_error_of_the_sender_and_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     _, found = image(here, KEY)
-    monkeypatch.setattr(transfer.os, "posix_fallocate", full)
+    monkeypatch.setattr(image_stream.os, "posix_fallocate", full)
     with pytest.raises(TransferError, match=r"no room for 10\.2 MB .*No space left"):
         put(found, server.address, server.token, METER)
     assert not list(folder.iterdir()) and came.wait(5.0) and "is not kept: there is no room" in came.news[0].problem
@@ -161,10 +164,10 @@ def test_who_cannot_take_what_it_asked_for_says_that_of_itself(
 def test_a_peer_whose_kernel_is_silent_is_given_up_while_he_makes_room(there) -> None:
     """Not before the time that is given to any silence."""
     _, server, _ = there
-    with transfer._connected(server.address, server.token, transfer._Request()) as connection:
+    with image_client._connected(server.address, server.token, image_stream.Request()) as connection:
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        idle, again, times = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in transfer.KEEPALIVE)
-    assert idle + again * times == transfer.SILENT_SECONDS
+        idle, again, times = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in image_stream.KEEPALIVE)
+    assert idle + again * times == image_stream.SILENT_SECONDS
 
 
 def test_a_damaged_image_is_not_handed_on_and_is_gone(here: Path, there) -> None:
@@ -200,13 +203,13 @@ def test_what_the_network_damages_is_not_kept_and_stays_where_it_is_sound(
 ) -> None:
     folder, server, _ = there
     _, found = image(here, KEY)
-    fill = transfer._fill
+    fill = image_stream._fill
 
     def flipped(connection: socket.socket, piece: memoryview, meter: Meter) -> None:
         fill(connection, piece, meter)
         piece[-1] ^= 1
 
-    monkeypatch.setattr(transfer, "_fill", flipped)
+    monkeypatch.setattr(image_stream, "_fill", flipped)
     with pytest.raises(TransferError, match="came damaged"):
         put(found, server.address, server.token, METER)
     assert found.path.exists() and not list(folder.iterdir())
@@ -215,7 +218,7 @@ def test_what_the_network_damages_is_not_kept_and_stays_where_it_is_sound(
 def test_an_image_that_trickles_in_is_given_up(here: Path, there, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, server, _ = there
     _, found = image(here, KEY)
-    monkeypatch.setattr(transfer, "_latest", lambda length: 0.0)
+    monkeypatch.setattr(image_stream, "_latest", lambda length: 0.0)
     with pytest.raises(TransferError, match="too slowly"):
         put(found, server.address, server.token, METER)
     for thread in threading.enumerate():
@@ -251,7 +254,7 @@ def test_an_error_of_accept_does_not_end_the_server_and_is_said(
             raise errors.pop()
         return accept(listening)
 
-    monkeypatch.setattr(transfer, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(image_server, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(socket.socket, "accept", failing)
     for _ in range(2):  # the first one is taken by the accept that has waited since before
         get(KEY, here, server.address, server.token, METER).path.unlink()
@@ -271,10 +274,10 @@ def test_a_thread_that_cannot_be_started_costs_one_connection_and_no_place(
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(transfer, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(image_server, "PAUSE_SECONDS", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", failing)
-        for _ in range(transfer.AT_ONCE + 1):
+        for _ in range(image_server.AT_ONCE + 1):
             with pytest.raises(OSError):
                 get(KEY, here, server.address, server.token, METER)
     assert came.wait(5.0) and "can't start new thread" in came.news[0].problem
@@ -284,10 +287,10 @@ def test_a_thread_that_cannot_be_started_costs_one_connection_and_no_place(
 def test_strangers_who_prove_nothing_keep_nobody_out(here: Path, there) -> None:
     folder, server, _ = there
     image(folder, KEY)
-    strangers = [reached(server.address) for _ in range(2 * transfer.STRANGERS)]
+    strangers = [reached(server.address) for _ in range(2 * image_server.STRANGERS)]
     try:
         assert get(KEY, here, server.address, server.token, METER).key == KEY
-        assert len(server._strangers._there) <= transfer.STRANGERS
+        assert len(server._strangers._there) <= image_server.STRANGERS
     finally:
         for stranger in strangers:
             stranger.close()
@@ -295,10 +298,10 @@ def test_strangers_who_prove_nothing_keep_nobody_out(here: Path, there) -> None:
 
 def test_the_whole_proof_has_a_limit_however_it_trickles_in(there, monkeypatch: pytest.MonkeyPatch) -> None:
     _, server, _ = there
-    monkeypatch.setattr(transfer, "PROOF_SECONDS", 0.5)
+    monkeypatch.setattr(image_server, "PROOF_SECONDS", 0.5)
     with reached(server.address) as stranger:
-        stranger.recv(transfer.NONCE)
-        stranger.sendall(bytes(transfer.PROOF) + transfer._LENGTH.pack(transfer.MOST_REQUEST))
+        stranger.recv(image_stream.NONCE)
+        stranger.sendall(bytes(image_stream.PROOF) + image_stream.LENGTH.pack(image_stream.MOST_REQUEST))
 
         def ended() -> bool:
             try:
@@ -318,16 +321,16 @@ def test_who_makes_room_for_a_large_image_is_waited_for(
     folder, server, _ = there
     large = DATA * 4  # more than sockets hold
     _, found = image(here if gives else folder, KEY, large)
-    fallocate = transfer.os.posix_fallocate
+    fallocate = image_stream.os.posix_fallocate
 
     def slowly(*given: int) -> None:
         time.sleep(2.5)
-        monkeypatch.setattr(transfer, "SILENT_SECONDS", 30.0)  # that is over
+        monkeypatch.setattr(image_stream, "SILENT_SECONDS", 30.0)  # that is over
         fallocate(*given)
 
-    monkeypatch.setattr(transfer.os, "posix_fallocate", slowly)
-    monkeypatch.setattr(transfer, "ROOM_RATE", found.used / 60)
-    monkeypatch.setattr(transfer, "SILENT_SECONDS", 1.5)
+    monkeypatch.setattr(image_stream.os, "posix_fallocate", slowly)
+    monkeypatch.setattr(image_stream, "ROOM_RATE", found.used / 60)
+    monkeypatch.setattr(image_stream, "SILENT_SECONDS", 1.5)
     if gives:
         put(found, server.address, server.token, METER)
         assert [copy.key for copy in inventory(folder)] == [KEY]
