@@ -12,8 +12,8 @@ import msgspec
 
 from unicron.ctl.lab.cluster import LocalCluster, protection
 from unicron.ctl.lab.cluster.cluster_layout import Layout, default_state_dir
+from unicron.ctl.lab.cluster.cluster_status import LinksStatus
 from unicron.ctl.lab.cluster.link_faults import share_of
-from unicron.ctl.lab.cluster.local_cluster import LinksStatus
 
 _state_dir = click.option(
     "--state-dir",

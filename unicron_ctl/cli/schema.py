@@ -16,7 +16,7 @@ def _types() -> dict[str, object]:
     from unicron.ctl.cli.config_check import ConfigReport
     from unicron.ctl.cli.pair_test import PairReport
     from unicron.ctl.cli.simulate import PolicyResult
-    from unicron.ctl.lab.cluster.local_cluster import ClusterStatus
+    from unicron.ctl.lab.cluster.cluster_status import ClusterStatus
     from unicron.ctl.lab.demo.report import DemoResult
 
     return {

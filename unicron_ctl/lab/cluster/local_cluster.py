@@ -18,10 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from unicron.ctl.lab.cluster import accounting, binaries, configuration, network, ports, tombstone
+from unicron.ctl.lab.cluster import accounting, binaries, configuration, daemons, network, ports, tombstone
 from unicron.ctl.lab.cluster import cluster_processes as processes
 from unicron.ctl.lab.cluster.cluster_layout import Layout, Spec
 from unicron.ctl.lab.cluster.cluster_processes import Process
+from unicron.ctl.lab.cluster.cluster_status import ClusterStatus, LinksStatus, cluster_status, slurmds_of
 from unicron.ctl.lab.cluster.link_faults import Links, check_host
 from unicron.ctl.lab.cluster.network import HEAD, IPV4, OUTSIDE
 from unicron.ctl.slurm.command_line import CommandLineClient
@@ -32,44 +33,6 @@ _START_LIMIT = 30.0  # seconds from the first daemon to nodes that answer
 _KILL_LIMIT = 60.0  # on a busy machine what was killed takes its time to go
 _ATTEMPTS = 3
 _SLURM_PORTS = (6817, 6818)  # slurmctld's and slurmd's, where each host has all ports for itself
-
-
-class LinksStatus(msgspec.Struct, kw_only=True):
-    """A cluster's links: addresses by host, and what is wrong: hosts without power, hosts that are cut off, pairs that
-    are cut apart, and the share of packets lost by host."""
-
-    network: str
-    addresses: dict[str, str]
-    off: list[str]
-    cut: list[str]
-    apart: list[tuple[str, str]]
-    loss: dict[str, float]
-
-
-class ClusterNode(msgspec.Struct, kw_only=True):
-    """A virtual node. slurmd: its process id; tasks: how many processes of jobs run there."""
-
-    name: str
-    slurmd: int | None
-    states: list[str]
-    reason: str
-    gpus: int
-    tasks: int
-
-
-class ClusterStatus(msgspec.Struct, kw_only=True):
-    """The JSON of `unicronctl cluster status`. state: up, partial (something is missing or does not answer) or down.
-    slurmctld, munged: process ids."""
-
-    state: str
-    state_dir: str
-    slurm_conf: str
-    auth: str
-    port: int | None
-    links: LinksStatus | None
-    slurmctld: int | None
-    munged: int | None
-    nodes: list[ClusterNode]
 
 
 class LocalCluster:
@@ -162,7 +125,7 @@ class LocalCluster:
                     WRONG_USE,
                 )
             heads = {process.kind for process in running}
-            begun = "slurmctld" in heads or bool(_slurmds(running))
+            begun = "slurmctld" in heads or bool(slurmds_of(running))
             begun = begun and ("munged" in heads or self.spec.auth == "none")
             begun = begun and (not self.spec.links or self.layout.network.complete(self.spec.node_names))
             if begun and saved is not None and self.layout.slurm_conf.exists():
@@ -171,7 +134,7 @@ class LocalCluster:
                     self._start_accounting(programs, heads)
                 if "slurmctld" not in heads:
                     self._start_controller(programs["slurmctld"])
-                missing = [name for name in self.spec.node_names if name not in _slurmds(running)]
+                missing = [name for name in self.spec.node_names if name not in slurmds_of(running)]
                 busy = {process.node for process in running if process.kind == "stepd"}
                 # Slurm takes a node for broken that says it was rebooted: said only where a job is gone with it.
                 taken = {e.node for e in self.client().elements() if e.node} if missing else set[str]()
@@ -227,7 +190,7 @@ class LocalCluster:
             running = self.processes()
             if not any(process.kind == "slurmctld" for process in running):
                 raise UserError(f"the cluster in {self.layout.state_dir} is down; start it with: unicronctl cluster up")
-            if node not in _slurmds(running):
+            if node not in slurmds_of(running):
                 stones = [p for p in running if p.kind == "tombstone" and p.node == node]
                 _next_second()  # while its ports are held
                 processes.kill_all(lambda: [p for p in stones if processes.is_alive(p.pid)], _KILL_LIMIT)
@@ -261,39 +224,11 @@ class LocalCluster:
 
     def status(self) -> ClusterStatus:
         """The daemons, the links and Slurm's nodes."""
-        running = self.processes()
-        slurmds = _slurmds(running)
-        heads: dict[str, int] = {}
-        for process in running:
-            if process.kind in ("slurmctld", "munged", *accounting.DAEMONS):
-                heads.setdefault(process.kind, process.pid)
-        known: dict[str, NodeInfo] = {}
-        if "slurmctld" in heads:
+        running, known = self.processes(), dict[str, NodeInfo]()
+        if any(process.kind == "slurmctld" for process in running):
             with contextlib.suppress(SlurmError):
                 known = {info.name: info for info in self.client(timeout=5.0).nodes()}
-        expected = 1 + (self.spec.auth == "munge") + len(accounting.DAEMONS) * self.spec.accounting
-        whole = len(heads) == expected and len(slurmds) == self.spec.nodes and len(known) == self.spec.nodes
-        return ClusterStatus(
-            state="up" if whole else "partial" if running else "down",
-            state_dir=str(self.layout.state_dir),
-            slurm_conf=str(self.layout.slurm_conf),
-            auth=self.spec.auth,
-            port=self.spec.ports[0] if self.spec.ports else None,
-            links=self._links_status(),
-            slurmctld=heads.get("slurmctld"),
-            munged=heads.get("munged"),
-            nodes=[
-                ClusterNode(
-                    name=name,
-                    slurmd=slurmds.get(name),
-                    states=sorted(known[name].states) if name in known else [],
-                    reason=known[name].reason if name in known else "",
-                    gpus=self.spec.gpus_per_node,
-                    tasks=sum(1 for process in running if process.kind == "task" and process.node == name),
-                )
-                for name in self.spec.node_names
-            ],
-        )
+        return cluster_status(self.layout, self.spec, running, known, self._links_status())
 
     def _links_status(self) -> LinksStatus | None:
         """The links' status; None without links, or while they are down."""
@@ -388,7 +323,7 @@ class LocalCluster:
         options = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         command = [program, "--foreground", *(f"--{option}={folder / file}" for option, file in options.items())]
         pid = self._launch("munged", command, HEAD)
-        self._wait_for_daemon("munged", pid, lambda: _connects(self.layout.munge_socket), _START_LIMIT)
+        self._wait_for_daemon("munged", pid, lambda: daemons.connects(self.layout.munge_socket), _START_LIMIT)
 
     def _start_accounting(self, programs: dict[str, str], running: Collection[str] = ()) -> None:
         """Starts what does not run of MariaDB and slurmdbd. The cluster names itself to slurmdbd when it comes up."""
@@ -399,7 +334,7 @@ class LocalCluster:
             with open(layout.log_dir / "mariadb-install-db.out", "w") as out:
                 done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=_START_LIMIT)
             if done.returncode:
-                raise UserError(f"no database could be made: {self._last_words('mariadb-install-db')}")
+                raise UserError(f"no database could be made: {daemons.last_words(layout, 'mariadb-install-db')}")
         commands = {
             "mariadbd": accounting.database_command(programs["mariadbd"], layout, self.spec, user),
             "slurmdbd": [programs["slurmdbd"], "-D"],
@@ -407,7 +342,7 @@ class LocalCluster:
         for name, port in zip(commands, reversed(self.spec.ports), strict=False):
             if name not in running:
                 pid = self._launch(name, commands[name], HEAD)
-                self._wait_for_daemon(name, pid, functools.partial(_serves, port), _START_LIMIT)
+                self._wait_for_daemon(name, pid, functools.partial(daemons.serves, port), _START_LIMIT)
 
     def _start_controller(self, program: str) -> None:
         pid = self._launch("slurmctld", [program, "-D", "-f", str(self.layout.slurm_conf)], HEAD)
@@ -432,40 +367,11 @@ class LocalCluster:
             self._wait_for_daemon(f"slurmd-{name}", pid, ready, deadline - time.monotonic())
 
     def _launch(self, name: str, command: list[str], host: str) -> int:
-        """Starts a daemon in a session of its own, as a child of init, and returns its process id."""
-        if self.spec.links:
-            command = self.command_prefix(host) + command
-        # The daemons run in the foreground of a background shell job: the id is known before anything can fail, and
-        # init, not a long-living caller, collects what is left of them. No stream is inherited: a reader would hang.
-        script = 'out=$1; shift; setsid "$@" </dev/null >"$out" 2>&1 & echo $!'
-        out = self.layout.log_dir / f"{name}.out"
-        env = {"PATH": binaries.SEARCH_PATH, "LC_ALL": "C.UTF-8", "SLURM_CONF": str(self.layout.slurm_conf)}
-        done = subprocess.run(
-            ["/bin/sh", "-c", script, "sh", str(out), *command],
-            env=env,
-            cwd="/",
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-        return int(done.stdout)
+        """Starts a daemon on a node or on `head`, and returns its process id."""
+        return daemons.launch(self.layout, name, (self.command_prefix(host) if self.spec.links else []) + command)
 
     def _wait_for_daemon(self, name: str, pid: int, ready: Callable[[], bool], limit: float) -> None:
-        """Waits until a daemon is ready. Raises UserError with the end of its output when it ends or takes too long."""
-        deadline = time.monotonic() + limit
-        while not ready():
-            alive = processes.is_alive(pid)
-            if not alive or time.monotonic() > deadline:
-                what = f"does not answer after {limit:.0f} s" if alive else "ended at once"
-                raise UserError(f"{name} {what}: {self._last_words(name)}")
-            time.sleep(0.03)
-
-    def _last_words(self, name: str) -> str:
-        path = self.layout.log_dir / f"{name}.out"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        telling = [line for line in lines if "error:" in line or "fatal:" in line] or lines
-        return f"{'; '.join(line.strip() for line in telling[-3:]) or 'it said nothing'} (all of it: {path})"
+        daemons.wait_until_ready(self.layout, name, pid, ready, limit)
 
     def _answers(self) -> bool:
         try:
@@ -508,36 +414,9 @@ class LocalCluster:
             yield
 
 
-def _slurmds(running: Sequence[Process]) -> dict[str, int]:
-    """Node name -> process id of its slurmd (the first: a forking slurmd shows twice for a moment)."""
-    found: dict[str, int] = {}
-    for process in running:
-        if process.kind == "slurmd" and process.node is not None:
-            found.setdefault(process.node, process.pid)
-    return found
-
-
 def _next_second() -> None:
     """Slurm compares times in whole seconds and takes a reboot within one for no reboot."""
     time.sleep(1.0 - time.time() % 1.0)
-
-
-def _serves(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-def _connects(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True
 
 
 def _user_name() -> str:
