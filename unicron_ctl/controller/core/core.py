@@ -10,19 +10,19 @@ would not know of. What breaks in one job sets that job aside and nothing else.
 
 from __future__ import annotations
 
-import logging
-import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from unicron.ctl.controller.core.containment import COMPLAIN_AGAIN, Containment
 from unicron.ctl.controller.core.intake import Intake
+from unicron.ctl.controller.core.listings import Listings
 from unicron.ctl.controller.core.turn import Turns
 from unicron.ctl.controller.failure_detector import ending_nodes, leases, network_partitions, probes, self_suspicion
-from unicron.ctl.controller.job import adoption, confirmation
+from unicron.ctl.controller.job import adoption
 from unicron.ctl.controller.job.modes import mode_of
 from unicron.ctl.controller.job.runtime import JobRuntime
 from unicron.ctl.controller.judge import node_failures as judge_nodes
@@ -30,8 +30,6 @@ from unicron.ctl.controller.judge.judge import judge
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event, Record
 from unicron.ctl.controller.log.savings import PLAN
-from unicron.ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
-from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.agent_view import Route
 from unicron.ctl.controller.model.asker import EVERYBODY, Asker
 from unicron.ctl.controller.model.cluster_state import ClusterState
@@ -39,15 +37,13 @@ from unicron.ctl.controller.model.finding import Finding, What
 from unicron.ctl.controller.model.fold import fold
 from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.model.live import Live
-from unicron.ctl.controller.model.quotas import OF_A_JOB, OF_AN_OWNER, Written
+from unicron.ctl.controller.model.quotas import Written
 from unicron.ctl.controller.model.requests import Action, Knock, Probe, Run
 from unicron.ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
 from unicron.ctl.controller.nodes import isolation, readmission
 from unicron.ctl.controller.plan import reconcile, slurm_actions
-from unicron.ctl.controller.plan.inputs import around, inputs, replan
 from unicron.ctl.controller.sense import iterations, outliers
 from unicron.ctl.controller.sense.sensors import When
-from unicron.ctl.controller.sense.slurm_states import ended_agents
 from unicron.ctl.protocol import datagrams, wire
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.settings.config import ControllerConfig
@@ -55,10 +51,7 @@ from unicron.ctl.slurm.slurm_client import UNSAID, ElementInfo, NodeInfo, Site
 from unicron.detector.failures.classify import Classifier
 from unicron.detector.failures.text_budget import Budget
 
-log = logging.getLogger("unicron.controller")
 STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
-COMPLAIN_AGAIN, COMPLAINTS_KEPT = 60.0, 1000  # seconds; kinds
-STEPS_KEPT = KEPT_FIRST + KEPT_LAST  # of one run
 PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
@@ -105,13 +98,15 @@ class Core:
         self.node_events = judge_nodes.NodeEventQueue(waiting=judge_nodes.undecided_events(self.state.nodes))
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
         self.written = Written()
-        self._steps: Counter[str] = Counter()
+        self._containment = Containment(self.view, self.append, self.written)
         self.intake = Intake(self.view, self.runtime, self.node_events, self.carry_out, self.written)
         self._dirty: set[str] = set()
-        self._complained: dict[str, float] = {}
         self._findings: deque[Finding] = deque()
         self._judging = False
         self.turns = Turns(self.view, self.runtime, self.carry_out, self.judge, self._send)
+        self._listings = Listings(
+            self.view, self.slurm, self.intake, self.turns, self.carry_out, self._containment, self._dirty
+        )
         for job in self.state.jobs.values():
             if not job.over:
                 self.view.job(job).begin_phase(self.started_at)
@@ -154,7 +149,7 @@ class Core:
         size = len(event.payload)  # what the log cannot hold is not taken into the state either
         fold(self.state, event)
         self.events.append(event)
-        self._charge(event, size)
+        self._containment.charge(event, size)
         if isinstance(record, PHASE_RECORDS):
             self._phase_changed(job, record)
         elif isinstance(record, records.RankStart):
@@ -165,20 +160,6 @@ class Core:
         elif isinstance(record, records.NodeEvent):
             self.node_events.note(event)
         return event
-
-    def _charge(self, event: Event, size: int) -> None:
-        """Charges the event to the log quota of its job and of the job's owner. Steps that thinning drops are free."""
-        name = event.job or getattr(event.record, "of_job", "")
-        job = self.state.jobs.get(name)
-        if job is None:
-            return
-        if isinstance(event.record, records.Step):
-            self._steps[name] += 1
-            if self._steps[name] > STEPS_KEPT:
-                return
-        elif event.job:
-            self._steps.pop(name, None)
-        self.written.charge(name, job.owner, size, len(job.agents))
 
     def carry_out(self, outcome: Outcome) -> bool:
         """Carries out what a decider wants. False when that is nothing."""
@@ -213,7 +194,7 @@ class Core:
         try:
             while self._findings:
                 finding = self._findings.popleft()
-                self._contained(finding.job, f"a finding ({finding.what})", self._judge, finding)
+                self._containment.attempt(finding.job, f"a finding ({finding.what})", self._judge, finding)
         finally:
             self._judging = False
 
@@ -274,55 +255,6 @@ class Core:
         self.view.slurm.expected.pop(job, None)
         self.runtimes.pop(job, None)
 
-    # ------------------------------------------------------------ containment
-    def _contained(self, job: str, what: str, work: Callable[..., object], *args: object) -> None:
-        """Whatever breaks while one job is handled sets that job aside, and nothing else."""
-        try:
-            work(*args)
-        except Exception as error:
-            self._set_aside(job, what, error)
-
-    def _set_aside(self, name: str, what: str, error: Exception) -> None:
-        where = "".join(traceback.format_exception(error))[-2000:]
-        known = self.state.jobs.get(name)
-        if known is None:
-            self._complain(what, error, where)
-            return
-        if known.set_aside:
-            return
-        log.error("job %s is set aside after an error in the handling of %s: %r\n%s", name, what[:200], error, where)
-        reason = (
-            f"the controller cannot handle this job ({type(error).__name__}: {str(error)[:200]}) and leaves it alone; "
-            "its ranks train on. Please report it with this record"
-        )
-        self.append(name, known.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
-        self.view.job(known).live.changed.clear()
-
-    def _bound(self, name: str) -> None:
-        """Sets a job aside whose agents cause records without end: they would fill the disk of all."""
-        known = self.state.jobs.get(name)
-        if known is None or known.over or self.written.allows(name, known.owner, self.now):
-            return
-        most = f"{OF_A_JOB[1] / 1e6:g} MB for each of {max(1, len(known.agents))} elements"
-        if not self.written.owner_may(known.owner, self.now):
-            most = f"{OF_AN_OWNER[1] / 1e9:g} GB for all jobs of {known.settings.user}"
-        reason = (
-            f"what its agents say has made more records than {most}: the controller leaves the job alone; its ranks "
-            "train on"
-        )
-        self.append(name, known.generation, records.JobSetAside(input="more than the log can hold", reason=reason))
-        self.view.job(known).live.changed.clear()
-
-    def _complain(self, what: str, error: Exception, where: str) -> None:
-        """Logs that something broke that belongs to no job, and the same only after a while again."""
-        key = f"{what[:50]} {type(error).__name__}"
-        if self.now - self._complained.get(key, -COMPLAIN_AGAIN) < COMPLAIN_AGAIN:
-            return
-        if len(self._complained) > COMPLAINTS_KEPT:
-            self._complained.clear()
-        self._complained[key] = self.now
-        log.error("could not handle %s, which is skipped: %r\n%s", what[:200], error, where)
-
     # ------------------------------------------------------------ inputs
     def receive(self, route: Route, message: wire.Message, now: float, key: str = "", asker: Asker = EVERYBODY) -> None:
         """Takes in a message of an agent that passed the checks at the edge; `advance_jobs` must follow before anything
@@ -339,16 +271,16 @@ class Core:
         try:
             self.intake.receive(route, message, key, asker)
         except Exception as error:
-            self._set_aside(name, repr(message), error)
+            self._containment.set_aside(name, repr(message), error)
         if self.state.last_event > recorded:
-            self._bound(name)
+            self._containment.bound(name)
         if name in self.state.jobs:
             self._dirty.add(name)
 
     def hint(self, hint: datagrams.Hint, now: float) -> None:
         """Takes in a datagram of the plugin, which is never trusted alone."""
         self.now = now
-        self._contained(hint.job, "a hint", lambda: self.carry_out(self.intake.on_hint(hint)))
+        self._containment.attempt(hint.job, "a hint", lambda: self.carry_out(self.intake.on_hint(hint)))
 
     def advance_jobs(self) -> None:
         """Brings every job that something happened to as far as it can go now.
@@ -362,8 +294,8 @@ class Core:
             self._dirty.discard(name)
             job = self.state.jobs.get(name)
             if job is not None and name not in self.turns.later:
-                self._contained(name, f"its state ({job.phase})", self.turns.advance, job)
-                self._bound(name)
+                self._containment.attempt(name, f"its state ({job.phase})", self.turns.advance, job)
+                self._containment.bound(name)
         self.budget.renew()
 
     def _read_for(self, job: str) -> None:
@@ -380,25 +312,26 @@ class Core:
         """Does what time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
         self._notice_time(now)
         self.last_tick = now
-        self._contained("", "agents that wait for Slurm's word", self.intake.overdue)
-        self._contained("", "what nodes said", self._settle_node_events)
-        self._contained("", "slurmds that may be asked", lambda: self.carry_out(ending_nodes.greet_slurmds(self.view)))
-        self._contained("", "silent agents", self._silence)
+        self._containment.attempt("", "agents that wait for Slurm's word", self.intake.overdue)
+        self._containment.attempt("", "what nodes said", self._settle_node_events)
+        self._containment.attempt(
+            "", "slurmds that may be asked", lambda: self.carry_out(ending_nodes.greet_slurmds(self.view))
+        )
+        self._containment.attempt("", "silent agents", self._silence)
         if self.view.alone:
-            self._contained(
-                "", "Slurm's turn", lambda: self.carry_out(self.slurm.tick(self.view, self.intake.waiting_jobs()))
-            )
+            self._containment.attempt("", "Slurm's turn", self._ask_slurm)
             return
         for job in list(self.state.jobs.values()):
             if not job.over:
-                self._contained(job.job, "a tick", self._tick, job)
+                self._containment.attempt(job.job, "a tick", self._tick, job)
         self.advance_jobs()
         for job in list(self.state.jobs.values()):
             if not job.set_aside:
-                self._contained(job.job, "its orders", self.turns.repeat_orders, job)
-        self._contained(
-            "", "Slurm's turn", lambda: self.carry_out(self.slurm.tick(self.view, self.intake.waiting_jobs()))
-        )
+                self._containment.attempt(job.job, "its orders", self.turns.repeat_orders, job)
+        self._containment.attempt("", "Slurm's turn", self._ask_slurm)
+
+    def _ask_slurm(self) -> None:
+        self.carry_out(self.slurm.tick(self.view, self.intake.waiting_jobs()))
 
     def _settle_node_events(self) -> None:
         for outcome in judge_nodes.settle_node_events(self.view, self.node_events):
@@ -486,43 +419,13 @@ class Core:
         if self.view.slurm.error:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
             self.view.slurm.error = ""
-        listing = self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), list(elements))
-        self._contained("", "agents that wait for Slurm's word", self.intake.confirm)
-        for job in reconcile.managed(self.view):
-            self._contained(job.job, "what Slurm says of it", self._slurm_said, listing, job)
-        if not self.view.alone:
-            self._contained("", "planning", self._plan, listing)
+        self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), list(elements))
+        self._listings.on_listing(self.view.slurm.seen)
         self.advance_jobs()
-
-    def _slurm_said(self, listing: Listing, job: JobState) -> None:
-        self.carry_out(confirmation.confirm_agents(self.view, listing, job))
-        if job.over:
-            return
-        for agent in list(ended_agents(self.view, listing, job)):
-            self.carry_out(self.intake.suspect(agent))
-        self.turns.run_sensors(job, When.LISTING)
-
-    def _plan(self, listing: Listing) -> None:
-        self.carry_out(reconcile.before_planning(self.view, self.slurm, listing))
-        managed = reconcile.managed(self.view)
-        there = around(self.view, listing, managed)
-        for job in managed:  # one that cannot be planned for must not keep the others waiting
-            self._contained(job.job, "its part in the plan", inputs, self.view, [job], there)
-        # One that has registered since Slurm was asked is listed as others' are: what it has is not known yet.
-        brief = {element.job for element in listing.elements if element.brief}
-        jobs = confirmation.confirmed_jobs(self.view, reconcile.managed(self.view))
-        jobs = [job for job in jobs if listing.of(job.job) or job.job not in brief]
-        planned = [job for job in jobs if permission.acts(self.view, job)]
-        if planned:
-            self.carry_out(replan(self.view, planned, self.slurm.aheads))
-            self.carry_out(reconcile.placing(self.view, self.slurm, listing, planned))
-        watched = [job for job in jobs if job not in planned]
-        self.carry_out(reconcile.watching(self.view, self.slurm, listing, watched))
-        self._dirty.update(job.job for job in jobs)
 
     def on_action(self, action: Action, error: str) -> None:
         """Takes in that one action was carried out, or was refused."""
-        self._contained(action.job, f"Slurm's answer to {action.label}", self._action_done, action, error)
+        self._containment.attempt(action.job, f"Slurm's answer to {action.label}", self._action_done, action, error)
 
     def on_knock(self, request: Knock, answer: Reach | None) -> None:
         """The slurmd of a node was tried."""
