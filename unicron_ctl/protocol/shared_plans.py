@@ -15,7 +15,7 @@ from unicron.ctl.protocol import ranges, structs, wire
 from unicron.transition.generations import layout
 
 
-class PlanCommon(msgspec.Struct, omit_defaults=True):
+class PlanCommon(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The common part of a plan. members and joiners stand in their order, as runs [first, last]. proposers: the agents
     of the first members' elements, who act for the controller while it is away."""
 
@@ -32,6 +32,9 @@ class PlanCommon(msgspec.Struct, omit_defaults=True):
     proposers: Annotated[list[structs.Peer], Meta(max_length=ranges.MOST_PROPOSERS)] = []
     replica: ranges.Replica = 1
     state: ranges.State | None = None
+
+
+_ALIKE = [name for name in PlanCommon.__struct_fields__ if name not in ("members", "joiners", "proposers")]
 
 
 def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
@@ -56,21 +59,8 @@ def expand(found: Sequence[tuple[int, int]]) -> list[int]:
 
 def common(plan: wire.Plan, proposers: Sequence[structs.Peer] = ()) -> msgspec.Raw:
     """The part of the plan that all agents get, encoded."""
-    part = PlanCommon(
-        plan.generation,
-        runs(plan.members),
-        plan.store,
-        plan.prefix,
-        plan.boundary,
-        runs(plan.joiners),
-        plan.source,
-        plan.step,
-        plan.iteration,
-        plan.reason,
-        list(proposers),
-        plan.replica,
-        plan.state,
-    )
+    alike = {name: getattr(plan, name) for name in _ALIKE}
+    part = PlanCommon(members=runs(plan.members), joiners=runs(plan.joiners), proposers=list(proposers), **alike)
     return msgspec.Raw(wire.encode(part))
 
 
@@ -99,21 +89,8 @@ def whole(part: wire.PlanShare) -> wire.Plan:
     members = expand(known.members)
     if len(members) % known.replica:
         raise wire.BadMessage(f"the plan's {len(members)} members are no multiple of a replica's {known.replica} ranks")
-    return wire.Plan(
-        generation=known.generation,
-        members=members,
-        store=known.store,
-        prefix=known.prefix,
-        boundary=known.boundary,
-        joiners=expand(known.joiners),
-        source=known.source,
-        step=known.step,
-        iteration=known.iteration,
-        assignment=part.assignment,
-        reason=known.reason,
-        replica=known.replica,
-        state=known.state,
-    )
+    alike = {name: getattr(known, name) for name in _ALIKE}
+    return wire.Plan(members=members, joiners=expand(known.joiners), assignment=part.assignment, **alike)
 
 
 def proposers(part: wire.PlanShare) -> list[structs.Peer]:

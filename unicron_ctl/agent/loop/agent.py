@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
-import zmq
 
-from unicron.ctl.agent.connections.containment import Containment
-from unicron.ctl.agent.connections.controller_connection import Line
-from unicron.ctl.agent.connections.identity import Place, memory_rate
-from unicron.ctl.agent.connections.job_log import JobLog
-from unicron.ctl.agent.connections.outbox import Outbox
-from unicron.ctl.agent.connections.polling import Polling
-from unicron.ctl.agent.connections.rank_socket import RankLine, from_rank, socket_folder
-from unicron.ctl.agent.connections.signals import ENDING, ENDING_SECONDS, FORWARDED, SAVES, SignalPipe
+from unicron.ctl.agent.connections.connections import connect
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.rank_socket import from_rank
+from unicron.ctl.agent.connections.signals import ENDING, FORWARDED, SAVES, SignalPipe
 from unicron.ctl.agent.loop.controller_registration import Registration
 from unicron.ctl.agent.loop.dumps import Dumps
+from unicron.ctl.agent.loop.ending import Ending
 from unicron.ctl.agent.loop.plans import AT_WORK, Plans
 from unicron.ctl.agent.loop.reports import Reports
 from unicron.ctl.agent.loop.stand_in import StandIn
@@ -37,39 +31,21 @@ from unicron.ctl.agent.node.rendezvous_store import Store, StoreProcess
 from unicron.ctl.agent.node.sampling import Sampling
 from unicron.ctl.agent.node.witness import Witness
 from unicron.ctl.agent.ranks.injected_faults import Trials
-from unicron.ctl.agent.ranks.rank_processes import Processes
-from unicron.ctl.agent.ranks.ranks import STOP_SECONDS, Rank, package_path, rank_environment, stop_all
-from unicron.ctl.agent.ranks.warm_start import Warmth
-from unicron.ctl.agent.snapshots.checkpoint_files import Files
-from unicron.ctl.agent.snapshots.last_checkpoint import LastCheckpoint
-from unicron.ctl.agent.snapshots.node_memory import Memory, within
-from unicron.ctl.agent.snapshots.peer_copies import Copies
+from unicron.ctl.agent.ranks.rank_host import host_ranks
+from unicron.ctl.agent.ranks.ranks import Rank, package_path, stop_all
+from unicron.ctl.agent.snapshots.snapshots import open_snapshots
 from unicron.ctl.protocol import wire
-from unicron.ctl.settings.limits import ORPHAN_SECONDS
 from unicron.detector.processes.rank_messages import Save, Saved, Step, Timing, ToRank
-from unicron.detector.processes.supervise import adopt_orphans, shell_status
+from unicron.detector.processes.supervise import adopt_orphans
 
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
-SAVE_SECONDS = 600.0  # at the end by an error, for what memory has
-
-
-@dataclass
-class Ending:
-    """How the element ends. trained: the controller says that the job is trained to its end. final: nobody will go on
-    with this job. save: writes the training state. stop_seconds: for ranks to act on SIGTERM."""
-
-    exit_code: int | None = None
-    trained: bool = False
-    final: bool = False
-    save: Callable[[], None] | None = None
-    stop_seconds: float = STOP_SECONDS
 
 
 class Agent:
     """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the element's exit code.
 
-    Raises zmq.ZMQError for an address that is none, UserError for a
-    wrong configuration, and whatever else keeps it from beginning. From then on nothing that fails ends it.
+    Raises zmq.ZMQError for an address that is none, UserError for a wrong configuration, and whatever else keeps it
+    from beginning. From then on nothing that fails ends it.
     """
 
     AGREES = True  # its ranks go on by what the job's agents agree on while the controller is away
@@ -77,102 +53,63 @@ class Agent:
     def __init__(self, place: Place, command: Sequence[str], address: str):
         self.place, self.command = place, list(command)
         self.identity = uuid.uuid4().hex
-        self._context = zmq.Context()
-        self._folder = ""  # of the ranks' socket
+        self._net = connect(place, address, os.environ)
+        self.log = self._net.log
         try:
-            self._build(place, address)
+            self._build()
         except BaseException:
-            self._context.destroy(linger=0)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._net.abandon()
             raise
 
-    def _build(self, place: Place, address: str) -> None:
+    def _build(self) -> None:
         """Make all parts. Where one cannot be made the caller runs the command without an agent."""
-        self._line = Line(self._context, address)
-        self.log = JobLog(place)
-        self._containment = Containment(self.log.warn)
-        self._outbox = Outbox(self._line, self.log)
-        self._memory = Memory(place, os.environ, self.log.warn)
-        self._copies = Copies(lambda: self._memory.folder, place, os.environ, self._to_all, self.log.warn)
-        self._plans = Plans(place.slots)
-        self._files = Files(self._memory, self._plans.writers_before_at_rest, memory_rate(os.environ), self.log.warn)
-        self._folder = socket_folder(place.job, os.environ)
-        self._rank_line = RankLine(self._context, self._folder)
+        place, net, watch, unwatch = self.place, self._net, self._net.polling.watch, self._net.polling.unwatch
         self._layout = ""  # in which the ranks are started, as the controller wants it
-        environment = self._environment = rank_environment(
-            place, self._rank_line.endpoint, dict(os.environ), self._told
-        )
-        self.ranks: dict[int, Rank] = {
-            slot: Rank(slot, local, self.command, environment) for local, slot in enumerate(place.slots)
-        }
-        self._witness = Witness()
-        self._stand_in = StandIn(
-            self._context,
-            place,
-            self.identity,
-            self._line.pair,
-            self.AGREES,
-            self._to_ranks,
-            self._outbox,
-            self.log,
-        )
-        self._trials = Trials(
-            place.job, self._line, self._outbox, self._witness.door, self.ranks, self._send_to_rank, self.log
-        )
-        participant, sampling = self._stand_in.participant, Sampling(self._rank_line.folder)
-        send = self._outbox.send
-        self._reports = Reports(place, self.identity, self.ranks, participant, sampling, self._copies, send)
-        self._dumps = Dumps(place.job, self.ranks, self._rank_line.endpoint, send)
-        self._ending = Ending()
         self._last_heard = 0.0  # of the controller
-        self._polling = Polling(self._containment)
-        self.registration = Registration(
-            place,
-            self.identity,
-            self._line,
-            self._outbox,
-            self._polling,
-            self._witness.door,
-            self._stand_in.address,
-            self._copies,
+        self._plans = Plans(place.slots)
+        self._snapshots = open_snapshots(
+            place, os.environ, self._to_all, self._plans.writers_before_at_rest, self.log.warn
+        )
+        hear, tell = self._from_ranks, self._send_status
+        self._host = host_ranks(place, self.command, os.environ, net, self._told, hear, self._explain, tell)
+        self.ranks = self._host.ranks
+        self._witness = Witness()
+        self._stand_in = StandIn(net, place, self.identity, self.AGREES, self._to_ranks)
+        self._trials = Trials(place.job, net, self._witness.door, self.ranks, self._send_to_rank)
+        copies, participant = self._snapshots.copies, self._stand_in.participant
+        self._reports = Reports(
+            place, self.identity, self.ranks, participant, Sampling(net.ranks.folder), copies, net.outbox.send
+        )
+        self._dumps = Dumps(place.job, self.ranks, net.ranks.endpoint, net.outbox.send)
+        self._ending = Ending(self.ranks, self._plans, self._snapshots, self._send_status, self.log)
+        self.registration = Registration(place, self.identity, net, self._witness.door, self._stand_in.address, copies)
+        environment = {**os.environ, "PYTHONPATH": package_path(os.environ)}
+        self._store: Store = StoreProcess(
+            self.command, environment, self._host.warmth.fork, watch, unwatch, tell, self.log.warn
         )
         self._signals = SignalPipe()
         self._watch_all()
-        self._processes = Processes(
-            self._polling, self._rank_line, self._from_ranks, self._explain, self._send_status, self.log
-        )
-        watch, unwatch = self._polling.watch, self._polling.unwatch
-        self._warmth = Warmth(self.ranks, self.command, watch, unwatch, self._processes.attend, self.log)
-        self._store: Store = StoreProcess(
-            self.command,
-            {**os.environ, "PYTHONPATH": package_path(os.environ)},
-            self._warmth.fork,
-            watch,
-            unwatch,
-            self._send_status,
-            self.log.warn,
-        )
 
     def _watch_all(self) -> None:
         """Watch the sockets and descriptors that there are from the beginning."""
-        watch = self._polling.watch
-        watch(self._line.socket, self._from_controller)
-        watch(self._rank_line.socket, self._from_ranks)
-        watch(self._line.events, self._line.notice)
+        watch = self._net.polling.watch
+        watch(self._net.line.socket, self._from_controller)
+        watch(self._net.ranks.socket, self._from_ranks)
+        watch(self._net.line.events, self._net.line.notice)
         for socket in self._stand_in.sockets:
             watch(socket, lambda: self._stand_in.serve(time.monotonic()))
         watch(self._signals.fileno(), lambda: self._on_signal(self._signals.read()))
         watch(self._witness.answers.fileno(), lambda: self._reports.testimony(self._witness.answers.take_all()))
-        watch(self._line.results.fileno(), lambda: [result() for result in self._line.results.take_all()])
-        watch(self._copies.results.fileno(), self._copies_news)
-        watch(self._files.results.fileno(), self._files_news)
+        watch(self._net.line.results.fileno(), lambda: [result() for result in self._net.line.results.take_all()])
+        watch(self._snapshots.copies.results.fileno(), self._on_copies)
+        watch(self._snapshots.files.results.fileno(), self._on_files)
 
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
         """Register; False when no controller takes this agent within `seconds`, or when it is over (`exit_code`)."""
         deadline = time.monotonic() + seconds
-        registration = self.registration
-        while not (registration.welcomed or registration.alone or self._outbox.closed or self.exit_code is not None):
+        registration, outbox = self.registration, self._net.outbox
+        while not (registration.welcomed or registration.alone or outbox.closed or self.exit_code is not None):
             if time.monotonic() >= deadline:
                 break
             registration.on_timer()
@@ -188,19 +125,19 @@ class Agent:
     def released(self) -> bool:
         """Whether the command is to run without this agent: nothing protects it, and no rank has a world."""
         outside = all(rank.status.state in ("starting", "waiting") for rank in self.ranks.values())
-        return self._outbox.closed and outside
+        return self._net.outbox.closed and outside
 
     def run(self) -> int | None:
         """Start the ranks and serve until the element is over; None when it was released before it had a world."""
-        attempt = self._containment.attempt
+        attempt = self._net.containment.attempt
         try:
             attempt("watch the node", self._watch_node)
             attempt("adopt what its ranks leave behind", adopt_orphans)
-            attempt("start the zygote", lambda: self._warmth.start_zygote(*self._environments(), os.environ))
+            attempt("start the zygote", lambda: self._host.warmth.start_zygote(*self._environments(), os.environ))
             attempt("start the rendezvous store", self._store.start)
             for rank in self.ranks.values():
                 if not rank.alive:
-                    attempt(f"start slot {rank.slot}", partial(self._processes.start, rank, 0))
+                    attempt(f"start slot {rank.slot}", partial(self._host.processes.start, rank, 0))
             while self.exit_code is None and not self.released:
                 self._run_once()
         finally:
@@ -209,46 +146,46 @@ class Agent:
 
     def _watch_node(self) -> None:
         self._reports.node = node_watch.start(self.log.warn, os.environ)
-        self._polling.watch(self._reports.node.fileno(), self._reports.node_events)
+        self._net.polling.watch(self._reports.node.fileno(), self._reports.node_events)
 
     def close(self) -> None:
         """End the ranks, their zygote and the store, leave no socket behind. What fails there stops nothing else."""
         for what, step in (
             ("end the ranks", lambda: stop_all(list(self.ranks.values()), self._ending.stop_seconds)),
-            ("end the files", lambda: self._files.close(FILES_SECONDS if self._ending.final else 0.0)),
-            ("save the training state", self._ending.save or (lambda: None)),
+            ("end the files", lambda: self._snapshots.files.close(FILES_SECONDS if self._ending.final else 0.0)),
+            ("save the training state", lambda: self._ending.save()),
             ("end the store", self._store.close),
-            ("end the zygote", self._warmth.close),
+            ("end the zygote", self._host.warmth.close),
             ("give up what ranks left behind", partial(adopt_orphans, False)),
             ("end the metrics", self._reports.sampling.close),
-            ("close the line to the controller", self._line.close),
-            ("close the line to the ranks", self._rank_line.socket.close),
+            ("close the line to the controller", self._net.line.close),
+            ("close the line to the ranks", self._net.ranks.socket.close),
             ("close the line to the other agents", self._stand_in.close),
-            ("close the sockets", partial(self._context.destroy, 500)),
-            ("remove the sockets", partial(shutil.rmtree, self._rank_line.folder, ignore_errors=True)),
+            ("close the sockets", partial(self._net.context.destroy, 500)),
+            ("remove the sockets", partial(shutil.rmtree, self._net.ranks.folder, ignore_errors=True)),
             ("give the signals back", self._signals.close),
             ("close the door", self._witness.close),
-            ("end the copies", self._copies.close),
-            ("let go of the memory", lambda: self._memory.close(self._ending.final)),
+            ("end the copies", self._snapshots.copies.close),
+            ("let go of the memory", lambda: self._snapshots.memory.close(self._ending.final)),
             ("end the watch of the node", self._reports.node.close if self._reports.node is not None else lambda: None),
         ):
-            self._containment.attempt(what, step)
+            self._net.containment.attempt(what, step)
 
     def _told(self) -> dict[str, str]:
         """What a process that starts now is told of the job."""
-        return {**self._memory.environment, **({"UNICRON_LAYOUT": self._layout} if self._layout else {})}
+        return {**self._snapshots.memory.environment, **({"UNICRON_LAYOUT": self._layout} if self._layout else {})}
 
     def _run_once(self) -> None:
-        attempt = self._containment.attempt
+        attempt = self._net.containment.attempt
         attempt("wait for what comes", self._wait_for_events)
         now = time.monotonic()
         for what, step in (
             ("send stack traces", self._dumps.send_finished),
             ("report", partial(self._reports.on_timer, now)),
-            ("look after the memory", partial(self._memory.touch_folder, now)),
-            ("look after the copies", partial(self._copies.give_cut, now)),
-            ("look after the zygote", lambda: self._warmth.on_timer(now, self._child_pid)),
-            ("look after the processes", lambda: self._processes.on_timer(self.ranks.values())),
+            ("look after the memory", partial(self._snapshots.memory.touch_folder, now)),
+            ("look after the copies", partial(self._snapshots.copies.give_cut, now)),
+            ("look after the zygote", lambda: self._host.warmth.on_timer(now, self._child_pid)),
+            ("look after the processes", lambda: self._host.processes.on_timer(self.ranks.values())),
             ("begin what was forked", self._complete_starts),
             ("answer at the door", self._witness.door.answer),
             ("send a status", partial(self._report, now)),
@@ -269,15 +206,15 @@ class Agent:
         waits = (
             self._stand_in.participant.seconds_to_tick(now),
             self._dumps.timeout,
-            self._warmth.timeout(now),
-            self._copies.seconds_to_cut(now),
+            self._host.warmth.timeout(now),
+            self._snapshots.copies.seconds_to_cut(now),
         )
-        until = now + min(*waits, self._processes.timeout(self.ranks.values(), now))
+        until = now + min(*waits, self._host.processes.timeout(self.ranks.values(), now))
         while True:
             due = min(until, now + self._status_wait(now), now + self._reports.timeout(now))
             came = self._serve(due - now)
             now = time.monotonic()
-            if came != [self._rank_line.socket] or self._reports.sent_at != sent or now >= due:
+            if came != [self._net.ranks.socket] or self._reports.sent_at != sent or now >= due:
                 return
 
     def _report(self, now: float) -> None:
@@ -291,52 +228,30 @@ class Agent:
 
     def _serve(self, seconds: float) -> list[Any]:
         """Wait up to `seconds` for something to happen, and deal with all that has; returns where."""
-        came = self._polling.serve(seconds)
+        came = self._net.polling.serve(seconds)
         self._complete_starts()
         return came
 
     def _complete_starts(self) -> None:
         """Start the processes that were forked."""
         self._store.complete_start()
-        self._warmth.start_forked_ranks()
+        self._host.warmth.start_forked_ranks()
 
     def _end_if_over(self, now: float) -> None:
-        """End when all ranks have finished, or when some died and the controller has been silent for too long."""
-        if self.exit_code is not None:
-            return
-        finished = [rank for rank in self.ranks.values() if rank.status.state == "finished"]
-        if any(rank.alive for rank in finished):
-            return  # trained to the end, but the script may save something yet
-        if len(finished) == len(self.ranks) or self._ending.trained:
-            codes = [shell_status(rank.status.exit.code) for rank in finished if rank.status.exit is not None]
-            self._ending.final = True
-            self._leave_job(max(codes, default=0), "finished")
-        elif now - self._last_heard > ORPHAN_SECONDS:
-            if any(rank.alive and rank.status.state == "stopped" for rank in self.ranks.values()):
-                return  # it saves its state and ends by itself when no plan comes
-            for rank in self.ranks.values():
-                if rank.status.state == "exited" and rank.status.exit is not None:
-                    silent = f"no controller for {ORPHAN_SECONDS:.0f} s and rank {rank.slot} is dead"
-                    self.log.warn(f"{silent}; the element ends, requeue it with `scontrol requeue`")
-                    self._leave_job(shell_status(rank.status.exit.code) or 1, "no controller")
-                    return
-
-    def _leave_job(self, code: int, reason: str) -> None:
-        self._ending.exit_code = code
-        self._send_status(leaving=reason)
+        self._ending.end_if_over(now - self._last_heard)
 
     # ------------------------------------------------------------ processes
     def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
         """The environments of two ranks that differ in all that may be different."""
-        first = self.place.slots[0]
-        return self._environment(first, 0, 0), self._environment(first + 1, 1, 1) | {"UNICRON_LAYOUT": "another"}
+        environment, first = self._host.environment, self.place.slots[0]
+        return environment(first, 0, 0), environment(first + 1, 1, 1) | {"UNICRON_LAYOUT": "another"}
 
-    def _copies_news(self) -> None:
-        if self._copies.finish(time.monotonic()):
+    def _on_copies(self) -> None:
+        if self._snapshots.copies.finish(time.monotonic()):
             self._send_status()
 
-    def _files_news(self) -> None:
-        for iteration in self._files.results.take_all():
+    def _on_files(self) -> None:
+        for iteration in self._snapshots.files.results.take_all():
             self._to_all(Saved(iteration=iteration))
 
     def _explain(self, rank: Rank) -> None:
@@ -349,33 +264,22 @@ class Agent:
     def _on_signal(self, numbers: bytes) -> None:
         for number in numbers:
             if number == SAVES and self.AGREES:
-                self._files.request_checkpoint(self._states.isdisjoint(AT_WORK), self._copies.whole)
+                self._snapshots.files.request_checkpoint(self._states.isdisjoint(AT_WORK), self._snapshots.copies.whole)
                 self._to_all(Save())
             elif number in FORWARDED:
                 for rank in self.ranks.values():
                     if rank.child is not None:
                         rank.child.signal(number)
             elif number in ENDING and self.exit_code is None:
-                self._ending.stop_seconds = ENDING_SECONDS
-                self._ending.save = self._saving()
-                self._leave_job(128 + number, f"stopped by {signal.Signals(number).name}")
+                self._ending.on_signal(number)
 
     @property
     def _states(self) -> set[str]:
         return {rank.status.state for rank in self.ranks.values()}
 
-    def _saving(self, ended: bool = False) -> Callable[[], None] | None:
-        """What writes the training state of a job that ends in the middle of its training. ended: by an error."""
-        how = self._plans.saving(self._states, ended)
-        if how is None:
-            return None
-        last = LastCheckpoint(self._memory.folder, how.before, self.log.warn, prunes=how.prunes)
-        write = partial(last.write, self._copies.whole if how.rests else [])
-        return partial(within, SAVE_SECONDS, write) if ended else write
-
     # ------------------------------------------------------------ messages
     def _from_ranks(self) -> None:
-        for identity, data in self._rank_line.receive():
+        for identity, data in self._net.ranks.receive():
             self._from_rank(identity, data)
         self._reports.send_steps(time.monotonic())
 
@@ -386,7 +290,7 @@ class Agent:
             match message:
                 case Timing():
                     told = {**vars(message), "job": self.place.job, "slot": rank.slot}
-                    self._outbox.send(msgspec.convert(told, wire.Timing))
+                    self._net.outbox.send(msgspec.convert(told, wire.Timing))
                     return
                 case Step():
                     self._reports.add_step(rank.slot, message)
@@ -399,7 +303,7 @@ class Agent:
                 self._send_status()
             else:
                 self._reports.dirty = True
-            self._rank_line.set_identity(rank.slot, identity)
+            self._net.ranks.set_identity(rank.slot, identity)
         except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
             self.log.drop("a rank", f"{type(error).__name__}: {error}")
 
@@ -408,11 +312,11 @@ class Agent:
         self._stand_in.carry_out()
 
     def _from_controller(self) -> None:
-        while self._line.socket.poll(0) and self.exit_code is None:
-            self._on_controller(self._line.socket.recv())
+        while self._net.line.socket.poll(0) and self.exit_code is None:
+            self._on_controller(self._net.line.socket.recv())
 
     def _on_controller(self, data: bytes) -> None:
-        if self._outbox.muted:
+        if self._net.outbox.muted:
             return  # a lost network brings nothing either, however soon ZeroMQ has found a way around it
         try:
             message = wire.decode(data, wire.ToAgent)
@@ -445,12 +349,12 @@ class Agent:
             case wire.Recall():
                 if (share := self._plans.share(message.generation)) is not None:
                     job, element = self.place.job, self.place.element
-                    self._outbox.send(wire.Held(job=job, element=element, agent=self.identity, share=share))
+                    self._net.outbox.send(wire.Held(job=job, element=element, agent=self.identity, share=share))
             case wire.StartRank():
                 rank = self.ranks.get(message.slot)
                 if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
                     self._layout = message.layout
-                    self._processes.start(rank, message.incarnation)
+                    self._host.processes.start(rank, message.incarnation)
             case wire.StopRank():
                 rank = self.ranks.get(message.slot)
                 if rank is None or rank.status.incarnation != message.incarnation:
@@ -461,9 +365,9 @@ class Agent:
                     rank.kill()
                     self._reports.dirty = True
             case wire.Cut():
-                self._copies.obey(message)
+                self._snapshots.copies.obey(message)
             case wire.Fetch():
-                self._copies.fetch(message, time.monotonic())
+                self._snapshots.copies.fetch(message, time.monotonic())
             case wire.Inject():
                 self._trials.perform(message)
             case wire.Stacks():
@@ -486,29 +390,17 @@ class Agent:
         self._reports.configure(message.heartbeat_period, message.progress_seconds)
         self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
         self._layout = message.layout
-        self._memory.open(message.run)
+        self._snapshots.memory.open(message.run)
         again = self.registration.on_welcome()
-        if self._memory.folder is None and self._copies.address:
-            self._copies.refuse()
+        if self._snapshots.memory.folder is None and self._snapshots.copies.address:
+            self._snapshots.copies.refuse()
             self.registration.register()
         if again:
             self._send_status()
             self._reports.node_events(again=True)
 
     def _on_end(self, message: wire.End) -> None:
-        """A job that trained to its end lets its scripts finish: they may save something after the last iteration."""
-        if self._ending.trained and message.code == 0:
-            return
-        if message.code or message.reason:
-            (self.log.warn if message.code else self.log.inform)(message.reason)
-        if message.code:
-            self._ending.final, self._ending.save = True, self._saving(ended=True)
-            self._leave_job(message.code & 0xFF or 1, "ended by the controller")
-            return
-        self._ending.trained = True
-        for rank in self.ranks.values():
-            if rank.status.state != "finished":
-                rank.kill()  # a spare
+        self._ending.on_order(message)
         self._end_if_over(time.monotonic())
 
     def _on_refused(self, message: wire.Refused) -> None:
@@ -518,9 +410,9 @@ class Agent:
             self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
         elif message.replaced or message.apart:
             self.log.warn(message.reason)
-            self._leave_job(1, "refused by the controller")
+            self._ending.leave(1, "refused by the controller")
         elif message.final:
-            self._outbox.closed = True
+            self._net.outbox.closed = True
             if known and not self.released:
                 what = "this step goes on" if message.alone else "the job trains on"
                 self.log.warn(f"{message.reason}; {what} unprotected")
@@ -531,8 +423,8 @@ class Agent:
         self._to_all(message)
 
     def _to_all(self, message: wire.Message | ToRank) -> None:
-        self._rank_line.send([slot for slot, rank in self.ranks.items() if rank.alive], message)
+        self._net.ranks.send([slot for slot, rank in self.ranks.items() if rank.alive], message)
 
     def _send_to_rank(self, slot: int, message: wire.Message) -> None:
         if slot in self.ranks and self.ranks[slot].alive:
-            self._rank_line.send([slot], message)
+            self._net.ranks.send([slot], message)

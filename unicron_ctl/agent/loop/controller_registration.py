@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 
-from unicron.ctl.agent.connections.controller_connection import Line
+from unicron.ctl.agent.connections.connections import Connections
 from unicron.ctl.agent.connections.identity import Place
-from unicron.ctl.agent.connections.outbox import Outbox
-from unicron.ctl.agent.connections.polling import Polling
 from unicron.ctl.agent.snapshots.peer_copies import Copies
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.reach import Door
@@ -29,15 +27,13 @@ class Registration:
         self,
         place: Place,
         identity: str,
-        line: Line,
-        outbox: Outbox,
-        polling: Polling,
+        net: Connections,
         door: Door,
         peer: str,
         copies: Copies,
     ) -> None:
-        self._place, self._identity, self._line = place, identity, line
-        self._outbox, self._polling = outbox, polling
+        self._place, self._identity, self._line = place, identity, net.line
+        self._outbox, self._polling = net.outbox, net.polling
         self._door, self._peer, self._copies = door, peer, copies
         self._tried = float("-inf")
         self.welcomed = self.was_welcomed = self.alone = False

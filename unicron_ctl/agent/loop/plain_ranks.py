@@ -144,8 +144,8 @@ class RestartAgent(Agent):
         self._plain = {slot: PlainRank(slot, local, self.command) for local, slot in enumerate(place.slots)}
         self.ranks.update(self._plain)
         self._store = FreePort()
-        self._copies.plain = True
-        self._fence = Fence(self._polling.watch, self._polling.unwatch)
+        self._snapshots.copies.plain = True
+        self._fence = Fence(self._net.polling.watch, self._net.polling.unwatch)
         self._base = {
             **{name: value for name, value in outside_the_step(os.environ).items() if name not in NOT_FOR_PROGRAMS},
             "PYTHONPATH": package_path(os.environ),
@@ -167,7 +167,7 @@ class RestartAgent(Agent):
 
     def close(self) -> None:
         super().close()
-        self._containment.attempt("end the watchdog", self._fence.close)
+        self._net.containment.attempt("end the watchdog", self._fence.close)
 
     # ------------------------------------------------------------ orders
     def _on_plan(self, share: wire.PlanShare) -> None:
@@ -182,9 +182,9 @@ class RestartAgent(Agent):
 
     def _to_all(self, message: wire.Message | ToRank) -> None:
         """Programs hear nothing of the agent; what they save looks for a note beside the images."""
-        if isinstance(message, wire.Cut) and self._memory.folder is not None:
+        if isinstance(message, wire.Cut) and self._snapshots.memory.folder is not None:
             with contextlib.suppress(OSError):  # a folder that is gone is said of, and made again
-                cuts.write_cut_note(self._memory.folder, cuts.Wanted(message.iteration, message.good))
+                cuts.write_cut_note(self._snapshots.memory.folder, cuts.Wanted(message.iteration, message.good))
 
     def _enter_world(self, plan: wire.Plan) -> None:
         outside = [rank for rank in self.ranks.values() if rank.slot not in plan.members]
@@ -213,9 +213,9 @@ class RestartAgent(Agent):
             rank.enter_generation(
                 plan.generation,
                 world.environment(rank.local, self._base)
-                | {"UNICRON_GENERATION": str(plan.generation), **self._memory.environment},
+                | {"UNICRON_GENERATION": str(plan.generation), **self._snapshots.memory.environment},
             )
-            self._processes.attend(rank)
+            self._host.processes.attend(rank)
         self._store.start()
         self._send_status()
 
@@ -249,7 +249,7 @@ class RestartAgent(Agent):
     def _serve(self, seconds: float) -> list[Any]:
         came = super()._serve(min(seconds, LOOK_SECONDS) if self._breaking() or self._next is not None else seconds)
         self._press()
-        self._containment.attempt("look after the lease", self._check_lease)
+        self._net.containment.attempt("look after the lease", self._check_lease)
         if self._next is not None:
             self._enter_world(self._next[0])
         return came
@@ -259,8 +259,8 @@ class RestartAgent(Agent):
         inside = [rank for rank in self._plain.values() if rank.child is not None]
         pids = [rank.child.pid for rank in inside if rank.child is not None]
         # What the controller has given up for good it forms no other world of.
-        connected = self._line.up or self._outbox.closed
-        if self._fence.check_lease(connected, self._outbox.muted and not self._outbox.closed, pids, time.monotonic()):
+        closed, muted = self._net.outbox.closed, self._net.outbox.muted
+        if self._fence.check_lease(self._net.line.up or closed, muted and not closed, pids, time.monotonic()):
             self.log.warn(self._fence.told())
             for rank in inside:
                 rank.kill()

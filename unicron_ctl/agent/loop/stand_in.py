@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import zmq
-
+from unicron.ctl.agent.connections.connections import Connections
 from unicron.ctl.agent.connections.identity import Place
-from unicron.ctl.agent.connections.job_log import JobLog
-from unicron.ctl.agent.connections.outbox import Outbox
 from unicron.ctl.agent.connections.peer_connections import Peers
 from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.protocol import peer_messages, structs, wire
@@ -18,23 +15,19 @@ from unicron.ctl.protocol import peer_messages, structs, wire
 class StandIn:
     """Runs this agent's :class:`Participant` over its sockets.
 
-    pair: the agent's CURVE keys, public and secret. reachable: False where the job waits for the controller. obey:
-    hands a Break or a plan to the ranks.
+    reachable: False where the job waits for the controller. obey: hands a Break or a plan to the ranks.
     """
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        net: Connections,
         place: Place,
         identity: str,
-        pair: tuple[str, str],
         reachable: bool,
         obey: Callable[[wire.Break | wire.Plan], None],
-        outbox: Outbox,
-        log: JobLog,
     ) -> None:
-        self._obey, self._outbox, self._log = obey, outbox, log
-        self._line = Peers(context, place.address, pair, log.warn) if reachable else None
+        self._obey, self._outbox, self._log, pair = obey, net.outbox, net.log, net.line.pair
+        self._line = Peers(net.context, place.address, pair, net.log.warn) if reachable else None
         self.address = self._line.address if self._line is not None else ""
         self.key = pair[0] if self.address else ""
         me = structs.Peer(place.element, identity, self.address, self.key)

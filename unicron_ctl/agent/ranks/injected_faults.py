@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 
 import zmq
 
-from unicron.ctl.agent.connections.controller_connection import Line
-from unicron.ctl.agent.connections.job_log import JobLog
-from unicron.ctl.agent.connections.outbox import Outbox
+from unicron.ctl.agent.connections.connections import Connections
 from unicron.ctl.agent.ranks.ranks import Rank
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.reach import Door
@@ -26,15 +24,13 @@ class Trials:
     def __init__(
         self,
         job: str,
-        line: Line,
-        outbox: Outbox,
+        net: Connections,
         door: Door,
         ranks: Mapping[int, Rank],
         tell: Callable[[int, wire.Message], None],
-        log: JobLog,
     ) -> None:
-        self._job, self._line, self._door, self._ranks = job, line, door, ranks
-        self._outbox, self._tell, self._log = outbox, tell, log
+        self._job, self._line, self._door, self._ranks = job, net.line, door, ranks
+        self._outbox, self._tell, self._log = net.outbox, tell, net.log
         self._until = 0.0  # the network is lost until then
         self._hole: set[int] | None = None
         self._cages: dict[int, Cage] = {}

@@ -8,10 +8,8 @@ from functools import partial
 
 import zmq
 
+from unicron.ctl.agent.connections.connections import Connections
 from unicron.ctl.agent.connections.containment import reason
-from unicron.ctl.agent.connections.job_log import JobLog
-from unicron.ctl.agent.connections.polling import Polling
-from unicron.ctl.agent.connections.rank_socket import RankLine
 from unicron.ctl.agent.ranks.ranks import Rank
 from unicron.detector.processes.job_output import standard_error
 from unicron.detector.processes.supervise import Child
@@ -25,15 +23,13 @@ class Processes:
 
     def __init__(
         self,
-        polling: Polling,
-        line: RankLine,
+        net: Connections,
         hear: Callable[[], None],
         ended: Callable[[Rank], None],
         tell: Callable[[], None],
-        log: JobLog,
     ) -> None:
-        self._polling, self._line = polling, line
-        self._hear, self._ended, self._tell, self._log = hear, ended, tell, log
+        self._polling, self._line, self._log = net.polling, net.ranks, net.log
+        self._hear, self._ended, self._tell = hear, ended, tell
         self._held: list[Child] = []  # whose output waits until the job's log has taken more
 
     def start(self, rank: Rank, incarnation: int) -> None:

@@ -35,6 +35,8 @@ _rank_fields = structs.RankStatus.__struct_fields__  # in the order of its array
 
 COLD = AlwaysCold("there is no zygote")
 
+Environment = Callable[[int, int, int], dict[str, str]]  # (slot, local rank, incarnation) -> its process's
+
 
 class Rank:
     """One slot: its present process and the status that follows from it.
@@ -49,7 +51,7 @@ class Rank:
         slot: int,
         local: int,
         command: Sequence[str],
-        environment: Callable[[int, int, int], dict[str, str]],
+        environment: Environment,
         starter: Starter = COLD,
     ):
         self.slot, self.local = slot, local
@@ -246,7 +248,7 @@ def package_path(base: Mapping[str, str]) -> str:
 
 def rank_environment(
     place: Place, endpoint: str, base: dict[str, str], told: Callable[[], Mapping[str, str]] = dict
-) -> Callable[[int, int, int], dict[str, str]]:
+) -> Environment:
     """(slot, local rank, incarnation) -> the environment of that rank's process. told: what is known only when it
     starts.
 

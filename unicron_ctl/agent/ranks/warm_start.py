@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from unicron.ctl.agent.connections.job_log import JobLog
+from unicron.ctl.agent.connections.connections import Connections
 from unicron.ctl.agent.ranks import warm_commands
 from unicron.ctl.agent.ranks.ranks import Rank
 from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter, ZygoteClient
@@ -20,20 +20,18 @@ SESSION_NEEDS = (
 class Warmth:
     """Starts this agent's ranks as forks of a preloaded process, where it can.
 
-    watch, unwatch: a descriptor, and what to call when it can be read. attend: for a rank that has its process at
-    last."""
+    attend: for a rank that has its process at last.
+    """
 
     def __init__(
         self,
         ranks: Mapping[int, Rank],
         command: Sequence[str],
-        watch: Callable[[int, Callable[[], object]], None],
-        unwatch: Callable[[int], None],
+        net: Connections,
         attend: Callable[[Rank], None],
-        log: JobLog,
     ):
-        self._ranks, self._command = ranks, command
-        self._watch, self._unwatch, self._attend, self._log = watch, unwatch, attend, log
+        self._ranks, self._command, self._attend = ranks, command, attend
+        self._watch, self._unwatch, self._log = net.polling.watch, net.polling.unwatch, net.log
         self._zygote: ZygoteClient | None = None
         self._looked = 0.0
 

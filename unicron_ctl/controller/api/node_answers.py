@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from msgspec.structs import asdict
 
 from unicron.ctl.controller.api import privacy
@@ -67,18 +68,8 @@ def _last_event(known: NodeState | None) -> schema.NodeEvent | None:
     """What the node's kernel, memory cgroup or links said last."""
     if known is None or not known.events:
         return None
-    said = known.events[-1].said
-    return schema.NodeEvent(
-        time=known.events[-1].time,
-        source=said.source,
-        text=said.text,
-        code=said.code,
-        count=said.count,
-        cause=said.cause,
-        severity=said.severity,
-        action=said.action,
-        reason=said.reason,
-    )
+    last = known.events[-1]
+    return msgspec.convert(asdict(last.said) | {"time": last.time}, schema.NodeEvent)
 
 
 def _anomalies_of_nodes(core: Core) -> dict[str, list[schema.Anomaly]]:

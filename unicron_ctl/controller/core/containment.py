@@ -19,7 +19,10 @@ COMPLAIN_AGAIN, COMPLAINTS_KEPT = 60.0, 1000  # seconds; kinds
 
 
 class Containment:
-    """One per core. append: the core's. written: what jobs and their owners have written into the log of late."""
+    """Sets jobs aside; one per core.
+
+    append: the core's. written: what jobs and their owners have written into the log of late.
+    """
 
     def __init__(self, view: View, append: Callable[[str, int, Record], Event], written: Written) -> None:
         self._view, self._append, self._written = view, append, written

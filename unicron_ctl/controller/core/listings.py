@@ -18,7 +18,10 @@ from unicron.ctl.controller.sense.slurm_states import ended_agents
 
 
 class Listings:
-    """One per core. desk: what is asked of Slurm. dirty: the jobs that the core has to bring on."""
+    """Takes in a listing, job by job; one per core.
+
+    desk: what is asked of Slurm. dirty: the jobs that the core has to bring on.
+    """
 
     def __init__(
         self,

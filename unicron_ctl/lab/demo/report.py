@@ -90,25 +90,16 @@ def _failure(story: Story, injury: Injury) -> DemoFailure:
     record = story.record(injury)
     if record is None:
         raise UserError(f"the controller has no record of: {injury.what}")
-    return DemoFailure(
-        kind=injury.kind,
-        job=injury.job,
-        what=injury.what,
-        severity=record.severity,
-        cause=record.cause,
-        detected_by=record.detected_by,
-        injected_at=injury.injected_at,
-        detected_at=record.detected_at,
-        resumed_at=record.stepped_at or record.resumed_at,
-        restored_at=injury.healed_at,
-        iteration=record.iteration,
-        reused_micro_batches=record.reused_micro_batches,
-        recomputed_micro_batches=record.recomputed_micro_batches,
-        redistributed_micro_batches=record.redistributed_micro_batches,
-        actions=record.actions,
-        reason=record.reason,
-        neighbours_kept=len(injury.neighbours),
-    )
+    seen = {
+        "kind": injury.kind,
+        "job": injury.job,
+        "what": injury.what,
+        "injected_at": injury.injected_at,
+        "resumed_at": record.stepped_at or record.resumed_at,
+        "restored_at": injury.healed_at,
+        "neighbours_kept": len(injury.neighbours),
+    }
+    return msgspec.convert(msgspec.structs.asdict(record) | seen, DemoFailure)
 
 
 def _job(stage: Stage, name: str) -> DemoJobResult:

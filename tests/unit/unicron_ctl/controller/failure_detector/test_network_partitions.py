@@ -46,7 +46,7 @@ def test_one_of_two_nodes_that_do_not_reach_each_other_is_left_out_and_nobody_is
     world.run(6.0)
     parted = [failure for failure in world.job().failures if failure.record.kind_of_failure == "network"]
     assert [failure.record.slots for failure in parted] == [[1]] and list(world.job().parted) == [1]
-    assert "n1" in parted[0].reason and "n2" in parted[0].reason
+    assert "n1" in parted[0].record.reason and "n2" in parted[0].record.reason
     for agent in world.agents:
         agent.obedient = True
         agent.set(agent.slots[0], state="stopped", broken=world.job().broken) if agent.element in (0, 2, 3) else None

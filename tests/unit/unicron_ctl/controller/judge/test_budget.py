@@ -36,9 +36,9 @@ def test_different_texts_of_all_ranks_of_a_node():
     world = World()
     classifier = ended(world, list(different(RANKS)), 1)
     assert 0 < sum(map(len, classifier.judged)) <= sum(OF_A_JOB)
-    said = [failure.record.reason for failure in failures(world)]
+    said = [failure.reason for failure in failures(world)]
     assert len(said) == RANKS and NOT_JUDGED not in said[0]
-    assert all(failure.record.cause for failure in failures(world))
+    assert all(failure.cause for failure in failures(world))
     world.check_replay()
 
 
@@ -46,7 +46,7 @@ def test_texts_that_are_alike_are_judged_once():
     world = World()
     classifier = ended(world, [watchdog(rank) for rank in range(RANKS)], -6)
     assert len(classifier.judged) == 1
-    assert [failure.record.cause for failure in failures(world)] == ["nccl_timeout"] * RANKS
+    assert [failure.cause for failure in failures(world)] == ["nccl_timeout"] * RANKS
 
 
 @pytest.mark.parametrize("length", [3900, 100])

@@ -463,7 +463,7 @@ def simulated(
         view.now = began + second
         orders = [*cuts.cut_orders(view, job, known)]
         for agent, order in orders:
-            agent.cut, targets[agent.element] = order.number, order.targets
+            agent.status.cut, targets[agent.element] = order.number, order.targets
         if orders:
             named.append(orders[0][1])
             went += [one.element for one in targets[0]]
@@ -474,7 +474,8 @@ def simulated(
                     until[giver, one.address] = view.now + 300.0
         until = {way: then for way, then in until.items() if then > view.now}
         for element, agent in job.agents.items():
-            agent.refusing = {address: structs.Failing(1, "no room") for giver, address in until if giver == element}
+            mine = [address for giver, address in until if giver == element]
+            agent.status.refusing = {address: structs.Failing(1, "no room") for address in mine}
     return named, said, went
 
 

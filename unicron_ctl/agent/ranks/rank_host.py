@@ -1,0 +1,44 @@
+"""The ranks of an agent, with all that starts, watches and keeps warm their processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unicron.ctl.agent.connections.connections import Connections
+from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.ranks.rank_processes import Processes
+from unicron.ctl.agent.ranks.ranks import Environment, Rank, rank_environment
+from unicron.ctl.agent.ranks.warm_start import Warmth
+
+
+@dataclass
+class RankHost:
+    """An agent's ranks, and what runs their processes.
+
+    ranks: by slot. environment: of a slot's process.
+    """
+
+    ranks: dict[int, Rank]
+    environment: Environment
+    processes: Processes
+    warmth: Warmth
+
+
+def host_ranks(
+    place: Place,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    net: Connections,
+    told: Callable[[], Mapping[str, str]],
+    hear: Callable[[], None],
+    ended: Callable[[Rank], None],
+    tell: Callable[[], None],
+) -> RankHost:
+    """environment: the agent's. told(): what a process that starts now is told of the job. For the others see
+    :class:`Processes`."""
+    made = rank_environment(place, net.ranks.endpoint, dict(environment), told)
+    ranks = {slot: Rank(slot, local, command, made) for local, slot in enumerate(place.slots)}
+    processes = Processes(net, hear, ended, tell)
+    warmth = Warmth(ranks, command, net, processes.attend)
+    return RankHost(ranks, made, processes, warmth)
