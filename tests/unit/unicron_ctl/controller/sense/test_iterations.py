@@ -88,9 +88,7 @@ def test_nobody_behind_is_a_collective_that_hangs_and_is_tried_again_in_place(tr
     hang(trained, [])
     trained.run(3 * USUAL + 0.5)
     failure = events(trained, "failure_detected")[0].record
-    assert (
-        failure.record.cause == "nccl_timeout" and failure.record.severity == 3 and failure.record.action == "reattempt"
-    )
+    assert failure.cause == "nccl_timeout" and failure.severity == 3 and failure.action == "reattempt"
     order = sent(trained, wire.Break)[0]
     assert order.lost == [] and not sent(trained, (wire.StopRank, wire.StartRank))
     assert sorted(trained.job("1").members) == [0, 1, 2] and trained.job("1").generation == 2
@@ -310,8 +308,8 @@ def test_a_process_stopped_in_the_same_collective_is_named(trained):
     trained.agents[2].set(2, process="T")
     trained.run(3 * USUAL + 0.5)
     (failure,) = [event.record for event in events(trained, "failure_detected")]
-    assert failure.record.slots == [2] and failure.record.cause == "task_hang"
-    assert "in the reduce of iteration 20 like the others, its process is stopped by a signal" in failure.record.reason
+    assert failure.slots == [2] and failure.cause == "task_hang"
+    assert "in the reduce of iteration 20 like the others, its process is stopped by a signal" in failure.reason
 
 
 def test_a_job_that_somebody_has_suspended_as_a_whole_is_left_alone(trained):
@@ -339,7 +337,7 @@ def test_a_collective_that_hangs_again_and_again_leads_to_restarts_in_turn_and_c
         hang(world, [])
         world.run(12)
         failure = events(world, "failure_detected")[-1].record
-        seen.append((failure.record.severity, failure.record.action))
+        seen.append((failure.severity, failure.action))
         for agent in world.agents:
             for slot in agent.slots:
                 if agent.ranks[slot].state == "starting":
