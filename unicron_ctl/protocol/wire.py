@@ -1,6 +1,5 @@
 """Messages between agents and the controller: MessagePack maps with a version and a kind, checked at the edge against
-these types and the ranges of their fields (:mod:`unicron.ctl.protocol.ranges`). :mod:`unicron.ctl.protocol.structs`
-has what they are made of.
+these types and the ranges of their fields (`ranges`). `structs` has what they are made of.
 
 The protocol is level-triggered. An agent's :class:`Status` always tells the whole state of its ranks, and is sent at
 every change and at every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show

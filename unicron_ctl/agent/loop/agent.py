@@ -410,7 +410,7 @@ class Agent:
             self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
         elif message.replaced or message.apart:
             self.log.warn(message.reason)
-            self._ending.leave(1, "refused by the controller")
+            self._ending.end_element(1, "refused by the controller")
         elif message.final:
             self._net.outbox.closed = True
             if known and not self.released:

@@ -37,7 +37,7 @@ class Ending:
         self.save: Callable[[], None] = lambda: None
         self.stop_seconds = STOP_SECONDS
 
-    def leave(self, code: int, reason: str) -> None:
+    def end_element(self, code: int, reason: str) -> None:
         """End the element with this exit code."""
         self.exit_code = code
         self._tell(reason)
@@ -53,7 +53,7 @@ class Ending:
         if len(finished) == len(self._ranks) or self.trained:
             codes = [shell_status(rank.status.exit.code) for rank in finished if rank.status.exit is not None]
             self.final = True
-            self.leave(max(codes, default=0), "finished")
+            self.end_element(max(codes, default=0), "finished")
         elif silent > ORPHAN_SECONDS:
             if any(rank.alive and rank.status.state == "stopped" for rank in self._ranks.values()):
                 return  # it saves its state and ends by itself when no plan comes
@@ -61,13 +61,13 @@ class Ending:
                 if rank.status.state == "exited" and rank.status.exit is not None:
                     told = f"no controller for {ORPHAN_SECONDS:.0f} s and rank {rank.slot} is dead"
                     self._log.warn(f"{told}; the element ends, requeue it with `scontrol requeue`")
-                    self.leave(shell_status(rank.status.exit.code) or 1, "no controller")
+                    self.end_element(shell_status(rank.status.exit.code) or 1, "no controller")
                     return
 
     def on_signal(self, number: int) -> None:
         """Somebody wants the element to end."""
         self.stop_seconds, self.save = ENDING_SECONDS, self._saving()
-        self.leave(128 + number, f"stopped by {signal.Signals(number).name}")
+        self.end_element(128 + number, f"stopped by {signal.Signals(number).name}")
 
     def on_order(self, order: wire.End) -> None:
         """The controller ends the element; one that trained to its end lets its scripts finish: they may save something
@@ -78,7 +78,7 @@ class Ending:
             (self._log.warn if order.code else self._log.inform)(order.reason)
         if order.code:
             self.final, self.save = True, partial(within, SAVE_SECONDS, self._saving(ended=True))
-            self.leave(order.code & 0xFF or 1, "ended by the controller")
+            self.end_element(order.code & 0xFF or 1, "ended by the controller")
             return
         self.trained = True
         for rank in self._ranks.values():

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from unicron.ctl.controller.core.containment import COMPLAIN_AGAIN, Containment
 from unicron.ctl.controller.core.intake import Intake
+from unicron.ctl.controller.core.job_containment import COMPLAIN_AGAIN, JobContainment
 from unicron.ctl.controller.core.listings import Listings
 from unicron.ctl.controller.core.turn import Turns
 from unicron.ctl.controller.failure_detector import ending_nodes, leases, network_partitions, probes, self_suspicion
@@ -98,7 +98,7 @@ class Core:
         self.node_events = judge_nodes.NodeEventQueue(waiting=judge_nodes.undecided_events(self.state.nodes))
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
         self.written = Written()
-        self._containment = Containment(self.view, self.append, self.written)
+        self._containment = JobContainment(self.view, self.append, self.written)
         self.intake = Intake(self.view, self.runtime, self.node_events, self.carry_out, self.written)
         self._dirty: set[str] = set()
         self._findings: deque[Finding] = deque()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from unicron.ctl.controller.core.containment import Containment
 from unicron.ctl.controller.core.intake import Intake
+from unicron.ctl.controller.core.job_containment import JobContainment
 from unicron.ctl.controller.core.turn import Turns
 from unicron.ctl.controller.job import confirmation
 from unicron.ctl.controller.model import permission
@@ -30,7 +30,7 @@ class Listings:
         intake: Intake,
         turns: Turns,
         carry_out: Callable[[Outcome], bool],
-        containment: Containment,
+        containment: JobContainment,
         dirty: set[str],
     ) -> None:
         self._view, self._desk, self._intake, self._turns = view, desk, intake, turns

@@ -18,7 +18,7 @@ STEPS_KEPT = KEPT_FIRST + KEPT_LAST  # of one run
 COMPLAIN_AGAIN, COMPLAINTS_KEPT = 60.0, 1000  # seconds; kinds
 
 
-class Containment:
+class JobContainment:
     """Sets jobs aside; one per core.
 
     append: the core's. written: what jobs and their owners have written into the log of late.
