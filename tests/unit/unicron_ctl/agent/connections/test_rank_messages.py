@@ -20,7 +20,10 @@ OF_THE_CONTROLLER = {kind: each for each in wire.Message.__subclasses__() if (ki
 STEP = Step(1, 3, [0, 2], [0, 2, 2], 4, 0.5, 2.5, 1000.0, {"data": 0.1}, Status("running", done=[0, 2]))
 
 
-@pytest.mark.parametrize("kind", TO_RANK)
+AGENTS_MESSAGES = [rank_messages.Save(), rank_messages.Saved(7)]
+
+
+@pytest.mark.parametrize("kind", sorted(TO_RANK.keys() - {each.kind for each in AGENTS_MESSAGES}))
 def test_what_a_rank_is_told_has_the_names_and_defaults_of_the_controllers_message(kind):
     """A default that differs would be another message: what has its default is not sent."""
     theirs = {each.name: each for each in msgspec.structs.fields(OF_THE_CONTROLLER[kind])}
@@ -40,6 +43,11 @@ def test_a_plan_arrives_as_it_was_sent():
     sent = wire.Plan(generation=3, members=[0, 2], store="h:1", prefix="p", assignment={2: [0], 0: [1, 2]}, source=0)
     arrived = rank_messages.decode(for_rank(sent))
     assert arrived == Plan(3, [0, 2], "h:1", "p", assignment={2: [0], 0: [1, 2]}, source=0)
+
+
+@pytest.mark.parametrize("sent", AGENTS_MESSAGES)
+def test_what_the_agent_itself_tells_a_rank_arrives_as_it_was_sent(sent):
+    assert rank_messages.decode(for_rank(sent)) == sent and sent.kind not in OF_THE_CONTROLLER
 
 
 def test_a_status_says_what_is_the_ranks_to_say():
