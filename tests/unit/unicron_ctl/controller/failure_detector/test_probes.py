@@ -24,7 +24,7 @@ from unicron.ctl.controller.model.node_state import NodeState
 from unicron.ctl.controller.model.requests import Probe
 from unicron.ctl.controller.model.suspicion import OWN, Answer, EndingNode, Suspicion
 from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 from unicron.ctl.protocol.reach import Reach
 
 
@@ -217,7 +217,7 @@ def test_whether_a_majority_is_missing_and_may_go_on_by_itself(company: Company)
         tick = company.tick()
         assert tick.missing_majority("1") == tick.missing_majority("1") == missing, element
     job = company.view.state.jobs["1"]
-    job.settings = msgspec.structs.replace(job.settings, mode=wire.RESTART)
+    job.settings = msgspec.structs.replace(job.settings, mode=structs.RESTART)
     assert company.tick().missing_majority("1") == (False, False), "a plain program cannot go on without the rest"
 
 

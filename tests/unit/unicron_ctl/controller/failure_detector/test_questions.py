@@ -236,7 +236,7 @@ def test_a_question_ends_in_doubt_for_the_node(company: Company):
         checked(company)
         assert ("n1" in view.suspicions.ending_nodes) == goes_on, (changes, heard)
         assert changes.get("until", NOW) is not None or found.until == NOW + STATE_WAIT
-    neighbour.left = "stopped by SIGTERM"
+    neighbour.status.leaving = "stopped by SIGTERM"
     neighbour.last_heard = NOW
     view.live.by_node = {"n1": {("1", 1)}}
     question(company)

@@ -22,7 +22,7 @@ from unicron.ctl.controller.failure_detector.quorum import (
 from unicron.ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron.ctl.controller.model.live import ProgressWatch
 from unicron.ctl.controller.model.pacing import look_again
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs, wire
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def plan_of(*members: int, generation: int = 9) -> wire.Plan:
 
 
 def use_plain_programs(job: JobState) -> None:
-    job.settings = msgspec.structs.replace(job.settings, mode=wire.RESTART)
+    job.settings = msgspec.structs.replace(job.settings, mode=structs.RESTART)
 
 
 # ---------------------------------------------------------------- who is missing
@@ -53,11 +53,15 @@ def test_a_member_is_missing_that_neither_speaks_nor_is_shown_dead(company: Comp
         record.gone = gone
         assert missing_elements(view, job) == missing, gone
     view.suspicions.open.clear()
-    for name, value in (("expired", True), ("left", "stopped by SIGTERM"), ("agent", "another")):
-        before = getattr(agent, name)
-        setattr(agent, name, value)
+    for what, name, value in (
+        (agent, "expired", True),
+        (agent.status, "leaving", "stopped by SIGTERM"),
+        (agent, "agent", "another"),
+    ):
+        before = getattr(what, name)
+        setattr(what, name, value)
         assert missing_elements(view, job) == [0], name
-        setattr(agent, name, before)
+        setattr(what, name, before)
     view.live.remove("1", 0)
     assert missing_elements(view, job) == [0]
     assert company.world.slurm is not None
@@ -152,9 +156,9 @@ def test_an_agent_votes_here_whose_rank_goes_on_or_that_has_given_its_vote_up(co
     for name, gone in (("lost", {2: lost}), ("condemned", {2: "it hangs"}), ("parted", {2: "n3"})):
         setattr(job, name, gone)
         for over, votes_here in ((job.plan.generation - 1, False), (job.plan.generation, True)):
-            agent.over = over
+            agent.status.over = over
             assert no_majority_missing(company.view, job) == votes_here, (name, over)
-        agent.over = 0
+        agent.status.over = 0
         setattr(job, name, {})
         assert no_majority_missing(company.view, job)
     job.former = [job.agents_of(members)]
@@ -187,7 +191,7 @@ def test_an_agent_that_has_accepted_a_plan_of_the_silent_ones_has_voted_for_them
 
     def told(since: int, *members: int) -> bool:
         plan = plan_of(*members)
-        company.agent(2).agreed = wire.Agreed(
+        company.agent(2).status.agreed = wire.Agreed(
             generation=plan.generation, since=since, plan=plan, lost=[], reason="", by="", chosen=False
         )
         return not no_majority_missing(company.view, job)
@@ -212,7 +216,7 @@ def test_a_plan_has_begun_unless_a_member_is_here_or_all_are_dead(company: Compa
         for element in silent:
             company.suspect(element)
         job.lost = {slot: Identity("", 0) for slot in lost}
-        company.agent(1).pinged = pinged
+        company.agent(1).status.pinged = pinged
         assert plan_may_have_begun(view, job, plan_of(0, 1), ping=5) == begun, (silent, lost, pinged)
     for gone, begun in (("silent", True), ("agent died", False)):
         for element in (0, 1):
@@ -253,7 +257,7 @@ def test_agents_without_a_rank_that_goes_on_are_asked_for_their_votes(company: C
         view.suspicions.open.clear()
         for element in silent:
             company.suspect(element)
-        job.phase, agent.over, job.settings = phase, over, settings
+        job.phase, agent.status.over, job.settings = phase, over, settings
         if plain:
             use_plain_programs(job)
         progress = ProgressWatch(votes_check_at=check_at)

@@ -15,7 +15,7 @@ from unicron.ctl.controller.model.finding import What
 from unicron.ctl.controller.model.job_state import Ending, Identity, JobState, Phase
 from unicron.ctl.controller.model.requests import Probe
 from unicron.ctl.controller.model.suspicion import Suspicions
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import structs
 
 GRACE = 5.0  # the default restart_grace
 KEY = ("1", 0)
@@ -102,7 +102,7 @@ def test_an_agent_that_has_ended_is_missed_only_where_its_ranks_have_to_start_ag
     """A world of plain programs that breaks needs the agents again whose ranks had ended well."""
     view, job = company.view, job_of(company)
     members, settings = job.members, job.settings
-    plain = msgspec.structs.replace(settings, mode=wire.RESTART)
+    plain = msgspec.structs.replace(settings, mode=structs.RESTART)
     view.live.remove("1", 0)
     for gone, of_mode, phase, lost, condemned, inside, found in (
         ("agent died", plain, Phase.BREAKING, False, False, True, []),
@@ -185,9 +185,9 @@ def test_a_suspicion_ends_when_the_agent_speaks_or_is_the_jobs_no_more(company: 
     assert not stays()
     agent.agent = name
     assert goes_on()
-    agent.left = "stopped by SIGTERM"
+    agent.status.leaving = "stopped by SIGTERM"
     assert not stays()
-    agent.left = ""
+    agent.status.leaving = ""
     assert goes_on()
     record.agent = "another"
     assert not stays()
