@@ -12,7 +12,7 @@ from unicron.ctl.consensus.acceptor import AcceptorState
 from unicron.ctl.consensus.controller_silence import ASK_SECONDS, AWAY_SECONDS, TELL_SECONDS
 from unicron.ctl.consensus.participant import REPEAT_SECONDS, TICK_SECONDS, Participant
 from unicron.ctl.consensus.proposals import make_proposal, proposal_for
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.ctl.protocol.peer_messages import (
     Accept,
     Accepted,
@@ -26,13 +26,13 @@ from unicron.ctl.protocol.peer_messages import (
     Proposal,
 )
 
-STOPPED = wire.RankStatus(state="stopped", broken=1, generation=1)
-RUNNING = wire.RankStatus(state="running", generation=1)
+STOPPED = structs.RankStatus(state="stopped", broken=1, generation=1)
+RUNNING = structs.RankStatus(state="running", generation=1)
 BALLOT: Ballot = (1, 1)
-FOURTH = wire.Peer(3, "agent3", "n3:1", "key3")
+FOURTH = structs.Peer(3, "agent3", "n3:1", "key3")
 
 
-def participant(rank: wire.RankStatus = STOPPED, me: wire.Peer = FOURTH) -> Participant:
+def participant(rank: structs.RankStatus = STOPPED, me: structs.Peer = FOURTH) -> Participant:
     """An agent in generation 1 of four, of which three may propose. The controller was asked for an answer at 0."""
     one = Participant(me, 1)
     one.on_plan(share(plan(1, [0, 1, 2, 3])))
@@ -133,8 +133,8 @@ def test_a_plan_for_an_iteration_boundary_counts_once_a_rank_enters_it():
     one.on_ranks({3: RUNNING}, "n0:4000", 1.0)
     heard(one, prepare(generation=2))
     assert not one.status_due, "it is not in it"
-    one.on_ranks({3: wire.RankStatus(state="entering", generation=1, entering=3)}, "n0:4000", 1.0)
-    one.on_ranks({3: wire.RankStatus(state="entering", generation=1, entering=2)}, "n0:4000", 1.0)
+    one.on_ranks({3: structs.RankStatus(state="entering", generation=1, entering=3)}, "n0:4000", 1.0)
+    one.on_ranks({3: structs.RankStatus(state="entering", generation=1, entering=2)}, "n0:4000", 1.0)
     heard(one, prepare(generation=2))
     assert one.status_due
 
@@ -154,7 +154,7 @@ def test_a_promise_goes_out_once_the_controller_has_been_silent_for_long_enough_
     ((to, answer),) = [(peer, sent) for peer, sent in one.outbox if isinstance(sent, Promise)]
     assert to.element == 2 and answer.ballot == (4, 2) and answer.ranks == {3: STOPPED} and answer.seen == 1
     one.outbox.clear()
-    one.on_ranks({3: wire.RankStatus(state="stopped", broken=6, generation=1)}, "n0:4000", 1.0)
+    one.on_ranks({3: structs.RankStatus(state="stopped", broken=6, generation=1)}, "n0:4000", 1.0)
     ((to, answer),) = [(peer, sent) for peer, sent in one.outbox if isinstance(sent, Promise)]
     assert to.element == 2 and answer.seen == 6
     one.outbox.clear()
@@ -295,12 +295,12 @@ def test_proposers_are_asked_one_after_the_other_while_none_answers():
         ({"state": "running", "broken": 0}, False),
         ({"broken": 0}, False),
         ({"broken": 2}, True),
-        ({"state": "exited", "exit": wire.Exit(code=1, at=0.0, lived=1.0)}, True),
-        ({"state": "finished", "exit": wire.Exit(code=0, at=0.0, lived=1.0)}, False),
+        ({"state": "exited", "exit": structs.Exit(code=1, at=0.0, lived=1.0)}, True),
+        ({"state": "finished", "exit": structs.Exit(code=0, at=0.0, lived=1.0)}, False),
     ],
 )
 def test_a_plan_is_needed_where_a_member_has_died_or_stopped(changes: dict[str, Any], needs: bool):
-    rank = wire.RankStatus(**{"state": "stopped", "broken": 1, "generation": 1, **changes})
+    rank = structs.RankStatus(**{"state": "stopped", "broken": 1, "generation": 1, **changes})
     assert participant(rank)._needs_plan == needs
 
 
@@ -336,6 +336,6 @@ def test_a_generation_begins_with_the_first_proposer_and_once():
     one.on_plan(share(plan(1, [0, 1, 2, 3])))
     assert requests(one, 3.0) == [2], "the same generation goes on"
     one.on_plan(share(plan(2, [0, 1, 2, 3])))
-    one.on_ranks({3: wire.RankStatus(state="stopped", broken=2, generation=2)}, "n0:4000", 3.1)
+    one.on_ranks({3: structs.RankStatus(state="stopped", broken=2, generation=2)}, "n0:4000", 3.1)
     assert [peer.element for peer, sent in one.outbox if isinstance(sent, PlanRequest)] == [0]
     assert list(one._instances) == [1, 2]

@@ -22,7 +22,7 @@ from unicron.ctl.consensus.proposer import (
     Proposer,
     ProposerState,
 )
-from unicron.ctl.protocol import peer_messages, shared_plans, wire
+from unicron.ctl.protocol import peer_messages, shared_plans, structs
 from unicron.ctl.protocol.peer_messages import Accept, Halt, Learn, Prepare, Promise, Proposal
 
 IDLE, PREPARING, HALTING = ProposerState.IDLE, ProposerState.PREPARING, ProposerState.HALTING
@@ -222,7 +222,7 @@ def test_who_promises_late_is_halted_once():
 def test_ranks_of_no_member_are_not_waited_for():
     one = requested(company(3))
     promised(one, 0, 1)
-    stranger = wire.RankStatus(state="running")
+    stranger = structs.RankStatus(state="running")
     one.on_promise(msgspec.structs.replace(promise(2), ranks={**promise(2).ranks, 7: stranger}), 0.0)
     assert one.state is ACCEPTING
 
@@ -240,7 +240,7 @@ def test_the_rest_of_a_replica_is_told_who_is_lost_and_who_came_after_all():
         promised(one, 1, at=0.1, state=state, broken=0)
         told = halted(one)
         assert told == ([] if state == "entering" else 4 * [lost]), state
-    fault = wire.Fault(type="E", text="", at=0.0, fatal=True)
+    fault = structs.Fault(type="E", text="", at=0.0, fatal=True)
     promised(one, 1, at=0.1, state="running", broken=0, fault=fault)
     assert halted(one) == 4 * [[1]], "its process ends"
     one.tick(GATHER_SECONDS)
