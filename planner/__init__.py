@@ -5,7 +5,7 @@ Pure: standard library and numpy only, no I/O but files given to it.
 
 from __future__ import annotations
 
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 from unicron.planner.solver.plan import Plan
 from unicron.planner.solver.solve import solve
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from benchmarks.marks import print_figure
 from unicron.ctl.system.errors import WRONG_USE
-from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.objective import Job, Scenario
 from unicron.planner.simulate import POLICIES, Policy, Trace, simulate
 from unicron.planner.simulate.causes import CAUSES
 from unicron.planner.simulate.generate import LLAMA3_PER_NODE_DAY, RSC1_PER_NODE_DAY, poisson

@@ -16,8 +16,8 @@ from unicron.detector.failures.classify import Classifier, default_classifier
 from unicron.detector.failures.severity import Severity, load_table
 from unicron.detector.health import Settings, run
 from unicron.detector.iterations.culprit import OWN_PHASES, slowest
+from unicron.detector.iterations.iteration_monitor import Health, IterationMonitor
 from unicron.detector.iterations.peer_metrics import PeerWatch
-from unicron.detector.iterations.statistics import Health, IterationMonitor
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 

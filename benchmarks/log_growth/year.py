@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from benchmarks.scale.history import DAY, Month, failures
-from unicron.ctl.consensus import resume
+from unicron.ctl.consensus import survivors_plan
 from unicron.ctl.controller.core.state_snapshot import freeze
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Record
@@ -154,7 +154,7 @@ def _beginning(nodes: int, ranks: int) -> Iterator[Record]:
         members=list(slots),
         store="n0:29500",
         prefix="g1",
-        assignment=resume.deal(slots, list(slots)),
+        assignment=survivors_plan.deal(slots, list(slots)),
     )
     crews = [records.Crew(agent, mine, [1] * ranks) for agent, mine in zip(agents, own, strict=True)]
     yield records.PlanMade(plan=plan, crews=crews, reason="all are ready")

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from benchmarks.marks import print_figure
 from unicron.planner.ahead.lookahead import Lookahead
-from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.objective import Job, Scenario
 from unicron.planner.simulate import POLICIES, simulate
 from unicron.planner.simulate.generate import DAY, rsc1, unicron
 from unicron.planner.solver.solve import solve

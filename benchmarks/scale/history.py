@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from unicron.ctl.consensus import resume
+from unicron.ctl.consensus import survivors_plan
 from unicron.ctl.controller.core.state_snapshot import freeze, read_state
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.store import Store
@@ -109,7 +109,7 @@ class Month:
             exit_code=-9,
         )
         number = job.generation
-        plan = replace(job.plan, number + 1, survivors, resume.deal(range(len(job.members)), survivors))
+        plan = replace(job.plan, number + 1, survivors, survivors_plan.deal(range(len(job.members)), survivors))
         whole = replace(job.plan, number + 2, sorted(job.members), {})
         story: list[records.Record] = [
             detected,

@@ -13,7 +13,7 @@ import math
 from dataclasses import replace
 
 from unicron.planner.ahead.lookahead import Lookahead
-from unicron.planner.problem.model import Scenario
+from unicron.planner.problem.objective import Scenario
 from unicron.planner.solver import keys, tables
 from unicron.planner.solver.plan import Plan, plan_of
 

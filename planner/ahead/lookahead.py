@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from unicron.planner.ahead.next_events import Event, after, normal, pairs_of_losses, single_events
-from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.objective import Job, Scenario
 from unicron.planner.solver import keys, tables
 from unicron.planner.solver.keys import Row
 from unicron.planner.solver.plan import Plan, plan_of

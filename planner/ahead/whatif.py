@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from unicron.planner.ahead.next_events import after
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 
 EXAMPLES = '"node n3 fails", "a spare fails", "node joins", "job gpt-7b finishes"'
 _FORMS = (

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from unicron.planner.problem import cost_model
-from unicron.planner.problem.cost_model import Gpt, Hardware, Parallel
+from unicron.planner.problem import megatron_costs
+from unicron.planner.problem.megatron_costs import Gpt, Hardware, Parallel
 from unicron.planner.problem.throughput import MODEL_ERROR, NOISE, PRIOR, SPREAD, Throughput, ridge
 
 Measured = Mapping[int, float]  # aggregate FLOP/s by node count
@@ -48,7 +48,7 @@ def parallel(
     if dp < 1 or model.heads % split.tp or model.layers % (split.pp * split.virtual):
         return None
     how = Parallel(split.tp, split.pp, dp, micro_batch, recompute, split.virtual)
-    return how if cost_model.memory(model, how) <= hardware.memory else None
+    return how if megatron_costs.memory(model, how) <= hardware.memory else None
 
 
 @dataclass(frozen=True)
@@ -160,4 +160,4 @@ def _by_model(
 
 def _features(known: Known, how: Parallel) -> np.ndarray:
     assert known.model is not None
-    return np.array([*cost_model.parts(known.model, known.hardware, how), 1.0])
+    return np.array([*megatron_costs.parts(known.model, known.hardware, how), 1.0])

@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 
 CLUSTER_KEYS = ("nodes", "mtbf_node_hours", "transition_seconds")
 JOB_KEYS = (

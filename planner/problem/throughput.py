@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from unicron.planner.problem import cost_model
-from unicron.planner.problem.cost_model import Gpt, Hardware, Parallel
-from unicron.planner.problem.model import PlanError, number, whole
+from unicron.planner.problem import megatron_costs
+from unicron.planner.problem.megatron_costs import Gpt, Hardware, Parallel
+from unicron.planner.problem.objective import PlanError, number, whole
 
 MODEL_ERROR = 0.10  # relative error expected of the model where nothing has been measured nearby [our choice]
 KEPT = 64  # newest samples kept per size
@@ -138,14 +138,14 @@ class Throughput:
     def _features(self, nodes: int, how: Parallel | None) -> np.ndarray:
         if self.model is None or how is None:
             return np.array([1.0, 1.0 / nodes])
-        return np.array([*cost_model.parts(self.model, self.hardware, how), 1.0])
+        return np.array([*megatron_costs.parts(self.model, self.hardware, how), 1.0])
 
     def _best(self, nodes: int, factors: np.ndarray) -> tuple[Parallel | None, np.ndarray] | None:
         """(split, features) with the shortest iteration; None where nothing fits into memory."""
         if self.model is None:
             return None, self._features(nodes, None)
         found: tuple[float, Parallel, np.ndarray] | None = None
-        for how in cost_model.ways(self.model, self.hardware, nodes, self.tp, self.pp):
+        for how in megatron_costs.ways(self.model, self.hardware, nodes, self.tp, self.pp):
             features = self._features(nodes, how)
             seconds = float(features @ factors)
             if found is None or seconds < found[0]:

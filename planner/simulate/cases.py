@@ -1,6 +1,6 @@
 """The five multi-task cases of Unicron's evaluation (recalled): six GPT-3 tasks on 16 nodes of eight A800.
 
-T(t,x) is not in the paper's text that we have: it comes from the analytic cost model (problem.cost_model), with the
+T(t,x) is not in the paper's text that we have: it comes from the analytic cost model (problem.megatron_costs), with the
 layer counts and widths of GPT-3 (arXiv 2005.14165, table 2.1).
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from unicron.planner.problem.cost_model import A800, Gpt
-from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.megatron_costs import A800, Gpt
+from unicron.planner.problem.objective import Job, Scenario
 from unicron.planner.problem.throughput import Throughput
 
 MODELS = {

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.objective import Job, Scenario
 from unicron.planner.simulate.causes import REPORTED, Cause
 from unicron.planner.simulate.engine import Result, node_slots
 from unicron.planner.simulate.policies import ITERATION, POLICIES, Policy, detection_seconds

@@ -17,7 +17,7 @@ from typing import Any
 
 from unicron.planner.ahead.expected import solve_expected
 from unicron.planner.ahead.next_events import Event
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 from unicron.planner.simulate.causes import REPORTED
 from unicron.planner.simulate.placement import split
 from unicron.planner.simulate.policies import ITERATION, Policy, detection_seconds

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unicron.planner.problem.model import PlanError
+from unicron.planner.problem.objective import PlanError
 from unicron.planner.simulate.engine import Result
 from unicron.planner.simulate.history import History
 

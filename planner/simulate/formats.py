@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unicron.planner.problem.model import PlanError
+from unicron.planner.problem.objective import PlanError
 from unicron.planner.simulate import causes
 from unicron.planner.simulate.causes import CAUSES, Cause
 

@@ -8,7 +8,7 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 
-from unicron.planner.problem.model import PlanError
+from unicron.planner.problem.objective import PlanError
 from unicron.planner.simulate.causes import CAUSES
 from unicron.planner.simulate.trace import DAY, Trace, TraceEvent, make
 

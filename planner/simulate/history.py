@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unicron.planner.problem.model import PlanError
+from unicron.planner.problem.objective import PlanError
 from unicron.planner.simulate.causes import CAUSES, Cause
 from unicron.planner.simulate.policies import CHECKPOINT, ITERATION, POLICIES, SETUP, Policy, detection_seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 
 
 def model_size(job: Job) -> float:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unicron.planner.problem.model import PlanError
+from unicron.planner.problem.objective import PlanError
 from unicron.planner.simulate.causes import Cause
 
 D_TIMEOUT = 1800.0  # collective time-out of Megatron: 30 min (Unicron) [S]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unicron.planner.problem.model import Scenario
+from unicron.planner.problem.objective import Scenario
 from unicron.planner.simulate.clairvoyant import bound
 from unicron.planner.simulate.engine import Result, Simulation
 from unicron.planner.simulate.policies import BOUND, POLICIES, Policy

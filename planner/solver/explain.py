@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from unicron.planner.problem.model import Scenario
+from unicron.planner.problem.objective import Scenario
 from unicron.planner.solver import keys, tables
 from unicron.planner.solver.keys import Row
 from unicron.planner.solver.plan import Plan, flops_text, nodes_text, plan_of

@@ -18,7 +18,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 
 BITS = 60  # the sum of all keys stays below 2^60 in size, which leaves room for bounds in int64
 

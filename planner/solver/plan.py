@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.objective import Job, Scenario
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.objective import Job, Scenario
 
 CLOSE = 1e-9  # relative error of a level
 HIGHEST = 1e300  # stands for a level at which all have what they can use

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.objective import Job, Scenario
 from unicron.planner.solver import keys, tables
 from unicron.planner.solver.keys import Row
 from unicron.planner.solver.plan import Plan, flops_text, nodes_text, plan_of

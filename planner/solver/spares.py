@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from unicron.planner.problem.model import number, whole
+from unicron.planner.problem.objective import number, whole
 
 FURTHEST = 12.0  # standard deviations of the number of empty places that are looked at
 

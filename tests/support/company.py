@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tests.support.clock import START
-from unicron.ctl.consensus import resume
+from unicron.ctl.consensus import survivors_plan
 from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.consensus.proposals import has_stopped, proposers_of
 from unicron.ctl.protocol import peer_messages, shared_plans, structs, wire
@@ -279,13 +279,13 @@ class Head:
             return
         ranks = {s.element: s.ranks[s.element] for s in told if s.element in self.plan.members}
         reports = {slot: status for slot, status in ranks.items() if status.state == "stopped"}
-        decision = resume.decide(reports, MICRO_BATCHES) if reports else None
+        decision = survivors_plan.decide(reports, MICRO_BATCHES) if reports else None
         if decision is not None:
             self.breaking = False
             self._publish(decision.members, decision.assignment, self.broken + 1)
 
     def form(self, members: list[int]) -> None:
-        self._publish(members, resume.deal(range(MICRO_BATCHES), members), 1)
+        self._publish(members, survivors_plan.deal(range(MICRO_BATCHES), members), 1)
 
     def _publish(self, members: list[int], assignment: dict[int, list[int]], number: int) -> None:
         prefix = f"7.g{number}" + (f".c{self.plans}" if self.plans else "")

@@ -22,7 +22,7 @@ from tests.support.warm import warm
 from unicron.ctl.agent.connections.identity import Place
 from unicron.ctl.agent.connections.rank_socket import for_rank, from_rank
 from unicron.ctl.agent.ranks.ranks import Rank, rank_environment, stop_all
-from unicron.ctl.consensus import resume
+from unicron.ctl.consensus import survivors_plan
 from unicron.ctl.controller.replication.forming import formed
 from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.detector.processes.rank_messages import Step, Timing
@@ -304,7 +304,7 @@ class Ranks:
             joiners=found.joiners,
             source=found.source,
             iteration=found.iteration,
-            assignment=resume.deal(range(total), layout.heads(found.members, self.replica)),
+            assignment=survivors_plan.deal(range(total), layout.heads(found.members, self.replica)),
             state=found.state,
             reason=found.why,
         )
@@ -399,7 +399,7 @@ class Ranks:
         self.members = sorted(stopped)
         ends = [rank.status.train_iterations for rank in self.ranks.values() if rank.status.state == "finished"]
         decision = (
-            resume.decide(
+            survivors_plan.decide(
                 stopped,
                 next(iter(stopped.values())).micro_batches,
                 max(ends, default=None),

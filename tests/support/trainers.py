@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
-from unicron.ctl.consensus.resume import deal
+from unicron.ctl.consensus.survivors_plan import deal
 from unicron.ctl.protocol import structs, wire
 from unicron.transition.generations import layout
 

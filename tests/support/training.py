@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.world import MICRO_BATCHES, World
-from unicron.ctl.consensus.resume import deal
+from unicron.ctl.consensus.survivors_plan import deal
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.protocol import structs, wire
 

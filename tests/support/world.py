@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.support import clock
-from unicron.ctl.consensus.resume import deal
+from unicron.ctl.consensus.survivors_plan import deal
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.log.thinning import redundant

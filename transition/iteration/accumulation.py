@@ -16,9 +16,9 @@ from unicron.detector.chaos.inject import injector
 from unicron.detector.processes.rank_channel import name_micro_batch
 from unicron.transition.generations.layout import Layout
 from unicron.transition.iteration import randomness
+from unicron.transition.iteration.deferred_changes import DeferredChanges
 from unicron.transition.iteration.gradient_copies import Snapshots, Where
 from unicron.transition.iteration.ledger import Ledger, LedgerError
-from unicron.transition.iteration.pending import DeferredChanges
 
 DRAIN_SECONDS = 10.0
 

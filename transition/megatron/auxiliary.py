@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unicron.transition.iteration.pending import DeferredChanges
+from unicron.transition.iteration.deferred_changes import DeferredChanges
 
 _SCALERS = (  # (module, class) of what adds an auxiliary loss's gradient, and the setting that has the model use it
     ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "num_moe_experts"),

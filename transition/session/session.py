@@ -22,10 +22,10 @@ from unicron.transition.generations import groups
 from unicron.transition.generations.watch import PlanTimeout
 from unicron.transition.iteration import rank_process
 from unicron.transition.iteration.accumulation import PeerLost, Work
+from unicron.transition.iteration.deferred_changes import DeferredChanges, hold_scalers
 from unicron.transition.iteration.exchange import Exchange, at_commit
 from unicron.transition.iteration.gradient_copies import Where, chosen
 from unicron.transition.iteration.ledger import Ledger, LedgerError, deal
-from unicron.transition.iteration.pending import DeferredChanges, hold_scalers
 from unicron.transition.iteration.result import StepResult
 from unicron.transition.seams.table import UnsupportedLayout
 from unicron.transition.session.handover import Handover

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from unicron.detector.chaos.inject import injector
 from unicron.detector.processes.rank_messages import Fault
-from unicron.transition.iteration.pending import scalers
+from unicron.transition.iteration.deferred_changes import scalers
 from unicron.transition.snapshot.tensor_transfer import broadcast, broadcast_bytes, checksum, gather, raw_bytes
 
 TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up

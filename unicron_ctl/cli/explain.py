@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from unicron.ctl.cli import tables
+from unicron.ctl.cli import listings
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Explanation
 from unicron.ctl.protocol.client import as_struct, ask_controller
@@ -16,7 +16,7 @@ from unicron.ctl.system.columns import show
 
 def alternative(scenario: Any, job: str) -> Any:
     """The planner's choice for the job at present and its second choice; None where it has none."""
-    from unicron.planner.problem.model import PlanError
+    from unicron.planner.problem.objective import PlanError
     from unicron.planner.problem.scenario import from_dict
     from unicron.planner.solver.explain import explain
 
@@ -39,4 +39,4 @@ def command(job: str, as_json: bool, controller: str | None) -> None:
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        show(tables.explanation(as_struct(data, Explanation)))
+        show(listings.explanation(as_struct(data, Explanation)))

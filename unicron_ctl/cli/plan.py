@@ -12,7 +12,7 @@ import msgspec
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Ahead, Alternative, Assignment
 from unicron.ctl.system.errors import WRONG_USE, UserError
-from unicron.planner.problem.model import PlanError, Scenario
+from unicron.planner.problem.objective import PlanError, Scenario
 
 
 @click.command(name="plan")

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from unicron.ctl.system.errors import WRONG_USE, UserError
-from unicron.planner.problem.model import PlanError
+from unicron.planner.problem.objective import PlanError
 
 if TYPE_CHECKING:
     from unicron.planner.simulate.engine import Result
@@ -158,7 +158,7 @@ def _replay_trace(options: Options) -> None:
 
 
 def _judge_history(path: str, options: Options) -> None:
-    from unicron.planner.problem.model import number
+    from unicron.planner.problem.objective import number
     from unicron.planner.simulate import history
     from unicron.planner.simulate.figure import draw_history
 
@@ -209,7 +209,7 @@ def _history_text(found: History, costs: Costs) -> Iterator[str]:
 
 def _trace(options: Options, nodes: int) -> Trace:
     """The trace of the file, or a generated one for so many nodes."""
-    from unicron.planner.problem.model import number
+    from unicron.planner.problem.objective import number
     from unicron.planner.simulate.generate import DAYS, FIXED_DAYS, GENERATORS
     from unicron.planner.simulate.trace import load, make
 

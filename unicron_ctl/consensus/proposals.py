@@ -9,7 +9,7 @@ from itertools import islice
 
 import msgspec
 
-from unicron.ctl.consensus import resume
+from unicron.ctl.consensus import survivors_plan
 from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.ctl.protocol.peer_messages import Ballot, Promise, Proposal
 from unicron.transition.generations.layout import heads
@@ -114,14 +114,16 @@ def make_proposal(
 
 def _decide(
     membership: Membership, ranks: Mapping[int, structs.RankStatus]
-) -> tuple[dict[int, structs.RankStatus], resume.Decision | None]:
+) -> tuple[dict[int, structs.RankStatus], survivors_plan.Decision | None]:
     """(reports of the ranks that can be used, how these go on)."""
     ends = [_iterations(status) for status in ranks.values() if status.state == "finished"]
     reports = {slot: status for slot, status in ranks.items() if status.state == "stopped" and status.end is None}
     plan, decision = membership.plan, None
     while reports:
         total = max(status.micro_batches for status in reports.values())
-        decision = resume.decide(reports, total, max(ends, default=None), size=plan.replica, former=plan.members)
+        decision = survivors_plan.decide(
+            reports, total, max(ends, default=None), size=plan.replica, former=plan.members
+        )
         if decision is None or not decision.unusable:
             break
         reports = {slot: status for slot, status in reports.items() if slot not in decision.unusable}

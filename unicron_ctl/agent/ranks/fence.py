@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from unicron.ctl.agent.ranks import watchdog
-from unicron.ctl.consensus.lease import Lease
+from unicron.ctl.consensus.restart_lease import Lease
 from unicron.ctl.protocol.reach import Reach, reach
 from unicron.ctl.system.mailbox import Mailbox
 from unicron.detector.processes.supervise import Child

@@ -1,22 +1,22 @@
-"""Decides how the survivors of a Break go on, from what the controller knows (`unicron.ctl.consensus.resume`)."""
+"""Decides how the survivors of a Break go on, from what the controller knows; `consensus.survivors_plan` does the rest."""
 
 from __future__ import annotations
 
-from unicron.ctl.consensus import resume
+from unicron.ctl.consensus import survivors_plan
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.protocol.structs import RankStatus
 from unicron.transition.generations import layout
 from unicron.transition.iteration.ledger import deal
 
 
-def decided(job: JobView) -> resume.Decision | None:
+def decided(job: JobView) -> survivors_plan.Decision | None:
     """The way on for those who have stopped; None where nobody can go on."""
     reports = job.reports()
     if not reports:
         return None
     total = max(status.micro_batches for status in reports.values())
     at = max(status.iteration for status in reports.values())
-    return resume.decide(
+    return survivors_plan.decide(
         reports,
         total,
         _furthest_end(job),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from unicron.ctl.consensus import resume
+from unicron.ctl.consensus import survivors_plan
 from unicron.ctl.controller.job import spares
 from unicron.ctl.controller.job.candidates import remaining
 from unicron.ctl.controller.job.deciding import decided
@@ -58,7 +58,7 @@ def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
         joiners=found.joiners,
         source=found.source,
         iteration=found.iteration,
-        assignment=resume.deal(
+        assignment=survivors_plan.deal(
             range(max(reports[slot].micro_batches for slot in found.members)),
             layout.heads(found.members, job.replica),
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unicron.ctl.controller.judge import evidence, micro_batches
+from unicron.ctl.controller.judge import evidence, faulty_micro_batches
 from unicron.ctl.controller.judge.remedies import escalate, failure_of, inside_of, leave_node, start_rank, with_remedy
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.finding import Finding, What
@@ -50,7 +50,7 @@ def exited(view: View, job: JobView, finding: Finding) -> Outcome:
     own_words = (verdict.cause, verdict.rule) == (said.cause, said.rule)
     verdict = _own_word(state, verdict, end)
     decision, memory = _not_its_doing(view, state, verdict, end), None
-    decision = decision or micro_batches.failed_again(state, slot, finding.fault, verdict)
+    decision = decision or faulty_micro_batches.failed_again(state, slot, finding.fault, verdict)
     if decision is None:
         decision, memory = escalate(view, job, slot, verdict, end.lived, _apart(state, slot), own_words)
     seen = records.SeenExit(slot=slot, agent=identity.agent, incarnation=identity.incarnation)
@@ -122,7 +122,7 @@ def leave_out_member(view: View, job: JobView, finding: Finding) -> Outcome:
         verdict, by = view.classifier.cause("task_hang", finding.evidence), finding.by
         status = job.status(slot)
         kind = "hang" if status is not None and status.state != "exited" else "rank"
-    decision, memory = micro_batches.failed_again(state, slot, finding.fault, verdict), None
+    decision, memory = faulty_micro_batches.failed_again(state, slot, finding.fault, verdict), None
     if decision is None:
         decision, memory = escalate(view, job, slot, verdict, None)
     record = failure_of(job, kind, [slot], replace(finding, by=by), verdict, decision, escalation=memory, leave_out=why)
@@ -165,7 +165,7 @@ def stopped(view: View, job: JobView, finding: Finding) -> Outcome:
             unknown = f"stopped in a collective by an error{'; ' + note if note else ' that no rule knows'}"
             verdict = view.classifier.cause(NETWORK_ERROR, f"{unknown}; tried again in place" if fault else words)
         verdict = evidence.with_links(view, job.state, job.state.node(slot), verdict)
-        decision, memory = micro_batches.failed_again(job.state, slot, fault, verdict), None
+        decision, memory = faulty_micro_batches.failed_again(job.state, slot, fault, verdict), None
         if decision is None:
             decision, memory = escalate(view, job, slot, verdict, None)
         gone = decision.action not in (REATTEMPT, REPORT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unicron.ctl.controller.judge import micro_batches
+from unicron.ctl.controller.judge import faulty_micro_batches
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.finding import Finding
 from unicron.ctl.controller.model.job_state import JobState
@@ -69,8 +69,8 @@ def failure_of(
         node=finding.node or (record.node if record else ""),
         member=more.pop("member", any(slot in state.members or slot in state.joining for slot in slots)),
         wait_seconds=decision.wait_seconds,
-        reason=micro_batches.with_micro_batch(more.pop("reason", decision.reason), finding.fault),
-        micro_batch=micro_batches.of_fault(finding.fault),
+        reason=faulty_micro_batches.with_micro_batch(more.pop("reason", decision.reason), finding.fault),
+        micro_batch=faulty_micro_batches.of_fault(finding.fault),
         detected_in=state.generation,
         iteration=more.pop("iteration", finding.iteration),
         **more,

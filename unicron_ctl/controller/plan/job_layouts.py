@@ -16,9 +16,9 @@ from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.plan.planning import UNMEASURED, JobInput
 from unicron.ctl.protocol.structs import Settings
 from unicron.planner.problem import layouts as planner
-from unicron.planner.problem.cost_model import Gpt, Hardware
 from unicron.planner.problem.gpus import gpu_memory, gpu_peak
 from unicron.planner.problem.layouts import Known, Split
+from unicron.planner.problem.megatron_costs import Gpt, Hardware
 from unicron.transition.generations.layout import stated
 
 NEVER_SAVES = -1  # `structs.RankStatus.saved` of a script without checkpoints

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.objective import Job, Scenario
 from unicron.planner.problem.throughput import Throughput
 from unicron.planner.solver.solve import Plan, best, by_owner, plan_of
 from unicron.planner.solver.spares import worth

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from unicron.ctl.consensus.resume import newest_state
+from unicron.ctl.consensus.survivors_plan import newest_state
 from unicron.ctl.protocol.structs import RankStatus
 from unicron.transition.generations import layout
 

@@ -7,7 +7,7 @@ long enough, or its watchdog does; how long that takes at most both sides know.
 
 from __future__ import annotations
 
-from unicron.ctl.consensus.lease import seconds_to_expiry
+from unicron.ctl.consensus.restart_lease import seconds_to_expiry
 from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.live import Fence

@@ -20,7 +20,7 @@ from unicron.ctl.controller.sense.patience import AGAIN, Patience
 from unicron.ctl.protocol import structs
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.detector.iterations.culprit import PHASES, Culprit, slowest
-from unicron.detector.iterations.statistics import WARM_UP, Health, IterationMonitor, Limits
+from unicron.detector.iterations.iteration_monitor import WARM_UP, Health, IterationMonitor, Limits
 from unicron.detector.iterations.stragglers import Stragglers
 
 WINDOW, NEWEST = 16, 4  # iterations

@@ -16,7 +16,7 @@ from unicron.planner.ahead import lookahead
 from unicron.planner.ahead.expected import after_failure, candidates, solve_expected
 from unicron.planner.ahead.lookahead import Keeper, Lookahead
 from unicron.planner.ahead.next_events import after, pairs_of_losses, single_events
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 from unicron.planner.solver import tables
 from unicron.planner.solver.solve import solve
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.support.depth import cases
 from unicron.planner.ahead.lookahead import Lookahead
-from unicron.planner.problem import cost_model, layouts
-from unicron.planner.problem.cost_model import Gpt, Hardware, Parallel
+from unicron.planner.problem import layouts, megatron_costs
 from unicron.planner.problem.layouts import Known, Split
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.megatron_costs import Gpt, Hardware, Parallel
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 from unicron.planner.problem.scenario import from_dict
 from unicron.planner.solver.explain import explain
 from unicron.planner.solver.solve import solve
@@ -61,7 +61,7 @@ def test_the_bubble_of_a_pipeline():
     """(p - 1) / m of the work, and a v-th of it interleaved (arXiv 2104.04473, section 2.2)."""
 
     def compute(pp: int, virtual: int = 1) -> float:
-        return cost_model.parts(SMALL, Hardware(), Parallel(1, pp, 1, virtual=virtual))[0]
+        return megatron_costs.parts(SMALL, Hardware(), Parallel(1, pp, 1, virtual=virtual))[0]
 
     ideal, micro_batches = compute(1) / 4, SMALL.global_batch
     assert compute(4) / ideal - 1 == pytest.approx(3 / micro_batches)
@@ -70,14 +70,14 @@ def test_the_bubble_of_a_pipeline():
 
 def test_interleaving_costs_memory_and_messages():
     plain, interleaved = Parallel(1, 4, 1), Parallel(1, 4, 1, virtual=2)
-    assert cost_model.memory(SMALL, interleaved) > cost_model.memory(SMALL, plain)
-    assert cost_model.parts(SMALL, Hardware(), interleaved)[2] > cost_model.parts(SMALL, Hardware(), plain)[2]
+    assert megatron_costs.memory(SMALL, interleaved) > megatron_costs.memory(SMALL, plain)
+    assert megatron_costs.parts(SMALL, Hardware(), interleaved)[2] > megatron_costs.parts(SMALL, Hardware(), plain)[2]
 
 
 def test_tensor_parallelism_over_nodes_goes_by_the_network():
     within, across = Parallel(8, 1, 1), Parallel(8, 1, 1)
-    one = cost_model.parts(SMALL, Hardware(gpus=8), within)[1]
-    four = cost_model.parts(SMALL, Hardware(gpus=4), across)[1]
+    one = megatron_costs.parts(SMALL, Hardware(gpus=8), within)[1]
+    four = megatron_costs.parts(SMALL, Hardware(gpus=4), across)[1]
     assert four > 5 * one
 
 

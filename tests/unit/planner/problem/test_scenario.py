@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 from unicron.planner.problem.scenario import check_minima, from_dict, load
 from unicron.planner.solver.solve import solve
 

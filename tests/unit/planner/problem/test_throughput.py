@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.planner.problem import cost_model
-from unicron.planner.problem.cost_model import A100, Gpt, Hardware, Parallel
-from unicron.planner.problem.model import PlanError
+from unicron.planner.problem import megatron_costs
+from unicron.planner.problem.megatron_costs import A100, Gpt, Hardware, Parallel
+from unicron.planner.problem.objective import PlanError
 from unicron.planner.problem.throughput import Throughput, isotonic
 
 GPT_7B = Gpt(layers=32, hidden=4096, heads=32, global_batch=512)
@@ -28,24 +28,24 @@ def test_the_bubble_shrinks_with_micro_batches():
     """Seconds grow by (p - 1) slots over m."""
     few, many = (Gpt(32, 4096, 32, global_batch=batch) for batch in (8, 64))
     how = Parallel(tp=1, pp=8, dp=1)
-    alone = cost_model.parts(few, A100, Parallel(1, 1, 1))[0] / 8 / 8  # one micro-batch on an eighth of the layers
-    assert cost_model.parts(few, A100, how)[0] == pytest.approx(alone * (8 + 7))
-    assert cost_model.parts(many, A100, how)[0] == pytest.approx(alone * (64 + 7))
+    alone = megatron_costs.parts(few, A100, Parallel(1, 1, 1))[0] / 8 / 8  # one micro-batch on an eighth of the layers
+    assert megatron_costs.parts(few, A100, how)[0] == pytest.approx(alone * (8 + 7))
+    assert megatron_costs.parts(many, A100, how)[0] == pytest.approx(alone * (64 + 7))
 
 
 def test_micro_batches_may_split_unevenly():
     """512 micro-batches over 6 replicas: the slowest computes 86."""
-    seconds = cost_model.parts(GPT_7B, A100, Parallel(8, 1, 6))[0]
-    assert seconds == pytest.approx(cost_model.parts(GPT_7B, A100, Parallel(8, 1, 1))[0] * 86 / 512)
+    seconds = megatron_costs.parts(GPT_7B, A100, Parallel(8, 1, 6))[0]
+    assert seconds == pytest.approx(megatron_costs.parts(GPT_7B, A100, Parallel(8, 1, 1))[0] * 86 / 512)
 
 
 def test_memory_limits_what_runs():
-    assert not list(cost_model.ways(GPT_175B, A100, 1))
-    assert list(cost_model.ways(GPT_175B, A100, 16))
+    assert not list(megatron_costs.ways(GPT_175B, A100, 1))
+    assert list(megatron_costs.ways(GPT_175B, A100, 16))
     small = Hardware(memory=16e9)
-    assert {how.tp * how.pp for how in cost_model.ways(GPT_7B, small, 1)} == {8}
-    for how in cost_model.ways(GPT_7B, A100, 3):
-        assert how.tp * how.pp * how.dp <= 24 and cost_model.memory(GPT_7B, how) <= A100.memory
+    assert {how.tp * how.pp for how in megatron_costs.ways(GPT_7B, small, 1)} == {8}
+    for how in megatron_costs.ways(GPT_7B, A100, 3):
+        assert how.tp * how.pp * how.dp <= 24 and megatron_costs.memory(GPT_7B, how) <= A100.memory
 
 
 def test_reproduces_published_throughput_roughly():

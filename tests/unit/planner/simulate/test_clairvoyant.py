@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.planner.problem.model import Job, Scenario
+from unicron.planner.problem.objective import Job, Scenario
 from unicron.planner.simulate import POLICIES, clairvoyant, simulate
 from unicron.planner.simulate.cases import case
 from unicron.planner.simulate.causes import CAUSES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron.planner.problem.model import PlanError
+from unicron.planner.problem.objective import PlanError
 from unicron.planner.simulate import load
 
 DAY = 86400.0

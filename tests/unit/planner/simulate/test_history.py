@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from unicron.planner.problem.model import PlanError
+from unicron.planner.problem.objective import PlanError
 from unicron.planner.simulate.figure import draw_history
 from unicron.planner.simulate.history import COMMAND, Costs, Run, judge, load
 

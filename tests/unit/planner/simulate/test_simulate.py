@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.depth import cases
 from unicron.detector.failures.severity import TABLE_PATH
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 from unicron.planner.simulate import POLICIES, simulate
 from unicron.planner.simulate import load as load_trace
 from unicron.planner.simulate.cases import CASES, case

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.support.depth import cases
 from tests.unit.planner.strategies import brute_force, scale, scenarios, sizes_of
 from unicron.planner.ahead.whatif import suppose, suppose_all
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 from unicron.planner.solver.explain import duration_text, explain, runner_up
 from unicron.planner.solver.solve import solve
 

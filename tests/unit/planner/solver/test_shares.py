@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.depth import cases
 from unicron.planner.ahead.lookahead import Lookahead
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 from unicron.planner.solver.shares import claim, divide
 from unicron.planner.solver.solve import best, by_owner, solve
 

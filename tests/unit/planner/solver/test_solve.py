@@ -12,7 +12,7 @@ from ortools.sat.python import cp_model
 
 from tests.support.depth import cases
 from tests.unit.planner.strategies import SHAPES, brute_force, scale, scenarios, seeded, shaped, sizes_of
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 from unicron.planner.solver import keys, tables
 from unicron.planner.solver.keys import Row
 from unicron.planner.solver.solve import solve

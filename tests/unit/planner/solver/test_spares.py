@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron.planner.problem.model import Job, PlanError, Scenario
+from unicron.planner.problem.objective import Job, PlanError, Scenario
 from unicron.planner.problem.scenario import from_dict, to_dict
 from unicron.planner.solver.solve import solve
 from unicron.planner.solver.spares import worth

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unicron.transition.iteration.pending import DeferredChanges, hold_scalers
+from unicron.transition.iteration.deferred_changes import DeferredChanges, hold_scalers
 from unicron.transition.megatron import auxiliary
 from unicron.transition.megatron.auxiliary import Auxiliary
 

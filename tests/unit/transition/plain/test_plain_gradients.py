@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from unicron.detector.processes.rank_channel import micro_batch_of
 from unicron.transition.generations.layout import Layout
 from unicron.transition.iteration.accumulation import PeerLost, Sum, Work
+from unicron.transition.iteration.deferred_changes import DeferredChanges
 from unicron.transition.iteration.gradient_copies import Where
 from unicron.transition.iteration.ledger import Ledger
-from unicron.transition.iteration.pending import DeferredChanges
 from unicron.transition.plain import flat_gradients
 from unicron.transition.plain.flat_gradients import Bucket, buckets
 from unicron.transition.plain.module import Plain

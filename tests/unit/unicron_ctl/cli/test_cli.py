@@ -14,7 +14,7 @@ import pytest
 from unicron.ctl.cli import unicronctl
 from unicron.ctl.cli.plan import by_id
 from unicron.ctl.system.errors import UserError
-from unicron.planner.problem.model import PlanError
+from unicron.planner.problem.objective import PlanError
 
 
 @click.group()

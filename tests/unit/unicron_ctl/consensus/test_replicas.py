@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.consensus.resume import decide, newest_state
+from unicron.ctl.consensus.survivors_plan import decide, newest_state
 from unicron.ctl.protocol.structs import RankStatus, Shards
 from unicron.transition.generations import layout
 

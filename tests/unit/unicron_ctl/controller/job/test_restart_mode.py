@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.cli import tables
-from unicron.ctl.consensus.lease import MARGIN_SECONDS, MINORITY_SECONDS
+from unicron.ctl.cli import listings
+from unicron.ctl.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS
 from unicron.ctl.controller.job import injection, modes
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.protocol import wire
@@ -393,8 +393,8 @@ def test_status_names_the_mode(tmp_path):
     assert answer(world.core, store, "jobs", {}, EVERYBODY)[0].mode == "restart"
     told = answer(world.core, store, "explain", {"job": "1"}, EVERYBODY)
     assert told.mode == "restart" and told.mode_reason == "train.py does not import it"
-    listed = tables.jobs(answer(world.core, store, "jobs", {}, EVERYBODY))
-    shown = "\n".join([*listed.lines(), str(tables.explanation(told)[0])])
+    listed = listings.jobs(answer(world.core, store, "jobs", {}, EVERYBODY))
+    shown = "\n".join([*listed.lines(), str(listings.explanation(told)[0])])
     assert "1: restart mode" in shown and "all processes start again when one fails (train.py does not" in shown
 
 

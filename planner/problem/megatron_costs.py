@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unicron.planner.problem.model import PlanError
+from unicron.planner.problem.objective import PlanError
 
 
 @dataclass(frozen=True)

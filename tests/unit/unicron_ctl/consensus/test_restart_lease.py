@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.consensus.lease import MARGIN_SECONDS, MINORITY_SECONDS, PART_SECONDS, Lease, seconds_to_expiry
+from unicron.ctl.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS, PART_SECONDS, Lease, seconds_to_expiry
 from unicron.ctl.protocol.ranges import MOST_DOORS
 
 
