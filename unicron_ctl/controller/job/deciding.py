@@ -1,4 +1,4 @@
-"""Decides how the survivors of a Break go on, from what the controller knows; `consensus.survivors_plan` does the rest."""
+"""Decides, from what the controller knows, how the survivors of a Break go on (`unicron.ctl.consensus`)."""
 
 from __future__ import annotations
 

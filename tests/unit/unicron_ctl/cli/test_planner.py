@@ -10,7 +10,6 @@ import pytest
 
 from unicron.ctl.cli.unicronctl import unicronctl
 from unicron.ctl.system.program import run
-from unicron.planner.problem.scenario import to_dict
 from unicron.planner.simulate.cases import case
 
 SACCT = "JobID|User|JobName|State|ExitCode|Submit|Start|End|NNodes"
@@ -56,13 +55,28 @@ def test_plan_prints_the_contract(files, capsys):
     assert status == 0 and "second-best" in out and "if lost gpt-7b" in out and "15 nodes" in out
 
 
+def answer(scenario):
+    """The controller's answer for such a cluster."""
+    jobs = [
+        {
+            "name": job.name,
+            "weight": job.weight,
+            "nodes": job.nodes,
+            "min_nodes": job.min_nodes,
+            "flops": {str(size): rate for size, rate in job.flops.items()},
+        }
+        for job in scenario.jobs
+    ]
+    return {"cluster": {"nodes": scenario.nodes, "mtbf_node_hours": scenario.mtbf_node_hours}, "job": jobs}
+
+
 def test_plan_live_asks_the_controller(files, capsys, monkeypatch):
     asked = []
     module = types.ModuleType("unicron.ctl.protocol.client")
 
     def ask(question, controller):
         asked.append((question["kind"], controller))
-        return to_dict(case(2)) if question["kind"] == "scenario" else [{"job": "task6-13b", "name": "gpt"}]
+        return answer(case(2)) if question["kind"] == "scenario" else [{"job": "task6-13b", "name": "gpt"}]
 
     module.ask_controller = ask
     monkeypatch.setitem(sys.modules, "unicron.ctl.protocol.client", module)
