@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.scale.slurm import LiveSlurm
 from unicron.ctl.controller import unicrond
-from unicron.ctl.controller.core import core
+from unicron.ctl.controller.core import core, listings
 from unicron.ctl.controller.model import view
 from unicron.ctl.controller.server import server
 from unicron.detector.failures.fault_history import Policy
@@ -59,7 +59,7 @@ def observe(options: dict[str, Any]) -> dict[str, array[float]]:
     outbox, one decision of the planner (its inputs included), all that follows from a listing, one message."""
     times = {name: array("d") for name in PARTS}
     core.fold = timed(core.fold, times["fold"])
-    core.replan = timed(core.replan, times["plan"])
+    listings.replan = timed(listings.replan, times["plan"])
     core.Turns.advance = timed(core.Turns.advance, times["turn"])  # type: ignore[method-assign]
     core.Core.on_listing = timed(core.Core.on_listing, times["listing"])  # type: ignore[method-assign]
     core.Core.receive = timed(core.Core.receive, times["message"])  # type: ignore[method-assign]
