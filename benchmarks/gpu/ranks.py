@@ -39,7 +39,7 @@ from benchmarks.gpu import cuda_errors  # noqa: E402
 from tests.support import fault_points, tiny_gpt  # noqa: E402
 from unicron.transition.seams import nccl, process_groups  # noqa: E402
 from unicron.transition.session import session  # noqa: E402
-from unicron.transition.snapshot import images, keeper  # noqa: E402
+from unicron.transition.snapshot import image_format, keeper  # noqa: E402
 
 
 def note(what: str, **figures: Any) -> None:
@@ -128,7 +128,7 @@ def note_copies() -> None:
         timed(keeper.Keeper, name, f"keeper.{name}")
     timed(keeper._Card, "copy", "card.copy")
     timed(keeper._Card, "_pin", "card.pin")
-    timed(images.Image, "mark_whole", "sums")
+    timed(image_format.Image, "mark_whole", "sums")
 
 
 def memory_note(made: unicron.Session) -> Callable[[], dict[str, Any]]:

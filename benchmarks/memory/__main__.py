@@ -26,10 +26,10 @@ import torch
 from benchmarks.marks import print_figure
 from benchmarks.memory import iterations, losses
 from tests.support.jobs import World, json_lines
-from unicron.transition.snapshot import contents, images
+from unicron.transition.snapshot import contents, image_format
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer, load_image
 from unicron.transition.snapshot.contents import Gatherer
-from unicron.transition.snapshot.images import Image
+from unicron.transition.snapshot.image_format import Image
 from unicron.transition.snapshot.keeper import Keeper
 from unicron.transition.snapshot.migrate import TrainingState
 
@@ -68,7 +68,7 @@ def copies(megabytes: int) -> dict[str, float]:
             ctypes.memmove(into.data_ptr(), source.data_ptr(), gathered.size)
             took["memcpy"].append(seconds(began))
             began = time.perf_counter()
-            images.digest(into.numpy().data)
+            image_format.digest(into.numpy().data)
             took["sum"].append(seconds(began))
             began = time.perf_counter()
             keeper.copy(gatherer, number, 1, Writer())
@@ -108,7 +108,7 @@ def copies(megabytes: int) -> dict[str, float]:
 def loads(state: TrainingState, folder: Path, file: Path) -> dict[str, list[float]]:
     """Seconds until the state is back: load, from its newest image in `folder`, checked; read, from what torch.save
     left in `file`."""
-    newest = max(images.inventory(folder), key=lambda found: found.key.iteration)
+    newest = max(image_format.inventory(folder), key=lambda found: found.key.iteration)
     took: dict[str, list[float]] = {"load": [], "read": []}
     for _ in range(ROUNDS + 2):
         began = time.perf_counter()

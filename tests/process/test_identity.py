@@ -22,8 +22,8 @@ from tests.support.processes import outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent, form
 from unicron.ctl.protocol import claims, datagrams, ranges, structs, wire
 from unicron.ctl.protocol.client import ask_controller
+from unicron.ctl.protocol.controller_discovery import Hello
 from unicron.ctl.protocol.encryption import SECRET_FILE, new_pair, secure_client
-from unicron.ctl.protocol.hello import Hello
 from unicron.ctl.system.errors import UserError
 
 pytestmark = [

@@ -22,7 +22,7 @@ from tests.support.moments import fault
 from tests.support.processes import LIMIT, of_a_world
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.cuts import COPY_PREFIX
-from unicron.transition.snapshot.images import inventory
+from unicron.transition.snapshot.image_format import inventory
 
 pytestmark = pytest.mark.process
 ITERATIONS = 12

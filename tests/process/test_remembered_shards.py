@@ -14,8 +14,8 @@ import pytest
 from tests.support import proof
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
-from unicron.transition.snapshot import files
-from unicron.transition.snapshot.images import inventory
+from unicron.transition.snapshot import checkpoint_file
+from unicron.transition.snapshot.image_format import inventory
 
 pytestmark = pytest.mark.process
 
@@ -147,9 +147,9 @@ def first_life(out: Path, memory: Path, **settings: str) -> None:
     ranks = Ranks(out, count, late, fork=True, replica=size, **environment)
     ranks.drive()
     assert set(map(tuple, ranks.exits.values())) == {(-14,)}
-    for found in files.asides(memory):
-        files.persist(found, Path(settings["TINY_CHECKPOINTS"]))
-        files.release_aside(found.path)
+    for found in checkpoint_file.asides(memory):
+        checkpoint_file.persist(found, Path(settings["TINY_CHECKPOINTS"]))
+        checkpoint_file.release_aside(found.path)
 
 
 def images(memory: Path, shard: int) -> list[Path]:

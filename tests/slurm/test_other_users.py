@@ -23,8 +23,8 @@ from tests.support.users import AGENT, User
 from unicron.ctl.lab.cluster import LocalCluster
 from unicron.ctl.protocol import structs, wire
 from unicron.ctl.protocol.client import ask_controller
+from unicron.ctl.protocol.controller_discovery import Hello
 from unicron.ctl.protocol.encryption import secure_client
-from unicron.ctl.protocol.hello import Hello
 from unicron.ctl.slurm import ElementInfo
 from unicron.ctl.system.errors import UserError
 

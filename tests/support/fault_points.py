@@ -92,7 +92,7 @@ def strike(fault: dict) -> None:
 
 def flip_images() -> None:
     """In the memory of its node, of the newest state that it has."""
-    from unicron.transition.snapshot.images import inventory
+    from unicron.transition.snapshot.image_format import inventory
 
     for found in inventory(Path(os.environ["UNICRON_MEMORY"])):
         if (found.key.slot, found.key.iteration) == (SLOT, now["iteration"]):
@@ -200,7 +200,7 @@ def around_copies() -> None:
     """Points in the thread that copies the state to memory; the iteration is that of the copy."""
     import torch
 
-    from unicron.transition.snapshot import contents, images, keeper
+    from unicron.transition.snapshot import contents, image_format, keeper
 
     of = {"iteration": -1}
     fill, copy = contents.Copier.copy, keeper.Keeper._copy
@@ -233,8 +233,8 @@ def around_copies() -> None:
         setattr(owner, what, wrapped)
 
     keeper.Keeper._copy, contents.Copier.copy = copied, filled
-    before(images.Image, "mark_whole", "sum")
-    before(images, "_page", "finish")
+    before(image_format.Image, "mark_whole", "sum")
+    before(image_format, "_page", "finish")
 
 
 def silent(original, result):

@@ -10,7 +10,7 @@ import torch
 from unicron.transition.snapshot.beginnings import Beginnings
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron.transition.snapshot.contents import Gatherer
-from unicron.transition.snapshot.images import inventory, read_page
+from unicron.transition.snapshot.image_format import inventory, read_page
 from unicron.transition.snapshot.keeper import Keeper
 from unicron.transition.snapshot.migrate import TrainingState
 

@@ -19,7 +19,7 @@ import zmq
 from tests.support import lent
 from tests.support.processes import outside_slurm, state_of
 from tests.support.warm import warm
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.connections.rank_socket import for_rank, from_rank
 from unicron.ctl.agent.ranks.ranks import Rank, rank_environment, stop_all
 from unicron.ctl.consensus import survivors_plan

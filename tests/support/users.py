@@ -16,7 +16,7 @@ LATE = (
     "unicron.ctl.agent.loop.agent",
     "unicron.ctl.agent.loop.plain_ranks",
     "unicron.ctl.agent.start.unprotected",
-    "unicron.ctl.protocol.hello",
+    "unicron.ctl.protocol.controller_discovery",
 )
 AGENT = "unicron.ctl.agent.start.agent_main:main"
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from unicron.transition.iteration.rank_log import warn
-from unicron.transition.snapshot import contents, files
+from unicron.transition.snapshot import checkpoint_file, contents
 from unicron.transition.snapshot.aside import Aside
 from unicron.transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX, Cuts
-from unicron.transition.snapshot.images import PAGE, SHARD, SUFFIX, BadImage, Found, Image, Key, digest, read_page
+from unicron.transition.snapshot.image_format import PAGE, SHARD, SUFFIX, BadImage, Found, Image, Key, digest, read_page
 from unicron.transition.snapshot.worker import Worker
 
 LASTING = (CUT_PREFIX, COPY_PREFIX)  # how the names of images begin that nobody writes over while they are of use
@@ -188,8 +188,8 @@ class BufferPool:
         failed, self._aside_failed = self._aside_failed, False
         if failed or (image := buffer.image) is None or self._folder is None or buffer.digest is None:
             return False
-        path = files.aside_path(self._folder, self.slot, iteration)
-        buffer.aside = self._worker.submit_or_run(lambda: files.set_aside(image.path, path, untrained))
+        path = checkpoint_file.aside_path(self._folder, self.slot, iteration)
+        buffer.aside = self._worker.submit_or_run(lambda: checkpoint_file.set_aside(image.path, path, untrained))
         self.aside.note_image(path, buffer.aside)
         return True
 
@@ -235,10 +235,10 @@ class BufferPool:
             return []
         if lacks is None:
             with contextlib.suppress(OSError):
-                files.remove_half_aside(folder, self.slot)
+                checkpoint_file.remove_half_aside(folder, self.slot)
         found: list[Found] = []
         for path in sorted(folder.iterdir()):
-            if path.name.startswith(LASTING) if lacks is not None else not path.name.startswith(files.ASIDE):
+            if path.name.startswith(LASTING) if lacks is not None else not path.name.startswith(checkpoint_file.ASIDE):
                 own = re.match(rf"{re.escape(self._own)}(\d+)\b", path.name)
                 self._number = max(self._number, int(own[1])) if own else self._number
                 try:
@@ -299,7 +299,7 @@ def _is_free(buffer: Buffer) -> bool:
     try:
         if buffer.aside is not None:
             wait([buffer.aside])
-        return not files.is_aside(buffer.image.path)
+        return not checkpoint_file.is_aside(buffer.image.path)
     except OSError:  # somebody has removed it: nobody would see what is written
         return False
 

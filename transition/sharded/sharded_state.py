@@ -29,7 +29,7 @@ from unicron.transition.snapshot import contents
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron.transition.snapshot.cuts import Cuts
 from unicron.transition.snapshot.frozen import Untrained
-from unicron.transition.snapshot.images import memory_folder
+from unicron.transition.snapshot.image_format import memory_folder
 from unicron.transition.snapshot.keeper import wanted_copies
 from unicron.transition.snapshot.local_state import LocalState
 from unicron.transition.snapshot.migrate import TrainingState

@@ -8,7 +8,7 @@ import contextlib
 from pathlib import Path
 
 from unicron.transition.iteration.rank_log import inform, warn
-from unicron.transition.snapshot import contents, images
+from unicron.transition.snapshot import contents, image_format
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer, load_image
 from unicron.transition.snapshot.folders import Found
 from unicron.transition.snapshot.migrate import TrainingState
@@ -30,7 +30,7 @@ class Beginnings:
     def __init__(self, memory: Path | None, checkpoints: Checkpoints | None, start: int, writer: Writer):
         self._memory, self._checkpoints, self._start, self._writer = memory, checkpoints, start, writer
         self.untouched = True  # the state is what the script has made
-        self._images: list[images.Found] = []
+        self._images: list[image_format.Found] = []
         self._files: list[Found] = []
         self._list_choices()
 
@@ -88,32 +88,32 @@ class Beginnings:
 
     def _list_choices(self) -> None:
         self._files = self._checkpoints.choices() if self._checkpoints is not None else []
-        there = images.inventory(self._memory, self._passed_over) if self._memory is not None else ()
+        there = image_format.inventory(self._memory, self._passed_over) if self._memory is not None else ()
         found = [each for each in there if self._is_mine(each)]
         self._images = sorted(found, key=lambda each: (each.key.iteration, each.key.base), reverse=True)
 
-    def _passed_over(self, error: images.BadImage) -> None:
+    def _passed_over(self, error: image_format.BadImage) -> None:
         if self.untouched:  # once, at the start: later on others are writing theirs
             warn(f"training state in memory passed over: {error}")
 
-    def _is_mine(self, found: images.Found) -> bool:
+    def _is_mine(self, found: image_format.Found) -> bool:
         """Whether the image is of this rank's place in this layout."""
         writer, key = self._writer, found.key
-        if (key.kind, key.place, key.size) != (images.STATE, writer.place, writer.size):
+        if (key.kind, key.place, key.size) != (image_format.STATE, writer.place, writer.size):
             return False
         try:
             return bool(contents.opened(found).head.layout == writer.layout)
-        except (images.BadImage, OSError) as error:
+        except (image_format.BadImage, OSError) as error:
             warn(f"training state in memory passed over: {error}")
             return False
 
-    def _take_image(self, state: TrainingState, found: images.Found) -> bool:
+    def _take_image(self, state: TrainingState, found: image_format.Found) -> bool:
         try:
             load_image(state, found.path)
-        except (images.BadImage, OSError) as error:
+        except (image_format.BadImage, OSError) as error:
             warn(f"training state in memory passed over: {error}")
-            with contextlib.suppress(OSError, images.BadImage):
-                if images.read_page(found.path) == found:  # nobody has overwritten it meanwhile
+            with contextlib.suppress(OSError, image_format.BadImage):
+                if image_format.read_page(found.path) == found:  # nobody has overwritten it meanwhile
                     found.path.unlink()
             return False
         return True

@@ -26,9 +26,9 @@ import torch
 
 from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import contents, folders, parts
-from unicron.transition.snapshot.files import DAMAGED, finished, folder_name, stem, unfinished
+from unicron.transition.snapshot.checkpoint_file import DAMAGED, finished, folder_name, stem, unfinished
 from unicron.transition.snapshot.folders import Found
-from unicron.transition.snapshot.images import SUFFIX, BadImage, Key, digest, file_front, read_page
+from unicron.transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
 from unicron.transition.snapshot.migrate import Settings, StateMismatch, TrainingState, as_before
 
 # Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up

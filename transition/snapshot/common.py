@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from unicron.transition.iteration.rank_log import warn
 from unicron.transition.snapshot import contents, tensor_transfer
-from unicron.transition.snapshot.images import FOLDER, SAME, USER, BadImage, inventory, memory_folder, read_page
+from unicron.transition.snapshot.image_format import FOLDER, SAME, USER, BadImage, inventory, memory_folder, read_page
 
 _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
 _NOTHING = [0, 0]  # bytes of what could not be read

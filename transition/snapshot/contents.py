@@ -12,8 +12,8 @@ import msgpack
 import torch
 
 from unicron.transition.seams import modules
-from unicron.transition.snapshot import files, parts
-from unicron.transition.snapshot.images import BadImage, Found, Image
+from unicron.transition.snapshot import checkpoint_file, parts
+from unicron.transition.snapshot.image_format import BadImage, Found, Image
 from unicron.transition.snapshot.migrate import Settings, TrainingState, as_plain, plain
 
 ALIGN = 64  # bytes: where a tensor may begin
@@ -77,7 +77,7 @@ class Gatherer:
 @dataclass
 class Head:
     """What is no tensor. layout: as people write it. step: the optimizer's, where it is in no tensor. untrained: the
-    mark of the image whose data stand behind these in a file (:mod:`unicron.transition.snapshot.files`). about: which
+    mark of the image whose data stand behind these in a file (:mod:`checkpoint_file`). about: which
     tensors there are (:class:`Contents`)."""
 
     iteration: int
@@ -219,7 +219,7 @@ def opened(found: Found) -> Opened:
     head, mapped = found.read()
     data = raw(mapped)
     try:
-        told = Head(**msgpack.unpackb(files.file_head(found.key, head), strict_map_key=False))
+        told = Head(**msgpack.unpackb(checkpoint_file.file_head(found.key, head), strict_map_key=False))
         about = msgpack.unpackb(told.about, strict_map_key=False)
         tensors, at = [], 0
         for kind, count, *where in about["tensors"]:

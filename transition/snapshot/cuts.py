@@ -11,8 +11,8 @@ from typing import NamedTuple
 import msgpack
 
 from unicron.detector.processes.rank_messages import Cut
+from unicron.transition.snapshot.image_format import Image, Key, write_note
 from unicron.transition.snapshot.image_ring import ImageRing, ring_paths
-from unicron.transition.snapshot.images import Image, Key, write_note
 
 NOTE = "cut.msgpack"  # beside the images
 CUT_PREFIX = "cut-"  # names of images that the next ones do not overwrite

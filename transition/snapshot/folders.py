@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from unicron.transition.snapshot.files import DAMAGED
-from unicron.transition.snapshot.images import Key
+from unicron.transition.snapshot.checkpoint_file import DAMAGED
+from unicron.transition.snapshot.image_format import Key
 
 STALE_SECONDS = 86400.0  # a file that was being written when its writer died
 _FOLDER = re.compile(r"iteration-(\d+)")

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from unicron.transition.snapshot import contents
 from unicron.transition.snapshot.cuts import Cuts
+from unicron.transition.snapshot.image_format import UNTRAINED, BadImage, Image, Key, inventory
 from unicron.transition.snapshot.image_ring import ImageRing, ring_paths
-from unicron.transition.snapshot.images import UNTRAINED, BadImage, Image, Key, inventory
 from unicron.transition.snapshot.migrate import TrainingState
 from unicron.transition.snapshot.tensor_transfer import broadcast_bytes, checksum
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from unicron.transition.snapshot.files import is_aside
-from unicron.transition.snapshot.images import SUFFIX, Image, Key, inventory
+from unicron.transition.snapshot.checkpoint_file import is_aside
+from unicron.transition.snapshot.image_format import SUFFIX, Image, Key, inventory
 
 BUFFERS = 2
 

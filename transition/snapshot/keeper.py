@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from unicron.transition.iteration.rank_log import warn
-from unicron.transition.snapshot import contents, files
+from unicron.transition.snapshot import checkpoint_file, contents
 from unicron.transition.snapshot.aside import Aside
 from unicron.transition.snapshot.cuts import Cuts
+from unicron.transition.snapshot.image_format import STATE, Image, Key, inventory, memory_folder
 from unicron.transition.snapshot.image_ring import ImageRing, ring_paths
-from unicron.transition.snapshot.images import STATE, Image, Key, inventory, memory_folder
 from unicron.transition.snapshot.worker import Worker
 
 EVERY = "UNICRON_MEMORY_EVERY"
@@ -103,7 +103,7 @@ class Keeper:
         self.wait_whole()
         found = gatherer.contents()
         head = contents.head_of(gatherer.state, found.about, iteration, writer.layout)
-        path = files.aside_path(self.folder, self.slot, iteration) if aside else None
+        path = checkpoint_file.aside_path(self.folder, self.slot, iteration) if aside else None
         key = writer.key(iteration, STATE, self.slot, base)
         task = _Copy(key, head, found, found.still(), _event(found.tensors), path)
         self._copied.clear()
@@ -211,7 +211,7 @@ class Keeper:
         self._copied.set()
         ring.finish(image, task.key, task.head, found.size)
         if task.aside is not None:
-            files.set_aside(image.path, task.aside)
+            checkpoint_file.set_aside(image.path, task.aside)
         self.needed = -1
         if self.trouble:
             self._say("the training state is kept in memory again")

@@ -10,8 +10,8 @@ from pathlib import Path
 from unicron.detector.processes.rank_messages import Cut, Fetch, MemoryMessage, Plan, Save, Saved
 from unicron.transition.snapshot.aside import Aside
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
+from unicron.transition.snapshot.checkpoint_file import Destination, note_destination
 from unicron.transition.snapshot.cuts import Cuts
-from unicron.transition.snapshot.files import Destination, note_destination
 from unicron.transition.snapshot.migrate import TrainingState
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from unicron.transition.seams.modules import copy_all
-from unicron.transition.snapshot.images import digest
+from unicron.transition.snapshot.image_format import digest
 
 PIECE = 1 << 26  # bytes that are sent at a time: a large tensor on a slow link shows that it gets on
 CHUNK = 1 << 18  # 64-bit words that are summed at a time: their weights stay in the cache

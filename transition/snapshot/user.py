@@ -24,8 +24,8 @@ from unicron.transition.iteration.rank_log import warn
 from unicron.transition.snapshot import contents
 from unicron.transition.snapshot.common import World, choices
 from unicron.transition.snapshot.cuts import CUT_PREFIX, Cuts, read_cut_note
+from unicron.transition.snapshot.image_format import SAME, USER, Image, Key, inventory
 from unicron.transition.snapshot.image_ring import ImageRing, ring_paths
-from unicron.transition.snapshot.images import SAME, USER, Image, Key, inventory
 from unicron.transition.snapshot.worker import Worker
 
 _TENSOR, _TUPLE = 1, 2  # MessagePack's codes for what it does not know

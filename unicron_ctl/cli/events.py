@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.errors import UserError
@@ -66,4 +66,4 @@ def _line(event: dict[str, Any]) -> str:
     rest = event.get("reason") or ", ".join(
         f"{k}={v}" for k, v in event.items() if k not in ("id", "time", "job", "generation", "kind")
     )
-    return f"{listings.clock(event['time'])} {event['kind']}{job}{generation}: {' '.join(str(rest).split())}"
+    return f"{status_tables.clock(event['time'])} {event['kind']}{job}{generation}: {' '.join(str(rest).split())}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Explanation
 from unicron.ctl.protocol.client import as_struct, ask_controller
@@ -39,4 +39,4 @@ def command(job: str, as_json: bool, controller: str | None) -> None:
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        show(listings.explanation(as_struct(data, Explanation)))
+        show(status_tables.explanation(as_struct(data, Explanation)))

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Job
 from unicron.ctl.protocol.client import as_struct, ask_controller
@@ -22,4 +22,4 @@ def command(as_json: bool, controller: str | None) -> None:
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        show([listings.jobs(as_struct(data, list[Job]))])
+        show([status_tables.jobs(as_struct(data, list[Job]))])

@@ -10,7 +10,7 @@ import time
 
 import click
 
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Status
 from unicron.ctl.protocol.client import as_struct, ask_controller
@@ -33,7 +33,7 @@ def command(as_json: bool, watch: bool, interval: float, controller: str | None)
     if as_json:
         click.echo(json.dumps(data, indent=2))
     elif not watch:
-        show(listings.status(as_struct(data, Status)))
+        show(status_tables.status(as_struct(data, Status)))
     else:
         _watch(as_struct(data, Status), interval, controller)
 
@@ -42,12 +42,12 @@ def _watch(data: Status, interval: float, controller: str | None) -> None:
     from rich.live import Live
 
     try:
-        with Live(listings.watched(data), console=listings.console(), auto_refresh=False) as live:
+        with Live(status_tables.watched(data), console=status_tables.console(), auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
                 try:
                     data = as_struct(ask_controller({"kind": "status"}, controller), Status)
-                    live.update(listings.watched(data), refresh=True)
+                    live.update(status_tables.watched(data), refresh=True)
                 except UserError as error:  # its death is no event for the jobs, so it is none here either
                     live.update(f"{error}\n(still trying)", refresh=True)
     except KeyboardInterrupt:

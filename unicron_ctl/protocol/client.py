@@ -19,7 +19,7 @@ from unicron.ctl.system.addresses import Target
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
 if TYPE_CHECKING:
-    from unicron.ctl.protocol.hello import Hello
+    from unicron.ctl.protocol.controller_discovery import Hello
 
 
 def ask_controller(question: Mapping[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
@@ -30,8 +30,8 @@ def ask_controller(question: Mapping[str, Any], address: str | None = None, time
     """
     import zmq
 
+    from unicron.ctl.protocol.controller_discovery import Hello
     from unicron.ctl.protocol.encryption import PLAIN, public_key, secure_client
-    from unicron.ctl.protocol.hello import Hello
 
     arguments = dict(question)
     what = arguments.pop("kind")

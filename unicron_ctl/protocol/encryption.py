@@ -2,7 +2,7 @@
 known by the key of its connection (docs/design/trust.md).
 
 The controller's secret lies in its state folder and is made at its first start. Its public key is in the configuration,
-or peers ask for it (`protocol.hello`). Peers make a key pair of their own; a munge credential says whose it is.
+or peers ask for it (`controller_discovery`). Peers make a key pair of their own; a munge credential says whose it is.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import zmq
 
 from unicron.ctl.agent.connections.containment import Containment
 from unicron.ctl.agent.connections.controller_connection import Line
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.connections.job_log import JobLog
 from unicron.ctl.agent.connections.outbox import Outbox
 from unicron.ctl.agent.connections.polling import Polling

@@ -16,10 +16,10 @@ from typing import TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.protocol import claims, wire
+from unicron.ctl.protocol.controller_discovery import HELLO_SECONDS, Found, Hello
 from unicron.ctl.protocol.encryption import PLAIN, new_pair, public_key, secure_client
-from unicron.ctl.protocol.hello import HELLO_SECONDS, Found, Hello
 from unicron.ctl.protocol.munge import MungeError, make_credential
 from unicron.ctl.protocol.reach import first_open
 from unicron.ctl.settings.config_file import load

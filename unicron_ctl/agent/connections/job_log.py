@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.system.errors import one_line
 from unicron.detector.processes.job_output import standard_error
 from unicron.detector.processes.log_format import log_line

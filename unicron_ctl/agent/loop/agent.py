@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from unicron.ctl.agent.connections.connections import connect
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.connections.rank_socket import from_rank
 from unicron.ctl.agent.connections.signals import ENDING, FORWARDED, SAVES, SignalPipe
 from unicron.ctl.agent.loop.controller_registration import Registration
@@ -85,7 +85,7 @@ class Agent:
         self.registration = Registration(place, self.identity, net, self._witness.door, self._stand_in.address, copies)
         environment = {**os.environ, "PYTHONPATH": package_path(os.environ)}
         self._store: Store = StoreProcess(
-            self.command, environment, self._host.warmth.fork, watch, unwatch, tell, self.log.warn
+            self.command, environment, self._host.warm_start.fork, watch, unwatch, tell, self.log.warn
         )
         self._signals = SignalPipe()
         self._watch_all()
@@ -133,7 +133,7 @@ class Agent:
         try:
             attempt("watch the node", self._watch_node)
             attempt("adopt what its ranks leave behind", adopt_orphans)
-            attempt("start the zygote", lambda: self._host.warmth.start_zygote(*self._environments(), os.environ))
+            attempt("start the zygote", lambda: self._host.warm_start.start_zygote(*self._environments(), os.environ))
             attempt("start the rendezvous store", self._store.start)
             for rank in self.ranks.values():
                 if not rank.alive:
@@ -155,7 +155,7 @@ class Agent:
             ("end the files", lambda: self._snapshots.files.close(FILES_SECONDS if self._ending.final else 0.0)),
             ("save the training state", lambda: self._ending.save()),
             ("end the store", self._store.close),
-            ("end the zygote", self._host.warmth.close),
+            ("end the zygote", self._host.warm_start.close),
             ("give up what ranks left behind", partial(adopt_orphans, False)),
             ("end the metrics", self._reports.sampling.close),
             ("close the line to the controller", self._net.line.close),
@@ -184,7 +184,7 @@ class Agent:
             ("report", partial(self._reports.on_timer, now)),
             ("look after the memory", partial(self._snapshots.memory.touch_folder, now)),
             ("look after the copies", partial(self._snapshots.copies.give_cut, now)),
-            ("look after the zygote", lambda: self._host.warmth.on_timer(now, self._child_pid)),
+            ("look after the zygote", lambda: self._host.warm_start.on_timer(now, self._child_pid)),
             ("look after the processes", lambda: self._host.processes.on_timer(self.ranks.values())),
             ("begin what was forked", self._complete_starts),
             ("answer at the door", self._witness.door.answer),
@@ -206,7 +206,7 @@ class Agent:
         waits = (
             self._stand_in.participant.seconds_to_tick(now),
             self._dumps.timeout,
-            self._host.warmth.timeout(now),
+            self._host.warm_start.timeout(now),
             self._snapshots.copies.seconds_to_cut(now),
         )
         until = now + min(*waits, self._host.processes.timeout(self.ranks.values(), now))
@@ -235,7 +235,7 @@ class Agent:
     def _complete_starts(self) -> None:
         """Start the processes that were forked."""
         self._store.complete_start()
-        self._host.warmth.start_forked_ranks()
+        self._host.warm_start.start_forked_ranks()
 
     def _end_if_over(self, now: float) -> None:
         self._ending.end_if_over(now - self._last_heard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from unicron.ctl.agent.connections.connections import Connections
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.snapshots.peer_copies import Copies
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.reach import Door

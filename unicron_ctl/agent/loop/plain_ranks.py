@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.loop.agent import Agent
 from unicron.ctl.agent.ranks.fence import Fence
 from unicron.ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path

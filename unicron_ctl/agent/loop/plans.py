@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from unicron.ctl.protocol import shared_plans, wire
-from unicron.transition.snapshot.images import SHARD, Key
+from unicron.transition.snapshot.image_format import SHARD, Key
 
 PLANS_HELD = 4  # the ranks are in one of the last
 AT_WORK = frozenset({"entering", "running"})  # states of ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.loop.step_reports import StepReports
 from unicron.ctl.agent.node.node_watch import NodeWatch
 from unicron.ctl.agent.node.sampling import Sampling

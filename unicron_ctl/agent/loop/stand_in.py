@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unicron.ctl.agent.connections.connections import Connections
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.connections.peer_connections import Peers
 from unicron.ctl.consensus.participant import Participant
 from unicron.ctl.protocol import peer_messages, structs, wire

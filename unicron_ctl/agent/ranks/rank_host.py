@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unicron.ctl.agent.connections.connections import Connections
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.ranks.rank_processes import Processes
 from unicron.ctl.agent.ranks.ranks import Environment, Rank, rank_environment
-from unicron.ctl.agent.ranks.warm_start import Warmth
+from unicron.ctl.agent.ranks.warm_start import WarmStart
 
 
 @dataclass
@@ -22,7 +22,7 @@ class RankHost:
     ranks: dict[int, Rank]
     environment: Environment
     processes: Processes
-    warmth: Warmth
+    warm_start: WarmStart
 
 
 def host_ranks(
@@ -40,5 +40,5 @@ def host_ranks(
     made = rank_environment(place, net.ranks.endpoint, dict(environment), told)
     ranks = {slot: Rank(slot, local, command, made) for local, slot in enumerate(place.slots)}
     processes = Processes(net, hear, ended, tell)
-    warmth = Warmth(ranks, command, net, processes.attend)
-    return RankHost(ranks, made, processes, warmth)
+    warm_start = WarmStart(ranks, command, net, processes.attend)
+    return RankHost(ranks, made, processes, warm_start)

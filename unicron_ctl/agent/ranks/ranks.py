@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 import unicron
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter
 from unicron.ctl.protocol import ranges, structs
 from unicron.detector.failures.classify import default_classifier

@@ -1,4 +1,4 @@
-"""Whether and with what an agent's ranks start warm: it has the zygote made, and looks after what comes of it."""
+"""Starts the zygote, and supervises its forks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SESSION_NEEDS = (
 )
 
 
-class Warmth:
+class WarmStart:
     """Starts this agent's ranks as forks of a preloaded process, where it can.
 
     attend: for a rank that has its process at last.

@@ -17,8 +17,8 @@ from pathlib import Path
 from unicron.ctl.agent.snapshots.last_checkpoint import Before, LastCheckpoint
 from unicron.ctl.agent.snapshots.node_memory import Memory
 from unicron.ctl.system.mailbox import Mailbox
-from unicron.transition.snapshot import files, folders
-from unicron.transition.snapshot.images import BadImage, Found, Key, read_page
+from unicron.transition.snapshot import checkpoint_file, folders
+from unicron.transition.snapshot.image_format import BadImage, Found, Key, read_page
 
 FILE_LOOK_SECONDS = 0.5
 MOST_LOOK_SECONDS = 60.0  # between two looks whether a checkpoint is whole, each twice as long after the last one
@@ -84,20 +84,20 @@ class Files:
         self._write_asides(self._memory.folder)
 
     def _write_asides(self, memory: Path | None) -> None:
-        where = files.destination(memory) if memory is not None else None
+        where = checkpoint_file.destination(memory) if memory is not None else None
         if memory is None or where is None:
             if self._asked and memory is not None:
                 self._say("no checkpoint is written: the script gives its session no `checkpoints`")
                 self._asked = False
             return
-        for found in files.asides(memory, self._spoiled):
+        for found in checkpoint_file.asides(memory, self._spoiled):
             if not self._ends.is_set():
                 self._write(found, where)
         self._prune(where)
 
-    def _write(self, found: Found, where: files.Destination) -> None:
+    def _write(self, found: Found, where: checkpoint_file.Destination) -> None:
         try:
-            path = files.persist(found, where.folder, self._pace())
+            path = checkpoint_file.persist(found, where.folder, self._pace())
             self._said(f"the training state of iteration {found.key.iteration} was saved in {path.parent}", False)
             self.results.put(found.key.iteration)
         except _Ended:
@@ -108,11 +108,11 @@ class Files:
             self._said(f"{what}: {_words(error)}: {again}", True)
         with contextlib.suppress(OSError, BadImage):
             if read_page(found.path) == found:  # else a rank has set aside another one meanwhile
-                files.release_aside(found.path)
+                checkpoint_file.release_aside(found.path)
         if folders.prunes(found.key):
             self._first, self._prune_at, self._pause = found.key.iteration, 0.0, FILE_LOOK_SECONDS
 
-    def _prune(self, where: files.Destination) -> None:
+    def _prune(self, where: checkpoint_file.Destination) -> None:
         """Remove what is older, when the others have written their files, too. Where this agent ends before, that is
         done with the next checkpoint."""
         now = time.monotonic()

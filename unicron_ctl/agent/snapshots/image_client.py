@@ -11,7 +11,7 @@ import msgspec
 
 from unicron.ctl.agent.snapshots import image_stream as stream
 from unicron.ctl.system.addresses import split
-from unicron.transition.snapshot.images import BadImage, Found, Key
+from unicron.transition.snapshot.image_format import BadImage, Found, Key
 
 
 def put(

@@ -16,7 +16,7 @@ import msgspec
 
 from unicron.ctl.agent.snapshots import image_stream as stream
 from unicron.ctl.system.addresses import join, listen_at
-from unicron.transition.snapshot.images import BadImage
+from unicron.transition.snapshot.image_format import BadImage
 
 PROOF_SECONDS = 5.0  # for the whole proof
 PAUSE_SECONDS = 0.5  # after a connection that could not be taken

@@ -35,7 +35,7 @@ import msgspec
 import xxhash
 
 from unicron.transition.snapshot.cuts import COPY_PREFIX
-from unicron.transition.snapshot.images import (
+from unicron.transition.snapshot.image_format import (
     COPIED,
     PAGE,
     STATE,

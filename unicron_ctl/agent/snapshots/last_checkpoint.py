@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from unicron.transition.snapshot import files, folders
+from unicron.transition.snapshot import checkpoint_file, folders
 from unicron.transition.snapshot.folders import Part
-from unicron.transition.snapshot.images import SHARD, STATE, BadImage, Found, Key, inventory
+from unicron.transition.snapshot.image_format import SHARD, STATE, BadImage, Found, Key, inventory
 
 NEWEST = 2  # iterations of each part that are written
 WRITERS = 3  # nodes that have the same place: the first writes it, the others what those before did not
@@ -38,7 +38,7 @@ class LastCheckpoint:
     ):
         self._memory, self._turn_of, self._say, self._prunes = folder, turn, say, prunes
         self._ends = ends or threading.Event()
-        self._where = files.destination(folder) if folder is not None else None
+        self._where = checkpoint_file.destination(folder) if folder is not None else None
 
     def write(self, cuts: Sequence[int] = ()) -> None:
         """Write the newest two states of each place. Ranks end in the middle of a copy, so another node may have the
@@ -102,7 +102,7 @@ class LastCheckpoint:
         images = sorted(images, reverse=last_first, key=lambda each: folders.part_of(each.key))
         for found in sorted(images, reverse=True, key=lambda each: _age(each.key)):
             try:
-                path = files.persist(found, self._where.folder)
+                path = checkpoint_file.persist(found, self._where.folder)
                 self._say(f"the training state of iteration {found.key.iteration} was saved in {path.parent}")
             except Exception as error:  # whatever it is: the others are saved
                 why = str(error) or type(error).__name__
@@ -129,6 +129,6 @@ def _is_part(found: Found) -> bool:
     if found.key.kind not in (STATE, SHARD):
         return False
     try:
-        return bool(files.file_head(found.key, found.read()[0]))
+        return bool(checkpoint_file.file_head(found.key, found.read()[0]))
     except (OSError, BadImage, ValueError, TypeError):
         return False

@@ -1,7 +1,7 @@
 """The node's shared memory for one job: training state that outlives a rank, its requeue and its agent
 (docs/design/memory.md).
 
-The agent makes the folder and says where it is; the ranks write images there (:mod:`snapshot.images`). It is
+The agent makes the folder and says where it is; the ranks write images there (:mod:`snapshot.image_format`). It is
 held by a lock as long as an agent of the job lives on the node. What nobody holds was left by an agent that was killed
 or told to end: it stays for an element that comes back, and is removed when it has been forgotten for long enough, by
 the next agent of another job of its user or by an epilog.
@@ -25,8 +25,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from unicron.ctl.agent.connections.identity import Place, memory_every
-from unicron.transition.snapshot.images import FOLDER
+from unicron.ctl.agent.connections.job_environment import Place, memory_every
+from unicron.transition.snapshot.image_format import FOLDER
 from unicron.transition.snapshot.shared_memory import AWAY
 
 BASE = "UNICRON_MEMORY_DIR"

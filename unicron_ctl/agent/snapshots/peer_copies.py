@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from unicron.ctl.agent.connections.identity import Place, memory_every, memory_rate
 from unicron.ctl.agent.connections.interfaces import collectives_address
+from unicron.ctl.agent.connections.job_environment import Place, memory_every, memory_rate
 from unicron.ctl.agent.snapshots import image_client, image_server, image_stream
 from unicron.ctl.protocol import ranges, structs, wire
 from unicron.ctl.system.mailbox import Mailbox
 from unicron.transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
-from unicron.transition.snapshot.images import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
+from unicron.transition.snapshot.image_format import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
 from unicron.transition.snapshot.worker import Worker
 
 CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from unicron.ctl.agent.connections.identity import Place, memory_rate
+from unicron.ctl.agent.connections.job_environment import Place, memory_rate
 from unicron.ctl.agent.snapshots.checkpoint_files import Files
 from unicron.ctl.agent.snapshots.last_checkpoint import Before, LastCheckpoint
 from unicron.ctl.agent.snapshots.node_memory import Memory
 from unicron.ctl.agent.snapshots.peer_copies import Copies
 from unicron.ctl.protocol import wire
-from unicron.transition.snapshot.images import Key
+from unicron.transition.snapshot.image_format import Key
 
 
 @dataclass

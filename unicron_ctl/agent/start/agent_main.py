@@ -24,7 +24,7 @@ from unicron.ctl.system import program as programs
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
 if TYPE_CHECKING:
-    from unicron.ctl.agent.connections.identity import Place
+    from unicron.ctl.agent.connections.job_environment import Place
     from unicron.ctl.agent.loop.agent import Agent
 
 REGISTER_TIMEOUT = "10"  # seconds to find the controller before the job runs unprotected
@@ -139,7 +139,7 @@ def prepare(
     what makes no sense."""
     chosen = check_command(command, asked)
     # Only now: they import `transition`, which a file of the user's may hide.
-    from unicron.ctl.agent.connections.identity import number, read_place
+    from unicron.ctl.agent.connections.job_environment import number, read_place
     from unicron.ctl.agent.connections.stated_layouts import LAYOUTS
 
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")

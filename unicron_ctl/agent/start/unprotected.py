@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.connections.job_log import JobLog
 from unicron.ctl.agent.connections.signals import ENDING, ENDING_SECONDS, SignalPipe
 from unicron.ctl.agent.ranks.rank_processes import HOLD_SECONDS

@@ -17,7 +17,7 @@ from unicron.ctl.controller.model.view import View
 from unicron.ctl.controller.replication.receivers import Away, targets_by_element
 from unicron.ctl.controller.replication.strategy import LEAD_SECONDS, Pace, ReplicationStrategy, Stored, with_memory
 from unicron.ctl.protocol import structs
-from unicron.transition.snapshot.images import SAME, USER
+from unicron.transition.snapshot.image_format import SAME, USER
 
 HEARD_SECONDS = 1.0  # how old the word of an agent may be
 

@@ -22,7 +22,7 @@ from unicron.ctl.protocol import structs
 from unicron.ctl.protocol.structs import RankStatus
 from unicron.transition.generations import layout
 from unicron.transition.generations.sharding import MARK_BITS, named, partner_shifts
-from unicron.transition.snapshot.images import SHARD, UNTRAINED
+from unicron.transition.snapshot.image_format import SHARD, UNTRAINED
 
 Part = tuple[int, int]  # (place, shard)
 Where = dict[str, tuple[AgentView, structs.Image]]  # node -> who has it

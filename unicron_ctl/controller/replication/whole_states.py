@@ -17,7 +17,7 @@ from unicron.ctl.controller.replication.receivers import NOBODY, Away, targets_b
 from unicron.ctl.controller.replication.strategy import ReplicationStrategy, State, Stored, with_memory
 from unicron.ctl.protocol import structs
 from unicron.ctl.protocol.structs import RankStatus
-from unicron.transition.snapshot.images import STATE
+from unicron.transition.snapshot.image_format import STATE
 
 MIN_ITERATION_SECONDS = 1e-3
 

@@ -32,8 +32,8 @@ from unicron.ctl.controller.server.question_queue import Answered, Asked, Questi
 from unicron.ctl.controller.server.sockets import bind
 from unicron.ctl.controller.server.worker import Result, Worker
 from unicron.ctl.protocol import claims, datagrams, wire
+from unicron.ctl.protocol.controller_discovery import HELLO_BYTES
 from unicron.ctl.protocol.encryption import NONE, PLAIN, secret_of_server
-from unicron.ctl.protocol.hello import HELLO_BYTES
 from unicron.ctl.protocol.listener import Connection, Listener
 from unicron.ctl.protocol.reach import door_at
 from unicron.ctl.protocol.zmtp import Keys

@@ -16,7 +16,7 @@ from unicron.transition.seams import elastic_buckets, process_groups
 from unicron.transition.seams.table import UnsupportedLayout
 from unicron.transition.sharded.buffer_pool import BufferPool
 from unicron.transition.sharded.shards import STATES, Shards, named
-from unicron.transition.snapshot import contents, files, images
+from unicron.transition.snapshot import checkpoint_file, contents, image_format
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron.transition.snapshot.frozen import Untrained
 from unicron.transition.snapshot.migrate import TrainingState
@@ -279,8 +279,8 @@ def not_trained(model) -> list[torch.Tensor]:
     return [rest.weight.data, rest.biases, rest.mask]
 
 
-def shards_in(memory: Path) -> list[images.Found]:
-    return [found for found in images.inventory(memory) if found.key.kind == images.SHARD]
+def shards_in(memory: Path) -> list[image_format.Found]:
+    return [found for found in image_format.inventory(memory) if found.key.kind == image_format.SHARD]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -289,7 +289,7 @@ def test_images_of_shards_are_files_that_ranks_of_another_number_read(build, tmp
     memory, saves = tmp_path / "memory", tmp_path / "saves"
     kept_by(build, memory, dtype, frozen)
     for found in shards_in(memory):
-        files.persist(found, saves)
+        checkpoint_file.persist(found, saves)
     model, optimizer = build(MOST, 0, dtype, frozen=frozen)
     become(model, optimizer, 2, 1)
     state = TrainingState([model], optimizer, None)
@@ -308,11 +308,11 @@ def test_images_of_shards_are_files_that_ranks_of_another_number_read(build, tmp
 def test_what_is_not_trained_is_checked_with_the_shard_in_front_of_it(build, tmp_path, capfd):
     memory, saves = tmp_path / "memory", tmp_path / "saves"
     kept_by(build, memory, torch.float32, frozen=True)
-    first = files.persist(shards_in(memory)[0], saves)
+    first = checkpoint_file.persist(shards_in(memory)[0], saves)
     for found in shards_in(memory):
-        files.persist(found, saves)
+        checkpoint_file.persist(found, saves)
     data = bytearray(first.read_bytes())
-    data[images.read_page(first).used - 60] ^= 1  # of the biases
+    data[image_format.read_page(first).used - 60] ^= 1  # of the biases
     first.write_bytes(data)
     model, optimizer = build(MOST, 0, torch.float32, frozen=True)
     with pytest.raises(CheckpointError, match="no checkpoint can be read"):
@@ -327,9 +327,9 @@ def test_without_what_is_not_trained_there_is_no_file_of_the_first_shard_and_the
         image = bytearray(path.read_bytes())
         path.write_bytes(image[:12] + bytes(4) + image[16:])  # torn
     first, *others = shards_in(memory)
-    with pytest.raises(images.BadImage, match="what of the model is not trained is not in memory"):
-        files.persist(first, saves)
-    assert [files.persist(found, saves).exists() for found in others] == [True, True]
+    with pytest.raises(image_format.BadImage, match="what of the model is not trained is not in memory"):
+        checkpoint_file.persist(first, saves)
+    assert [checkpoint_file.persist(found, saves).exists() for found in others] == [True, True]
     assert not Checkpoints(saves).found() and not list(saves.glob("*/*.new"))
 
 

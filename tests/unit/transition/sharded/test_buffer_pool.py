@@ -15,9 +15,9 @@ import torch
 from unicron.detector.processes.rank_messages import Cut
 from unicron.transition.sharded import buffer_pool
 from unicron.transition.sharded.buffer_pool import BufferPool, claimant
-from unicron.transition.snapshot import contents, files, images
+from unicron.transition.snapshot import checkpoint_file, contents, image_format
 from unicron.transition.snapshot.cuts import Cuts, Wanted
-from unicron.transition.snapshot.images import PAGE, SHARD, BadImage, Found, Key, read_page
+from unicron.transition.snapshot.image_format import PAGE, SHARD, BadImage, Found, Key, read_page
 
 ELEMENTS = 3000
 CPU = torch.device("cpu")
@@ -237,10 +237,10 @@ def test_a_bit_that_flips_in_a_living_ranks_memory_is_seen(store, said):
 
 
 def test_without_a_folder_nothing_is_written(monkeypatch, tmp_path):
-    monkeypatch.delenv(images.FOLDER, raising=False)
-    assert images.memory_folder() is None
-    monkeypatch.setenv(images.FOLDER, str(tmp_path))
-    assert images.memory_folder() == tmp_path
+    monkeypatch.delenv(image_format.FOLDER, raising=False)
+    assert image_format.memory_folder() is None
+    monkeypatch.setenv(image_format.FOLDER, str(tmp_path))
+    assert image_format.memory_folder() == tmp_path
     store = BufferPool(None, 3, CPU)
     assert keep(store, 1.0, key(3)).image is None and store.claim([3], 0, 1, usable) == []
 
@@ -280,7 +280,7 @@ def test_what_is_set_aside_stays_until_the_agent_has_made_its_file(tmp_path, sto
     store.give_back(room)
     for version in (5, 6):
         store.give_back(keep(store, float(version), key(3, version)))
-    (due,) = files.asides(tmp_path)
+    (due,) = checkpoint_file.asides(tmp_path)
     assert due.key.iteration == 4 and contents.read(due)[1].view(torch.float32).mean() == 4.0
     assert len(list(tmp_path.glob("shard-3.*"))) == 1, "the room of what is due was not used again"
     due.path.unlink()
@@ -291,7 +291,7 @@ def test_what_could_not_be_set_aside_is_missed_until_somebody_has_heard_of_it(st
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files, "set_aside", full)
+    monkeypatch.setattr(checkpoint_file, "set_aside", full)
     room = keep(store, 4.0, key(3, 4))
     assert store.set_aside(room, 4)
     store.wait_whole()
@@ -405,5 +405,5 @@ def test_where_no_thread_is_to_be_had_images_become_whole_all_the_same(tmp_path,
     monkeypatch.setattr(threading.Thread, "start", refuse)
     kept = keep(store, 4.0, key(3, 4))
     assert store.set_aside(kept, 4) and store.aside.is_open
-    (found,) = files.asides(tmp_path)
+    (found,) = checkpoint_file.asides(tmp_path)
     assert found.key.iteration == 4

@@ -9,7 +9,7 @@ from tests.support.kept import WRITER, beginnings, everything, kept, same, spoil
 from unicron.transition.snapshot.beginnings import Beginnings, Unusable
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron.transition.snapshot.contents import Gatherer
-from unicron.transition.snapshot.images import SUFFIX, inventory
+from unicron.transition.snapshot.image_format import SUFFIX, inventory
 from unicron.transition.snapshot.keeper import Keeper
 
 

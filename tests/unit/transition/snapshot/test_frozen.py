@@ -7,7 +7,7 @@ import torch
 
 from unicron.transition.snapshot.cuts import Cuts, Wanted
 from unicron.transition.snapshot.frozen import Untrained
-from unicron.transition.snapshot.images import UNTRAINED, inventory, read_page
+from unicron.transition.snapshot.image_format import UNTRAINED, inventory, read_page
 from unicron.transition.snapshot.migrate import TrainingState
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from unicron.transition.snapshot import cuts
+from unicron.transition.snapshot.image_format import Key
 from unicron.transition.snapshot.image_ring import ImageRing
-from unicron.transition.snapshot.images import Key
 
 
 @pytest.fixture

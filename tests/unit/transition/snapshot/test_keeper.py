@@ -15,11 +15,11 @@ from tests.support.kept import WRITER, beginnings, everything, iterations, kept,
 from unicron.detector.processes.rank_messages import Cut, Save
 from unicron.transition.iteration.exchange import Said
 from unicron.transition.session.save_schedule import SaveSchedule
-from unicron.transition.snapshot import contents, files, images
+from unicron.transition.snapshot import checkpoint_file, contents, image_format
 from unicron.transition.snapshot.checkpoint import Checkpoints
 from unicron.transition.snapshot.contents import Gatherer
+from unicron.transition.snapshot.image_format import BadImage, inventory, read_page
 from unicron.transition.snapshot.image_ring import ImageRing
-from unicron.transition.snapshot.images import BadImage, inventory, read_page
 from unicron.transition.snapshot.keeper import Keeper, Settings
 from unicron.transition.snapshot.whole_state import WholeState
 
@@ -158,7 +158,7 @@ def test_a_full_memory_is_said_once_and_tried_again_at_a_growing_distance(tmp_pa
 
     keeper, gatherer = Keeper(tmp_path, 0, 1, said.append), Gatherer(training())
     with monkeypatch.context() as broken:
-        broken.setattr(images.os, "posix_fallocate", full)
+        broken.setattr(image_format.os, "posix_fallocate", full)
         for now in range(1, 20):
             keeper.copy(gatherer, now, 1, WRITER)
             keeper.wait_whole()
@@ -196,17 +196,17 @@ def test_an_agent_makes_a_checkpoint_of_an_image(tmp_path):
     memory = tmp_path / "memory"
     memory.mkdir()
     kept(memory, state, 4, 5)
-    files.note_destination(memory, files.Destination(saves, 3))
-    assert files.destination(memory) == (saves.resolve(), 3) and files.destination(tmp_path) is None
+    checkpoint_file.note_destination(memory, checkpoint_file.Destination(saves, 3))
+    assert checkpoint_file.destination(memory) == (saves.resolve(), 3) and checkpoint_file.destination(tmp_path) is None
     for found in inventory(memory):
-        path = files.persist(found, saves)
-        assert path.name == WRITER.name and files.persist(found, saves) == path
+        path = checkpoint_file.persist(found, saves)
+        assert path.name == WRITER.name and checkpoint_file.persist(found, saves) == path
     assert [each.iteration for each in Checkpoints(saves).found()] == [5, 4]
     assert Checkpoints(saves).load(other) == 5
     assert same(everything(other), everything(state))
     spoil(path)
     assert Checkpoints(saves).load(other) == 4, "the newest is damaged"
-    files.persist(found, saves)
+    checkpoint_file.persist(found, saves)
     assert Checkpoints(saves).load(other) == 5, "written again it is sound"
 
 
@@ -214,7 +214,7 @@ def test_an_image_that_is_overwritten_meanwhile_makes_no_file(tmp_path, monkeypa
     kept(tmp_path, training(), 4)
     (found,) = inventory(tmp_path)
     with pytest.raises(BadImage, match="overwritten"):
-        files.persist(found, tmp_path / "saves", lambda size: kept(tmp_path, training(seed=2), 5, 6) and None)
+        checkpoint_file.persist(found, tmp_path / "saves", lambda size: kept(tmp_path, training(seed=2), 5, 6) and None)
     assert not list((tmp_path / "saves").glob("*/*"))
 
 
@@ -229,27 +229,27 @@ def test_what_is_set_aside_stays_as_it_is_while_the_copies_go_on_and_its_room_is
         step(state)
     keeper.close()
     assert keeper.aside.is_open
-    (found,) = files.asides(tmp_path)
+    (found,) = checkpoint_file.asides(tmp_path)
     assert iterations(tmp_path) == [1, 3, 4]
-    path = files.persist(found, tmp_path / "saves")
+    path = checkpoint_file.persist(found, tmp_path / "saves")
     found.path.unlink()
-    assert not keeper.aside.is_open and not any(files.is_aside(path) for path in tmp_path.glob("state-*"))
+    assert not keeper.aside.is_open and not any(checkpoint_file.is_aside(path) for path in tmp_path.glob("state-*"))
     assert path.parent.name == "iteration-00000001"
     assert Checkpoints(tmp_path / "saves").load(other) == 1 and same(everything(other), wanted)
 
 
 def test_it_is_set_aside_though_no_copy_is_due_and_before_it_is_whole_there_is_nothing(tmp_path, monkeypatch):
-    keeper, mark_whole = Keeper(tmp_path, 0, 5), images.Image.mark_whole
+    keeper, mark_whole = Keeper(tmp_path, 0, 5), image_format.Image.mark_whole
     seen = []
 
     def looked(*about):
-        seen.append((list(files.asides(tmp_path)), keeper.aside.is_open))
+        seen.append((list(checkpoint_file.asides(tmp_path)), keeper.aside.is_open))
         return mark_whole(*about)
 
-    monkeypatch.setattr(images.Image, "mark_whole", looked)
+    monkeypatch.setattr(image_format.Image, "mark_whole", looked)
     keeper.copy(Gatherer(training()), 3, 1, WRITER, aside=True)
     keeper.close()
-    assert seen == [([], True)] and [each.key.iteration for each in files.asides(tmp_path)] == [3]
+    assert seen == [([], True)] and [each.key.iteration for each in checkpoint_file.asides(tmp_path)] == [3]
 
 
 def test_where_there_is_no_room_beside_what_is_set_aside_the_copies_wait_for_the_agent(tmp_path, monkeypatch):
@@ -266,12 +266,12 @@ def test_where_there_is_no_room_beside_what_is_set_aside_the_copies_wait_for_the
 
     keeper.copy(gatherer, 3, 1, WRITER)
     keeper.wait_whole()
-    monkeypatch.setattr(images.os, "posix_fallocate", full)
+    monkeypatch.setattr(image_format.os, "posix_fallocate", full)
     keeper.copy(gatherer, 4, 1, WRITER)
     keeper.wait_whole()
     assert iterations(tmp_path) == [2, 3] and not keeper.trouble
-    files.asides(tmp_path)[0].path.unlink()
-    monkeypatch.setattr(images.os, "posix_fallocate", allocate)
+    checkpoint_file.asides(tmp_path)[0].path.unlink()
+    monkeypatch.setattr(image_format.os, "posix_fallocate", allocate)
     keeper.copy(gatherer, 5, 1, WRITER)
     keeper.close()
     assert iterations(tmp_path) == [3, 5] and not said
@@ -312,14 +312,14 @@ def test_what_cannot_go_costs_no_copy(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_where_there_is_no_room_for_a_cut_what_takes_turns_goes_on_and_it_is_said_once(tmp_path, monkeypatch, every):
     """Defect: each cut cost the copies of two iterations and two lines, and the controller names one every 10 s."""
     said: list[str] = []
-    allocate, full = images.allocate, True
+    allocate, full = image_format.allocate, True
 
     def beside_two(path: Path, descriptor: int, size: int) -> None:
         if full and path.name.startswith("cut-"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         allocate(path, descriptor, size)
 
-    monkeypatch.setattr(images, "allocate", beside_two)
+    monkeypatch.setattr(image_format, "allocate", beside_two)
     keeper, gatherer = Keeper(tmp_path, 0, every, said.append), Gatherer(training())
     for iteration in range(1, 10):
         if iteration in (3, 6, 8):
@@ -402,11 +402,11 @@ def test_a_checkpoint_that_could_not_be_set_aside_is_asked_for_again(tmp_path, r
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as broken:
-        broken.setattr(images.os, "posix_fallocate", full)
+        broken.setattr(image_format.os, "posix_fallocate", full)
         remembered.keep_boundary(1, *here)
         remembered.wait_copied()
         remembered.close()
-    assert not files.asides(tmp_path) and saving.wanted and not saving.busy
+    assert not checkpoint_file.asides(tmp_path) and saving.wanted and not saving.busy
     saving.begin_iteration()
     saving.on_commit(Said(save=saving.wanted))
     assert saving.is_due(2) and not saving.wanted, "it is asked for once"

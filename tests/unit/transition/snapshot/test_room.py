@@ -12,7 +12,7 @@ import pytest
 
 from unicron.detector.health.memory_limit import Left
 from unicron.transition.snapshot import shared_memory
-from unicron.transition.snapshot.images import Image
+from unicron.transition.snapshot.image_format import Image
 
 MB = 1 << 20
 NEEDED = shared_memory.BESIDE + MB  # for files of a few kilobytes

@@ -13,7 +13,7 @@ import torch
 import unicron
 from unicron.transition.snapshot import user
 from unicron.transition.snapshot.cuts import Wanted, write_cut_note
-from unicron.transition.snapshot.images import inventory, read_page
+from unicron.transition.snapshot.image_format import inventory, read_page
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicron.ctl.protocol import claims, datagrams, encryption, hello, munge, structs, wire
+from unicron.ctl.protocol import claims, controller_discovery, datagrams, encryption, munge, structs, wire
 from unicron.ctl.system.errors import UserError
 
 KEY = "k" * 40
@@ -49,12 +49,12 @@ def test_whose_controller_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(command)
         return SimpleNamespace(returncode=0, stdout=b"SlurmUser               = slurm(64030)\nSlurmctldPort = 6817\n")
 
-    monkeypatch.setattr(hello.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(hello, "run_program", scontrol)
-    monkeypatch.setattr(hello, "_slurm_user", hello._SlurmUser())
-    assert hello.trusted(0) and hello.trusted(1000) and not asked
-    assert hello.trusted(64030) and not hello.trusted(1001) and len(asked) == 1
-    assert hello.trusted(65534, ["no such user", "nobody"])
+    monkeypatch.setattr(controller_discovery.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(controller_discovery, "run_program", scontrol)
+    monkeypatch.setattr(controller_discovery, "_slurm_user", controller_discovery._SlurmUser())
+    assert controller_discovery.trusted(0) and controller_discovery.trusted(1000) and not asked
+    assert controller_discovery.trusted(64030) and not controller_discovery.trusted(1001) and len(asked) == 1
+    assert controller_discovery.trusted(65534, ["no such user", "nobody"])
 
 
 def test_a_slurm_that_does_not_answer_is_not_asked_for_every_forged_datagram(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +64,9 @@ def test_a_slurm_that_does_not_answer_is_not_asked_for_every_forged_datagram(mon
         asked.append(words)
         raise OSError("no such program")
 
-    monkeypatch.setattr(hello, "run_program", scontrol)
-    monkeypatch.setattr(hello, "_slurm_user", hello._SlurmUser())
-    assert not any(hello.trusted(54321) for _ in range(10)) and len(asked) == 1
+    monkeypatch.setattr(controller_discovery, "run_program", scontrol)
+    monkeypatch.setattr(controller_discovery, "_slurm_user", controller_discovery._SlurmUser())
+    assert not any(controller_discovery.trusted(54321) for _ in range(10)) and len(asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -74,19 +74,19 @@ def test_a_slurm_that_does_not_answer_is_not_asked_for_every_forged_datagram(mon
 )
 def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(UserError, match="write tcp://HOST:PORT"):
-        hello.endpoint(address)
+        controller_discovery.endpoint(address)
 
 
 def test_addresses() -> None:
-    assert hello.endpoint("tcp://head:7451") == ("head", 7451)
-    assert hello.endpoint("tcp://[::1]:7451") == ("::1", 7451)
+    assert controller_discovery.endpoint("tcp://head:7451") == ("head", 7451)
+    assert controller_discovery.endpoint("tcp://[::1]:7451") == ("::1", 7451)
 
 
 def test_a_question_is_not_shorter_than_its_answer() -> None:
     """Or anybody could have a flood of answers sent to somebody else."""
     answer = wire.encode(datagrams.Introduction(credential="c" * 600))
-    question = wire.encode(datagrams.Hello(padding=" " * hello.HELLO_BYTES))
-    assert len(answer) <= hello.HELLO_BYTES <= len(question)
+    question = wire.encode(datagrams.Hello(padding=" " * controller_discovery.HELLO_BYTES))
+    assert len(answer) <= controller_discovery.HELLO_BYTES <= len(question)
 
 
 def test_the_key_that_somebody_has_configured(tmp_path: Path) -> None:

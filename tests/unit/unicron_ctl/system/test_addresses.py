@@ -12,12 +12,12 @@ import pytest
 import zmq
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections import identity
+from unicron.ctl.agent.connections import job_environment
 from unicron.ctl.agent.connections.controller_connection import Line
 from unicron.ctl.agent.snapshots.image_server import _listen
 from unicron.ctl.protocol import datagrams, encryption, wire
 from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.protocol.hello import Hello
+from unicron.ctl.protocol.controller_discovery import Hello
 from unicron.ctl.protocol.reach import Door, Reach, first_open, reach
 from unicron.ctl.system import addresses
 from unicron.ctl.system.addresses import canonical, endpoint, is_loopback, join, listen_at, resolve, split
@@ -66,7 +66,7 @@ def test_a_listener_at_a_named_address_or_at_all() -> None:
     assert listening is not None and address == f"[::1]:{listening.getsockname()[1]}"
     socket.create_connection(split(address), 5).close()
     listening.close()
-    assert identity._address("tcp://[::1]:7451") == "::1"
+    assert job_environment._address("tcp://[::1]:7451") == "::1"
 
 
 # ---------------------------------------------------------------- a name whose first address is dead
@@ -204,7 +204,7 @@ def test_a_node_has_the_address_by_which_it_reaches_the_controller(port: int, mo
     both = [*whole(SILENT, port, type=socket.SOCK_STREAM), *whole("::1", port, type=socket.SOCK_STREAM)]
     monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *given, **more: both)
     with socket.create_server(("::1", port), family=socket.AF_INET6):
-        assert identity._address(f"tcp://head:{port}") == "::1"
+        assert job_environment._address(f"tcp://head:{port}") == "::1"
 
 
 def test_something_is_there_when_any_address_answers(two: None, controller: PlainController, port: int) -> None:

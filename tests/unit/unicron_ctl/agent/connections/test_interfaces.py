@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.unicron_ctl.agent.snapshots.test_copies import HERE
 from unicron.ctl.agent.connections import interfaces
-from unicron.ctl.agent.connections.identity import read_place
 from unicron.ctl.agent.connections.interfaces import collectives_address
+from unicron.ctl.agent.connections.job_environment import read_place
 from unicron.ctl.agent.snapshots.peer_copies import Copies
 from unicron.ctl.protocol import structs
 

@@ -12,8 +12,8 @@ import zmq
 from tests.support.processes import wait_for
 from unicron.ctl.agent.connections import controller_connection
 from unicron.ctl.agent.connections.controller_connection import Line
-from unicron.ctl.agent.connections.identity import Place
-from unicron.ctl.protocol import claims, datagrams, hello, structs, wire
+from unicron.ctl.agent.connections.job_environment import Place
+from unicron.ctl.protocol import claims, controller_discovery, datagrams, structs, wire
 from unicron.ctl.protocol.encryption import new_pair
 from unicron.ctl.protocol.munge import Credential, MungeError
 
@@ -110,8 +110,10 @@ def test_the_loop_goes_on_while_slurm_says_whom_to_believe(
     """Defect: scontrol may take 5 s, and munge 3 s."""
     theirs, learned = new_pair()[0], list[bool]()
     slow = Slow(True)
-    monkeypatch.setattr(hello, "unmunge", lambda text: Credential(4242, claims.of_controller(theirs).encode()))
-    monkeypatch.setattr(hello, "trusted", slow)
+    monkeypatch.setattr(
+        controller_discovery, "unmunge", lambda text: Credential(4242, claims.of_controller(theirs).encode())
+    )
+    monkeypatch.setattr(controller_discovery, "trusted", slow)
     lines.find_controller()
     _, where = controller.recvfrom(4096)
     controller.sendto(wire.encode(datagrams.Introduction(credential="MUNGE:x:")), where)

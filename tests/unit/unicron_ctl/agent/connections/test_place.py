@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.ctl.agent.connections.identity import memory_rate, read_place
+from unicron.ctl.agent.connections.job_environment import memory_rate, read_place
 from unicron.ctl.agent.snapshots import image_stream
 from unicron.ctl.system.errors import UserError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.agent.connections.identity import read_place
+from unicron.ctl.agent.connections.job_environment import read_place
 from unicron.ctl.agent.loop.plain_ranks import FreePort, PlainRank, world_of
 from unicron.ctl.agent.ranks.ranks import last_words
 from unicron.ctl.agent.ranks.static_world import World

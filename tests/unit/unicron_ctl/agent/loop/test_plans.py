@@ -6,7 +6,7 @@ import pytest
 
 from unicron.ctl.agent.loop.plans import PLANS_HELD, Plans
 from unicron.ctl.protocol import shared_plans, wire
-from unicron.transition.snapshot.images import SHARD, STATE, Key
+from unicron.transition.snapshot.image_format import SHARD, STATE, Key
 
 
 def share(generation: int, members: list[int], replica: int = 1) -> wire.PlanShare:

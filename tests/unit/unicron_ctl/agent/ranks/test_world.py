@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import unicron
-from unicron.ctl.agent.connections.identity import read_place
+from unicron.ctl.agent.connections.job_environment import read_place
 from unicron.ctl.agent.ranks import static_world as module
 from unicron.ctl.agent.ranks.static_world import World, outside_the_step, static_world
 from unicron.ctl.agent.start.agent_main import hidden_packages, import_folders

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections.identity import read_place
+from unicron.ctl.agent.connections.job_environment import read_place
 from unicron.ctl.agent.loop.reports import Reports
 from unicron.ctl.agent.snapshots import image_server, image_stream
 from unicron.ctl.agent.snapshots.peer_copies import AGAIN_SECONDS, FAILING_SECONDS, Copies
 from unicron.ctl.protocol import ranges, structs, wire
 from unicron.detector.health.memory_limit import Left
 from unicron.transition.snapshot import shared_memory
-from unicron.transition.snapshot.images import SUFFIX, Image, Key, inventory
+from unicron.transition.snapshot.image_format import SUFFIX, Image, Key, inventory
 
 DATA = bytes(range(256)) * 8192  # enough to be measured
 KEY = Key("state", slot=0, iteration=70, size=2, base=1, mark="aa")

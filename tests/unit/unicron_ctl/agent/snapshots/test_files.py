@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.snapshots.checkpoint_files import Files
 from unicron.ctl.agent.snapshots.node_memory import Memory
 from unicron.ctl.protocol import structs
-from unicron.transition.snapshot import files, folders
-from unicron.transition.snapshot.images import STATE, SUFFIX, Image, Key, read_page
+from unicron.transition.snapshot import checkpoint_file, folders
+from unicron.transition.snapshot.image_format import STATE, SUFFIX, Image, Key, read_page
 
 MARK = "0a1b2c3d"
 
@@ -27,7 +27,7 @@ def memory(tmp_path: Path) -> Memory:
     made = Memory(place, {"UNICRON_MEMORY_DIR": str(tmp_path)}, print)
     made.open("a1")
     assert made.folder is not None
-    files.note_destination(made.folder, files.Destination(tmp_path / "saves", 2))
+    checkpoint_file.note_destination(made.folder, checkpoint_file.Destination(tmp_path / "saves", 2))
     return made
 
 
@@ -37,8 +37,8 @@ def aside(memory: Memory, iteration: int, size: int = 100, base: int = 0, place:
     image = Image(path, 10, size)
     image.data[:size] = os.urandom(size)
     image.mark_whole(Key(STATE, place, iteration, place, places, base=base, mark=MARK), b"head", size)
-    name = files.aside_path(memory.folder, place, iteration)
-    files.set_aside(path, name)
+    name = checkpoint_file.aside_path(memory.folder, place, iteration)
+    checkpoint_file.set_aside(path, name)
     return name
 
 
@@ -102,8 +102,8 @@ def test_a_folder_that_takes_nothing_is_said_once_and_so_is_the_first_that_it_ta
 
 
 def test_a_file_that_is_not_ready_when_the_agent_ends_is_made_by_the_next_one(memory: Memory, tmp_path: Path) -> None:
-    name = aside(memory, 2, 3 * files.PIECE)
-    writer = Files(memory, lambda key: (), files.PIECE / 60.0, print)  # a minute for each piece
+    name = aside(memory, 2, 3 * checkpoint_file.PIECE)
+    writer = Files(memory, lambda key: (), checkpoint_file.PIECE / 60.0, print)  # a minute for each piece
     wait_for(lambda: list((tmp_path / "saves").glob("*/*.new")), "it is being written")
     writer.close()
     assert name.exists() and not list((tmp_path / "saves").glob("*/*"))
@@ -130,7 +130,7 @@ def test_what_a_rank_sets_aside_anew_while_the_agent_writes_the_one_before_becom
 ) -> None:
     """Of the same iteration, in another past: the name is the same."""
     name = aside(memory, 2)
-    read, bases = files.persist, []
+    read, bases = checkpoint_file.persist, []
 
     def replaced(found, folder, pace):
         if not bases:
@@ -138,7 +138,7 @@ def test_what_a_rank_sets_aside_anew_while_the_agent_writes_the_one_before_becom
         bases.append(found.key.base)
         return read(found, folder, pace)
 
-    monkeypatch.setattr(files, "persist", replaced)
+    monkeypatch.setattr(checkpoint_file, "persist", replaced)
     writer = Files(memory, lambda key: (), 0.0, lambda line: None)
     wait_for(lambda: not name.exists(), "the file")
     writer.close()
@@ -147,8 +147,8 @@ def test_what_a_rank_sets_aside_anew_while_the_agent_writes_the_one_before_becom
 
 
 def test_two_threads_of_one_process_write_no_file_of_the_same_name(tmp_path: Path) -> None:
-    names = [files.unfinished(tmp_path / "a")]
-    other = threading.Thread(target=lambda: names.append(files.unfinished(tmp_path / "a")))
+    names = [checkpoint_file.unfinished(tmp_path / "a")]
+    other = threading.Thread(target=lambda: names.append(checkpoint_file.unfinished(tmp_path / "a")))
     other.start()
     other.join()
     assert len(set(names)) == 2 and all(name.name.endswith(".new") for name in names)
@@ -168,7 +168,7 @@ def test_an_error_that_nobody_has_thought_of_is_said_once_and_does_not_end_the_t
 ) -> None:
     """Defect: a folder that vanished between two calls of `glob` ended it, and nothing was written any more."""
     gone, other = FileNotFoundError(2, "No such file or directory", str(memory.folder)), ValueError("what is this?")
-    plain, looks, said = files.asides, iter([gone, gone, other, gone]), []
+    plain, looks, said = checkpoint_file.asides, iter([gone, gone, other, gone]), []
 
     def asides(folder, tell):
         if (error := next(looks, None)) is not None:
@@ -176,7 +176,7 @@ def test_an_error_that_nobody_has_thought_of_is_said_once_and_does_not_end_the_t
         return plain(folder, tell)
 
     monkeypatch.setattr("unicron.ctl.agent.snapshots.checkpoint_files.FILE_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(files, "asides", asides)
+    monkeypatch.setattr(checkpoint_file, "asides", asides)
     name = aside(memory, 2)
     writer = Files(memory, lambda key: (), 0.0, said.append)
     wait_for(lambda: not name.exists(), "the file")
@@ -189,14 +189,14 @@ def test_an_error_that_nobody_has_thought_of_is_said_once_and_does_not_end_the_t
 def test_an_image_over_which_the_agent_stumbles_is_let_go_so_that_the_next_one_can_be_set_aside(
     memory: Memory, tmp_path: Path, monkeypatch
 ) -> None:
-    plain, said = files.persist, []
+    plain, said = checkpoint_file.persist, []
 
     def persist(found, folder, pace):
         if found.key.iteration == 2:
             raise ValueError("what is this?")
         return plain(found, folder, pace)
 
-    monkeypatch.setattr(files, "persist", persist)
+    monkeypatch.setattr(checkpoint_file, "persist", persist)
     name = aside(memory, 2)
     writer = Files(memory, lambda key: (), 0.0, said.append)
     wait_for(lambda: not name.exists(), "it is given up")

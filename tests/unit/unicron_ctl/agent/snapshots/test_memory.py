@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections.identity import Place
+from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.snapshots import last_checkpoint
 from unicron.ctl.agent.snapshots import node_memory as agent_memory
 from unicron.ctl.agent.snapshots.last_checkpoint import TURN_SECONDS, LastCheckpoint
 from unicron.ctl.agent.snapshots.node_memory import FORGOTTEN_SECONDS, Memory, sweep, within
 from unicron.ctl.protocol import structs
 from unicron.ctl.system.errors import UserError
-from unicron.transition.snapshot import files, folders
-from unicron.transition.snapshot.images import Found, Image, Key
+from unicron.transition.snapshot import checkpoint_file, folders
+from unicron.transition.snapshot.image_format import Found, Image, Key
 
 MARK = "0a1b2c3d"
 PLACES = 8  # of a replica, where there are several
@@ -181,7 +181,7 @@ def left(make, tmp_path: Path, monkeypatch) -> Memory:
     """In a node that has the states of iterations 7 and 8, like others; where checkpoints of 5 and 6 are."""
     monkeypatch.setattr(last_checkpoint, "TURN_SECONDS", 0.2)
     made: Memory = make()
-    files.note_destination(made.folder, files.Destination(tmp_path / "saves", 2))
+    checkpoint_file.note_destination(made.folder, checkpoint_file.Destination(tmp_path / "saves", 2))
     kept(made, 5, 6)
     persist(made, lambda key: ())
     kept(made, 7, 8)
@@ -194,7 +194,7 @@ def saved(folder: Path) -> list[int]:
 
 def unfinished(folder: Path, iteration: int) -> Path:
     """Somebody's file of that checkpoint."""
-    made = folder / "saves" / files.folder_name(iteration)
+    made = folder / "saves" / checkpoint_file.folder_name(iteration)
     made.mkdir(exist_ok=True)
     return made / f"{MARK}.place-0-of-1.shard-0-of-1.image.another.1.2.new"
 
@@ -236,7 +236,7 @@ def test_what_a_process_left_unfinished_that_is_no_more_is_nobodys_writing(left:
 def test_a_later_checkpoint_that_was_found_damaged_is_not_there(left: Memory, tmp_path: Path) -> None:
     file = unfinished(tmp_path, 20).with_name(f"{MARK}.place-0-of-1.shard-0-of-1.image")
     file.touch()
-    file.with_name(f"{MARK}.{files.DAMAGED}").touch()
+    file.with_name(f"{MARK}.{checkpoint_file.DAMAGED}").touch()
     persist(left, lambda key: (0,))
     assert saved(tmp_path) == [8, 7]
 
@@ -248,13 +248,13 @@ def test_where_a_node_was_lost_a_cut_is_written_whole_before_the_newest_states(
     """Of the lost half there is a copy of 7. Where the other node is there after all it writes that itself; what it had
     written of a later one before it was lost is of no use. The cut of 9 is not known to be anywhere else."""
     order: list[tuple[int, int]] = []
-    plain = files.persist
+    plain = checkpoint_file.persist
 
     def noted(found: Found, folder: Path) -> Path:
         order.append((found.key.place, found.key.iteration))
         return plain(found, folder)
 
-    monkeypatch.setattr(files, "persist", noted)
+    monkeypatch.setattr(checkpoint_file, "persist", noted)
     for path in left.folder.glob("*.image"):
         path.unlink()
     kept(left, 7, 9, 10, 11, places=2)
@@ -295,7 +295,7 @@ class Ending:
     def __init__(self, memory: Memory, saves: Path):
         self.memory, self.now, self.file_seconds = memory, 0.0, 0.0
         self.written: list[tuple[float, int, int]] = []
-        self._saves, self._persist = saves, files.persist
+        self._saves, self._persist = saves, checkpoint_file.persist
         self._others: list[tuple[float, int, int, int | None]] = []
 
     def monotonic(self) -> float:
@@ -310,7 +310,7 @@ class Ending:
         assert self.now < 1000.0, "it waits for ever"
         while self._others and self._others[0][0] <= self.now:
             _, iteration, place, size = self._others.pop(0)
-            folder = self._saves / files.folder_name(iteration)
+            folder = self._saves / checkpoint_file.folder_name(iteration)
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{MARK}.place-{place}-of-{PLACES}.shard-0-of-1.image"
             new = path.with_name(f"{path.name}.another.1.2.new")
@@ -328,11 +328,11 @@ class Ending:
 @pytest.fixture
 def ending(make, tmp_path: Path, monkeypatch) -> Ending:
     made = Ending(make(), tmp_path / "saves")
-    files.note_destination(made.memory.folder, files.Destination(tmp_path / "saves", 2))
+    checkpoint_file.note_destination(made.memory.folder, checkpoint_file.Destination(tmp_path / "saves", 2))
     kept(made.memory, 7, 8, places=PLACES)
     swept()
     monkeypatch.setattr(last_checkpoint, "time", made)
-    monkeypatch.setattr(files, "persist", made.persist)
+    monkeypatch.setattr(checkpoint_file, "persist", made.persist)
     return made
 
 
@@ -404,16 +404,16 @@ def test_an_image_that_cannot_be_saved_for_whatever_reason_costs_no_other_one(
     make, tmp_path: Path, said: list[str], monkeypatch
 ) -> None:
     memory = make()
-    files.note_destination(memory.folder, files.Destination(tmp_path / "saves", 2))
+    checkpoint_file.note_destination(memory.folder, checkpoint_file.Destination(tmp_path / "saves", 2))
     kept(memory, 7, 8)
-    plain = files.persist
+    plain = checkpoint_file.persist
 
     def stumbles(found: Found, folder: Path) -> Path:
         if found.key.iteration == 8:
             raise RuntimeError("whatever")
         return plain(found, folder)
 
-    monkeypatch.setattr(files, "persist", stumbles)
+    monkeypatch.setattr(checkpoint_file, "persist", stumbles)
     persist(memory, lambda key: ())
     assert ["iteration 8: whatever" in said[-2], "iteration 7 was saved in" in said[-1]] == [True, True], said
 

@@ -17,7 +17,7 @@ from unicron.ctl.agent.snapshots.image_server import Server
 from unicron.ctl.agent.snapshots.image_stream import Meter, NoRoom, TransferError, copy_name, find
 from unicron.detector.health.memory_limit import Left
 from unicron.transition.snapshot import shared_memory
-from unicron.transition.snapshot.images import SUFFIX, USER, BadImage, Found, Image, Key, inventory, read_page
+from unicron.transition.snapshot.image_format import SUFFIX, USER, BadImage, Found, Image, Key, inventory, read_page
 
 DATA = bytes(range(256)) * 40_000  # three pieces
 METER = Meter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.ctl.agent.connections.identity import read_place
+from unicron.ctl.agent.connections.job_environment import read_place
 from unicron.ctl.agent.connections.stated_layouts import read_layouts, read_model
 from unicron.ctl.system.errors import UserError
 

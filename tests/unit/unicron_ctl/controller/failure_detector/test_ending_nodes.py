@@ -7,7 +7,7 @@ import pytest
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.failure_detector import ending_nodes
 from unicron.ctl.controller.failure_detector.ending_nodes import AT_ONCE, UNREACHED_SECONDS
@@ -562,7 +562,7 @@ def test_nodes_under_question_are_shown_in_the_status():
     died(world, lost)
     listed = answers.answer(world.core, None, "nodes", {}, EVERYBODY)
     assert [item.node for item in listed if item.asked_since is not None] == [lost.node]
-    (line,) = [line for line in listings.nodes(listed).lines() if "its agent is silent or gone" in line]
+    (line,) = [line for line in status_tables.nodes(listed).lines() if "its agent is silent or gone" in line]
     assert lost.node in line
     world.refusing.clear()
     world.slurm.unheard.clear()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.failure_detector.verdict import VERDICTS, Row
@@ -40,7 +40,7 @@ def heal(world: World) -> None:
 
 def _shown(world: World) -> str:
     told = answers.answer(world.core, None, "status", {}, EVERYBODY)
-    return "\n".join(str(part) for part in listings.status(told))
+    return "\n".join(str(part) for part in status_tables.status(told))
 
 
 def taken(world: World) -> list[tuple]:
@@ -137,7 +137,7 @@ def test_an_agent_that_others_reach_is_not_lost():
     assert not world.job().failures and not taken(world)
     assert (
         "silent, not lost: element 1 (n2)"
-        in listings.jobs(answers.answer(world.core, None, "jobs", {}, EVERYBODY)).lines()[-1]
+        in status_tables.jobs(answers.answer(world.core, None, "jobs", {}, EVERYBODY)).lines()[-1]
     )
     assert any("others reach it" in event.record.reason for event in world.log if event.kind == "silence")
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.failure_detector import self_suspicion
 from unicron.ctl.controller.log import records
@@ -63,7 +63,7 @@ def kinds(world: World) -> list[str]:
 
 
 def foot(world: World) -> str:
-    return str(listings.status(answers.answer(world.core, None, "status", {}, EVERYBODY))[-1])
+    return str(status_tables.status(answers.answer(world.core, None, "status", {}, EVERYBODY))[-1])
 
 
 def one_of_each(world: World) -> list[FakeAgent]:

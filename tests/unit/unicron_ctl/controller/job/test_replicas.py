@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.judge.rank_failures import to_restart
@@ -366,6 +366,6 @@ def test_people_are_told_of_replicas_and_standbys():
     agents[3].die(3)
     job = job_answer(world.core, world.job(), EVERYBODY)
     assert (job.layout, job.replica, job.replicas, job.standbys) == ("TP2", 2, 1, [2])
-    assert listings.replicas(job) == "TP2: 1 replica of 2 ranks, standbys: slots 2"
+    assert status_tables.replicas(job) == "TP2: 1 replica of 2 ranks, standbys: slots 2"
     explained = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)
-    assert "replicas: TP2: 1 replica" in str(listings.explanation(explained)[0])
+    assert "replicas: TP2: 1 replica" in str(status_tables.explanation(explained)[0])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS
 from unicron.ctl.controller.job import injection, modes
 from unicron.ctl.controller.model.asker import EVERYBODY
@@ -393,8 +393,8 @@ def test_status_names_the_mode(tmp_path):
     assert answer(world.core, store, "jobs", {}, EVERYBODY)[0].mode == "restart"
     told = answer(world.core, store, "explain", {"job": "1"}, EVERYBODY)
     assert told.mode == "restart" and told.mode_reason == "train.py does not import it"
-    listed = listings.jobs(answer(world.core, store, "jobs", {}, EVERYBODY))
-    shown = "\n".join([*listed.lines(), str(listings.explanation(told)[0])])
+    listed = status_tables.jobs(answer(world.core, store, "jobs", {}, EVERYBODY))
+    shown = "\n".join([*listed.lines(), str(status_tables.explanation(told)[0])])
     assert "1: restart mode" in shown and "all processes start again when one fails (train.py does not" in shown
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow, power_off
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.job import spares
 from unicron.ctl.controller.model.asker import EVERYBODY
@@ -409,7 +409,7 @@ def test_status_jobs_nodes_and_explain_tell_the_spare():
     (job,) = answers.answer(world.core, None, "jobs", {}, EVERYBODY)
     assert job.spares == [Spare(element=spare, node=node, state="ready")]
     assert (job.spares_wanted, job.spares_ready) == (1, 1)
-    assert f"element {spare} ({node}): spare, ready" in listings.spares(job)
+    assert f"element {spare} ({node}): spare, ready" in status_tables.spares(job)
     listed = {item.node: item.spare_of for item in answers.answer(world.core, None, "nodes", {}, EVERYBODY)}
     assert {name: waits for name, waits in listed.items() if waits} == {node: {f"1_{spare}": "ready"}}
     explained = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)
@@ -419,4 +419,4 @@ def test_status_jobs_nodes_and_explain_tell_the_spare():
     world.agents[spare].die(spare)
     world.run(0.3)
     (job,) = answers.answer(world.core, None, "jobs", {}, EVERYBODY)
-    assert f"element {spare} ({node}): spare, starting" in listings.spares(job) and job.spares_ready == 0
+    assert f"element {spare} ({node}): spare, starting" in status_tables.spares(job) and job.spares_ready == 0

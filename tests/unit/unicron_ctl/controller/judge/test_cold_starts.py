@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.training import events
 from tests.support.world import FakeAgent, World
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.job.registration import COLD_REASONS
 from unicron.ctl.controller.model.asker import EVERYBODY
@@ -61,7 +61,7 @@ def test_who_asks_is_told_which_ranks_and_why():
     says(world, two)
     data = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)  # type: ignore[arg-type]
     assert data.cold == {WHY: [0]}
-    assert f"started cold: slot 0: {WHY}" in listings.explanation(data)[0].plain
+    assert f"started cold: slot 0: {WHY}" in status_tables.explanation(data)[0].plain
     (job,) = answers.answer(world.core, None, "jobs", {}, EVERYBODY)  # type: ignore[arg-type]
     assert [rank.start for element in job.elements for rank in element.ranks] == [f"cold: {WHY}", "warm"]
     says(world, one)
@@ -74,6 +74,6 @@ def test_a_rank_whose_state_is_not_kept_in_memory_is_shown_with_the_reason():
     agents[1].set(1, forgets="OSError: No space left on device")
     data = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)  # type: ignore[arg-type]
     assert data.forgets == {"OSError: No space left on device": [1]}
-    assert "keeps no state in memory: slot 1: OSError" in listings.explanation(data)[0].plain
+    assert "keeps no state in memory: slot 1: OSError" in status_tables.explanation(data)[0].plain
     status = answers.answer(world.core, None, "status", {}, EVERYBODY)  # type: ignore[arg-type]
-    assert any("1 of 2 ranks keep no state in memory" in note for note in listings._notes(status.jobs[0]))
+    assert any("1 of 2 ranks keep no state in memory" in note for note in status_tables._notes(status.jobs[0]))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.protocol import structs
@@ -84,7 +84,7 @@ def test_a_loss_that_is_no_number_is_said_until_it_is_one() -> None:
     assert step(5, 2.0).nan_since is None
     assert step(6, math.nan).nan_since == 6
     told = step(7, math.inf)
-    assert told.nan_since == 6 and "loss is nan since iteration 6" in listings.not_finite(told)
+    assert told.nan_since == 6 and "loss is nan since iteration 6" in status_tables.not_finite(told)
     world.check_replay()
     told = step(8, 1.0)
-    assert told.nan_since is None and listings.not_finite(told) == ""
+    assert told.nan_since is None and status_tables.not_finite(told) == ""

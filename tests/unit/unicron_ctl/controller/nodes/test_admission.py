@@ -8,7 +8,7 @@ import pytest
 from tests.support.clock import START
 from tests.support.questions import told
 from tests.support.world import FakeSlurm, World
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.api.node_answers import visible_nodes
 from unicron.ctl.controller.log import records
@@ -92,7 +92,7 @@ def tell(
 
 
 def listed(world: World, node: str) -> dict:
-    listings.console().print(listings.nodes(visible_nodes(world.core, EVERYBODY)))
+    status_tables.console().print(status_tables.nodes(visible_nodes(world.core, EVERYBODY)))
     return next(item for item in told(world.core, "nodes") if item["node"] == node)
 
 
@@ -202,7 +202,7 @@ def test_the_health_column() -> None:
     def text(**keys) -> str:
         node = dict(node="n1", states=[], healthy=True, reason="", used_by=[], downed_by_unicron=False, lost_at=None)
         node |= dict(last_heard=None, asked_since=None, spare_of={})
-        return listings.health(msgspec.convert({**node, **keys}, Node)).plain
+        return status_tables.health(msgspec.convert({**node, **keys}, Node)).plain
 
     report = {"reason": "memory: gone", "source": "interval", "at": 0.0}
     assert text() == text(health=None) == "unknown"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.job import transitions
 from unicron.ctl.controller.log import records
@@ -101,7 +101,7 @@ def test_a_job_begins_in_the_best_of_its_layouts():
     assert {message.layout for message in stage.told(wire.Welcome)} == {"TP2"}
     assert stage.world.core.state.layouts == {"1": "TP2"}
     assert stage.status().layouts == ["TP2", "TP1"] and stage.status().layout == "TP2"
-    assert listings.replicas(stage.status()) == "TP2: 1 replica of 2 ranks; or TP1"
+    assert status_tables.replicas(stage.status()) == "TP2: 1 replica of 2 ranks; or TP1"
     stage.world.check_replay()
 
 
@@ -181,7 +181,7 @@ def grown() -> Stage:
 def test_a_better_layout_waits_for_its_nodes_and_then_all_save_and_start_again():
     stage = grown()
     assert stage.world.core.state.layouts == {"1": "TP1"} and stage.job.relayout == "", "its node has no agent yet"
-    assert listings.replicas(stage.status()).endswith("; goes on as TP1")
+    assert status_tables.replicas(stage.status()).endswith("; goes on as TP1")
     stage.follow()
     stage.world.run(2.0)
     saving = [message for message in stage.told(wire.StopRank) if message.save]

@@ -11,7 +11,7 @@ from unicron.ctl.controller.replication import script_states
 from unicron.ctl.controller.replication.cuts import CUT_LIMIT_SECONDS
 from unicron.ctl.controller.replication.receivers import targets_by_element
 from unicron.ctl.protocol import structs, wire
-from unicron.transition.snapshot.images import SAME, USER
+from unicron.transition.snapshot.image_format import SAME, USER
 
 
 class Node(PlainAgent):

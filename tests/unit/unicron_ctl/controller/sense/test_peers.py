@@ -9,7 +9,7 @@ from msgspec import structs
 
 from tests.support.training import events, sent, train
 from tests.support.world import World
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.api.job_answers import job_answer
 from unicron.ctl.controller.model.asker import EVERYBODY
@@ -82,9 +82,9 @@ def test_a_node_that_stands_out_is_said_shown_and_over_again_and_nothing_is_done
     assert "only reported" in anomaly.reason and "n3: file_latency is" in anomaly.reason
     status = job_answer(world.core, world.job("1"), EVERYBODY)
     assert status.anomalies[0].peer == "n3"
-    assert "odd: n3 file_latency" in listings._slow(status)
+    assert "odd: n3 file_latency" in status_tables._slow(status)
     shown = {node.node: node for node in answers.answer(world.core, None, "nodes", {}, EVERYBODY)}
-    assert "file_latency" in listings._remarks(shown["n3"]) and not shown["n2"].anomalies
+    assert "file_latency" in status_tables._remarks(shown["n3"]) and not shown["n2"].anomalies
     rounds(world, 4)
     assert [event.record.node for event in events(world, "anomaly_over")] == ["n3"]
     assert not job_answer(world.core, world.job("1"), EVERYBODY).anomalies

@@ -22,7 +22,7 @@ from typing import BinaryIO, NamedTuple
 import msgpack
 import xxhash
 
-from unicron.transition.snapshot.images import (
+from unicron.transition.snapshot.image_format import (
     DIGEST,
     SHARD,
     SUFFIX,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from unicron.ctl.cli import listings
+from unicron.ctl.cli import status_tables
 from unicron.ctl.protocol.answer_schema import Failure, Status
 from unicron.ctl.system import columns
 from unicron.ctl.system.columns import WIDTH, Listing, show
@@ -133,7 +133,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_the_status_of_a_large_cluster_fits_and_has_no_boxes(capsys: pytest.CaptureFixture[str]) -> None:
-    show(listings.status(STATUS))
+    show(status_tables.status(STATUS))
     lines = printed(capsys)
     long = [line for line in lines if len(line) > WIDTH]
     assert all(line.startswith("gpu-a-0117: health bad: ") for line in long), "notes may be long, rows are not"
@@ -141,7 +141,7 @@ def test_the_status_of_a_large_cluster_fits_and_has_no_boxes(capsys: pytest.Capt
 
 
 def test_a_line_has_its_words_where_the_heading_says(capsys: pytest.CaptureFixture[str]) -> None:
-    show([listings.jobs(STATUS.jobs)])
+    show([status_tables.jobs(STATUS.jobs)])
     heading, large, small, *notes = printed(capsys)
     job = dict(zip(heading.split(), large.split(), strict=True))
     assert (job["JOBID"], job["NODES"], job["PLAN"], job["WAF"]) == ("104242", "127/128", "128", "1.23E")
@@ -152,7 +152,7 @@ def test_a_line_has_its_words_where_the_heading_says(capsys: pytest.CaptureFixtu
 
 
 def test_what_a_node_has_to_say_is_a_line_that_begins_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    show([listings.nodes(STATUS.nodes)])
+    show([status_tables.nodes(STATUS.nodes)])
     _, first, second, *notes = printed(capsys)
     assert first.split()[:4] == ["gpu-a-0117", "down+drain", "104242_117", "bad"] and second.split()[3] == "unknown"
     assert [note.partition(":")[0] for note in notes] == ["gpu-a-0117", "gpu-a-0117"]
@@ -161,7 +161,7 @@ def test_what_a_node_has_to_say_is_a_line_that_begins_with_its_name(capsys: pyte
 
 def test_boxes_are_for_what_is_watched() -> None:
     out = io.StringIO()
-    Console(file=out, width=130).print(listings.watched(STATUS))
+    Console(file=out, width=130).print(status_tables.watched(STATUS))
     assert BOXES.search(out.getvalue()) and "gpt-large" in out.getvalue() and "needs an admin" in out.getvalue()
 
 
@@ -179,4 +179,4 @@ def test_a_long_last_cell_is_whole_on_a_pipe_and_cut_on_a_terminal(
 
 
 def test_nothing_is_said_in_a_line() -> None:
-    assert listings.jobs([]).notes == ["no job yet: submit one with `sbatch --unicron`"]
+    assert status_tables.jobs([]).notes == ["no job yet: submit one with `sbatch --unicron`"]

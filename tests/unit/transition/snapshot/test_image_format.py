@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.transition.snapshot import contents, images
-from unicron.transition.snapshot.images import PAGE, BadImage, Found, Image, Key, inventory, read_page
+from unicron.transition.snapshot import contents, image_format
+from unicron.transition.snapshot.image_format import PAGE, BadImage, Found, Image, Key, inventory, read_page
 
 KEY = Key("state", 3, 17, place=1, size=2, base=4, mark="0123abcd")
 HEAD = b"what is in it" * 20
@@ -69,7 +69,7 @@ def test_no_room_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(images.os, "posix_fallocate", full)
+    monkeypatch.setattr(image_format.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
         Image(tmp_path / "a.image", 10, 10)
     assert list(tmp_path.iterdir()) == []
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 def test_a_file_written_from_beginning_to_end_is_the_same(tmp_path):
     written(tmp_path / "a.image")
     key, head, data = sound(read_page(tmp_path / "a.image"))
-    front = images.file_front(key, head, len(data), images.digest(data))
+    front = image_format.file_front(key, head, len(data), image_format.digest(data))
     (tmp_path / "b.image").write_bytes(front + data)
     assert sound(read_page(tmp_path / "b.image")) == (key, head, data)
 
