@@ -8,12 +8,13 @@ and the reduce is read the other way round: who waits least came last (MegaScale
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
 PHASES = ("data", "forward", "backward", "reduce", "step")
 OWN_PHASES = ("data", "forward", "backward", "step")
+NOTICEABLE = 0.1  # a slowdown of the whole iteration by less does not count
 
 
 @dataclass(frozen=True)
@@ -40,25 +41,21 @@ class Progress:
 def slowest(
     phases: Mapping[int, Mapping[str, float]],
     usual: Mapping[int, Mapping[str, float]] | None = None,
-    groups: Mapping[int, Hashable] | None = None,
-    threshold: float = 1.1,
 ) -> Culprit | None:
     """The straggler of a slow but finished iteration, or None when the ranks do not differ.
 
     ``phases``: slot -> phase -> seconds (means of some recent iterations are better than one). ``usual``: the same
-    while all was well. ``groups``: slot -> what makes ranks comparable (the pipeline stage), all by default; a rank
-    without two peers is compared with its own usual times. ``threshold``: smallest slowdown of the whole iteration
-    that counts.
+    while all was well; a rank without two peers is compared with its own usual times.
     """
     found = [
         culprit
         for slot in sorted(phases)
         for phase in OWN_PHASES
-        if (culprit := _own_phase(slot, phase, phases, usual or {}, groups or {}, threshold)) is not None
+        if (culprit := _own_phase(slot, phase, phases, usual or {})) is not None
     ]
     if found:
         return max(found, key=lambda item: (_lost(item, phases), -(item.slot or 0)))
-    return _by_waiting(phases, usual or {}, threshold)
+    return _by_waiting(phases, usual or {})
 
 
 def _lost(culprit: Culprit, phases: Mapping[int, Mapping[str, float]]) -> float:
@@ -72,12 +69,9 @@ def _own_phase(
     phase: str,
     phases: Mapping[int, Mapping[str, float]],
     usual: Mapping[int, Mapping[str, float]],
-    groups: Mapping[int, Hashable],
-    threshold: float,
 ) -> Culprit | None:
     own = phases[slot].get(phase, 0.0)
-    group = groups.get(slot)
-    peers = [times.get(phase, 0.0) for other, times in phases.items() if other != slot and groups.get(other) == group]
+    peers = [times.get(phase, 0.0) for other, times in phases.items() if other != slot]
     if len(peers) >= 2:
         reference, against = median(peers), f"{len(peers)} peers' {median(peers):.3f} s"
         spread = 1.4826 * median(abs(value - reference) for value in peers)
@@ -93,7 +87,7 @@ def _own_phase(
         noticeable = excess > 0.5 * whole and len(phases) > 1 and own > 0.01
         slowdown = own / 1e-3 if noticeable else 1.0
     else:
-        noticeable = excess > (threshold - 1.0) * (whole - excess) and excess > 4.0 * spread
+        noticeable = excess > NOTICEABLE * (whole - excess) and excess > 4.0 * spread
         slowdown = own / reference
     if not noticeable:
         return None
@@ -103,7 +97,6 @@ def _own_phase(
 def _by_waiting(
     phases: Mapping[int, Mapping[str, float]],
     usual: Mapping[int, Mapping[str, float]],
-    threshold: float,
 ) -> Culprit | None:
     """By the reduce alone: one rank that waits far less than all others came last (it lost the time outside the
     measured phases); all waiting longer than usual is the network's doing."""
@@ -114,7 +107,7 @@ def _by_waiting(
     others = [seconds for slot, seconds in waits.items() if slot != last]
     typical = median(others)
     own = sum(phases[last].get(name, 0.0) for name in OWN_PHASES)
-    if typical - waits[last] > (threshold - 1.0) * max(own + waits[last], 1e-9) and min(others) > 2.0 * waits[last]:
+    if typical - waits[last] > NOTICEABLE * max(own + waits[last], 1e-9) and min(others) > 2.0 * waits[last]:
         slowdown = (own + typical) / max(own + waits[last], 1e-9)
         reason = (
             f"slot {last} waits {waits[last]:.3f} s in the reduce where the others wait {typical:.3f} s: "
@@ -123,7 +116,7 @@ def _by_waiting(
         return Culprit(last, "other", slowdown, reason)
     normal = [times["reduce"] for times in usual.values() if "reduce" in times]
     everyone = median(waits.values())
-    if normal and everyone > 2.0 * median(normal) and everyone - median(normal) > (threshold - 1.0) * max(own, 1e-9):
+    if normal and everyone > 2.0 * median(normal) and everyone - median(normal) > NOTICEABLE * max(own, 1e-9):
         slowdown = everyone / max(median(normal), 1e-9)
         reason = f"every rank's reduce takes {everyone:.3f} s, {slowdown:.1f}x the usual: the network, not one rank"
         return Culprit(None, "reduce", slowdown, reason)

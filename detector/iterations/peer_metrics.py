@@ -48,6 +48,8 @@ DIRECTIONS = {
     "gpu_corrected_ecc": +1,
     "pcie_replays": +1,
 }
+MIN_PEERS = 4  # fewer than these have no majority to compare with
+FLOOR = 0.02  # smallest spread, of the median: of peers that agree to the last digit a hair's breadth is no anomaly
 # Differences under these are of no consequence however regular the peers are (units as collected).
 MINIMA = {
     "file_latency": 0.25,
@@ -156,11 +158,11 @@ def link_flaps(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str,
     return {name: after[name] - before[name] for name in sorted(after) if after[name] > before.get(name, after[name])}
 
 
-def read_file_latency(directory: str | Path, size: int = 4096) -> dict[str, float]:
+def read_file_latency(directory: str | Path) -> dict[str, float]:
     """``file_latency``: seconds to write, sync and read back a small file in the directory. Raises OSError."""
     start = time.perf_counter()
     with tempfile.TemporaryFile(dir=directory, prefix=".unicron-") as file:  # without a name, where that is possible
-        file.write(b"\0" * size)
+        file.write(bytes(4096))
         file.flush()
         os.fsync(file.fileno())
         file.seek(0)
@@ -267,21 +269,16 @@ class PeerWatch:
         self,
         threshold: float = 8.0,
         rounds: int = 3,
-        min_peers: int = 4,
-        floor: float = 0.02,
         minima: Mapping[str, float] = MINIMA,
     ) -> None:
         """threshold: robust z-score or scaled distance that counts. rounds: so many in a row, since one sample proves
-        nothing. min_peers: under these there is no majority to compare with. floor: smallest spread as a share of the
-        median, so that peers that agree to the last digit do not make a hair's breadth an anomaly. minima: metric ->
-        difference under which nothing counts."""
-        self.threshold, self.rounds, self.min_peers, self.floor = threshold, rounds, min_peers, floor
-        self.minima = minima
+        nothing. minima: metric -> difference under which nothing counts."""
+        self.threshold, self.rounds, self.minima = threshold, rounds, minima
         self._streaks: dict[str, int] = {}
 
     def judge(self, values: Mapping[str, Mapping[str, float]]) -> list[Anomaly]:
         """One round: peer -> metric -> value. Returns who has stood out for ``rounds`` rounds, the worst first."""
-        scores = robust_scores(values, self.min_peers, self.floor, self.minima)
+        scores = robust_scores(values, self.minima)
         found: dict[str, tuple[float, dict[str, float]]] = {}
         for peer, (distance, by_metric) in scores.items():
             bad = {metric: score for metric, score in by_metric.items() if _is_bad(metric, score, self.threshold)}
@@ -313,34 +310,31 @@ def _is_bad(metric: str, score: float, threshold: float) -> bool:
 
 
 def robust_scores(
-    values: Mapping[str, Mapping[str, float]],
-    min_peers: int = 4,
-    floor: float = 0.02,
-    minima: Mapping[str, float] = MINIMA,
+    values: Mapping[str, Mapping[str, float]], minima: Mapping[str, float] = MINIMA
 ) -> dict[str, tuple[float, dict[str, float]]]:
     """peer -> (distance, metric -> z). z: distance from the median in units of the median absolute deviation.
 
     Distance: Mahalanobis distance of the clipped z-scores with a covariance shrunk towards the identity, scaled so that
     sqrt(number of metrics) is usual and the result reads like a z-score; what is off in the good direction (a cool GPU)
-    adds nothing to it. Metrics that fewer than ``min_peers`` report are left out; so are values that are not finite or
+    adds nothing to it. Metrics that fewer than MIN_PEERS report are left out; so are values that are not finite or
     beyond 1e100.
     """
     import numpy as np
 
     peers = sorted(values)
-    if len(peers) < min_peers:
+    if len(peers) < MIN_PEERS:
         return {}
     names = sorted({name for row in values.values() for name in row})
     table = np.array([[values[peer].get(name, np.nan) for name in names] for peer in peers], dtype=float)
     table[~(np.abs(table) < 1e100)] = np.nan  # neither infinite nor absurd: squares must stay finite
-    keep = np.sum(~np.isnan(table), axis=0) >= min_peers
+    keep = np.sum(~np.isnan(table), axis=0) >= MIN_PEERS
     names, table = [name for name, kept in zip(names, keep, strict=True) if kept], table[:, keep]
     if not names:
         return {}
     center = np.nanmedian(table, axis=0)
     spread = 1.4826 * np.nanmedian(np.abs(table - center), axis=0)
     least = np.array([minima.get(name, 0.0) / 8.0 for name in names])
-    spread = np.maximum.reduce([spread, floor * np.abs(center), least, np.full(len(names), 1e-12)])
+    spread = np.maximum.reduce([spread, FLOOR * np.abs(center), least, np.full(len(names), 1e-12)])
     scores = (table - center) / spread
     directions = np.array([DIRECTIONS.get(name, 0) for name in names])
     good = scores * directions < 0.0

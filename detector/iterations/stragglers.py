@@ -1,9 +1,9 @@
 """Ranks that are slower than their peers all the time, from the very start even: no history of the job is needed.
 
 Pure, standard library only. `IterationMonitor` sees a job that becomes slow; a straggler that was slow when the
-baseline was learned is part of it. Here each rank's own phases are compared with its peers' over the last `blocks`
-blocks of iterations, and a rank is named when the difference matters (threshold), stands out from the peers' own
-differences, is beyond the noise of the measurement, and was there in every block.
+baseline was learned is part of it. Here each rank's own phases are compared with its peers' over the last blocks of
+iterations, and a rank is named when the difference matters (THRESHOLD), stands out from the peers' own differences, is
+beyond the noise of the measurement, and was there in every block.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from statistics import fmean, median, pstdev
 
 from unicron.detector.iterations.culprit import OWN_PHASES, Culprit
 
+COMPARED = (*OWN_PHASES, "outside")  # in which a rank works by itself
+BLOCK, BLOCKS = 8, 6  # iterations of a block; so many blocks in a row
+THRESHOLD = 0.1  # share of the iteration's own work that counts
 PEER_SPREADS = 4.0  # robust standard deviations of the peers among themselves
 ERRORS = 6.0  # standard errors of the rank's own difference
 Row = Mapping[int, Mapping[str, float]]
@@ -31,14 +34,14 @@ class Block:
     apart: dict[int, list[float]] = field(default_factory=dict)
     squared: dict[int, list[float]] = field(default_factory=dict)
 
-    def add(self, row: Row, phases: tuple[str, ...]) -> None:
-        table = {slot: [times.get(name, 0.0) for name in phases] for slot, times in row.items()}
+    def add(self, row: Row) -> None:
+        table = {slot: [times.get(name, 0.0) for name in COMPARED] for slot, times in row.items()}
         middle = [fmean(column) for column in zip(*table.values(), strict=True)]
         self.iterations += 1
         for slot, values in table.items():
-            seconds = self.seconds.setdefault(slot, [0.0] * len(phases))
-            apart = self.apart.setdefault(slot, [0.0] * len(phases))
-            squared = self.squared.setdefault(slot, [0.0] * len(phases))
+            seconds = self.seconds.setdefault(slot, [0.0] * len(COMPARED))
+            apart = self.apart.setdefault(slot, [0.0] * len(COMPARED))
+            squared = self.squared.setdefault(slot, [0.0] * len(COMPARED))
             for index, value in enumerate(values):
                 difference = value - middle[index]
                 seconds[index] += value
@@ -47,26 +50,15 @@ class Block:
 
 
 class Stragglers:
-    """Feed it `observe` once per iteration; `current` is the straggler, if there is one.
+    """Feed it `observe` once per iteration; `current` is the straggler, if there is one."""
 
-    block: iterations; blocks: so many in a row. threshold: share of the iteration's own work that counts. phases: those
-    in which a rank works by itself.
-    """
-
-    def __init__(
-        self,
-        block: int = 8,
-        blocks: int = 6,
-        threshold: float = 0.1,
-        phases: tuple[str, ...] = (*OWN_PHASES, "outside"),
-    ) -> None:
-        self.block, self.blocks, self.threshold, self.phases = block, blocks, threshold, phases
+    def __init__(self) -> None:
         self.current: Culprit | None = None
         self.clear()
 
     def clear(self) -> None:
         """The ranks or their work changed: begin anew. `current` stays until the next comparison."""
-        self._past: deque[Block] = deque(maxlen=self.blocks)
+        self._past: deque[Block] = deque(maxlen=BLOCKS)
         self._open = Block()
 
     def observe(self, row: Row, groups: Mapping[int, Hashable] | None = None) -> Culprit | None:
@@ -77,14 +69,14 @@ class Stragglers:
         known = self._open.seconds or (self._past[-1].seconds if self._past else row)
         if set(row) != set(known):
             self.clear()
-        self._open.add(row, self.phases)
-        if self._open.iterations < self.block:
+        self._open.add(row)
+        if self._open.iterations < BLOCK:
             return self.current
         self._past.append(self._open)
         self._open = Block()
         if self.current is not None and not self._still(self.current, groups or {}):
             self.current = None
-        if self.current is None and len(self._past) == self.blocks:
+        if self.current is None and len(self._past) == BLOCKS:
             self.current = self._find(groups or {})
         return self.current
 
@@ -94,7 +86,7 @@ class Stragglers:
         blocks = list(self._past)[-last:]
         count = sum(block.iterations for block in blocks)
         return {
-            slot: [sum(block.seconds[slot][index] for block in blocks) / count for index in range(len(self.phases))]
+            slot: [sum(block.seconds[slot][index] for block in blocks) / count for index in range(len(COMPARED))]
             for slot in blocks[-1].seconds
             if all(slot in block.seconds for block in blocks)
         }
@@ -107,15 +99,15 @@ class Stragglers:
         peers = _peers(means, slot, groups)
         if not peers:
             return False
-        excess = _excess(means, slot, peers, self.phases.index(culprit.phase))
-        return excess > 0.5 * self.threshold * (sum(means[slot]) - excess)
+        excess = _excess(means, slot, peers, COMPARED.index(culprit.phase))
+        return excess > 0.5 * THRESHOLD * (sum(means[slot]) - excess)
 
     def _find(self, groups: Mapping[int, Hashable]) -> Culprit | None:
-        means = self._means(self.blocks)
+        means = self._means(BLOCKS)
         candidates = []
         for group in {groups.get(slot) for slot in means}:
             slots = [slot for slot in means if groups.get(slot) == group]
-            for index in range(len(self.phases)) if len(slots) > 1 else ():
+            for index in range(len(COMPARED)) if len(slots) > 1 else ():
                 middle = median(means[slot][index] for slot in slots)
                 candidates.append(max((means[slot][index] - middle, -slot, index) for slot in slots))
         looks = (self._examine(means, -slot, index, groups) for _, slot, index in sorted(candidates, reverse=True)[:3])
@@ -127,7 +119,7 @@ class Stragglers:
         peers = _peers(means, slot, groups)
         excess = _excess(means, slot, peers, index)
         work = sum(means[slot]) - excess
-        least = self.threshold * work
+        least = THRESHOLD * work
         if not excess > least > 0.0:
             return None
         parts = []
@@ -141,11 +133,11 @@ class Stragglers:
             return None
         slowdown = (work + excess) / work
         reason = (
-            f"slot {slot} takes {middle + excess:.3f} s in {self.phases[index]}, its {len(peers)} "
-            f"peer{'s' * (len(peers) > 1)} {middle:.3f} s, in all of the last {self.block * self.blocks} iterations: "
+            f"slot {slot} takes {middle + excess:.3f} s in {COMPARED[index]}, its {len(peers)} "
+            f"peer{'s' * (len(peers) > 1)} {middle:.3f} s, in all of the last {BLOCK * BLOCKS} iterations: "
             f"its own work takes {slowdown:.2f}x as long"
         )
-        return Culprit(slot, self.phases[index], slowdown, reason)
+        return Culprit(slot, COMPARED[index], slowdown, reason)
 
     def _noise(self, slot: int, index: int) -> float:
         """Standard error of the slot's difference from the others, from single iterations."""

@@ -355,7 +355,7 @@ class Simulation:
         """own: goes on with what is left, and spares, at the largest size that it can run."""
         alive = len([number for number in job.nodes if number in self.up])
         size = self._largest(job, min(alive + len(self.free), job.target))
-        self._resize(job, size, 1, lost=True)
+        self._resize(job, size, lost=True)
         self._grow()
 
     def _grow(self) -> None:
@@ -367,13 +367,13 @@ class Simulation:
             if size > job.size:
                 if not self.policy.graceful and job.phase == RUN:
                     self._add_lost_work(job)
-                self._resize(job, size, 1, lost=False)
+                self._resize(job, size, lost=False)
 
     def _largest(self, job: SimulatedJob, room: int) -> int:
         return job.spec.options(room)[-1]
 
-    def _resize(self, job: SimulatedJob, size: int, severity: int, lost: bool) -> None:
-        seconds = self.policy.transition[severity]
+    def _resize(self, job: SimulatedJob, size: int, lost: bool) -> None:
+        seconds = self.policy.transition[1]
         if seconds is None:
             seconds = self._planned_seconds(job, size, lost)
         self._adjust_nodes(job, size)

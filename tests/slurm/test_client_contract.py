@@ -34,19 +34,12 @@ _BACKENDS = ["command_line"] + (["pyslurm"] if _PYSLURM is not None else [])
 
 
 @pytest.fixture(params=_BACKENDS)
-def make_client(
-    request: pytest.FixtureRequest, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., SlurmClient]:
+def client(request: pytest.FixtureRequest, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> SlurmClient:
     if request.param == "command_line":
-        return lambda **options: CommandLineClient(env=cluster.env(), **options)
+        return CommandLineClient(env=cluster.env())
     monkeypatch.setenv("SLURM_CONF", cluster.env()["SLURM_CONF"])
     _PYSLURM.slurm_init(cluster.env()["SLURM_CONF"])
-    return lambda **options: PyslurmClient(_PYSLURM, env=cluster.env(), **options)
-
-
-@pytest.fixture
-def client(make_client: Callable[..., SlurmClient]) -> SlurmClient:
-    return make_client()
+    return PyslurmClient(_PYSLURM, env=cluster.env())
 
 
 def _notes(tmp_path: Path, count: int) -> list[str]:
@@ -306,34 +299,6 @@ def test_what_slurm_refuses_is_one_line_with_its_reason(client: SlurmClient) -> 
     assert "\n" not in str(raised.value)
     with pytest.raises(SlurmError, match=r"[Ii]nvalid node"):
         client.down("n77", "unicron[node_problem]: no such node")
-
-
-def test_a_dry_run_says_everything_and_changes_nothing(
-    make_client: Callable[..., SlurmClient], client: SlurmClient, submit: Submit, wait_until: Wait
-) -> None:
-    job = submit("--array=0-1")
-    for element in (0, 1):
-        wait_until(client, job, element, "RUNNING")
-    said: list[str] = []
-    dry = make_client(dry_run=said.append)
-    dry.elements()
-    dry.requeue_hold(job, 1, "no node")
-    dry.pin(job, 1, "n4")
-    dry.down("n2", "unicron[node_problem]: x y")
-    dry.drain("n2", "unicron[health]: z")
-    dry.resume("n2")
-    dry.cancel(job)
-    assert said == [
-        f"scontrol requeuehold {job}_1",
-        f"scontrol update JobId={job}_1 'AdminComment=no node'",
-        f"scontrol update JobId={job}_1 ReqNodeList=n4",
-        "scontrol update NodeName=n2 State=DOWN 'Reason=unicron[node_problem]: x y'",
-        "scontrol update NodeName=n2 State=DRAIN 'Reason=unicron[health]: z'",
-        "scontrol update NodeName=n2 State=RESUME",
-        f"scancel {job}",
-    ]
-    assert all(info.state == "RUNNING" for info in _of(client, job).values())
-    assert all(node.healthy for node in client.nodes())
 
 
 def test_nodes_are_named_in_slurms_own_notation(cluster: LocalCluster) -> None:

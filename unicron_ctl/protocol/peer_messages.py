@@ -12,9 +12,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from unicron.ctl.protocol import ranges
+from unicron.ctl.protocol import ranges, wire
 from unicron.ctl.protocol.structs import LostRank, RankStatus
-from unicron.ctl.protocol.wire import MAX_BYTES, VERSION, BadMessage, Message, PlanShare
+from unicron.ctl.protocol.wire import Message, PlanShare
 
 # A number, and the element of the proposer: no two proposers ever have the same ballot.
 Ballot = tuple[ranges.Count, Annotated[int, Meta(ge=-1, lt=ranges.MOST_ELEMENTS)]]
@@ -104,17 +104,9 @@ class Learn(PeerMessage, tag="learn"):
 
 
 AnyPeer = PlanRequest | Prepare | Promise | Halt | Accept | Accepted | Nack | Learn
-_decoder = msgspec.msgpack.Decoder(AnyPeer)
 
 
 def decode(data: bytes) -> AnyPeer:
-    """The message in `data`. Raises :class:`BadMessage` with the reason."""
-    if len(data) > MAX_BYTES:
-        raise BadMessage(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
-    try:
-        message: AnyPeer = _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadMessage(str(error)) from None
-    if message.v != VERSION:
-        raise BadMessage(f"protocol version {message.v}, this side speaks {VERSION}")
+    """The message in `data`. Raises :class:`wire.BadMessage` with the reason."""
+    message: AnyPeer = wire.decode(data, AnyPeer)
     return message

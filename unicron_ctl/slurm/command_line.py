@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from unicron.ctl.slurm import queue, squeue
@@ -50,21 +49,14 @@ class CommandLineClient:
     """Runs Slurm's own programs.
 
     `env` is added to the environment (SLURM_CONF for a private cluster); `timeout` limits each program, in seconds.
-    With `dry_run`, calls that would change something hand it their command, ready for a shell, and change nothing.
     """
 
-    def __init__(
-        self,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 10.0,
-        dry_run: Callable[[str], object] | None = None,
-    ) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None, timeout: float = 10.0) -> None:
         # Time zone and formats that people set for themselves must not change what is parsed here.
         hidden = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT")
         self._env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         self._env |= {"TZ": "UTC", "LC_ALL": "C"} | dict(env or {})
         self._timeout = timeout
-        self._dry_run = dry_run
         self._programs = Programs()
         self._most_alike = FEWEST_ALIKE
         self._long = True  # the queue, as far as is known
@@ -224,7 +216,7 @@ class CommandLineClient:
     def _await_answer(self, node: str) -> None:
         """Returns when Slurm has heard the node's slurmd after a resume, or after ANSWER_SECONDS."""
         until = time.monotonic() + ANSWER_SECONDS
-        while self._dry_run is None and time.monotonic() < until:
+        while time.monotonic() < until:
             found = parse_node(self._run(["scontrol", "--oneliner", "show", "node", node]).strip())
             if found is None or "NOT_RESPONDING" not in found.states or "DOWN" in found.states:
                 return
@@ -234,7 +226,7 @@ class CommandLineClient:
 
     def requeue(self, job: str, element: int) -> None:
         # Slurm 22.05 takes a second requeue while the first is under way, and then may let the element end as FAILED.
-        if self._dry_run is None and self._state(job, element) in UNDER_WAY:
+        if self._state(job, element) in UNDER_WAY:
             return
         with self._noted(job, element):
             self._change(["scontrol", "requeue", self._id(job, element)], harmless=("Job is pending execution",))
@@ -304,9 +296,6 @@ class CommandLineClient:
 
     def _change(self, command: list[str], harmless: tuple[str, ...] = ()) -> bool:
         """Runs a command that changes something. True when Slurm refused it for a reason that is listed as harmless."""
-        if self._dry_run is not None:
-            self._dry_run(shlex.join(command))
-            return False
         try:
             self._run(command)
         except SlurmError as error:

@@ -27,14 +27,8 @@ class PyslurmClient(CommandLineClient):
     all, and only the command line takes JOB_INDEX. The same way is taken for anything that pyslurm cannot express.
     """
 
-    def __init__(
-        self,
-        pyslurm: ModuleType,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 10.0,
-        dry_run: Callable[[str], object] | None = None,
-    ) -> None:
-        super().__init__(env, timeout, dry_run)
+    def __init__(self, pyslurm: ModuleType, env: Mapping[str, str] | None = None, timeout: float = 10.0) -> None:
+        super().__init__(env, timeout)
         self._pyslurm = pyslurm
         self._own_record: dict[tuple[str, int], int] = {}
 
@@ -64,23 +58,13 @@ class PyslurmClient(CommandLineClient):
         super()._note(info)
 
     def down(self, node: str, reason: str) -> None:
-        if self._dry_run is not None:
-            return super().down(node, reason)
-        changes = self._pyslurm.Node(state="DOWN", reason=one_line(reason))
-        self._call(f"set node {node} down", lambda: self._pyslurm.Node(node).modify(changes))
+        self._modify_node(f"set node {node} down", node, state="DOWN", reason=one_line(reason))
 
     def drain(self, node: str, reason: str) -> None:
-        if self._dry_run is not None:
-            return super().drain(node, reason)
-        changes = self._pyslurm.Node(state="DRAIN", reason=one_line(reason))
-        self._call(f"drain node {node}", lambda: self._pyslurm.Node(node).modify(changes))
+        self._modify_node(f"drain node {node}", node, state="DRAIN", reason=one_line(reason))
 
     def resume(self, node: str) -> None:
-        if self._dry_run is not None:
-            return super().resume(node)
-        changes = self._pyslurm.Node(state="RESUME")
-        what = f"resume node {node}"
-        self._call(what, lambda: self._pyslurm.Node(node).modify(changes), harmless="Invalid node state")
+        self._modify_node(f"resume node {node}", node, harmless="Invalid node state", state="RESUME")
         self._await_answer(node)
 
     def requeue(self, job: str, element: int) -> None:
@@ -126,11 +110,15 @@ class PyslurmClient(CommandLineClient):
     def _record(self, job: str, element: int) -> Any | None:
         """The pyslurm Job of an element that surely has a record of its own. Once split off, it keeps that for good."""
         number = self._own_record.get((job, element))
-        return None if number is None or self._dry_run is not None else self._pyslurm.Job(number)
+        return None if number is None else self._pyslurm.Job(number)
 
     def _set_admin_comment(self, what: str, record: Any, comment: str) -> None:
         with contextlib.suppress(SlurmError):  # as in `_comment`
             self._modify(what, record, admin_comment=one_line(comment))
+
+    def _modify_node(self, what: str, node: str, harmless: str | None = None, **changes: str) -> None:
+        wanted = self._pyslurm.Node(**changes)
+        self._call(what, lambda: self._pyslurm.Node(node).modify(wanted), harmless)
 
     def _modify(self, what: str, record: Any, **changes: object) -> None:
         self._call(what, lambda: record.modify(self._pyslurm.JobSubmitDescription(**changes)))
@@ -259,15 +247,13 @@ def matching_pyslurm(
     return module if same and [int(part) for part in built_for] == [int(part) for part in wanted] else None
 
 
-def choose_client(
-    env: Mapping[str, str] | None = None, timeout: float = 10.0, dry_run: Callable[[str], object] | None = None
-) -> CommandLineClient:
+def choose_client(env: Mapping[str, str] | None = None, timeout: float = 10.0) -> CommandLineClient:
     """The pyslurm backend where it fits the cluster's release, else the command line's.
 
     The command line's too when `env` names another cluster than this process's own SLURM_CONF. Raises SlurmError when
     Slurm's programs are missing or know no cluster.
     """
-    client = CommandLineClient(env, timeout, dry_run)
+    client = CommandLineClient(env, timeout)
     chosen = (env or {}).get("SLURM_CONF")
     if chosen is not None and chosen != os.environ.get("SLURM_CONF"):
         return client
@@ -275,4 +261,4 @@ def choose_client(
     if module is None:
         return client
     module.slurm_init(os.environ.get("SLURM_CONF"))
-    return PyslurmClient(module, env, timeout, dry_run)
+    return PyslurmClient(module, env, timeout)

@@ -205,8 +205,9 @@ class Store:
     def _pragma(self, name: str) -> int:
         return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
 
-    def _pages(self, what: str, where: str, values: tuple[Any, ...], after: int = 0) -> Iterator[tuple[Any, ...]]:
-        """(id, what) of the records above the id `after`, oldest first; they may be deleted meanwhile."""
+    def _pages(self, what: str, where: str, values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """(id, what) of the records, oldest first; they may be deleted meanwhile."""
+        after = 0
         query = f"SELECT id, {what} FROM event WHERE {where} AND id > ? ORDER BY id LIMIT {FORGET_RECORDS}"
         while rows := self._db.execute(query, (*values, after)).fetchall():
             yield from rows

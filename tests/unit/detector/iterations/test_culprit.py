@@ -63,14 +63,6 @@ def test_all_waiting_in_the_reduce_is_the_network():
     assert "network" in found.reason
 
 
-def test_pipeline_stages_are_compared_among_themselves():
-    phases = {slot: dict(USUAL, forward=0.3 if slot < 4 else 0.9) for slot in range(8)}
-    groups = {slot: slot // 4 for slot in range(8)}
-    assert slowest(phases, groups=groups) is None
-    phases[5] = dict(phases[5], forward=1.8)
-    assert slowest(phases, groups=groups).slot == 5
-
-
 def test_a_rank_without_peers_is_compared_with_its_own_past():
     usual = {0: dict(USUAL), 1: dict(USUAL)}
     slow = {0: dict(USUAL), 1: dict(USUAL, backward=1.8)}

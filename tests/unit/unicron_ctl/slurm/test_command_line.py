@@ -204,12 +204,14 @@ def test_what_was_requeued_does_not_start_in_that_second(
     """Defect: the second was that in which Slurm was asked. It answers later, and slurmd hears of it later still."""
     now, ran = [answered - 0.1], []
 
-    def run(command: str) -> None:
-        ran.append(command)
+    def run(command: list[str]) -> str:
+        ran.append(" ".join(command))
         now[0] = answered
+        return ""
 
     monkeypatch.setattr(command_line.time, "time", lambda: now[0])
-    client = CommandLineClient(dry_run=run)
+    client = CommandLineClient()
+    monkeypatch.setattr(client, "_run", run)
     getattr(client, order)("7", 1, *(["why"] if order == "requeue_hold" else []))
     now[0] = starts
     client.start_now("7", 1)

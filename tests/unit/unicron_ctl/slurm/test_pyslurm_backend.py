@@ -182,15 +182,6 @@ def test_an_element_that_is_pending_already_is_held_instead(fake: FakePyslurm) -
         client.requeue("7", 2)
 
 
-def test_a_dry_run_prints_commands(fake: FakePyslurm) -> None:
-    said: list[str] = []
-    client = PyslurmClient(fake, dry_run=said.append)
-    client.elements()
-    client.requeue("7", 2)
-    client.resume("n1")
-    assert said == ["scontrol requeue 7_2", "scontrol update NodeName=n1 State=RESUME"] and fake.notes == []
-
-
 @pytest.mark.parametrize(
     ("text", "indices"),
     [
