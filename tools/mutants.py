@@ -35,7 +35,8 @@ SWAPS: dict[type, type] = {
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
     ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add,
 }  # fmt: skip
-LIMIT_SECONDS = 300.0  # for a mutant's tests; a mutant that takes longer counts as killed
+LIMIT_SECONDS = 300.0  # for the tests without a mutant
+LIMIT_TIMES, LIMIT_LEAST = 20, 30.0  # a mutant that takes so many times as long, and so many seconds, counts as killed
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,15 @@ class Runner:
     def __init__(self, drawn: list[Mutant], workers: int) -> None:
         self.drawn, self.workers, self.alive = drawn, workers, list[Mutant]()
         self.running: dict[int, tuple[Mutant | None, float]] = {}
+        self.limit = LIMIT_SECONDS
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        began = time.monotonic()
         self._start(None, session)
         while self.running:  # the tests must pass as it is
             self._collect()
+        self.limit = max(LIMIT_LEAST, LIMIT_TIMES * (time.monotonic() - began))
         if None not in self.alive:
             pytest.exit("the tests fail without a mutant", 1)
         self.alive.clear()
@@ -182,7 +186,7 @@ class Runner:
                     print(f"\n{mutant.path}:{mutant.line}: {mutant.text} | {mutant.change}", flush=True)
             return
         for late, (_, began) in self.running.items():
-            if time.monotonic() - began > LIMIT_SECONDS:
+            if time.monotonic() - began > self.limit:
                 os.killpg(late, signal.SIGKILL)
         time.sleep(0.01)
 

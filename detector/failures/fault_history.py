@@ -276,5 +276,5 @@ def at_start(fault: Fault) -> bool:
 
 
 def is_quick(fault: Fault, policy: Policy) -> bool:
-    early = at_start(fault) and (fault.uptime or 0.0) <= policy.quick_seconds
+    early = fault.uptime is not None and fault.uptime <= policy.quick_seconds and not fault.worked
     return early and fault.scope in ("application", "unknown")

@@ -77,19 +77,18 @@ class Image:
         self.path = path
         self.copier: object = None  # what its writer prepared to fill it again
         self._offset = _data_offset(head_bytes)
-        descriptor, new = -1, path.with_name(f"{path.name}.{os.getpid()}.new")
+        new, size = path.with_name(f"{path.name}.{os.getpid()}.new"), self._offset + max(1, data_bytes)
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            allocate(new, descriptor, self._offset + max(1, data_bytes))
-            self._map = mmap.mmap(descriptor, self._offset + max(1, data_bytes))
+            allocate(new, descriptor, size)
+            self._map = mmap.mmap(descriptor, size)
             os.replace(new, path)
         except OSError:
             with contextlib.suppress(OSError):
                 new.unlink()
             raise
         finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+            os.close(descriptor)
 
     def fits(self, head_bytes: int, data_bytes: int) -> bool:
         """Whether it has room for so much."""

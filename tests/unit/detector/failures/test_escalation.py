@@ -28,10 +28,10 @@ class Run:
         self.history = History(Policy(**policy))
         self.now = START
 
-    def fault(self, cause, after=60.0, slot=0, node="n1", job="7", uptime=None, worked=True, job_nodes=4):
+    def fault(self, cause, after=60.0, slot=0, node="n1", job="7", uptime=None, worked=True, job_nodes=4, **more):
         self.now += after
         where = {"job": job, "slot": slot, "node": node, "uptime": uptime, "worked": worked}
-        decision = decide(self.history, verdict(cause), self.now, job_nodes=job_nodes, **where)
+        decision = decide(self.history, verdict(cause), self.now, job_nodes=job_nodes, **where, **more)
         self.history.record(as_fault(verdict(cause), self.now, **where), decision)
         return decision
 

@@ -1,10 +1,33 @@
-"""A copy that is made again and again is the one that is made once."""
+"""What is gathered of a state, copied again and again, and read back."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgpack
+import pytest
 import torch
 
-from unicron.transition.snapshot.contents import ALIGN, SMALL, Contents, Copier, fill
+from tests.support.kept import step, training
+from unicron.transition.snapshot import contents, parts
+from unicron.transition.snapshot.contents import (
+    ALIGN,
+    SMALL,
+    STEP,
+    Contents,
+    Copier,
+    Gatherer,
+    Head,
+    copy_flat,
+    fill,
+    gathered,
+    head_of,
+    laid,
+    opened,
+    raw,
+)
+from unicron.transition.snapshot.image_format import Found, Image, Key, read_page
+from unicron.transition.snapshot.migrate import TrainingState
 
 
 def test_a_repeated_copy_is_of_the_present_values_and_leaves_zeros_between_them() -> None:
@@ -26,3 +49,114 @@ def test_a_repeated_copy_is_of_the_present_values_and_leaves_zeros_between_them(
         fill(still, found.offsets, once)
         assert torch.equal(into, once)
         moving += still[5]
+
+
+def test_each_tensor_begins_at_a_multiple_of_the_alignment() -> None:
+    sizes = [1, ALIGN, ALIGN + 1, 0, 3]
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    assert laid(tensors) == ([0, ALIGN, 2 * ALIGN, 4 * ALIGN, 4 * ALIGN], 5 * ALIGN)
+
+
+# ------------------------------------------------------------ gathering
+def test_a_state_whose_tensors_stay_is_looked_up_once() -> None:
+    state = training()
+    gatherer = Gatherer(state)
+    first = gatherer.contents()
+    step(state)
+    assert gatherer.contents() is first
+    weight = state.model[0].module[0].weight
+    weight.data = weight.data.clone()
+    second = gatherer.contents()
+    assert second is not first and gatherer.contents() is second
+    state.sharded = True
+    assert gatherer.contents() is not second
+
+
+def test_what_is_a_number_or_a_copy_is_gathered_anew_each_time() -> None:
+    state = training()
+    parameter = state.model[0].module[0].bias
+    state.optimizer.state[parameter]["step"] = 1
+    gatherer = Gatherer(state)
+    assert gatherer.contents() is not gatherer.contents(), "the number is in no tensor"
+    state = training()
+    weight = state.model[0].module[0].weight
+    weight.data = weight.data.t().contiguous().t()
+    gatherer = Gatherer(state)
+    assert gatherer.contents() is not gatherer.contents(), "flat, this one is a copy"
+
+
+def test_what_another_rank_of_the_replica_has_too_is_left_out_unless_the_rank_is_to_go_on_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = training()
+    every = list(parts.parts(state.model, state.optimizer))
+    every[0].duplicate = True
+    monkeypatch.setattr(parts, "parts", lambda model, optimizer: iter(every))
+    whole, lasting = gathered(state, alone=True)
+    part, _ = gathered(state)
+    assert lasting and len(whole.tensors) - len(part.tensors) == len(every[0].tensors) + len(every[0].others)
+    frozen = [place for place, one in enumerate(every) if not one.stepped]
+    assert len(whole.moving) == len(frozen) > 0
+    assert [whole.tensors[number].data_ptr() for number in whole.moving] == [
+        next(iter(every[place].tensors.values())).data_ptr() for place in frozen
+    ]
+
+
+# ------------------------------------------------------------ reading
+def image(folder: Path, head: bytes, data: torch.Tensor) -> Found:
+    made = Image(folder / "a.image", len(head), data.nbytes)
+    copy_flat(data, made)
+    made.mark_whole(Key("state", 0, 1), head, data.nbytes)
+    return read_page(made.path)
+
+
+def saved(folder: Path, state: TrainingState) -> tuple[Contents, Found]:
+    found, _ = gathered(state, alone=True)
+    data = torch.zeros(found.size, dtype=torch.uint8)
+    fill(found.tensors, found.offsets, data)
+    return found, image(folder, head_of(state, found.about, 7, "TP1"), data)
+
+
+def test_what_was_gathered_is_read_back_with_its_settings(tmp_path: Path) -> None:
+    """Also where a schedule or the optimizer keeps a table by numbers."""
+    state = training()
+    state.scheduler = torch.optim.lr_scheduler.MultiStepLR(state.optimizer, [30, 80])
+    parameter = state.model[0].module[0].bias
+    state.optimizer.state[parameter]["history"] = {3: 0.5}
+    found, written = saved(tmp_path, state)
+    told = opened(written)
+    assert (told.head.iteration, told.head.layout, told.head.step) == (7, "TP1", 0.0)
+    assert told.head.scheduler is not None and 30 in told.head.scheduler["milestones"]
+    for number, tensor in enumerate(found.tensors):
+        assert torch.equal(told.tensor(number), tensor)
+    others = [others for *_, others in told.index()]
+    assert {"history": {3: 0.5}}.items() <= next(one for one in others if "history" in one).items()
+    assert all(torch.equal(one["step"], torch.tensor(1.0)) for one in others if "step" in one)
+
+
+def test_data_are_checked_once_and_before_any_of_them_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, written = saved(tmp_path, training())
+    checks, check = [], Found.check
+    monkeypatch.setattr(Found, "check", lambda self, data: checks.append(self) or check(self, data))
+    told = opened(written)
+    assert not checks
+    told.tensor(0)
+    told.tensor(1)
+    assert len(checks) == 1
+
+
+def test_tensors_stand_one_behind_the_other_or_where_the_head_says_so(tmp_path: Path) -> None:
+    values = torch.arange(64, dtype=torch.float32)
+    kinds = [("float32", 2), ("float32", 3, 128), ("float32", 2, STEP), ("uint8", 4), ("float32", 1)]
+    about = msgpack.packb({"index": [], "tensors": kinds})
+    head = vars(Head(1, "TP1", [], None, [], 0, None, 9.0, "", about))
+    told = opened(image(tmp_path, msgpack.packb(head), values))
+    assert [tensor.tolist() for tensor in told.tensors] == [
+        [0.0, 1.0],
+        [32.0, 33.0, 34.0],
+        [9.0, 9.0],
+        list(values[32:33].view(torch.uint8)),
+        [48.0],
+    ]
+    assert raw(memoryview(b"")).numel() == 0 and raw(memoryview(bytearray(b"ab"))).tolist() == [97, 98]
+    assert contents.read(told.found)[1].numel() == values.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,41 @@ def test_what_does_not_fit_is_refused(tmp_path):
     assert image.fits(PAGE, 3000) and not image.fits(PAGE + 1, 3000) and not image.fits(10, 3001)
     with pytest.raises(ValueError, match="room"):
         image.mark_whole(KEY, HEAD, 3001)
+
+
+def test_an_image_takes_the_room_that_it_has_and_nobody_else_reads_it(tmp_path):
+    for count, room in ((3000, 3000), (1, 1), (0, 1)):
+        image = Image(tmp_path / "a.image", 10, count)
+        found = image.path.stat()
+        assert found.st_size == 2 * PAGE + room == len(image.data) + 2 * PAGE and found.st_mode & 0o777 == 0o600
+    with pytest.raises(FileNotFoundError):
+        Image(tmp_path / "no folder" / "a.image", 10, 10)
+
+
+def test_a_key_takes_a_page_at_most(tmp_path):
+    image, fits = Image(tmp_path / "a.image", 10, 10), 0
+    for length in range(PAGE - 400, PAGE):
+        try:
+            image.mark_whole(replace(KEY, mark="x" * length), b"head", 10)
+            fits = length
+        except ValueError as error:
+            assert "too long" in str(error)
+            break
+    assert len(image.path.read_bytes()[:PAGE].rstrip(b"\0")) == PAGE, "the last one that fits fills it"
+    assert read_page(image.path).key.mark == "x" * fits
+
+
+def test_a_file_of_another_kind_or_release_is_named_so(tmp_path):
+    page = written(tmp_path / "a.image").path.read_bytes()
+    other = tmp_path / "b.image"
+    for place in (0, 8):  # the magic number, the version
+        other.write_bytes(page[:place] + bytes([page[place] ^ 1]) + page[place + 1 :])
+        with pytest.raises(BadImage, match="not an image of this release"):
+            read_page(other)
+    for length, why in ((image_format._KEY - 1, "too short"), (image_format._KEY, "its first page")):
+        other.write_bytes(page[:length])
+        with pytest.raises(BadImage, match=why):
+            read_page(other)
 
 
 def test_a_file_written_from_beginning_to_end_is_the_same(tmp_path):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.support.suspects import NOW, Company
+from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.job_state import Failure
 from unicron.ctl.controller.model.requests import Action, Run
 from unicron.ctl.controller.model.view import Outcome
@@ -105,10 +104,10 @@ def test_while_silence_is_not_believed_nothing_is_stopped_nor_started_in_its_pla
 
 
 # ---------------------------------------------------------------- what goes on record
-def failure(**changes: Any) -> Failure:
-    where = {"id": 1, "kind": "agent", "job": "1", "slots": [0], "node": "n1", "element": 0, "member": True}
-    words = dict.fromkeys(("cause", "action", "reason", "detected_by", "source"), "")
-    return Failure(**{**where, **words, "severity": 2, "detected_at": NOW, **changes})
+def failure(kind: str = "agent", element: int = 0, restored_at: float | None = None) -> Failure:
+    words = dict.fromkeys(("cause", "action", "detected_by", "source", "reason"), "")
+    record = records.FailureDetected(kind_of_failure=kind, slots=[element], severity=2, element=element, **words)
+    return Failure(1, "1", NOW, record, restored_at=restored_at)
 
 
 def test_an_intent_goes_on_record_before_it_is_carried_out(company: Company):
@@ -151,6 +150,9 @@ def test_what_slurm_did_or_refused_goes_on_record(company: Company):
     assert kinds("pin", error="Invalid job id") == [("1", 1, "slurm_error"), ("1", 1, "unpinned")]
     assert kinds("down", error="Access denied")[0] == ("1", 1, "slurm_error") and len(kinds("down", error="no")) > 1
     assert kinds("resume") == [("", 0, "node_resumed")]
+    for text, reason in (("text", "text"), ("", "hold 1_0")):
+        out = on_outcome(company.view, Retries(), Gate(), Action("hold", "1", 0, "", "why", text), "")
+        assert out.records[0][2].reason == reason
     for verified, gate in ((True, {}), (True, {"n10": True}), (False, {"n10": False})):
         out = on_outcome(company.view, Retries(), Gate(verified=gate), Action("resume", "", -1, "n10", ""), "")
         assert out.records[0][2].verified == verified
