@@ -266,7 +266,7 @@ def test_an_agent_is_its_key() -> None:
     agent = world.core.view.live.agent("1", 0)
     assert agent is not None and (agent.route, agent.number, agent.status.store) == ((b"r",), 1, "n1:1")
     status(b"new", "key1", 2, "n1:2")
-    assert (agent.route, agent.store) == ((b"new",), "n1:2")
+    assert (agent.route, agent.status.store) == ((b"new",), "n1:2")
     world.core.receive((b"t",), register(), world.now, "key2", ANN)
     (refused,) = told(world)
     assert isinstance(refused, wire.Refused) and "another key" in refused.reason, "not even its owner takes it over"
