@@ -77,17 +77,17 @@ class Measured:
 
 
 # ------------------------------------------------------------ computed
-def cost_of_one(policy: str, nodes: int = NODES) -> dict[str, float]:
+def cost_of_one(policy: str) -> dict[str, float]:
     """Seconds that a process which crashes halfway between two checkpoints costs a job on all nodes, in the simulator,
     by part."""
-    job = Job("training", {nodes: 1e18}, min_nodes=nodes)
+    job = Job("training", {NODES: 1e18}, min_nodes=NODES)
     trace = make(
-        [TraceEvent(0.0, "join", f"n{node}") for node in range(nodes)]
+        [TraceEvent(0.0, "join", f"n{node}") for node in range(NODES)]
         + [TraceEvent(DAY + CHECKPOINT / 2, "fail", "n0", CAUSES["exited_abnormally"])],
         3 * DAY,
         "one",
     )
-    scenario = Scenario(nodes, (job,), transition_seconds=MINUTE)
+    scenario = Scenario(NODES, (job,), transition_seconds=MINUTE)
     lost = simulate(scenario, trace, POLICIES[policy]).lost
     return {part: share * 3 * DAY for part, share in lost.items()}
 
@@ -106,9 +106,9 @@ def by_severity(mix: Mapping[str, float]) -> dict[int, float]:
     return {level: 100 * sum(v for n, v in mix.items() if CAUSES[n].severity == level) / total for level in (1, 2, 3)}
 
 
-def failures_of(maker: Callable[..., Any], nodes: int, days: float, seeds: int = 10) -> float:
-    """Failures in a generated trace, mean over seeds."""
-    counts = [sum(e.event == "fail" for e in maker(nodes, days * DAY, seed).events) for seed in range(seeds)]
+def failures_of(maker: Callable[..., Any], nodes: int, days: float) -> float:
+    """Failures in a generated trace, mean over ten seeds."""
+    counts = [sum(e.event == "fail" for e in maker(nodes, days * DAY, seed).events) for seed in range(10)]
     return statistics.mean(counts)
 
 
@@ -117,10 +117,10 @@ def mttf_hours(per_node_day: float, gpus: int) -> float:
     return 24 / (per_node_day * gpus / 8)
 
 
-def time_saved(per_node_day: float, days: float = 60.0) -> float:
-    """% less time for the same work than a system that waits for the time-out and restarts from a checkpoint."""
+def time_saved(per_node_day: float) -> float:
+    """% less time for 60 days of work than a system that waits for the time-out and restarts from a checkpoint."""
     job = Job("gpt3-175b", {n: 1e15 * n for n in range(1, NODES + 1)}, min_nodes=NODES // 2)
-    trace = unicron(NODES, days * DAY, 0, per_node_day)
+    trace = unicron(NODES, 60 * DAY, 0, per_node_day)
     scenario = Scenario(NODES, (job,), mtbf_node_hours=24 / per_node_day, transition_seconds=MINUTE)
     ours, theirs = (simulate(scenario, trace, POLICIES[name]).efficiency for name in ("unicron", "megatron"))
     return 100 * (1 - theirs / ours)

@@ -69,9 +69,7 @@ def rank_lost_while_away(storm: Storm, seconds: float, forgets: bool) -> None:
     storm.site.controller.start()
     storm.at_most("kill to next step", stepped - killed, 2.0)
     storm.figure("kill to whole", storm.whole_again() - killed, "s")
-    storm.no_two_halves()
-    storm.nothing_lost()
-    storm.in_service(but=())
+    storm.unharmed()
 
 
 def controller_killed(storm: Storm, count: int) -> None:
@@ -110,9 +108,7 @@ def _as_before(storm: Storm) -> None:
     """Ask that the job becomes whole, nothing was lost, and no node or hold is left behind."""
     storm.whole_now()
     storm.goes_on()
-    storm.no_two_halves()
-    storm.nothing_lost()
-    storm.in_service(but=())
+    storm.unharmed()
     storm.nothing_held()
 
 
@@ -143,9 +139,7 @@ def node_lost_in_silence(storm: Storm, seconds: float) -> None:
     healed = storm.site.heal()
     storm.at_most("end of silence to next step", storm.next_step(lost) - healed, 5.0)
     storm.figure("loss to whole", storm.whole_again() - lost, "s")
-    storm.no_two_halves()
-    storm.nothing_lost()
-    storm.in_service(but=(victim,))
+    storm.unharmed(but=(victim,))
 
 
 def node_cut_off(
@@ -159,9 +153,7 @@ def node_cut_off(
     storm.open_gate()
     storm.at_most("cut to next step", storm.next_step(since) - since, 3.0)
     storm.figure("whole", storm.whole_again() - since, "s")
-    storm.no_two_halves()
-    storm.nothing_lost()
-    storm.in_service(but=(victim,))
+    storm.unharmed(but=(victim,))
 
 
 def cut_off_and_back(storm: Storm, seconds: float) -> None:
@@ -185,9 +177,7 @@ def cut_off_and_back(storm: Storm, seconds: float) -> None:
     storm.ask(len(now["members"]) == ELEMENTS, f"the job is whole ({len(now['members'])} members)")
     storm.figure("requeues", storm.requeues())
     storm.ask(storm.requeues() <= 1, "no storm of requeues")
-    storm.no_two_halves()
-    storm.nothing_lost()
-    storm.in_service(but=())
+    storm.unharmed()
 
 
 def cut_apart(storm: Storm, left: tuple[int, ...], right: tuple[int, ...]) -> None:
@@ -200,9 +190,7 @@ def cut_apart(storm: Storm, left: tuple[int, ...], right: tuple[int, ...]) -> No
     storm.figure("cut to found", found - since, "s")
     storm.at_most("found to next step", stepped - found if found < NEVER else NEVER, 5.0)
     storm.goes_on()
-    storm.no_two_halves()
-    storm.nothing_lost()
-    storm.in_service(but=())
+    storm.unharmed()
     storm.site.heal()
     storm.figure("whole again", storm.whole_again() - since, "s")
 
@@ -219,9 +207,7 @@ def cut_through_the_head(storm: Storm, seconds: float) -> None:
     steps = [step["time"] for step in storm.job.steps() if step["time"] > healed]
     storm.at_most("end of the cut to next step", min(steps, default=NEVER) - healed, 15.0)
     storm.figure("longest pause", storm.job.pause(since), "s")
-    storm.no_two_halves()
-    storm.nothing_lost()
-    storm.in_service(but=())
+    storm.unharmed()
 
 
 def packets_lost(storm: Storm, seconds: float) -> None:

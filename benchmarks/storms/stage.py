@@ -191,9 +191,15 @@ class Storm:
         violations = self.job.status().get("ledger_violations", 0)
         self.ask(not violations, f"no micro-batch lost or counted twice ({violations} iterations)")
 
-    def untouched(self, since: float, steady: float = BUSY_PAUSE) -> None:
+    def unharmed(self, but: tuple[str, ...] = ()) -> None:
+        """Ask that no two generations go on, nothing was lost, and every node serves, save these."""
+        self.no_two_halves()
+        self.nothing_lost()
+        self.in_service(but)
+
+    def untouched(self, since: float) -> None:
         """Ask that the job has trained on since then as if nothing had been, and that every node serves."""
-        self.at_most("longest pause", self.job.pause(since), steady)
+        self.at_most("longest pause", self.job.pause(since), BUSY_PAUSE)
         broken = sorted({step["generation"] for step in self.job.steps()} - set(range(self.generation + 1)))
         self.ask(not broken, f"no job broken (generations {broken} after {self.generation})")
         self.nothing_lost()

@@ -83,8 +83,3 @@ TABLE: dict[State, dict[Event, tuple[State, str]]] = {
     _S.MOVED: _row(_TO_RESTART, _TO_RESTART, _S.MOVED, _S.HEALTHY),
     _S.ENDED: {event: (_S.ENDED, NOTHING) for event in _E},
 }
-
-
-def check_table() -> list[str]:
-    """What is missing in the table; empty when every state answers every event."""
-    return [f"{state.value} x {event.value}" for state in State for event in Event if event not in TABLE.get(state, {})]

@@ -53,10 +53,10 @@ def after_failure(scenario: Scenario, assignment: dict[str, int]) -> float:
     return math.fsum(parts)
 
 
-def solve_expected(scenario: Scenario, spares: int = MOST_SPARES) -> Plan:
+def solve_expected(scenario: Scenario) -> Plan:
     """The candidate with the best sum over this running period and the next; ties: the fewest spares."""
     best: tuple[float, Plan] | None = None
-    for assignment in candidates(scenario, spares):
+    for assignment in candidates(scenario):
         plan = plan_of(scenario, assignment)
         score = plan.objective + after_failure(scenario, assignment)
         if best is None or score > best[0] + 1e-12 * abs(best[0]):

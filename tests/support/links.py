@@ -111,6 +111,8 @@ class HeadController(Controller):
 class LinksJob:
     """An array job on a cluster with links; its ranks note their steps in `folder`."""
 
+    notes = "losses.*"  # the files, whose names end with the rank's slot
+
     def __init__(self, links: LinksCluster, number: str, folder: Path):
         self.links, self.id, self.folder = links, number, folder
 
@@ -126,8 +128,8 @@ class LinksJob:
     def steps(self) -> list[dict[str, Any]]:
         """Every rank's steps, {"slot", "iteration", "generation", "loss", "time"}, in the order of time."""
         found = []
-        for path in self.folder.glob("losses.*"):
-            found += [{"slot": int(path.suffix[1:]), **step} for step in json_lines(path)]
+        for path in self.folder.glob(self.notes):
+            found += [{"slot": int(path.suffix.lstrip(".slot")), **step} for step in json_lines(path)]
         return sorted(found, key=lambda step: step["time"])
 
     def last(self) -> int:
@@ -160,9 +162,9 @@ class LinksJob:
 
         return wait_for(found, f"job {self.id} goes on in another generation", limit, self.told)[0]
 
-    def pause(self, since: float, until: float | None = None) -> float:
-        """The longest time without a step of any rank between the two times, seconds."""
-        end = time.time() if until is None else until
+    def pause(self, since: float) -> float:
+        """The longest time without a step of any rank since then, seconds."""
+        end = time.time()
         times = [step["time"] for step in self.steps() if since < step["time"] < end]
         return max(b - a for a, b in itertools.pairwise([since, *times, end]))
 
@@ -186,11 +188,7 @@ class LinksJob:
 class GptJob(LinksJob):
     """The template's training; its steps are in its metrics."""
 
-    def steps(self) -> list[dict[str, Any]]:
-        found = []
-        for path in self.folder.glob("metrics/*.slot*"):
-            found += [{"slot": int(path.suffix[5:]), **step} for step in json_lines(path)]
-        return sorted(found, key=lambda step: step["time"])
+    notes = "metrics/*.slot*"
 
     def merged(self) -> list[dict[str, Any]]:
         """One record an iteration. Raises AssertionError where ranks contradict each other."""

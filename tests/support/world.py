@@ -526,10 +526,10 @@ class World:
         """Pairs of nodes that cannot reach each other; "" is the controller's."""
         self._busy = False
 
-    def restart(self, classifier: Classifier | None = None) -> None:
+    def restart(self) -> None:
         """The controller is gone, and another one starts from its log."""
         state = replay(self.log)
-        self.core = Core(self.config, state, self.now, classifier or Classifier(), has_slurm=self.slurm is not None)
+        self.core = Core(self.config, state, self.now, Classifier(), has_slurm=self.slurm is not None)
 
     def job(self, job: str = "1") -> JobState:
         return self.core.state.jobs[job]

@@ -133,10 +133,10 @@ def _remove_all(folder: Path | None, base: Path, node: str, now: float) -> None:
     sweep(base, node, now)
 
 
-def sweep(base: Path, node: str, now: float, uid: int | None = None) -> list[Path]:
+def sweep(base: Path, node: str, now: float) -> list[Path]:
     """Removes what jobs of this user have left on this node and nobody has held for FORGOTTEN_SECONDS. now: of the wall
     clock."""
-    found = list(_leftovers(base, node, os.getuid() if uid is None else uid, now))
+    found = list(_leftovers(base, node, os.getuid(), now))
     gone = [path for path in found if _remove(path, now)]
     if len(gone) < len(
         found
