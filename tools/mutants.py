@@ -92,16 +92,19 @@ class Mutator(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def mutants(path: str) -> Iterator[Mutant]:
-    """All mutants of a file but the equal ones."""
+def mutants(path: str) -> list[Mutant]:
+    """All mutants of a file but the equal ones. Ends the program where one of these is in the file no more."""
     source, finder = (ROOT / path).read_text(), Mutator()
     finder.visit(ast.parse(source))
-    lines, seen = source.splitlines(), dict[tuple[int, str], int]()
+    lines, seen, found = source.splitlines(), dict[tuple[int, str], int](), list[tuple[str, Mutant]]()
     for index, (line, change) in enumerate(finder.places):
         count = seen[line, change] = seen.get((line, change), 0) + 1
         one = Mutant(path, index, line, lines[line - 1].strip(), change + (f" ({count})" if count > 1 else ""))
-        if f"{one.text} | {one.change}" not in EQUAL.get(path, {}):
-            yield one
+        found.append((f"{one.text} | {one.change}", one))
+    equal = EQUAL.get(path, {})
+    if gone := equal.keys() - dict(found).keys():
+        sys.exit(f"tools/equal_mutants.toml: {path} has no mutant {min(gone)}")
+    return [one for name, one in found if name not in equal]
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
@@ -201,7 +204,7 @@ def main() -> None:
     os.chdir(ROOT)
     total = alive = 0
     for part in options.parts or PARTS:
-        drawn = list(mutants(part))
+        drawn = mutants(part)
         if options.sample is not None:
             drawn = random.Random(options.seed).sample(drawn, min(options.sample, len(drawn)))
         pid = os.fork()  # the modules of one part are not those of the next

@@ -51,6 +51,16 @@ def test_a_repeated_copy_is_of_the_present_values_and_leaves_zeros_between_them(
         moving += still[5]
 
 
+def test_behind_each_tensor_is_nothing_but_zeros_wherever_it_stands() -> None:
+    for tensors in ([torch.full((3,), 7, dtype=torch.uint8)], [torch.ones(5), torch.rand(SMALL + 1), torch.ones(2)]):
+        offsets, size = laid(tensors)
+        into = torch.full((size,), 255, dtype=torch.uint8)
+        fill(tensors, offsets, into)
+        for tensor, begin, end in zip(tensors, offsets, [*offsets[1:], size], strict=True):
+            data = tensor.view(torch.uint8)
+            assert torch.equal(into[begin : begin + data.numel()], data) and not into[begin + data.numel() : end].any()
+
+
 def test_each_tensor_begins_at_a_multiple_of_the_alignment() -> None:
     sizes = [1, ALIGN, ALIGN + 1, 0, 3]
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
@@ -95,6 +105,7 @@ def test_what_another_rank_of_the_replica_has_too_is_left_out_unless_the_rank_is
     whole, lasting = gathered(state, alone=True)
     part, _ = gathered(state)
     assert lasting and len(whole.tensors) - len(part.tensors) == len(every[0].tensors) + len(every[0].others)
+    assert len(Gatherer(state).contents().tensors) == len(whole.tensors), "what is kept in memory is for going on alone"
     frozen = [place for place, one in enumerate(every) if not one.stepped]
     assert len(whole.moving) == len(frozen) > 0
     assert [whole.tensors[number].data_ptr() for number in whole.moving] == [
@@ -129,6 +140,9 @@ def test_what_was_gathered_is_read_back_with_its_settings(tmp_path: Path) -> Non
     assert told.head.scheduler is not None and 30 in told.head.scheduler["milestones"]
     for number, tensor in enumerate(found.tensors):
         assert torch.equal(told.tensor(number), tensor)
+    for part, (*_, keys, _) in zip(parts.parts(state.model, state.optimizer), told.index(), strict=True):
+        assert keys.keys() == part.tensors.keys()
+        assert all(torch.equal(told.tensor(number), part.tensors[key]) for key, number in keys.items())
     others = [others for *_, others in told.index()]
     assert {"history": {3: 0.5}}.items() <= next(one for one in others if "history" in one).items()
     assert all(torch.equal(one["step"], torch.tensor(1.0)) for one in others if "step" in one)
