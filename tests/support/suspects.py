@@ -5,13 +5,15 @@ parts. All spans are numbers that a float holds exactly at a real date, so a tes
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import deepcopy
+from functools import cache
 
 from tests.support.clock import START
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.failure_detector.probes import Tick
 from unicron.ctl.controller.model.agent_view import AgentView
-from unicron.ctl.controller.model.suspicion import OWN, Answer, Key, Suspicion, Suspicions
-from unicron.ctl.controller.model.view import Listing
+from unicron.ctl.controller.model.suspicion import OWN, Answer, Key, Suspicion
+from unicron.ctl.controller.model.view import Listing, SlurmView, View
 from unicron.ctl.protocol.reach import Reach
 
 NOW = START + 4096.0
@@ -20,44 +22,49 @@ STATE_WAIT = 64.0
 LETTERS = {"R": Reach.REACHED, "X": Reach.REFUSED, "S": Reach.SILENT, "U": Reach.UNKNOWN}
 
 
+@cache
+def _trained(slurm: bool, observe: bool) -> World:
+    """A world in which all jobs train; made once, for what is decided of it takes longer than a test."""
+    usual = {"heartbeat_period": PERIOD, "state_wait_seconds": STATE_WAIT, "slurm_poll_seconds": 60.0}
+    world = World(FakeSlurm(10) if slurm else None, observe, **usual)
+    nodes = (f"n{n}" for n in range(1, 10))
+    for job, count in (("1", 5), ("2", 3), ("3", 1)):
+        if world.slurm is not None:
+            world.slurm.submit(job, count)
+        for element in range(count):
+            agent = FakeAgent(world, job, element, next(nodes), nodes=count)
+            agent.settings.user = f"user{job}"
+            agent.register()
+            agent.ready()
+    for turn in range(6):
+        world.now += 0.45
+        for agent in world.agents if turn % 3 == 2 else ():
+            agent.status()
+        world.core.tick(world.now)
+        world.deliver()
+    assert all(job.phase == "running" for job in world.core.state.jobs.values())
+    return world
+
+
 class Company:
     """Job 1 runs on n1 to n5, job 2 of another user on n6 to n8, job 3 on n9 alone; n10 is idle. Everybody was heard
-    just now, and Slurm was asked a second ago."""
+    just now, and Slurm was asked a second ago. slurm: what it shows, once :meth:`list_slurm` has asked it."""
 
-    def __init__(self, slurm: bool = True, **settings: float) -> None:
-        usual = {"heartbeat_period": PERIOD, "state_wait_seconds": STATE_WAIT, "slurm_poll_seconds": 60.0}
-        world = World(FakeSlurm(10) if slurm else None, **{**usual, **settings})
-        nodes = (f"n{n}" for n in range(1, 10))
-        for job, count in (("1", 5), ("2", 3), ("3", 1)):
-            if world.slurm is not None:
-                world.slurm.submit(job, count)
-            for element in range(count):
-                agent = FakeAgent(world, job, element, next(nodes), nodes=count)
-                agent.settings.user = f"user{job}"
-                agent.register()
-                agent.ready()
-        for turn in range(6):  # until all of them train
-            world.now += 0.45
-            for agent in world.agents if turn % 3 == 2 else ():
-                agent.status()
-            world.core.tick(world.now)
-            world.deliver()
-        self.world, self.view = world, world.core.view
-        self.view.now = NOW
-        self.view.suspicions = Suspicions()
+    def __init__(self, slurm: bool = True, observe: bool = False) -> None:
+        world = _trained(slurm, observe)
+        made = world.core.view
+        state, live, self.slurm = deepcopy((made.state, made.live, world.slurm or FakeSlurm(0)))
+        self.view = View(made.config, made.classifier, state, live, SlurmView(used=slurm), NOW, made.started_at)
         for agent in self.view.live.agents():
             agent.last_heard = NOW
-            agent.suspect_since = None
-        self.view.live.suspects.clear()
         self.list_slurm()
 
     def list_slurm(self, asked_at: float = NOW - 1.0, **states: str) -> None:
         """Slurm shows these states, words with commas, of these nodes; all others are as they were."""
-        slurm = self.world.slurm
-        if slurm is not None:
-            for node, words in states.items():
-                slurm.node_states[node] = set(words.split(","))
-            self.view.slurm.seen = Listing(asked_at, slurm.nodes(), slurm.elements())
+        for node, words in states.items():
+            self.slurm.node_states[node] = set(words.split(","))
+        if self.view.slurm.used:
+            self.view.slurm.seen = Listing(asked_at, self.slurm.nodes(), self.slurm.elements())
 
     def agent(self, element: int = 0, job: str = "1") -> AgentView:
         found = self.view.live.agent(job, element)

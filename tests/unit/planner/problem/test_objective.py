@@ -223,6 +223,8 @@ def test_the_layout_that_brings_most_the_way_there_included_and_the_present_one_
     ):
         one = job(flops={}, layouts=changes, layout=layout, nodes=2)
         assert scenario(one, transition_seconds=100.0).layout(one, nodes) == chosen, (layout, changes, nodes)
+        if layout is not None and nodes == 2 and changes is equal:
+            assert scenario(one, transition_seconds=0.0).layout(one, nodes) == layout, "the way costs nothing"
     assert scenario().layout(job(), 2) is None
 
 

@@ -254,10 +254,9 @@ def test_agents_that_have_not_come_back_and_those_given_up_are_silent_too(compan
 
 
 def test_who_was_given_up_counts_until_it_is_heard_shown_dead_or_forgotten(company: Company):
-    assert company.world.slurm is not None
     view, job, agent = company.view, company.view.state.jobs["1"], company.agent()
     record = job.agents[0]
-    company.world.slurm.reasons["n1"] = "rack 3 has burnt"
+    company.slurm.reasons["n1"] = "rack 3 has burnt"
 
     def counts(seconds: float = 10.0) -> bool:
         view.suspicions = Suspicions()

@@ -142,11 +142,10 @@ def test_as_many_witnesses_must_agree_as_there_are_up_to_two(company: Company, a
 
 def test_where_an_agent_and_its_nodes_slurmd_are_tried(company: Company):
     """The host is Slurm's, where that is an address: no user chooses what others connect to."""
-    assert company.world.slurm is not None
     assert probes.targets(company.view, "n1", "elsewhere:9") == ("elsewhere:9", "n1:slurmd")
     assert probes.targets(company.view, "n77", "elsewhere:9") == ("elsewhere:9", "")
     assert probes.slurmd_address(company.view, "n77") == ""
-    company.world.slurm.node_facts["n1"] = {"address": "10.0.0.1"}
+    company.slurm.node_facts["n1"] = {"address": "10.0.0.1"}
     company.list_slurm()
     assert probes.targets(company.view, "n1", "elsewhere:9") == ("10.0.0.1:9", "10.0.0.1:slurmd")
 

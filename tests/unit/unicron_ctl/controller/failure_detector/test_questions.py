@@ -175,8 +175,7 @@ def test_nodes_on_which_slurm_still_runs_what_has_left_are_asked_about_now_and_t
     checked(company)
     assert view.suspicions.ending_nodes == {"n1": ending}
     view.suspicions = Suspicions(asked_again=True)
-    assert company.world.slurm is not None
-    company.world.slurm.queue["1", 0].update(state="COMPLETED")
+    company.slurm.queue["1", 0].update(state="COMPLETED")
     company.list_slurm()
     checked(company)
     assert not view.suspicions.ending_nodes
@@ -186,8 +185,7 @@ def test_nodes_on_which_slurm_still_runs_what_has_left_are_asked_about_now_and_t
 def test_a_question_goes_on_while_slurm_runs_there_what_an_agent_left_early(company: Company):
     view, job = company.view, company.view.state.jobs["1"]
     record = job.agents[0]
-    assert company.world.slurm is not None
-    entry = company.world.slurm.queue["1", 0]
+    entry = company.slurm.queue["1", 0]
     usual = {"gone": "agent died", "node": "n1", "confirmed": True}
     for state, changes, over, known, goes_on in (
         ("RUNNING", {}, False, True, True),
@@ -355,14 +353,13 @@ def test_an_agent_there_that_is_not_judged_is_waited_for(company: Company):
 
 def test_all_elements_whose_agents_ended_there_are_lost_with_the_node(company: Company):
     view = company.view
-    assert company.world.slurm is not None
     other = view.state.jobs["2"].agents[0]
     other.node, other.gone = "n1", "agent died"
-    company.world.slurm.queue["2", 0].update(node="n1")
+    company.slurm.queue["2", 0].update(node="n1")
     company.list_slurm()
     question(company)
     assert [(finding.job, finding.element) for finding in checked(company)] == [("1", 0), ("2", 0)]
-    company.world.slurm.queue["1", 0].update(state="PENDING", node=None)
+    company.slurm.queue["1", 0].update(state="PENDING", node=None)
     company.list_slurm()
     found = question(company)
     assert not checked(company) and found.key == ("2", 0) and found.agent == other.agent, "it speaks for the node now"

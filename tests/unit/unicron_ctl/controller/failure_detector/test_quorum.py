@@ -64,8 +64,7 @@ def test_a_member_is_missing_that_neither_speaks_nor_is_shown_dead(company: Comp
         setattr(what, name, before)
     view.live.remove("1", 0)
     assert missing_elements(view, job) == [0]
-    assert company.world.slurm is not None
-    company.world.slurm.queue["1", 0].update(state="PENDING", node=None)
+    company.slurm.queue["1", 0].update(state="PENDING", node=None)
     company.list_slurm()
     assert missing_elements(view, job) == [], "Slurm shows its end"
     del job.agents[0]
@@ -79,8 +78,7 @@ def test_an_agent_in_whose_place_another_came_is_dead_unless_slurm_lost_sight_of
     old = job.agents[0].agent
     job.agents[0] = replace(job.agents[0], agent="new", node="n10")
     company.suspect()
-    assert company.world.slurm is not None
-    company.world.slurm.reasons["n1"] = ""
+    company.slurm.reasons["n1"] = ""
     for before, states, reason, missing in (
         ("n10", "IDLE,NOT_RESPONDING", "", []),
         ("n1", "IDLE", "", []),
@@ -90,7 +88,7 @@ def test_an_agent_in_whose_place_another_came_is_dead_unless_slurm_lost_sight_of
         ("n1", "DOWN", "rack 3 has burnt", []),
     ):
         job.superseded = {old: before}
-        company.world.slurm.reasons["n1"] = reason
+        company.slurm.reasons["n1"] = reason
         company.list_slurm(n1=states, n10="IDLE,NOT_RESPONDING" if before == "n10" else "IDLE")
         assert missing_elements(company.view, job) == missing, (before, states, reason)
     job.superseded = {}
@@ -269,8 +267,7 @@ def test_agents_without_a_rank_that_goes_on_are_asked_for_their_votes(company: C
 
 # ---------------------------------------------------------------- what shows the end of an element
 def test_what_shows_that_nothing_of_an_element_lives(company: Company, job: JobState):
-    assert company.world.slurm is not None
-    slurm = company.world.slurm
+    slurm = company.slurm
     for states, reason, element, shown in (
         ("IDLE", "", {}, ""),
         ("IDLE", "", {"state": "PENDING", "node": None}, "n1 answers Slurm, and 1_0 is PENDING"),
@@ -295,12 +292,11 @@ def test_what_shows_that_nothing_of_an_element_lives(company: Company, job: JobS
 
 
 def test_an_elements_end_is_shown_by_what_slurm_said_since_and_of_its_own_node(company: Company, job: JobState):
-    assert company.world.slurm is not None
     view, record, asked_at = company.view, job.agents[0], NOW - 1.0
-    entry = company.world.slurm.queue.pop(("1", 0))
+    entry = company.slurm.queue.pop(("1", 0))
     company.list_slurm(asked_at)
     assert not shown_dead(view, job, 0), "Slurm does not show the element"
-    company.world.slurm.queue["1", 0] = {**entry, "state": "PENDING", "node": None}
+    company.slurm.queue["1", 0] = {**entry, "state": "PENDING", "node": None}
     company.list_slurm(asked_at)
     assert shown_dead(view, job, 0, asked_at - 0.25) and not shown_dead(view, job, 0, asked_at)
     record.confirmed = False

@@ -148,8 +148,7 @@ def test_nobody_is_asked_while_nobody_at_all_is_heard(company: Company):
 
 def test_whom_silence_took_is_remembered_and_a_node_that_nobody_reached_stays_under_question(company: Company):
     """Both count for the controller's doubt of itself; who is shown dead, or ended on a living node, does not."""
-    assert company.world.slurm is not None
-    company.world.slurm.reasons["n1"] = "rack 3 has burnt"
+    company.slurm.reasons["n1"] = "rack 3 has burnt"
     for answers, states, what, given_up, ending in (
         ("own=SS 2=SS 3=SS", "IDLE", What.NODE_LOST, True, False),
         ("own=XR", "IDLE", What.AGENT_DIED, False, False),

@@ -143,12 +143,11 @@ def test_slurms_word_counts_as_two_against_strangers_who_reach_the_door(company:
 
 
 def test_what_shows_the_elements_end_needs_no_witness(company: Company):
-    assert company.world.slurm is not None
-    company.world.slurm.reasons["n1"] = "rack 3 has burnt"
+    company.slurm.reasons["n1"] = "rack 3 has burnt"
     company.list_slurm(n1="DOWN")
     assert judged(company, company.suspect(answers="own=RR")) == "node lost, slurm, dead"
     company.list_slurm(n1="IDLE")
-    company.world.slurm.queue["1", 0].update(state="PENDING", node=None)
+    company.slurm.queue["1", 0].update(state="PENDING", node=None)
     company.list_slurm()
     assert judged(company, company.suspect(answers="own=RR")) == "agent died, slurm, dead, answers"
 

@@ -102,9 +102,8 @@ def test_slurm_is_asked_once_it_is_time_and_nothing_is_under_way(company: Compan
 
 def test_a_job_that_has_ended_is_asked_about_for_a_minute_or_while_it_has_pending_elements(company: Company):
     view, job, seen = company.view, company.view.state.jobs["3"], company.view.slurm.seen
-    assert company.world.slurm is not None
-    company.world.slurm.queue["3", 0].update(state="PENDING", node=None)
-    pending = replace(seen, elements=company.world.slurm.elements()) if seen is not None else None
+    company.slurm.queue["3", 0].update(state="PENDING", node=None)
+    pending = replace(seen, elements=company.slurm.elements()) if seen is not None else None
     for ago, listing, submitted, asked in (
         (ASKED_SECONDS - 0.25, seen, 1.0, True),
         (ASKED_SECONDS - 0.25, seen, 0.0, False),
@@ -135,8 +134,7 @@ def actions(out: Outcome) -> list[Action]:
 
 
 def test_a_job_of_which_slurm_shows_nothing_is_over_after_a_while(company: Company):
-    assert company.world.slurm is not None
-    job, queue = company.view.state.jobs["3"], company.world.slurm.queue
+    job, queue = company.view.state.jobs["3"], company.slurm.queue
     entry = queue["3", 0]
     for state, here, submitted, since, reason in (
         ("RUNNING", False, 1.0, 20.0, ""),
@@ -159,7 +157,6 @@ def test_a_job_of_which_slurm_shows_nothing_is_over_after_a_while(company: Compa
 
 
 def test_an_element_that_is_to_start_again_or_whose_end_is_not_judged_keeps_its_job(company: Company):
-    assert company.world.slurm is not None
     record = company.view.state.jobs["3"].agents[0]
     company.agent(job="3").expired = True
     for state, gone, over in (
@@ -168,15 +165,14 @@ def test_an_element_that_is_to_start_again_or_whose_end_is_not_judged_keeps_its_
         ("FAILED", "finished", True),
         ("CANCELLED", "", True),
     ):
-        company.world.slurm.queue["3", 0].update(state=state)
+        company.slurm.queue["3", 0].update(state=state)
         record.gone = gone
         desk = Desk(missing_since={"3": NOW - 20.0})
         assert bool(kinds(listed(company, desk), "job_ended")) == over, (state, gone)
 
 
 def test_pending_elements_of_an_ended_job_are_cancelled_if_they_are_ours(company: Company):
-    assert company.world.slurm is not None
-    view, job, entry = company.view, company.view.state.jobs["3"], company.world.slurm.queue["3", 0]
+    view, job, entry = company.view, company.view.state.jobs["3"], company.slurm.queue["3", 0]
     view.state.partitions = {}
     for state, held, ours, submitted, shown, cancelled in (
         ("PENDING", False, False, 1.0, 1.0, True),
@@ -196,8 +192,7 @@ def test_pending_elements_of_an_ended_job_are_cancelled_if_they_are_ours(company
 
 def test_a_hold_of_ours_that_the_log_does_not_know_is_known_again(company: Company):
     """An admin's hold, and a user's, is left alone; so is one that is being asked for."""
-    assert company.world.slurm is not None
-    view, entry, comment = company.view, company.world.slurm.queue["3", 0], f"{HELD}: there is no node for it"
+    view, entry, comment = company.view, company.slurm.queue["3", 0], f"{HELD}: there is no node for it"
     for reason, said, held, busy, at, known in (
         ("JobHeldAdmin", comment, False, False, NOW - 2.0, True),
         ("JobHeldAdmin", comment, False, False, NOW - 1.0, False),
@@ -237,8 +232,8 @@ def test_who_is_given_nothing_by_the_plan_is_allotted_nothing(company: Company):
 def test_what_the_plan_would_do_with_watched_jobs_is_said_when_it_changes():
     company = Company(observe=True)
     view, jobs, desk = company.view, list(company.view.state.jobs.values()), Desk()
-    assert view.slurm.seen is not None and company.world.slurm is not None
-    company.world.slurm.queue["1", 4].update(state="COMPLETING")
+    assert view.slurm.seen is not None
+    company.slurm.queue["1", 4].update(state="COMPLETING")
     company.list_slurm()
     view.state.jobs["2"].allotted = [0, 1]
     view.state.jobs["3"].allotted = None

@@ -111,8 +111,7 @@ def failure(kind: str = "agent", element: int = 0, restored_at: float | None = N
 
 
 def test_an_intent_goes_on_record_before_it_is_carried_out(company: Company):
-    assert company.world.slurm is not None
-    company.world.slurm.queue["1", 0]["restarts"] = 3
+    company.slurm.queue["1", 0]["restarts"] = 3
     company.list_slurm()
     out = record_intents(company.view, Run((HOLD, Action("hold", "77", 0, "", ""))))
     assert [(job, number, record.restarts) for job, number, record in out.records] == [("1", 1, 3), ("77", 0, -1)]
