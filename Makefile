@@ -94,7 +94,7 @@ test-debian13: ## as root: `make test` on Debian 13 (Slurm 24.11, Python 3.13), 
 test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05)
 	tools/debian-root.sh sid make test PYTHON=python3.13
 
-test-mutants: venv  ## which changed operators no unit test notices, in the parts on which all depends; hours
+test-mutants: venv  ## which changed operators no unit test notices, in the parts on which all depends; half an hour
 	nice $(BIN)/python tools/mutants.py $(MUTANTS_ARGS)
 
 lint: venv       ## ruff, names and docstrings, the rules of who may import whom, types, the reference's tables, the pictures
