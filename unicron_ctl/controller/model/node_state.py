@@ -46,9 +46,9 @@ class NodeState:
     """One node. Times in seconds since the epoch, the controller's clock."""
 
     lost_at: float = 0.0
+    """When it was last taken for lost."""
     lost_slurmd: float = 0.0
     """When its slurmd had begun that was lost with it, by Slurm's clock; 0 if that is not known."""
-    """When it was last taken for lost."""
     slurmd: str = ""
     """"host:port" at which a controller has reached its slurmd, if it has been asked about since."""
     events: deque[SeenEvent] = field(default_factory=lambda: deque(maxlen=NODE_EVENTS_KEPT))
