@@ -87,6 +87,7 @@ def strike(fault: dict) -> None:
     elif kind == "raise":
         raise ValueError("an error of the training script")
     else:
+        time.sleep(fault.get("delay", 0))  # for an error that comes when the peers have stepped
         strike_session(kind)
 
 
