@@ -135,11 +135,16 @@ def wait(condition) -> None:
 
 
 # ------------------------------------------------------------ where they strike
-def fetching(iteration: int, index: int) -> None:
-    """At the beginning of every fetch."""
+def note_iteration(iteration: int) -> None:
+    """The iteration at hand begins with its first fetch, or with its reduce where this rank has no micro-batch."""
     if iteration != now["iteration"]:
         BEGUN.append(iteration)
         now.update({"iteration": iteration, **dict.fromkeys(COUNTED, 0)})
+
+
+def fetching(iteration: int, index: int) -> None:
+    """At the beginning of every fetch."""
+    note_iteration(iteration)
     point("fetch")
     with (OUT / f"fetched.{SLOT}").open("a") as file:
         file.write(f"{INCARNATION} {iteration} {index}\n")
@@ -189,6 +194,7 @@ def note_reduces(session_type: type) -> None:
 
     def noted(self):
         ledger = self._at.ledger
+        note_iteration(ledger.iteration)
         with (OUT / f"reduced.{SLOT}").open("a") as file:
             said = {"iteration": ledger.iteration, "generation": self.generation, "micro_batches": ledger.done}
             file.write(json.dumps(said) + "\n")
