@@ -1,4 +1,5 @@
-"""A user's own `detector/`, `transition/` and `planner.py` beside the script are the user's, in both modes."""
+"""A user's own `detector/`, `transition/` and `planner.py` beside the script are the user's, in both modes,
+also where a folder has no `__init__.py`."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from tests.support.controller import Controller
 from tests.support.jobs import Job
 
 pytestmark = pytest.mark.process
+SOURCE = str(Path(__file__).parents[2] / "src")  # what an editable install has on sys.path
 PATIENCE = 300.0  # seconds; cold starts of a rank and of a store, which has a low priority, on a busy machine
-USERS = ("detector/__init__.py", "detector/processes.py", "transition/__init__.py", "planner.py", "unicron_ctl.py")
+USERS = ("detector/__init__.py", "detector/processes.py", "transition/mine.py", "planner.py", "unicron_ctl.py")
 IMPORTS = """
-import detector, detector.processes, planner, transition, unicron_ctl
-of_the_user = [each.WHOSE for each in (detector, detector.processes, planner, transition, unicron_ctl)]
+import detector, detector.processes, planner, transition.mine, unicron_ctl
+of_the_user = [each.WHOSE for each in (detector, detector.processes, planner, transition.mine, unicron_ctl)]
 """
 SESSION = f"""{IMPORTS}
 import torch
@@ -56,7 +58,9 @@ def test_modules_of_the_user_with_names_of_ours_are_the_users(controller, tmp_pa
         (tmp_path / each).parent.mkdir(exist_ok=True)
         (tmp_path / each).write_text("WHOSE = 'mine'\n")
     number = str(100 + 2 * (name == "session") + int(warm))
-    job = Job(tmp_path, controller.address, number, 1, [sys.executable, str(script)], UNICRON_WARM=warm)
+    job = Job(
+        tmp_path, controller.address, number, 1, [sys.executable, str(script)], PYTHONPATH=SOURCE, UNICRON_WARM=warm
+    )
     try:
         assert job.agents[0].wait(PATIENCE) == 0, job.logs
     finally:

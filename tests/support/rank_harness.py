@@ -1,6 +1,6 @@
 """Real ranks over real ZeroMQ and gloo, with a minimal agent and controller in one loop: `transition` without Slurm.
 
-The decisions are the controller's own (`unicron.ctl.controller.resume`); only their transport is shortened.
+The decisions are the controller's own (`unicron.ctl.consensus.survivors_plan`); only their transport is shortened.
 """
 
 from __future__ import annotations

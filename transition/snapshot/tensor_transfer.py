@@ -163,7 +163,7 @@ def _spoiled(wire: torch.Tensor) -> torch.Tensor:
 
 # ------------------------------------------------------------ the checksum
 def checksum(*tensors: torch.Tensor) -> torch.Tensor:
-    """The digest of the raw bytes of tensors in this order (:func:`images.digest`), to compare with other ranks'. Shape
+    """The digest of the raw bytes of tensors in this order (:func:`digest`), to compare with other ranks'. Shape
     (2,), int64, on the CPU. What is on a card is summed there: to bring it to the host would take longer than to send
     it."""
     total = torch.zeros(2, dtype=torch.int64)

@@ -24,7 +24,7 @@ from unicron.ctl.slurm.slurm_client import NodeInfo, SlurmClient, slurms_own
 from unicron.ctl.system.errors import UserError, one_line
 from unicron.detector.health import CHECKS, Report, load_settings, run
 
-OURS = "unicron"  # as in controller.placement, which is too much to import at every check
+OURS = "unicron"  # as in controller.plan.placement, which is too much to import at every check
 PROVEN_BAD = 100
 LEADER = f"{OURS}[health]"
 BUDGET_SECONDS = 8.0

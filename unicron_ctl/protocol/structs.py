@@ -209,7 +209,7 @@ class Peer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 # ---------------------------------------------------------------- images of training state
 class Image(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Training state in the memory of a node that outlives its ranks (:class:`images.Key`): a rank's
+    """Training state in the memory of a node that outlives its ranks (:class:`image_format.Key`): a rank's
     part of what `iteration` goes on from, at `place` of `size`, shard `shard` of `count`, made in generation `base`;
     `bytes` of it in all."""
 

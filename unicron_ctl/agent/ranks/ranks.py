@@ -239,7 +239,7 @@ def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> N
 
 def package_path(base: Mapping[str, str]) -> str:
     """PYTHONPATH with which a script finds `unicron` where it is not installed."""
-    package_root = str(Path(unicron.__file__).resolve().parent.parent)
+    package_root = str(Path(unicron.__file__).absolute().parent.parent)
     path = base.get("PYTHONPATH", "")
     if package_root.endswith("-packages"):
         return path

@@ -48,10 +48,10 @@ def import_folders(command: Sequence[str], folder: str, python_path: str) -> lis
 
 def hidden_packages(folders: Sequence[Path]) -> list[Path]:
     """The user's files that Python would import in place of the package `unicron`."""
-    own = Path(unicron.__file__).resolve().parent.parent
+    own = Path(unicron.__file__).resolve().parent
     found = []
     for folder in folders:
-        if folder == own:
+        if (folder / PACKAGE).resolve() == own:
             break  # what comes later is not reached
         for path in (folder / f"{PACKAGE}{end}" for end in (".py", "")):
             if path.is_file() or (path / "__init__.py").is_file():

@@ -112,7 +112,7 @@ def targets(
     waiting: Collection[int] = (),
     away: Away = NOBODY,
 ) -> dict[int, list[structs.Holder]]:
-    """By element, to whom it gives what it has. missing: as from :func:`lacking`."""
+    """By element, to whom it gives what it has. missing: as from :func:`missing_copies`."""
     able, spares = with_memory(job), dict[int, list[AgentView]]()
     for agent in able:
         for place in {slot % job.replica for slot in agent.slots} if agent.element in waiting else ():

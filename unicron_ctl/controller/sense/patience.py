@@ -1,6 +1,6 @@
 """How long an iteration may take before it hangs, and how long a rank may stay outside iterations.
 
-Once the job's iteration time is learned, :class:`statistics.IterationMonitor` says how long. This file has the rest:
+Once the job's iteration time is learned, :class:`IterationMonitor` says how long. This file has the rest:
 the first iterations, those after a recovery or at a new size, and the script's own code between two iterations.
 """
 
