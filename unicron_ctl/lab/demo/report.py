@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from sbatch_templates.training_metrics import read_metrics
 from unicron.ctl.lab.demo.stage import Stage
 from unicron.ctl.lab.demo.story import Injury, Story
 from unicron.ctl.system.columns import Listing
 from unicron.ctl.system.errors import UserError
+from unicron.sbatch_templates.training_metrics import read_metrics
 
 LOSS_TOLERANCE = 1e-3  # relative: fp32 sums in another order differ by 1e-7, and Adam carries that on from step to step
 GRADIENT_TOLERANCE = 1e-6  # absolute, fp32: only the order of sums differs

@@ -25,7 +25,7 @@ from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.errors import UserError
 
 ROOT = Path(unicron.__file__).resolve().parent.parent
-TEMPLATES = ROOT / "sbatch_templates"
+TEMPLATES = Path(unicron.__file__).parent / "sbatch_templates"
 SCRIPT_SECONDS = 120.0
 # A model small enough that two cores train seven ranks of it and two reference runs.
 MODEL_OPTIONS = (
