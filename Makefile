@@ -97,10 +97,11 @@ test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05)
 test-mutants: venv  ## which changed operators no unit test notices, in the parts on which all depends; half an hour
 	nice $(BIN)/python tools/mutants.py $(MUTANTS_ARGS)
 
-lint: venv       ## ruff, names and docstrings, the rules of who may import whom, types, the reference's tables, the pictures
+lint: venv       ## ruff, names, docstrings and their references, the rules of who may import whom, types, the reference's tables, the pictures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/language.py
+	$(BIN)/python tools/references.py
 	PYTHONPATH=. $(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 	$(BIN)/python tools/reference_tables.py --check

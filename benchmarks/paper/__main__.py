@@ -19,7 +19,7 @@ from benchmarks.paper import tables
 from unicron.planner.simulate import POLICIES, simulate
 from unicron.planner.simulate.cases import CASES, case
 from unicron.planner.simulate.generate import trace_a, trace_b
-from unicron.planner.simulate.placement import SHARES, split
+from unicron.planner.simulate.splits import SHARES, split
 from unicron.planner.solver.solve import solve
 
 SEEDS = range(10)

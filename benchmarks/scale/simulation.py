@@ -75,7 +75,7 @@ class StepReports:
 
 @dataclass
 class Counts:
-    """What was sent and seen; see :meth:`Simulation.window`."""
+    """What was sent and seen since the window began."""
 
     heartbeats: int = 0
     steps: int = 0

@@ -102,7 +102,7 @@ class Moves:
 
 
 class Traced(Simulation):
-    """`agents` elements on `nodes` nodes. slurm: the connection of :class:`LiveSlurm`."""
+    """`agents` elements on `nodes` nodes. slurm: the connection of :class:`slurm.LiveSlurm`."""
 
     def __init__(
         self, endpoint: tuple[str, int], slurm: socket.socket, hosts: Hosts, nodes: int, agents: int, ranks: int

@@ -28,6 +28,14 @@ class Health(enum.Enum):
 
 
 WARM_UP = "warm-up"  # the reason for an iteration that is not learned from, right after a (re)start
+BLOCKS = 64  # blocks of iterations whose means say how much the job's speed varies by itself
+FEW_BLOCKS = 16  # with fewer, the noise that was measured is doubled
+OWN_MARGIN = 1.25  # an iteration of the job's own that ended by itself may come again, and be so much longer
+KEPT_OF_HIGHEST = 1.0 - 3.5e-5  # per iteration, of the longest one: a half-life of about 20,000
+LEAVE = 0.6  # of the way from the baseline to the limit: below it a degraded job is healthy again
+MOVED = 0.5  # of that way: so far must a block have moved without its OUTLIERS slowest iterations
+OUTLIERS = 2
+FASTER, SLOWER = 0.02, 0.002  # shares of the way to the average by which the baseline moves in an iteration
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class IterationMonitor:
         self._to_skip = self.limits.skip
         self._baseline: float | None = None
         self._block: list[float] = []
-        self._block_means: deque[float] = deque(maxlen=64)
+        self._block_means: deque[float] = deque(maxlen=BLOCKS)
         self._pending: float | None = None
         self._degraded = False
         self._high = 0.0
@@ -139,13 +147,12 @@ class IterationMonitor:
         """3x the running average; more only where the job's own iterations have come close to that and ended by
         themselves: a job that alternates between 1 s and 3 s is healthy."""
         limits, average = self.limits, self.average
-        return max(limits.failed * average, limits.floor, min(1.25 * self._high, limits.patience * average))
+        return max(limits.failed * average, limits.floor, min(OWN_MARGIN * self._high, limits.patience * average))
 
     def _learn(self, seconds: float) -> None:
         self._window.append(seconds)
         self._recent.append(seconds)
-        # Forgotten with a half-life of about 20,000 iterations, so that what comes once per epoch stays known.
-        self._high = max(seconds, self._high * (1.0 - 3.5e-5))
+        self._high = max(seconds, self._high * KEPT_OF_HIGHEST)  # what comes once per epoch stays known
 
     def _judge(self, ratio: float, average: float) -> Observation:
         """Degraded: the recent iterations together took over 1.1x the baseline, and by more than chance explains.
@@ -161,10 +168,10 @@ class IterationMonitor:
             return Observation(self._health(), ratio, average, "")
         recent = sum(self._recent) / len(self._recent)
         limit = max(self.limits.degraded * self._baseline, self._baseline + self.limits.spreads * self._block_error())
-        leave = self._baseline + (limit - self._baseline) * 0.6
+        leave = self._baseline + (limit - self._baseline) * LEAVE
         # A few slow iterations that lift the mean of their block are no slow job: without them it must have moved, too.
-        most = sorted(self._recent)[:-2]
-        moved = sum(most) / len(most) > self._baseline + (limit - self._baseline) * 0.5
+        most = sorted(self._recent)[:-OUTLIERS]
+        moved = sum(most) / len(most) > self._baseline + (limit - self._baseline) * MOVED
         self._degraded = (recent > limit and moved) or (self._degraded and recent > leave)
         self._follow(ratio * average)
         reason = ""
@@ -178,7 +185,7 @@ class IterationMonitor:
         noise comes in runs; doubled while few blocks are known."""
         before = list(self._window)[: -self.limits.recent] or self._window  # a fault must not widen its own limit
         single = _standard_deviation(before) / math.sqrt(self.limits.recent)
-        if len(self._block_means) < 16:
+        if len(self._block_means) < FEW_BLOCKS:
             return 2.0 * max(single, _standard_deviation(self._block_means) if self._block_means else 0.0)
         return max(single, _standard_deviation(self._block_means))
 
@@ -197,7 +204,7 @@ class IterationMonitor:
         target = self.average
         # Schedules drift over thousands of iterations; a fault does not take that long.
         assert self._baseline is not None  # learned before there is anything to follow
-        self._baseline += (0.02 if target < self._baseline else 0.002) * (target - self._baseline)
+        self._baseline += (FASTER if target < self._baseline else SLOWER) * (target - self._baseline)
 
     def _health(self) -> Health:
         if not self.learned:

@@ -4,7 +4,7 @@
     python [FLAGS] zygote.py DESCRIPTOR SCRIPT|-m MODULE [ARGUMENTS]
 
 It is run by its path with the job's own interpreter and environment, so at its top it has the standard library only.
-Over the SOCK_SEQPACKET socket DESCRIPTOR come one task (:class:`Task`), then requests; every message is a JSON map. A
+Over the SOCK_SEQPACKET socket DESCRIPTOR come one task, then requests; every message is a JSON map. A
 request has four descriptors: a file with the rank's environment and arguments, its standard output, its standard error,
 and the pipe from which the rank reads whether it may begin. It is answered with the pid, or with the reason why this
 rank has to start cold. The rank is forked twice: it is then a child of the agent, which is a subreaper.

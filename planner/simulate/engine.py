@@ -12,41 +12,26 @@ import functools
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from unicron.planner.ahead.expected import solve_expected
-from unicron.planner.ahead.next_events import Event
-from unicron.planner.problem.objective import Job, PlanError, Scenario
+from unicron.planner.problem.objective import PlanError, Scenario
 from unicron.planner.simulate.causes import REPORTED
-from unicron.planner.simulate.placement import split
+from unicron.planner.simulate.placements import placement_of
 from unicron.planner.simulate.policies import ITERATION, Policy, detection_seconds
+from unicron.planner.simulate.simulated_job import (
+    DETECT,
+    IDLE,
+    NO_FAILURE,
+    RECOMPUTE,
+    RUN,
+    TRANSITION,
+    SimulatedJob,
+)
 from unicron.planner.simulate.trace import Trace, TraceEvent
 from unicron.planner.solver.solve import solve
 
-RUN, DETECT, TRANSITION, RECOMPUTE, IDLE = "run", "detect", "transition", "recompute", "idle"
-NO_FAILURE = 4  # above every severity
 LOST = {DETECT: "detection", TRANSITION: "transition", RECOMPUTE: "recompute"}
-
-
-@dataclass
-class SimulatedJob:
-    """A job in the simulator. size: nodes it runs on (as planned); nodes: those it holds, dead ones included until
-    they are noticed. level: F while it runs. worst: severity of what is not noticed. ready: when the transition under
-    way is over, failures or not. worked: seconds of progress, for checkpoints. debt: seconds to be computed again."""
-
-    spec: Job
-    size: int = 0
-    nodes: set[int] = field(default_factory=set)
-    target: int = 0
-    phase: str = IDLE
-    level: float = 0.0
-    epoch: int = 0
-    until: float = 0.0
-    worst: int = NO_FAILURE
-    ready: float = 0.0
-    worked: float = 0.0
-    debt: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,7 +129,7 @@ class Simulation:
         self.lost = dict.fromkeys((*LOST.values(), "sub_healthy"), 0.0)
         self.series: list[tuple[float, float]] = []
         self.failures: list[float] = []
-        self.plan_cache: dict[tuple[int, tuple[int, ...], frozenset[str]], dict[str, int]] = {}
+        self.placement = placement_of(policy)
 
     def run(self) -> Result:
         """Replays the whole trace."""
@@ -198,7 +183,7 @@ class Simulation:
                     job.worked += span
         self.now = when
 
-    def _enter_phase(
+    def enter_phase(
         self, job: SimulatedJob, phase: str, seconds: float, then: Callable[[SimulatedJob], None] | None
     ) -> None:
         """The job is in `phase` for `seconds`, then `then` happens, unless something else comes in between. What comes
@@ -220,15 +205,11 @@ class Simulation:
 
     def _start(self) -> None:
         """The first placement costs nothing: the replay starts with all jobs running."""
-        # Baselines that cannot redistribute get the planner's split of the whole cluster (to their advantage).
-        rigid = self.policy.placement in ("fixed", "own")
-        plan = solve(self.fresh).assignment if rigid else self._plan(self.policy.placement, set())
+        plan = self.placement.first_plan(self)
         for job in self.jobs:
             job.target = plan[job.spec.name]
-            job.size = self._largest(job, min(job.target, len(self.free)))
-            if self.policy.placement == "fixed" and job.size < job.target:
-                job.size = 0
-            self._adjust_nodes(job, job.size)
+            self.adjust_nodes(job, self.placement.first_size(self, job))
+            job.size = len(job.nodes)
             self._settle_task(job)
 
     def _trace_event(self, event: TraceEvent, number: int) -> None:
@@ -238,8 +219,8 @@ class Simulation:
                 self.free.add(number)
                 holder = self.owner.get(number)
                 if holder is not None:  # it came back before anyone noticed that it was gone: its state is lost
-                    self._drop(holder, number)
-                self._joined()
+                    self.drop(holder, number)
+                self.placement.on_join(self)
             return
         if number not in self.up or event.failure.name in REPORTED:
             return
@@ -249,18 +230,18 @@ class Simulation:
             self.free.discard(number)
         if job is None or job.phase == IDLE:
             if job is not None and event.failure.severity == 1:
-                self._drop(job, number)
+                self.drop(job, number)
             return
         self.failures.append(self.now)
         self._hit(job, event)
 
     def _hit(self, job: SimulatedJob, event: TraceEvent) -> None:
         if job.phase != DETECT:
-            self._add_lost_work(job)
-            self._enter_phase(job, DETECT, detection_seconds(self.policy, event.failure), self._noticed)
+            self.add_lost_work(job)
+            self.enter_phase(job, DETECT, detection_seconds(self.policy, event.failure), self._noticed)
         job.worst = min(job.worst, event.failure.severity)
 
-    def _add_lost_work(self, job: SimulatedJob) -> None:
+    def add_lost_work(self, job: SimulatedJob) -> None:
         """What the failure makes the job compute again, in seconds of its own work."""
         if self.policy.checkpoint is not None:
             since = job.worked % self.policy.checkpoint
@@ -272,26 +253,22 @@ class Simulation:
     def _noticed(self, job: SimulatedJob) -> None:
         severity, job.worst = job.worst, NO_FAILURE
         if severity > 1:
-            self._recover(job, severity)
-        elif self.policy.placement == "fixed":
-            self._replace_or_wait(job)
-        elif self.policy.placement == "own":
-            self._shrink(job)
+            self.recover(job, severity)
         else:
-            self._redistribute(event=("lost", job.spec.name))
+            self.placement.on_loss(self, job)
 
-    def _recover(self, job: SimulatedJob, severity: int) -> None:
+    def recover(self, job: SimulatedJob, severity: int) -> None:
         """Gives the job its nodes again, after the transition of that severity."""
         seconds = self.policy.transition[severity]
         if seconds is None:
-            seconds = self._planned_seconds(job, job.size, lost=True)
-        job.level = self._throughput(job, job.size)
-        self._enter_phase(job, TRANSITION, seconds, self._recompute)
+            seconds = self.planned_seconds(job, job.size, lost=True)
+        job.level = self.throughput(job, job.size)
+        self.enter_phase(job, TRANSITION, seconds, self.recompute)
 
-    def _recompute(self, job: SimulatedJob) -> None:
+    def recompute(self, job: SimulatedJob) -> None:
         """All that is due; until then a failure makes all of it due again."""
         if job.debt > 0:
-            self._enter_phase(job, RECOMPUTE, job.debt, self._recomputed)
+            self.enter_phase(job, RECOMPUTE, job.debt, self._recomputed)
         else:
             self._settle_task(job)
 
@@ -300,122 +277,53 @@ class Simulation:
         self._settle_task(job)
 
     def _settle_task(self, job: SimulatedJob) -> None:
-        job.level = self._throughput(job, job.size)
-        self._enter_phase(job, RUN if job.size else IDLE, 0.0, None)
+        job.level = self.throughput(job, job.size)
+        self.enter_phase(job, RUN if job.size else IDLE, 0.0, None)
 
-    def _joined(self) -> None:
-        if self.policy.placement == "fixed":
-            for job in self.jobs:
-                if job.phase == IDLE and job.target:
-                    self._replace_or_wait(job)
-        elif self.policy.placement == "own":
-            self._grow()
-        else:
-            self._redistribute(event=("join",))
+    # ---------------------------------------------------------------- what placements use
 
-    # ---------------------------------------------------------------- placements
-
-    def _throughput(self, job: SimulatedJob, size: int) -> float:
+    def throughput(self, job: SimulatedJob, size: int) -> float:
+        """FLOP/s of the job on so many nodes under this policy."""
         return self.policy.healthy * job.spec.f(size)
 
-    def _planned_seconds(self, job: SimulatedJob, size: int, lost: bool) -> float:
+    def planned_seconds(self, job: SimulatedJob, size: int, lost: bool) -> float:
+        """Seconds of the scenario's transition to so many nodes. lost: the job has lost a node."""
         planned = replace(job.spec, nodes=job.size, lost_worker=lost)
         return self.scenario.d_transition(planned, size)
 
-    def _drop(self, job: SimulatedJob, number: int) -> None:
+    def drop(self, job: SimulatedJob, number: int) -> None:
+        """The job holds this node no more."""
         job.nodes.discard(number)
         self.owner.pop(number, None)
 
-    def _adjust_nodes(self, job: SimulatedJob, size: int) -> None:
+    def adjust_nodes(self, job: SimulatedJob, size: int) -> None:
         """Gives back or takes nodes until the job holds `size`; dead nodes go first."""
         for number in [number for number in job.nodes if number not in self.up]:
-            self._drop(job, number)
+            self.drop(job, number)
         for number in sorted(job.nodes, reverse=True)[: max(len(job.nodes) - size, 0)]:
-            self._drop(job, number)
+            self.drop(job, number)
             self.free.add(number)
         for number in sorted(self.free)[: max(size - len(job.nodes), 0)]:
             self.free.discard(number)
             job.nodes.add(number)
             self.owner[number] = job
 
-    def _dead(self, job: SimulatedJob) -> bool:
+    def is_short(self, job: SimulatedJob) -> bool:
+        """Whether the job has fewer living nodes than it is to run on."""
         return len(job.nodes) < job.size or any(number not in self.up for number in job.nodes)
 
-    def _replace_or_wait(self, job: SimulatedJob) -> None:
-        """fixed: all its nodes again, with spares for the lost ones, or none until they are repaired."""
-        self._adjust_nodes(job, min(job.target, len([n for n in job.nodes if n in self.up]) + len(self.free)))
-        if len(job.nodes) < job.target:
-            job.level = 0.0
-            self._enter_phase(job, IDLE, 0.0, None)
-            return
-        job.size = job.target
-        self._recover(job, 1)
-
-    def _shrink(self, job: SimulatedJob) -> None:
-        """own: goes on with what is left, and spares, at the largest size that it can run."""
-        alive = len([number for number in job.nodes if number in self.up])
-        size = self._largest(job, min(alive + len(self.free), job.target))
-        self._resize(job, size, lost=True)
-        self._grow()
-
-    def _grow(self) -> None:
-        """own: free nodes go to the job that misses most."""
-        for job in sorted(self.jobs, key=lambda job: (job.size - job.target, job.spec.name)):
-            if job.phase == DETECT or not self.free:
-                continue
-            size = self._largest(job, min(len(job.nodes) + len(self.free), job.target))
-            if size > job.size:
-                if not self.policy.graceful and job.phase == RUN:
-                    self._add_lost_work(job)
-                self._resize(job, size, lost=False)
-
-    def _largest(self, job: SimulatedJob, room: int) -> int:
+    def largest(self, job: SimulatedJob, room: int) -> int:
+        """The most nodes, up to `room`, on which the job can run."""
         return job.spec.options(room)[-1]
 
-    def _resize(self, job: SimulatedJob, size: int, lost: bool) -> None:
+    def resize(self, job: SimulatedJob, size: int, lost: bool) -> None:
+        """The job goes on with `size` nodes, after a transition; with none it waits. lost: it has lost a node."""
         seconds = self.policy.transition[1]
         if seconds is None:
-            seconds = self._planned_seconds(job, size, lost)
-        self._adjust_nodes(job, size)
-        job.size, job.level = size, self._throughput(job, size)
+            seconds = self.planned_seconds(job, size, lost)
+        self.adjust_nodes(job, size)
+        job.size, job.level = size, self.throughput(job, size)
         if size:
-            self._enter_phase(job, TRANSITION, seconds, self._recompute)
+            self.enter_phase(job, TRANSITION, seconds, self.recompute)
         else:
-            self._enter_phase(job, IDLE, 0.0, None)
-
-    def _redistribute(self, event: Event) -> None:
-        """The planner, or a naive split, decides for the whole cluster. Failures that are still unnoticed come to
-        light."""
-        self.plans += 1
-        lost = {job.spec.name for job in self.jobs if self._dead(job)}
-        if event[0] == "lost":
-            lost.add(event[1])
-        plan = self._plan(self.policy.placement, lost)
-        changed = [job for job in self.jobs if plan[job.spec.name] != job.size or job.spec.name in lost]
-        seconds = {
-            job.spec.name: self._planned_seconds(job, plan[job.spec.name], job.spec.name in lost) for job in changed
-        }
-        shrinking_first = sorted(changed, key=lambda job: plan[job.spec.name] - len(job.nodes))
-        for job in shrinking_first:
-            size = plan[job.spec.name]
-            self._adjust_nodes(job, size)
-            if job.spec.name in lost:
-                job.worst = NO_FAILURE
-            job.size, job.level = size, self._throughput(job, size)
-            if size == 0:
-                self._enter_phase(job, IDLE, 0.0, None)
-            else:
-                self._enter_phase(job, TRANSITION, seconds[job.spec.name], self._recompute)
-
-    def _plan(self, placement: str, lost: set[str]) -> dict[str, int]:
-        jobs = tuple(replace(job.spec, nodes=job.size, lost_worker=job.spec.name in lost) for job in self.jobs)
-        scenario = replace(self.scenario, nodes=len(self.up), jobs=jobs)
-        if placement != "optimal":
-            return split(scenario, placement)
-        key = (len(self.up), tuple(job.size for job in self.jobs), frozenset(lost))
-        if key not in self.plan_cache:
-            if self.policy.ahead:
-                self.plan_cache[key] = solve_expected(scenario).assignment
-            else:
-                self.plan_cache[key] = solve(scenario).assignment
-        return self.plan_cache[key]
+            self.enter_phase(job, IDLE, 0.0, None)

@@ -25,7 +25,7 @@ PROGRAMS = ("unicron.ctl.agent.loop.plain_ranks", "unicron.ctl.controller.unicro
 
 
 class Warm:
-    """A zygote for a command, and its processes at once: :meth:`ask` waits for what it asks for.
+    """A zygote for a command, and its processes at once: its methods wait for the answers.
 
     words: the command after the interpreter; told: what is imported beside its leading imports; settings: environment.
     """

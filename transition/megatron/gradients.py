@@ -281,7 +281,7 @@ class Gradients(Accumulation):
         """Wait for overlapped reduces that are still under way: one that ended later would write into gradients
         restored by then.
 
-        Raises :class:`LedgerError` after DRAIN_SECONDS.
+        Raises :class:`ledger.LedgerError` after DRAIN_SECONDS.
         """
         if self._sharded:
             with again_and_again(unblock):

@@ -11,7 +11,7 @@ from unicron.transition.seams.table import refuse
 
 
 def check(model: Sequence[Any], optimizer: Any, layout: Layout) -> None:
-    """Raises :class:`UnsupportedLayout` for the first thing that this release cannot heal."""
+    """Raises :class:`table.UnsupportedLayout` for the first thing that this release cannot heal."""
     from megatron.core.utils import get_model_config
 
     config = get_model_config(model[0])

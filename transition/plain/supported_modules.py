@@ -16,7 +16,7 @@ from unicron.transition.snapshot.migrate import as_plain, can_be_told, plain
 
 
 def check(module: torch.nn.Module, optimizer: Any, schedule: Any) -> None:
-    """Raises :class:`UnsupportedLayout` for the first thing that this release cannot heal. schedule: what has its
+    """Raises :class:`table.UnsupportedLayout` for the first thing that this release cannot heal. schedule: what has its
     `state_dict`, or None."""
     refuse(_wrappers(module))
     refuse(_statistics(module))

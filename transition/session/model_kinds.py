@@ -25,7 +25,7 @@ class Trained(Protocol):
     scheduler: Any
 
     def check(self, layout: Layout) -> None:
-        """Raises :class:`UnsupportedLayout` for the first thing that this release cannot heal."""
+        """Raises :class:`table.UnsupportedLayout` for the first thing that this release cannot heal."""
 
     def holders(self) -> list[Any]:
         """Every object that may have a process group."""

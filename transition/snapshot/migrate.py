@@ -9,7 +9,6 @@ most others ends; the others go on. The header is MessagePack; nothing is ever u
 from __future__ import annotations
 
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,7 +20,14 @@ import torch.distributed as dist
 from unicron.detector.chaos.inject import injector
 from unicron.detector.processes.rank_messages import Fault
 from unicron.transition.iteration.deferred_changes import scalers
-from unicron.transition.snapshot.tensor_transfer import broadcast, broadcast_bytes, checksum, gather, raw_bytes
+from unicron.transition.snapshot.tensor_transfer import (
+    as_tensor,
+    broadcast,
+    broadcast_bytes,
+    checksum,
+    gather,
+    raw_bytes,
+)
 
 TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up
 Settings = dict[str, Any]  # plain values by name: of a group of parameters, a schedule or a gradient scaler
@@ -109,8 +115,7 @@ class TrainingState:
         """Checksum of what is no tensor and must be the same everywhere: learning rates, schedule, loss scale. Shape
         (2,)."""
         groups = [sorted(group.items()) for group in self._plain_groups()]
-        data = msgpack.packb([groups, self.schedule(), self.scales()])
-        return torch.tensor([len(data), zlib.crc32(data)], dtype=torch.int64)
+        return checksum(as_tensor(msgpack.packb([groups, self.schedule(), self.scales()])))
 
     @staticmethod
     def _layout(state: Settings) -> Settings:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -49,15 +48,16 @@ def broadcast_bytes(
     data: bytes | None, source: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> tuple[bytes, bool]:
     """The bytes of rank `source` of the group (or world), and whether they arrived as they were sent."""
-    told = torch.tensor([len(data or b""), zlib.crc32(data or b"")], dtype=torch.int64, device=device)
+    mine = as_tensor(data or b"")
+    told = torch.cat([torch.tensor([len(mine)]), checksum(mine)]).to(device)
     dist.broadcast(told, group=group, group_src=source)
-    size, wanted = told.tolist()
+    size, *wanted = told.tolist()
     wire = torch.empty(size, dtype=torch.uint8, device=device)
     if data:
-        wire.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        wire.copy_(mine)
     dist.broadcast(wire, group=group, group_src=source)
-    received = wire.cpu().numpy().tobytes()
-    return received, zlib.crc32(received) == wanted
+    received = wire.cpu()
+    return received.numpy().tobytes(), checksum(received).tolist() == wanted
 
 
 # ------------------------------------------------------------ between pairs of ranks
@@ -115,6 +115,11 @@ def gather(number: int, device: torch.device, group: Any = None) -> list[int]:
 
 
 # ------------------------------------------------------------ what goes over the wire
+def as_tensor(data: bytes) -> torch.Tensor:
+    """The bytes as a tensor on the CPU, shape (len(data),), uint8."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, flat: its own memory where it lies there in one piece, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -98,7 +98,7 @@ def make_proposal(
         generation=number,
         members=decision.members,
         store=store,
-        prefix=f"{membership.plan.prefix.partition('.')[0]}.g{number}.{ballot[0]}.{ballot[1]}",
+        prefix=agents_prefix(membership.plan.prefix, number, ballot),
         step=decision.step,
         iteration=decision.iteration,
         assignment=decision.assignment,
@@ -152,8 +152,17 @@ def is_whole(proposal: Proposal) -> bool:
     return all(slot in plan.assignment for slot in heads(plan.members, plan.replica))
 
 
+def agents_prefix(former: str, generation: int, ballot: Ballot) -> str:
+    """The store prefix of a plan that agents make: JOB.gGENERATION.ROUND.ELEMENT. former: that of the plan before.
+
+    The controller's have no ballot: JOB.gGENERATION.
+    """
+    job = former.partition(".")[0]
+    return f"{job}.g{generation}.{ballot[0]}.{ballot[1]}"
+
+
 def is_agents_prefix(prefix: str) -> bool:
-    """True for a plan that agents made: the job's id, the generation, and the ballot."""
+    """True if :func:`agents_prefix` made it."""
     return prefix.count(".") == 3
 
 

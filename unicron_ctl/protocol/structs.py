@@ -158,8 +158,8 @@ MERGE_SECONDS = 0.2  # that an agent holds such a report back, at most, for othe
 
 
 def with_status(period: float, progress: float) -> bool:
-    """Whether an agent that got these in its :class:`Welcome` keeps step reports for its next status: what tells of
-    mere progress may wait for a whole period."""
+    """Whether an agent that got these in its :class:`wire.Welcome` keeps step reports for its next status: what tells
+    of mere progress may wait for a whole period."""
     return progress >= period
 
 

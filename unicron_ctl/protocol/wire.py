@@ -303,7 +303,7 @@ class Plan(Message, tag="plan"):
 
     replica: ranks of a replica; the members are replica-major and the assignment is by the heads' slots
     (:mod:`generations.layout`). joiners: they get the state of the source's replica, place by place. state: (base,
-    version) of the optimizer's shards from which all go on (:class:`Shards`).
+    version) of the optimizer's shards from which all go on (:class:`structs.Shards`).
     """
 
     generation: ranges.Count

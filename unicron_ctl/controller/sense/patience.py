@@ -1,7 +1,7 @@
 """How long an iteration may take before it hangs, and how long a rank may stay outside iterations.
 
-Once the job's iteration time is learned, :class:`IterationMonitor` says how long. This file has the rest:
-the first iterations, those after a recovery or at a new size, and the script's own code between two iterations.
+Once the job's iteration time is learned, :class:`iteration_monitor.IterationMonitor` says how long. This file has the
+rest: the first iterations, those after a recovery or at a new size, and the script's own code between two iterations.
 """
 
 from __future__ import annotations

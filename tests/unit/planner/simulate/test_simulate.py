@@ -18,8 +18,8 @@ from unicron.planner.simulate.causes import CAUSES, find
 from unicron.planner.simulate.clairvoyant import spans
 from unicron.planner.simulate.figure import draw, page
 from unicron.planner.simulate.generate import DAY, GENERATORS, counted, llama3, rsc1, trace_a, trace_b, unicron
-from unicron.planner.simulate.placement import split
 from unicron.planner.simulate.policies import ITERATION, policy
+from unicron.planner.simulate.splits import split
 from unicron.planner.simulate.trace import TraceEvent, make, write
 from unicron.planner.solver.solve import solve
 

@@ -1,0 +1,92 @@
+"""``python tools/references.py``: checks that each reference in a docstring, such as ``:func:`name```, names something.
+
+That is a part of its own file, or of the module or class in front of the dot.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = (
+    "benchmarks",
+    "detector",
+    "planner",
+    "sbatch_templates",
+    "slurm_plugin",
+    "tests",
+    "tools",
+    "transition",
+    "unicron",
+    "unicron_ctl",
+)
+REFERENCE = re.compile(r":(mod|class|func|meth|data|attr):`~?([\w.]+)`")
+
+
+@dataclass
+class Module:
+    """One source file. path: its dotted name without the package's. names: all that is defined or imported in it."""
+
+    file: Path
+    path: str
+    text: str
+    names: set[str] = field(default_factory=set)
+
+
+def read(file: Path) -> Module:
+    """The module in a file, with the names in it."""
+    text = file.read_text()
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    module = Module(file, ".".join(part for part in parts if part != "__init__"), text)
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                module.names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                module.names.add(name)
+            case ast.Import(names=imported) | ast.ImportFrom(names=imported):
+                module.names |= {(each.asname or each.name).split(".")[0] for each in imported}
+    return module
+
+
+def exists(kind: str, name: str, module: Module, modules: list[Module]) -> bool:
+    """Whether a reference in a module's text names something."""
+    name = re.sub(r"^unicron\.ctl\b", "unicron_ctl", name)
+    if name.startswith("unicron.") and name.count(".") == 1:  # what people import: unicron/__init__.py
+        return f'"{name.split(".")[1]}"' in (ROOT / "unicron/__init__.py").read_text()
+    name = name.removeprefix("unicron.")
+    if kind == "mod":
+        end = name.lstrip(".")
+        return any(f".{each.path}".endswith(f".{end}") for each in modules) or (ROOT / end.replace(".", "/")).is_dir()
+    owner, _, last = name.rpartition(".")
+    if not owner:
+        return last in module.names or any(each.path == "unicron" and last in each.names for each in modules)
+    inner = owner.rpartition(".")[2]
+    owners = [each for each in modules if f".{each.path}".endswith(f".{owner}") or inner in each.names]
+    return any(last in each.names for each in owners) or owner in sys.stdlib_module_names
+
+
+def mistakes() -> Iterator[str]:
+    """One line for each reference to what is not there."""
+    modules = [read(file) for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    for module in modules:
+        for number, line in enumerate(module.text.splitlines(), 1):
+            for kind, name in REFERENCE.findall(line):
+                if not exists(kind, name, module, modules):
+                    yield f"{module.file.relative_to(ROOT)}:{number}: :{kind}:`{name}` names nothing: mend it"
+
+
+def main() -> None:
+    """Prints the mistakes; exits with 1 if there are any."""
+    found = list(mistakes())
+    print("\n".join(found) if found else "all references name something")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
