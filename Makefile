@@ -98,12 +98,17 @@ test-mutants: venv  ## which changed operators no unit test notices, in the part
 	nice $(BIN)/python tools/mutants.py $(MUTANTS_ARGS)
 
 lint: venv       ## ruff, names, docstrings and their references, the rules of who may import whom, types, the reference's tables, the pictures
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint-types lint-text
+
+lint-types:      # the longest part of `make lint`, and the others beside it
+	$(BIN)/mypy
+
+lint-text:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/language.py
 	$(BIN)/python tools/references.py
 	PYTHONPATH=. $(BIN)/lint-imports --no-logo
-	$(BIN)/mypy
 	$(BIN)/python tools/reference_tables.py --check
 	$(BIN)/python docs/pictures/draw.py --check
 
