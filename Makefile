@@ -2,21 +2,21 @@
 PYTHON    ?= python3
 VENV      ?= .venv
 PIP_ARGS  ?=
-# Words after `unicronctl demo`, for example DEMO_ARGS="--json out.json"
+# More arguments of `unicronctl demo`, for example DEMO_ARGS="--json out.json"
 DEMO_ARGS ?=
-# Words after pytest in place of all three tiers, for example PYTEST_ARGS="tests/slurm -k admission"
+# Arguments of pytest in place of all three tiers, for example PYTEST_ARGS="tests/slurm -k admission"
 PYTEST_ARGS ?=
-# More of them for the unit tier alone, for example UNIT_ARGS="-k planner"
+# More arguments of pytest for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=
-# Words after `python tools/mutants.py`, for example MUTANTS_ARGS="--sample 10 unicron_ctl/controller/nodes/bounds.py"
+# More arguments of `python tools/mutants.py`, for example MUTANTS_ARGS="--sample 10 unicron_ctl/controller/nodes/bounds.py"
 MUTANTS_ARGS ?=
-# Words after `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
+# More arguments of `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
 STORMS_ARGS ?=
-# Words after `python -m benchmarks.torture`, for example TORTURE_ARGS="--failures 60"
+# More arguments of `python -m benchmarks.torture`, for example TORTURE_ARGS="--failures 60"
 TORTURE_ARGS ?=
-# Words after `python -m benchmarks.gpu`, for example GPU_ARGS="--only heal-gloo --out seen"
+# More arguments of `python -m benchmarks.gpu`, for example GPU_ARGS="--only heal-gloo --out seen"
 GPU_ARGS ?=
-# Words after `python -m benchmarks.leaderboard`, for example LEADERBOARD_ARGS="--quick --system torchft"
+# More arguments of `python -m benchmarks.leaderboard`, for example LEADERBOARD_ARGS="--quick --system torchft"
 LEADERBOARD_ARGS ?=
 
 BIN   := $(VENV)/bin
@@ -26,7 +26,7 @@ TEST  := $(BIN)/python -m pytest --dist loadfile
 WAITS := $(TEST) --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
 
-# A path of its own in place of a finder, whose import every start of Python would pay: half of an empty one.
+# A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
 
 .PHONY: help venv system system-test plugin demo test test-mutants test-others test-demo test-wide test-long test-unit test-debian13 test-sid lint bench storms torture gpu-check peers leaderboard clean
@@ -74,7 +74,7 @@ test-long: system-test venv plugin  ## the tests that take longest, the pure one
 	DEEP_TESTS=1 $(TEST) -n 2 tests/unit
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
-# They wait for half of their time, in which the pure ones compute.
+# These tests wait for half of their time, so the unit tests run beside them.
 test-others: SHAPES ?= not wide and not long
 test-others:     # of `make test`
 	$(WAITS) -n 2 -m "$(SHAPES) and not alone" tests/slurm
@@ -83,7 +83,7 @@ test-others:     # of `make test`
 test-demo: system-test venv plugin   ## what the demo proves: it needs both cores for itself
 	$(BIN)/python -m pytest -m alone tests/slurm
 
-test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; one to two minutes
+test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; three to five minutes, less when it runs alone
 	nice $(TEST) -n 2 tests/unit $(UNIT_ARGS)
 
 # As root: in a system of its own, made by debootstrap in $DEBIAN_ROOTS (default .roots), of some 7 GB with its torch.
@@ -138,4 +138,4 @@ leaderboard: system venv plugin peers   ## Unicron beside torchrun, torchft, NVR
 
 clean:           ## removes the virtual environment, caches and build outputs
 	-$(MAKE) -C slurm_plugin/spank clean
-	rm -rf $(VENV) .peers build ./*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .peers build ./*.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -1,6 +1,7 @@
-"""``python tools/references.py``: checks that each reference in a docstring, such as ``:func:`name```, names something.
+"""``python tools/references.py``: checks that what docstrings and comments refer to is there.
 
-That is a part of its own file, or of the module or class in front of the dot.
+A reference such as ``:func:`name``` names a part of its own file, or of the module or class in front of the dot. A path
+in backticks is that of a file or folder.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ FOLDERS = (
     "unicron",
     "unicron_ctl",
 )
+PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)}|docs)/[\w/.-]+)`")
 REFERENCE = re.compile(r":(mod|class|func|meth|data|attr):`~?([\w.]+)`")
 
 
@@ -79,6 +81,9 @@ def mistakes() -> Iterator[str]:
             for kind, name in REFERENCE.findall(line):
                 if not exists(kind, name, module, modules):
                     yield f"{module.file.relative_to(ROOT)}:{number}: :{kind}:`{name}` names nothing: mend it"
+            for path in PATH.findall(line):
+                if not (ROOT / path).exists():
+                    yield f"{module.file.relative_to(ROOT)}:{number}: there is no `{path}`: mend it"
 
 
 def main() -> None:

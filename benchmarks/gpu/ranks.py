@@ -124,8 +124,10 @@ def note_copies() -> None:
 
         setattr(owner, name, wrapped)
 
-    for name in ("copy", "_copy", "wait_copied", "wait_whole"):
-        timed(keeper.Keeper, name, f"keeper.{name}")
+    timed(keeper.Keeper, "copy", "keeper.copy")
+    timed(keeper.Keeper, "_copy", "keeper._copy")
+    timed(keeper.Keeper, "wait_copied", "keeper.wait_copied")
+    timed(keeper.Keeper, "wait_whole", "keeper.wait_whole")
     timed(keeper._Card, "copy", "card.copy")
     timed(keeper._Card, "_pin", "card.pin")
     timed(image_format.Image, "mark_whole", "sums")

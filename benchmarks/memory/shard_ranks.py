@@ -49,7 +49,7 @@ def said(step: Callable[..., Any]) -> Callable[..., Any]:
 if __name__ == "__main__":
     clocked(shards.Shards, "export", "export")
     clocked(shards.Shards, "send_copies", "copy")
-    clocked(session.Session, "_keep", "keep")
+    clocked(session.Session, "_keep_step", "keep")
     clocked(buffer_pool.BufferPool, "wait_whole", "settle")
     clocked(buffer_pool, "_finish", "sums")
     session.Session._step = said(session.Session._step)  # type: ignore[method-assign]

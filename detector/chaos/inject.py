@@ -130,7 +130,7 @@ class Injector:
             return spoils
 
     def slow_down(self, seconds: float) -> None:
-        """After a micro-batch that took so long."""
+        """Called after a micro-batch that took `seconds`."""
         if self._factor > 1.0:
             if self._clock() < self._slow_until:
                 self._sleep((self._factor - 1.0) * seconds)

@@ -127,16 +127,6 @@ class Verdict:
     rule: str
     scope: str = "unknown"
 
-    def as_dict(self) -> dict[str, object]:
-        return {
-            "cause": self.cause,
-            "severity": int(self.severity),
-            "action": self.action,
-            "reason": self.reason,
-            "rule": self.rule,
-            "scope": self.scope,
-        }
-
 
 @dataclass(frozen=True)
 class Table:

@@ -276,8 +276,8 @@ Transport = Sockets | Torch | Faulty
 
 
 # ---------------------------------------------------------------------------------------------- the test
-def check(transport: Transport, nodes: Sequence[str]) -> None:
-    """Correctness. Raises PairError with all that is wrong, after everybody has taken part in everything."""
+def check_results(transport: Transport, nodes: Sequence[str]) -> None:
+    """Checks that the right results come. Raises PairError with all that is wrong, after all nodes have taken part."""
     wrong = [transport.compute()]
     for turn in range(3):
         parts = [numbers(1000 * turn + rank) for rank in range(transport.size)]
@@ -298,7 +298,7 @@ def check(transport: Transport, nodes: Sequence[str]) -> None:
         raise PairError("; ".join(found))
 
 
-def measure(transport: Transport, control: dict[int, Link], seconds: float) -> tuple[float, float]:
+def measure_links(transport: Transport, control: dict[int, Link], seconds: float) -> tuple[float, float]:
     """(bytes per second, seconds one way), the worst of rank 0's connections; each tries for `seconds`.
 
     The best block counts: on a busy machine most of them tell of its other work.
@@ -357,7 +357,7 @@ def here(wanted: str) -> list[str]:
     return found
 
 
-def agree(rank: int, nodes: Sequence[str], links: dict[int, Link], wanted: str) -> tuple[str, int, int]:
+def agree_on_backend(rank: int, nodes: Sequence[str], links: dict[int, Link], wanted: str) -> tuple[str, int, int]:
     """(backend, GPUs to test, port of the torch store), the same on all nodes. Raises PairError."""
     mine = here(wanted)
     gpus = 0
@@ -398,7 +398,7 @@ def _store(backend: str, size: int) -> int:
 def _transports(options: argparse.Namespace, rank: int, links: dict[int, Link]) -> list[Callable[[], Sockets | Torch]]:
     """One per thing to be tested: each GPU apart, else one."""
     nodes = options.nodes
-    backend, gpus, port = agree(rank, nodes, links, options.backend)
+    backend, gpus, port = agree_on_backend(rank, nodes, links, options.backend)
     if backend == "sockets":
         return [lambda: Sockets(rank, len(nodes), links)]
     import datetime
@@ -411,8 +411,8 @@ def _transports(options: argparse.Namespace, rank: int, links: dict[int, Link]) 
     return [functools.partial(Torch, rank, len(nodes), store, backend, device, options.patience) for device in devices]
 
 
-def play(options: argparse.Namespace) -> dict[str, object]:
-    """This node's part; the result as plain data."""
+def run_test(options: argparse.Namespace) -> dict[str, object]:
+    """Runs this node's part of the test; returns the result as plain data."""
     rank = options.nodes.index(options.node)
     result: dict[str, object] = {"node": options.node, "ok": False, "error": "", "backend": ""}
     name, _, fault = os.environ.get("UNICRON_PAIR_FAULT", "").partition(":")
@@ -424,8 +424,8 @@ def play(options: argparse.Namespace) -> dict[str, object]:
             result["backend"] = transport.name
             if name == options.node and fault:
                 transport = Faulty(transport, fault)
-            check(transport, options.nodes)
-            one_rate, one_delay = measure(transport, links, options.seconds)
+            check_results(transport, options.nodes)
+            one_rate, one_delay = measure_links(transport, links, options.seconds)
             rate, delay = min(rate, one_rate), max(delay, one_delay)
         result |= {"ok": True, "latency": delay, "bandwidth": None if rate == float("inf") else rate}
     except PairError as error:
@@ -451,7 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     box = threading.Timer(total, _give_up, (options.node, total))
     box.daemon = True
     box.start()
-    result = play(options)
+    result = run_test(options)
     print_result(**result)
     return 0 if result["ok"] else 1
 

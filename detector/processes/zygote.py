@@ -294,7 +294,7 @@ class Zygote:
             raise Cold(f"{where}: {type(error).__name__}: {error}") from None
 
     def send_to_agent(self, **message: Any) -> None:
-        """To the agent, which may be gone."""
+        """Sends it to the agent, if that still lives."""
         with contextlib.suppress(OSError):
             self._line.send(json.dumps(message).encode())
 

@@ -1,52 +1,78 @@
 """What a system does with nodes: which it gives each job first, when one is lost, and when one comes.
 
-A placement changes the replay by the methods of :class:`unicron.planner.simulate.engine.Simulation` only.
+A placement sees and changes the replay through :class:`Replay` only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from unicron.planner.ahead.expected import solve_expected
 from unicron.planner.ahead.next_events import Event
+from unicron.planner.problem.objective import Scenario
 from unicron.planner.simulate.policies import Policy
 from unicron.planner.simulate.simulated_job import DETECT, IDLE, NO_FAILURE, RUN, TRANSITION, SimulatedJob
 from unicron.planner.simulate.splits import split
 from unicron.planner.solver.solve import solve
 
-if TYPE_CHECKING:
-    from unicron.planner.simulate.engine import Simulation
+
+class Replay(Protocol):
+    """The part of a replay that placements use (:mod:`unicron.planner.simulate.engine`). fresh: the scenario with no
+    node given out. up: nodes that live; free: those of them that no job holds. plans: how often all nodes were shared
+    out."""
+
+    scenario: Scenario
+    fresh: Scenario
+    policy: Policy
+    jobs: list[SimulatedJob]
+    up: set[int]
+    free: set[int]
+    plans: int
+
+    def largest(self, job: SimulatedJob, room: int) -> int: ...
+    def throughput(self, job: SimulatedJob, size: int) -> float: ...
+    def planned_seconds(self, job: SimulatedJob, size: int, lost: bool) -> float: ...
+    def is_short(self, job: SimulatedJob) -> bool: ...
+    def add_lost_work(self, job: SimulatedJob) -> None: ...
+    def adjust_nodes(self, job: SimulatedJob, size: int) -> None: ...
+    def enter_phase(
+        self, job: SimulatedJob, phase: str, seconds: float, then: Callable[[SimulatedJob], None] | None
+    ) -> None: ...
+    def recover(self, job: SimulatedJob, severity: int) -> None: ...
+    def recompute(self, job: SimulatedJob) -> None: ...
+    def resize(self, job: SimulatedJob, size: int, lost: bool) -> None: ...
 
 
 class Placement(Protocol):
     """The decisions about nodes that systems differ in."""
 
-    def first_plan(self, run: Simulation) -> dict[str, int]:
+    def first_plan(self, run: Replay) -> dict[str, int]:
         """Nodes by job at the start."""
 
-    def first_size(self, run: Simulation, job: SimulatedJob) -> int:
+    def first_size(self, run: Replay, job: SimulatedJob) -> int:
         """Nodes that the job starts on, of those that are free. Its target is set."""
 
-    def on_loss(self, run: Simulation, job: SimulatedJob) -> None:
+    def on_loss(self, run: Replay, job: SimulatedJob) -> None:
         """The system has noticed that the job has lost nodes."""
 
-    def on_join(self, run: Simulation) -> None:
+    def on_join(self, run: Replay) -> None:
         """A node has come and is free."""
 
 
 class Fixed:
     """A job runs on all its nodes or not at all."""
 
-    def first_plan(self, run: Simulation) -> dict[str, int]:
+    def first_plan(self, run: Replay) -> dict[str, int]:
         """The planner's split of the whole cluster, to the advantage of a system that has none."""
         return solve(run.fresh).assignment
 
-    def first_size(self, run: Simulation, job: SimulatedJob) -> int:
+    def first_size(self, run: Replay, job: SimulatedJob) -> int:
         size = run.largest(job, min(job.target, len(run.free)))
         return size if size == job.target else 0
 
-    def on_loss(self, run: Simulation, job: SimulatedJob) -> None:
+    def on_loss(self, run: Replay, job: SimulatedJob) -> None:
         """The job gets all its nodes again, with spares for the lost ones, or none until they are repaired."""
         living = len([number for number in job.nodes if number in run.up])
         run.adjust_nodes(job, min(job.target, living + len(run.free)))
@@ -57,7 +83,7 @@ class Fixed:
         job.size = job.target
         run.recover(job, 1)
 
-    def on_join(self, run: Simulation) -> None:
+    def on_join(self, run: Replay) -> None:
         for job in run.jobs:
             if job.phase == IDLE and job.target:
                 self.on_loss(run, job)
@@ -66,20 +92,20 @@ class Fixed:
 class Own:
     """Each job keeps its nodes, shrinks and grows by its own losses."""
 
-    def first_plan(self, run: Simulation) -> dict[str, int]:
+    def first_plan(self, run: Replay) -> dict[str, int]:
         """The planner's split of the whole cluster, to the advantage of a system that has none."""
         return solve(run.fresh).assignment
 
-    def first_size(self, run: Simulation, job: SimulatedJob) -> int:
+    def first_size(self, run: Replay, job: SimulatedJob) -> int:
         return run.largest(job, min(job.target, len(run.free)))
 
-    def on_loss(self, run: Simulation, job: SimulatedJob) -> None:
+    def on_loss(self, run: Replay, job: SimulatedJob) -> None:
         """The job goes on with what is left, and spares, at the largest size that it can run."""
         alive = len([number for number in job.nodes if number in run.up])
         run.resize(job, run.largest(job, min(alive + len(run.free), job.target)), lost=True)
         self.on_join(run)
 
-    def on_join(self, run: Simulation) -> None:
+    def on_join(self, run: Replay) -> None:
         """Free nodes go to the job that misses most."""
         for job in sorted(run.jobs, key=lambda job: (job.size - job.target, job.spec.name)):
             if job.phase == DETECT or not run.free:
@@ -100,19 +126,19 @@ class Redistributing:
     ahead: bool
     _plans: dict[tuple[int, tuple[int, ...], frozenset[str]], dict[str, int]] = field(default_factory=dict)
 
-    def first_plan(self, run: Simulation) -> dict[str, int]:
+    def first_plan(self, run: Replay) -> dict[str, int]:
         return self._plan(run, set())
 
-    def first_size(self, run: Simulation, job: SimulatedJob) -> int:
+    def first_size(self, run: Replay, job: SimulatedJob) -> int:
         return run.largest(job, min(job.target, len(run.free)))
 
-    def on_loss(self, run: Simulation, job: SimulatedJob) -> None:
+    def on_loss(self, run: Replay, job: SimulatedJob) -> None:
         self._redistribute(run, ("lost", job.spec.name))
 
-    def on_join(self, run: Simulation) -> None:
+    def on_join(self, run: Replay) -> None:
         self._redistribute(run, ("join",))
 
-    def _redistribute(self, run: Simulation, event: Event) -> None:
+    def _redistribute(self, run: Replay, event: Event) -> None:
         """Decides for the whole cluster. Failures that are still unnoticed come to light."""
         run.plans += 1
         lost = {job.spec.name for job in run.jobs if run.is_short(job)}
@@ -135,7 +161,7 @@ class Redistributing:
             else:
                 run.enter_phase(job, TRANSITION, seconds[job.spec.name], run.recompute)
 
-    def _plan(self, run: Simulation, lost: set[str]) -> dict[str, int]:
+    def _plan(self, run: Replay, lost: set[str]) -> dict[str, int]:
         jobs = tuple(replace(job.spec, nodes=job.size, lost_worker=job.spec.name in lost) for job in run.jobs)
         scenario = replace(run.scenario, nodes=len(run.up), jobs=jobs)
         if self.how != "optimal":

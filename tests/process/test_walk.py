@@ -17,6 +17,7 @@ import pytest
 from tests.support import entered
 from tests.support.jobs import FOREVER, World, json_lines
 from tests.support.processes import ROOT, wait_for
+from tests.unit.test_documents import walks
 
 pytestmark = pytest.mark.process
 
@@ -29,9 +30,9 @@ MOST = 35
 UNLISTED = 6  # on a busy machine a look at the clock, or a message that is late, leads to some files more
 
 
-def heal(folder: Path) -> tuple[dict[str, set[str]], int]:
+def heal(folder: Path) -> tuple[dict[str, set[str]], set[str]]:
     """Program -> files that it enters from the death of one rank of three to the survivors' next steps, and not in
-    an undisturbed iteration; and how many files there are with those that it enters in both."""
+    an undisturbed iteration; and all files that any program enters in that time."""
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(entered.ENTERED, str(folder))
@@ -59,7 +60,7 @@ def heal(folder: Path) -> tuple[dict[str, set[str]], int]:
                 seen[int(number)] |= set(names)
         found[role] = seen[entered.HEALING] - seen[entered.BEFORE]
         everything |= seen[entered.HEALING]
-    return found, len(everything)
+    return found, everything
 
 
 def stepped(folder: Path) -> int:
@@ -95,7 +96,7 @@ def write(folder: Path) -> None:
     runs = [heal(folder / f"run{number}") for number in range(RUNS)]
     certain = {role: set.intersection(*(run[role] for run, _ in runs)) for role in PROGRAMS}
     said = (
-        f"From the rank's death to the survivors' next step, {max(number for _, number in runs)} of the product's "
+        f"From the rank's death to the survivors' next step, {max(len(files) for _, files in runs)} of the product's "
         f"files run. These {sum(map(len, certain.values()))} run only because of the failure:"
     )
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
@@ -105,7 +106,8 @@ def write(folder: Path) -> None:
 def test_one_healed_failure_enters_the_files_that_the_document_lists(tmp_path: Path) -> None:
     if "WRITE_WALK" in os.environ:
         write(tmp_path)
-    known, (found, _) = listed(), heal(tmp_path / "job")
+    known, (found, everything) = listed(), heal(tmp_path / "job")
+    assert {file for file, _ in next(walks())} <= everything, "the walk in words"
     for role in PROGRAMS:
         assert known[role] <= found[role], f"{role} did not enter {sorted(known[role] - found[role])}"
     unlisted = {role: sorted(found[role] - known[role]) for role in PROGRAMS}

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from unicron.transition.seams import modules
+from unicron.transition.seams import modules, table
 from unicron.transition.seams.table import refuse
 from unicron.transition.snapshot.migrate import as_plain, can_be_told, plain
 
@@ -18,6 +18,7 @@ from unicron.transition.snapshot.migrate import as_plain, can_be_told, plain
 def check(module: torch.nn.Module, optimizer: Any, schedule: Any) -> None:
     """Raises :class:`table.UnsupportedLayout` for the first thing that this release cannot heal. schedule: what has its
     `state_dict`, or None."""
+    table.check("torch", table.TORCH_MODELS)
     refuse(_wrappers(module))
     refuse(_statistics(module))
     refuse(_parameters(module))

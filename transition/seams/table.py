@@ -26,7 +26,8 @@ TIMERS = "megatron.core.timers"
 
 class Seam(NamedTuple):
     """One name. parameters: None where only its presence is checked (it is written in C++, or is no function). In
-    `name`, `()` calls what is before it, for attributes that only instances have."""
+    `name`, `()` calls what is before it, for attributes that only instances have; `~` looks the name up in its source,
+    for attributes of what cannot be made here."""
 
     module: str
     name: str
@@ -67,6 +68,16 @@ TORCH = (
     Seam("torch._C", "_cuda_getDeviceCount?", None, "answered from the device files while a zygote imports"),
     Seam("torch.nn", "Module()._non_persistent_buffers_set", None, "buffers that are mere caches are no state"),
     Seam("torch.nn.modules.batchnorm", "_NormBase", None, "layers with running statistics are refused"),
+)
+# Compared when a session gets its model: who uses them has imported their modules by then.
+TORCH_MODELS = (
+    Seam("torch._dynamo.eval_frame", "OptimizedModule.~_orig_mod", None, "the module that was compiled"),
+    Seam(
+        "torch.distributed.optim.apply_optimizer_in_backward",
+        "~_in_backward_optimizers",
+        None,
+        "optimizers that step in the backward pass are refused",
+    ),
 )
 MEGATRON_CORE = (
     Seam(
@@ -185,6 +196,10 @@ MEGATRON_LM = (
     Seam(TRAINING, "print_datetime", "string override_timestamp", "no barrier"),
     Seam(TRAINING, "should_disable_forward_pre_hook", "args", "all iterations gather alike"),
     Seam(TRAINING, "reduce_max_stat_across_model_parallel_group", "stat", "no collective between iterations"),
+    Seam(
+        "megatron.training.dist_signal_handler", "DistributedSignalHandler.~_signal_received", None, "all end at once"
+    ),
+    Seam(TIMERS, "Timers.~_timers", None, "no collective between iterations"),
     Seam(TIMERS, "Timer.start", "self barrier", "no barrier"),
     Seam(TIMERS, "Timer.stop", "self barrier", "no barrier"),
     Seam(TIMERS, "Timers._get_elapsed_time_all_ranks", "self names reset barrier", "no collective between iterations"),
@@ -247,6 +262,10 @@ def find(seam: Seam) -> Any:
     """What the row names. Raises AttributeError where it is missing; :data:`ABSENT` for a part that ends with `?`."""
     found: Any = importlib.import_module(seam.module)
     for part in seam.name.split("."):
+        if part.startswith("~"):
+            if part[1:] not in inspect.getsource(found):
+                raise AttributeError(part[1:])
+            return found
         if part.endswith("?") and not hasattr(found, part[:-1]):
             return ABSENT
         found = getattr(found, part.rstrip("?()"))

@@ -62,7 +62,7 @@ class Handover:
         member.half_received = member.half_received or (newcomer and not sends)
 
         def note(*what: int) -> None:
-            member.note = migrate.note([slots[member.slot % size] for slots in whole], *what)
+            member.note = migrate.corrupt_transfer([slots[member.slot % size] for slots in whole], *what)
             member.publish("entering", entering=plan.generation, moved=self._transferred)
 
         def moved(count: int) -> None:

@@ -65,7 +65,7 @@ class Megatron:
 
 
 def kind_of(model: Any, optimizer: Any, scheduler: Any, *, clip_grad: float | None, scaler: Any) -> Trained:
-    """What the script gave. Raises ValueError, one line, for what is neither."""
+    """The kind of model that the script gave. Raises ValueError, one line, for anything else."""
     if isinstance(model, torch.nn.Module) and not hasattr(model, "ddp_config"):
         return Plain(model, optimizer, scheduler, clip_grad, scaler)
     if isinstance(model, torch.nn.Module) or not all(hasattr(chunk, "ddp_config") for chunk in model):

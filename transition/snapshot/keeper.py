@@ -118,7 +118,7 @@ class Keeper:
             self.aside.note_image(path, self._whole)
 
     def wait_copied(self) -> None:
-        """Until the tensors that are copied may change."""
+        """Waits until the tensors that are copied may change again."""
         self._copied.wait()
 
     def wait_whole(self) -> None:

@@ -16,7 +16,7 @@ from unicron.transition.snapshot.migrate import TrainingState
 
 
 class LocalState:
-    """The state of one rank. This one, for a rank without an agent, keeps nothing: the state is in files alone.
+    """The state of one rank. The base class, for ranks without an agent, keeps nothing: the state is in files alone.
 
     sharded: its parts are in different ranks, with copies in others. reports: a rank at rest says what it could begin
     with (:meth:`told`) and reads nothing before a plan asks it to.

@@ -266,8 +266,8 @@ def _nothing(tensor: torch.Tensor) -> bool:
     return False
 
 
-def note(members: Sequence[int], sender: int, parts: int, following: int) -> Fault:
-    """What :func:`transfer` notes, for the rank's status; `members` are the slots of its ranks."""
+def corrupt_transfer(members: Sequence[int], sender: int, parts: int, following: int) -> Fault:
+    """The fault that :func:`transfer` notes, for the rank's status; `members` are the slots of its ranks."""
     text = f"training state (checkpoint of slot {members[sender]}) corrupt: checksum mismatch in {parts} parts"
     text += f"; taken again from slot {members[following]}"
     return Fault(CorruptTransfer.__name__, text, time.time())

@@ -7,6 +7,8 @@ import os
 import sys
 
 import click
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from unicron.detector.failures.classify import Classifier, default_classifier
 from unicron.detector.failures.severity import SeverityTableError, Verdict
@@ -98,10 +100,30 @@ def _classifier(config: str) -> Classifier:
         raise click.ClickException(f"cannot read {config}: {error.strerror}; give --config FILE") from None
 
 
+class Classified(msgspec.Struct, kw_only=True):
+    """A verdict on one text. text: that line of the input, where the input has several."""
+
+    cause: str
+    severity: int
+    action: str
+    reason: str
+    rule: str
+    scope: str
+    text: str | UnsetType = UNSET
+
+
 def _print(verdict: Verdict, as_json: bool, line: str | None = None) -> None:
     if as_json:
-        extra = {} if line is None else {"text": line}
-        click.echo(json.dumps({**verdict.as_dict(), **extra}))
+        found = Classified(
+            cause=verdict.cause,
+            severity=int(verdict.severity),
+            action=verdict.action,
+            reason=verdict.reason,
+            rule=verdict.rule,
+            scope=verdict.scope,
+            text=UNSET if line is None else line,
+        )
+        click.echo(json.dumps(msgspec.to_builtins(found)))
         return
     click.echo(f"SEV{int(verdict.severity)} {verdict.cause} -> {verdict.action}  [rule {verdict.rule}]")
     click.echo(f"  {verdict.reason}")

@@ -22,7 +22,7 @@ QUIET = "step timing ranks_ready"  # too many to be read
 
 @click.command(name="events")
 @click.option("-f", "--follow", is_flag=True, help="Keep printing new events until Ctrl-C.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @click.option("--job", metavar="JOB", help="Only this job, by id or name.")
 @click.option("--after", type=click.IntRange(0), default=0, metavar="ID", help="Only events with a higher id.")
 @click.option(

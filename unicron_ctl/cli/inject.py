@@ -140,7 +140,7 @@ def _raise_refusal(done: Injected, controller: str | None) -> None:
 @click.option("--faults", default=DEFAULT_FAULTS, show_default=True, metavar="LIST", help="Chosen from at random.")
 @click.option("--job", metavar="JOB", help="Only this job, by id or name.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the times, faults, jobs and slots.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @_state_dir
 @_controller
 def punish(
@@ -153,7 +153,7 @@ def punish(
     state_dir: Path,
     controller: str | None,
 ) -> None:
-    """Inject faults at random, at exponential intervals, until the time is up. Lost nodes get their power back."""
+    """Inject faults at random, at exponential intervals, until the time is up. Powered-off nodes are powered on again."""
     kinds = [_checked(fault.strip()) for fault in faults.split(",") if fault.strip()]
     if not kinds:
         raise UserError("--faults is empty: name at least one, see `unicronctl inject --help`", WRONG_USE)

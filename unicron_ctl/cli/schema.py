@@ -13,6 +13,7 @@ from unicron.ctl.system.errors import WRONG_USE, UserError
 
 def _types() -> dict[str, object]:
     """Command -> the type of its JSON."""
+    from unicron.ctl.cli.classify import Classified
     from unicron.ctl.cli.config_check import ConfigReport
     from unicron.ctl.cli.pair_test import PairReport
     from unicron.ctl.cli.simulate import PolicyResult
@@ -26,6 +27,8 @@ def _types() -> dict[str, object]:
         "events": answer_schema.Event,
         "explain": answer_schema.Explanation,
         "inject": answer_schema.Injected,
+        "punish": answer_schema.Injected,
+        "classify": Classified,
         "plan": answer_schema.Assignment,
         "simulate": list[PolicyResult],
         "cluster status": ClusterStatus,
@@ -40,7 +43,7 @@ def _types() -> dict[str, object]:
 def command(words: tuple[str, ...]) -> None:
     """Print the JSON Schema of COMMAND's JSON; without COMMAND, list the commands that have one.
 
-    The schema of `events` is that of one line.
+    The schemas of `events`, `punish` and `classify` are those of one line.
     """
     types, name = _types(), " ".join(words)
     if not name:

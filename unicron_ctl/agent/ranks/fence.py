@@ -53,7 +53,7 @@ class Fence:
 
     @property
     def holds(self) -> bool:
-        """The processes end in time, whatever becomes of this agent: the controller may count on it."""
+        """Whether the processes end in time even if this agent dies: the controller may count on that."""
         return self._lease.armed and self._dog is not None
 
     @property

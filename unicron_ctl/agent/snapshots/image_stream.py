@@ -213,7 +213,7 @@ def proof(token: str, nonce: bytes, request: bytes) -> bytes:
 
 
 def _latest(length: int) -> float:
-    """When it is to be over, however slow."""
+    """The deadline of the whole transfer, however slow it is."""
     return time.monotonic() + SILENT_SECONDS + length / LEAST_RATE
 
 

@@ -76,7 +76,7 @@ class Evidence:
 
     @cached_property
     def reached(self) -> list[Answer]:
-        """Answers by which the agent lives.
+        """Answers that show that the agent lives.
 
         The controller and agents of the same job are believed. A stranger is one voice against all that reach nothing,
         and Slurm counts twice. After `state_wait_seconds` no answer counts: the address may be somebody else's by now.

@@ -1,6 +1,6 @@
 """Hot spares: elements that are ready to train and are no members (docs/design/hot-spares.md). Pure.
 
-Nobody is a spare by number: whoever comes when as many train as are wanted waits. So a spare takes the place of a lost
+Nobody is a spare by number: an element that comes when enough train waits. So a spare takes the place of a lost
 element by the same offer as any newcomer, and the lost one is the spare when it comes back.
 """
 
@@ -208,7 +208,7 @@ def report_spares(view: View, job: JobView, last: SparesSaid) -> Outcome:
     return out
 
 
-def note(job: JobState, found: Iterable[Swap], out: Outcome) -> None:
+def note_swaps(job: JobState, found: Iterable[Swap], out: Outcome) -> None:
     """Adds what the spares do to the stories of the failures."""
     for swap in found:
         if swap.text not in swap.failure.actions:

@@ -68,7 +68,7 @@ def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
         state=found.state,
     )
     out.record(job.state, records.PlanMade(plan=plan, crews=crews(job, plan.members), reason=plan.reason), number)
-    spares.note(job.state, spares.swaps(view, job, found.members), out)
+    spares.note_swaps(job.state, spares.swaps(view, job, found.members), out)
     return out
 
 
@@ -171,7 +171,7 @@ def offer_generation(view: View, job: JobView, happening: Happening) -> Outcome:
         reason=happening.reason,
     )
     out.record(state, record, number)
-    spares.note(state, spares.swaps(view, job, joiners), out)
+    spares.note_swaps(state, spares.swaps(view, job, joiners), out)
     return out
 
 

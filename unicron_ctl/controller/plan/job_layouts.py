@@ -76,7 +76,7 @@ def _rates(
 
 
 def _rounded(rate: float) -> float:
-    """To a part in a thousand: what is measured changes with every iteration, and plans do not hang on less."""
+    """Rounds to 0.1 %: measurements change with every iteration, and smaller differences must not change plans."""
     return float(f"{rate:.4g}")
 
 

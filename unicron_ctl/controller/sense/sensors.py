@@ -3,6 +3,10 @@
 A sensor is a function of the view, the job and its memory; it changes nothing but the parts of the memory that its row
 names, and is pure where the row names none. `tests/unit/unicron_ctl/controller/sense/test_sensors.py` proves it for
 every row. The job's turn (`core/turn.py`) runs the table and judges the findings.
+
+What is no sensor of one job stands elsewhere: silence is watched for the whole cluster (`failure_detector/leases.py`),
+and what a message or a listing says of its agent is found where it arrives (`members.check_leaving`,
+`adoption.replaced`, `slurm_states.ended_agents`).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class SystemdNotifier:
                 channel.sendto(state.encode(), self._address)
         except OSError as error:
             if not self._failed:  # once: a watchdog would repeat it at each turn
-                log.warning("systemd does not hear %s: %s", state.partition("\n")[0], error.strerror or error)
+                log.warning("cannot notify systemd (%s): %s", state.partition("\n")[0], error.strerror or error)
             self._failed = True
             return False
         self._failed = False

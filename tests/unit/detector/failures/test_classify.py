@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import time
@@ -392,7 +393,7 @@ def test_no_text_takes_long(hostile):
 def test_any_text_gets_a_verdict(text, source):
     verdict = CLASSIFIER.text(text, source)
     assert verdict.cause in CLASSIFIER.table.causes and verdict.reason and verdict.rule
-    assert json.dumps(verdict.as_dict())
+    assert json.dumps(dataclasses.asdict(verdict))
     assert CLASSIFIER.text(text, source) == verdict
 
 

@@ -6,13 +6,22 @@ from __future__ import annotations
 import ast
 import configparser
 import importlib
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from unicron.transition.seams import megatron_core, table
-from unicron.transition.seams.table import C10D, MEGATRON_CORE, TORCH, Seam, UnsupportedLayout
+from unicron.transition.seams.table import (
+    C10D,
+    MEGATRON_CORE,
+    MEGATRON_LM,
+    TORCH,
+    TORCH_MODELS,
+    Seam,
+    UnsupportedLayout,
+)
 
 ROOT = Path(__file__).resolve().parents[4]
 # Public names of torch that begin with an underscore only by accident of `import`, or belong to Python and the system.
@@ -20,9 +29,10 @@ PYTHONS_OWN = {"_exit", "_replace", "_asdict", "_fields", "_Environ", "_run_modu
 
 
 def test_the_table_fits_what_is_installed():
-    for seam in (*TORCH, *MEGATRON_CORE):
+    for seam in (*TORCH, *TORCH_MODELS, *MEGATRON_CORE):
         importlib.import_module(seam.module)
-    assert table.difference(TORCH) is None and table.difference(MEGATRON_CORE) is None
+    for seams in (TORCH, TORCH_MODELS, MEGATRON_CORE):
+        assert table.difference(seams) is None
 
 
 def test_the_known_releases_are_those_that_are_pinned():
@@ -38,6 +48,7 @@ def test_the_known_releases_are_those_that_are_pinned():
         (Seam(C10D, "_set_pg_timeout", "timeout", ""), f"{C10D}._set_pg_timeout takes (timeout, group)"),
         (Seam(C10D, "_set_pg_patience", "timeout group", ""), f"{C10D}._set_pg_patience is not there"),
         (Seam("torch.nn", "Module()._caches", None, ""), "torch.nn.Module()._caches is not there"),
+        (Seam("torch.nn", "Module.~_caches", None, ""), "torch.nn.Module.~_caches is not there"),
         (Seam("torch.gone", "x", None, ""), "torch.gone.x is not there"),
     ],
 )
@@ -112,3 +123,31 @@ def test_private_names_of_torch_and_megatron_are_held_by_the_seams_alone():
             if f"def {name}(" not in text and f"self.{name}" not in text:
                 found.append(line)
     assert not found, "move these to transition/seams, with a row in its table:\n" + "\n".join(found)
+
+
+def private_words(path: Path) -> set[str]:
+    """The private names that a file uses, also those that it looks up by their text."""
+    found = {line.rpartition(".")[2].rpartition(" ")[2] for line in private_names(path)}
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]
+            ):
+                if name.startswith("_") and not name.startswith("__"):
+                    found.add(name)
+    return found
+
+
+def test_every_private_name_in_the_seams_has_a_row():
+    rows = (*TORCH, *TORCH_MODELS, *MEGATRON_CORE, *MEGATRON_LM)
+    known = {part.strip("?()~") for row in rows for part in (*row.name.split("."), *row.module.split("."))}
+    folder = ROOT / "transition/seams"
+    texts = {path: path.read_text() for path in sorted(folder.glob("*.py"))}
+    own = {
+        name
+        for text in texts.values()
+        for name in re.findall(r"(?:def|class) (_\w+)|self\.(_\w+)", text)
+        for name in name
+    }
+    missing = {path.name: words for path in texts if (words := private_words(path) - known - own)}
+    assert not missing, f"give each a row in table.py: {missing}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
+import click
 import msgspec
 import pytest
 from click.testing import CliRunner
@@ -52,9 +54,20 @@ def schema(*words: str) -> dict:
     return found
 
 
+def commands_with_json(group: click.Group, before: str = "") -> Iterator[str]:
+    """The commands that have an option --json."""
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        if isinstance(command, click.Group):
+            yield from commands_with_json(command, f"{before}{name} ")
+        elif command is not None and any("--json" in option.opts for option in command.params):
+            yield f"{before}{name}"
+
+
 def test_every_command_of_the_list_has_a_schema() -> None:
     listed = CliRunner().invoke(unicronctl, ["schema"]).output.splitlines()
     assert {"status", "jobs", "nodes", "events", "explain", "plan", "simulate", "config check", "demo"} <= set(listed)
+    assert set(listed) == set(commands_with_json(unicronctl))
     for name in listed:
         assert "$defs" in schema(*name.split()), name
 

@@ -103,8 +103,8 @@ def test_a_manager_that_is_gone_is_complained_about_once(tmp_path: Path, caplog:
             notifier.watchdog(float(turn))
         SystemdNotifier({"NOTIFY_SOCKET": "/" + "x" * 200}).ready()
     assert [record.getMessage() for record in caplog.records] == [
-        "systemd does not hear READY=1: No such file or directory",
-        "systemd does not hear READY=1: AF_UNIX path too long",
+        "cannot notify systemd (READY=1): No such file or directory",
+        "cannot notify systemd (READY=1): AF_UNIX path too long",
     ]
 
 
