@@ -4,8 +4,8 @@
 A checkpoint is a folder of files that ranks write each for itself, without a word to each other: the state of one place
 of the layout, or a shard of it. A file's name includes the number of files, so the folder is whole when all are there;
 each is written beside the training, from a copy in the host's memory, under another name until it is whole. It is an
-image (`transition/snapshot/image_format.py`): raw bytes, with checksums that are checked before it is used. A checkpoint with
-a damaged file is passed over for the one before. Ranks of any layout read from it what they need
+image (`transition/snapshot/image_format.py`): raw bytes, with checksums that are checked before it is used.
+A checkpoint with a damaged file is passed over for the one before. Ranks of any layout read from it what they need
 (`transition/snapshot/parts.py`).
 """
 

@@ -153,7 +153,7 @@ def punish(
     state_dir: Path,
     controller: str | None,
 ) -> None:
-    """Inject faults at random, at exponential intervals, until the time is up. Powered-off nodes are powered on again."""
+    """Inject faults at random, at exponential intervals, until the time is up. Lost nodes are powered on again."""
     kinds = [_checked(fault.strip()) for fault in faults.split(",") if fault.strip()]
     if not kinds:
         raise UserError("--faults is empty: name at least one, see `unicronctl inject --help`", WRONG_USE)
