@@ -5,6 +5,8 @@ import signal
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.timers import Timers
 
+from .dist_signal_handler import DistributedSignalHandler
+
 _ARGS = _TIMERS = _HANDLER = None
 _WRITERS = []
 
@@ -42,15 +44,6 @@ def _set_writer(args, what):
         _WRITERS.append(what)
 
 
-class SignalHandler:
-    def __init__(self, number):
-        self._signal_received = False
-        signal.signal(number, self._note)
-
-    def _note(self, *_):
-        self._signal_received = True
-
-
 def set_global_variables(args):
     global _ARGS, _TIMERS, _HANDLER
     _ARGS = args
@@ -62,4 +55,4 @@ def set_global_variables(args):
     _set_one_logger(args)
     _TIMERS = Timers(2, "minmax")
     if args.exit_signal_handler:
-        _HANDLER = SignalHandler(signal.SIGTERM)
+        _HANDLER = DistributedSignalHandler(signal.SIGTERM)
