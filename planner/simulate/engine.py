@@ -208,8 +208,10 @@ class Simulation:
         plan = self.placement.first_plan(self)
         for job in self.jobs:
             job.target = plan[job.spec.name]
-            self.adjust_nodes(job, self.placement.first_size(self, job))
-            job.size = len(job.nodes)
+            job.size = self.largest(job, min(job.target, len(self.free)))
+            if self.placement.all_or_none and job.size < job.target:
+                job.size = 0
+            self.adjust_nodes(job, job.size)
             self._settle_task(job)
 
     def _trace_event(self, event: TraceEvent, number: int) -> None:

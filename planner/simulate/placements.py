@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from unicron.planner.ahead.expected import solve_expected
-from unicron.planner.ahead.next_events import Event
 from unicron.planner.problem.objective import Scenario
 from unicron.planner.simulate.policies import Policy
 from unicron.planner.simulate.simulated_job import DETECT, IDLE, NO_FAILURE, RUN, TRANSITION, SimulatedJob
@@ -46,13 +45,13 @@ class Replay(Protocol):
 
 
 class Placement(Protocol):
-    """The decisions about nodes that systems differ in."""
+    """The decisions about nodes that systems differ in. all_or_none: a job runs on all nodes of its share or on
+    none."""
+
+    all_or_none: bool
 
     def first_plan(self, run: Replay) -> dict[str, int]:
         """Nodes by job at the start."""
-
-    def first_size(self, run: Replay, job: SimulatedJob) -> int:
-        """Nodes that the job starts on, of those that are free. Its target is set."""
 
     def on_loss(self, run: Replay, job: SimulatedJob) -> None:
         """The system has noticed that the job has lost nodes."""
@@ -61,16 +60,20 @@ class Placement(Protocol):
         """A node has come and is free."""
 
 
-class Fixed:
-    """A job runs on all its nodes or not at all."""
+class Unplanned:
+    """A system that shares out nothing: the base of those that only differ in what they make of a loss."""
+
+    all_or_none = False
 
     def first_plan(self, run: Replay) -> dict[str, int]:
-        """The planner's split of the whole cluster, to the advantage of a system that has none."""
+        """The planner's split of the whole cluster, to the system's advantage."""
         return solve(run.fresh).assignment
 
-    def first_size(self, run: Replay, job: SimulatedJob) -> int:
-        size = run.largest(job, min(job.target, len(run.free)))
-        return size if size == job.target else 0
+
+class Fixed(Unplanned):
+    """A job runs on all its nodes or not at all."""
+
+    all_or_none = True
 
     def on_loss(self, run: Replay, job: SimulatedJob) -> None:
         """The job gets all its nodes again, with spares for the lost ones, or none until they are repaired."""
@@ -89,15 +92,8 @@ class Fixed:
                 self.on_loss(run, job)
 
 
-class Own:
+class Own(Unplanned):
     """Each job keeps its nodes, shrinks and grows by its own losses."""
-
-    def first_plan(self, run: Replay) -> dict[str, int]:
-        """The planner's split of the whole cluster, to the advantage of a system that has none."""
-        return solve(run.fresh).assignment
-
-    def first_size(self, run: Replay, job: SimulatedJob) -> int:
-        return run.largest(job, min(job.target, len(run.free)))
 
     def on_loss(self, run: Replay, job: SimulatedJob) -> None:
         """The job goes on with what is left, and spares, at the largest size that it can run."""
@@ -124,26 +120,22 @@ class Redistributing:
 
     how: str
     ahead: bool
+    all_or_none: bool = False
     _plans: dict[tuple[int, tuple[int, ...], frozenset[str]], dict[str, int]] = field(default_factory=dict)
 
     def first_plan(self, run: Replay) -> dict[str, int]:
         return self._plan(run, set())
 
-    def first_size(self, run: Replay, job: SimulatedJob) -> int:
-        return run.largest(job, min(job.target, len(run.free)))
-
     def on_loss(self, run: Replay, job: SimulatedJob) -> None:
-        self._redistribute(run, ("lost", job.spec.name))
+        self._redistribute(run, {job.spec.name})
 
     def on_join(self, run: Replay) -> None:
-        self._redistribute(run, ("join",))
+        self._redistribute(run, set())
 
-    def _redistribute(self, run: Replay, event: Event) -> None:
-        """Decides for the whole cluster. Failures that are still unnoticed come to light."""
+    def _redistribute(self, run: Replay, hit: set[str]) -> None:
+        """Decides for the whole cluster. Failures that are still unnoticed come to light, beside those of `hit`."""
         run.plans += 1
-        lost = {job.spec.name for job in run.jobs if run.is_short(job)}
-        if event[0] == "lost":
-            lost.add(event[1])
+        lost = hit | {job.spec.name for job in run.jobs if run.is_short(job)}
         plan = self._plan(run, lost)
         changed = [job for job in run.jobs if plan[job.spec.name] != job.size or job.spec.name in lost]
         seconds = {

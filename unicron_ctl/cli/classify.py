@@ -114,15 +114,8 @@ class Classified(msgspec.Struct, kw_only=True):
 
 def _print(verdict: Verdict, as_json: bool, line: str | None = None) -> None:
     if as_json:
-        found = Classified(
-            cause=verdict.cause,
-            severity=int(verdict.severity),
-            action=verdict.action,
-            reason=verdict.reason,
-            rule=verdict.rule,
-            scope=verdict.scope,
-            text=UNSET if line is None else line,
-        )
+        found = msgspec.convert(verdict, Classified, from_attributes=True)
+        found.text = UNSET if line is None else line
         click.echo(json.dumps(msgspec.to_builtins(found)))
         return
     click.echo(f"SEV{int(verdict.severity)} {verdict.cause} -> {verdict.action}  [rule {verdict.rule}]")
