@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import wait_for
+from tests.support.processes import line_in, wait_for
 from unicron.ctl.lab.cluster.health_program import HEALTH, PROLOG
 
 BAD = "[health]\nmemory_mb = 999999999\n"
@@ -133,7 +133,7 @@ def test_a_run_never_overlaps_an_earlier_one_on_its_node(scripts: Scripts) -> No
     scripts.prolog["UNICRON_HEALTH_SECONDS"] = "49"
     scripts.configure(HEALTH)
     first = scripts.begin(HEALTH)
-    wait_for(began.exists, "the first run")
+    wait_for(lambda: line_in(began), "the first run")
     other = scripts.begin(HEALTH, node="n2")
     wait_for(lambda: began.read_text().split() == ["n1", "n2"], "one on another node")
     assert [scripts.begin(HEALTH).wait(30) for _ in range(3)] == [0, 0, 0]

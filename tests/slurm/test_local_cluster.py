@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ROOT, unicronctl, wait_for
+from tests.support.processes import ROOT, line_in, unicronctl, wait_for
 from unicron.ctl.lab.cluster import LocalCluster, binaries, ports, protection
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.reach import Reach, reach
@@ -213,8 +213,7 @@ def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: L
     )
     options = ["-N1", "-w", "n2", "--exclusive", "--requeue", f"--output={tmp_path}/out"]
     job = _output(["sbatch", "--parsable", *options, str(script)], cluster)
-    wait_for(lambda: (tmp_path / "hidden").exists() and (tmp_path / "batch").exists(), "both have started")
-    pids = [int((tmp_path / name).read_text()) for name in ("hidden", "batch")]
+    pids = [int(wait_for(lambda name=name: line_in(tmp_path / name), "it has started")) for name in ("hidden", "batch")]
     memory = Path((tmp_path / "memory").read_text().strip())
     assert memory.name == "n2" and (memory / "state").exists()
     others = [p for p in cluster.processes() if p.kind == "slurmd" and p.node != "n2"]

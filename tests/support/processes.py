@@ -38,6 +38,12 @@ def wait_for(
     return found
 
 
+def line_in(path: Path) -> str:
+    """The file's text once a line of it is whole, else empty: a shell makes a file before it fills it."""
+    text = path.read_text() if path.exists() else ""
+    return text.strip() if text.endswith("\n") else ""
+
+
 def is_alive(pid: int) -> bool:
     """A process that is there and no zombie."""
     return state_of(pid) not in ("", "Z")
