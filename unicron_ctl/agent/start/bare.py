@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -26,7 +27,8 @@ def run_all(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -
 
     def forward(number: int, _: object) -> None:
         for pid in running:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # os.wait has just returned it
+                os.kill(pid, number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)
