@@ -199,7 +199,7 @@ def sleeper() -> Iterator:
 
 def ended(process: subprocess.Popen) -> bool:
     try:
-        process.wait(0.3)
+        process.wait(10)
     except subprocess.TimeoutExpired:
         return False
     return True
