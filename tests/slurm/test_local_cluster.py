@@ -213,7 +213,7 @@ def test_power_off_kills_what_hides_and_power_on_brings_the_node_back(cluster: L
     )
     options = ["-N1", "-w", "n2", "--exclusive", "--requeue", f"--output={tmp_path}/out"]
     job = _output(["sbatch", "--parsable", *options, str(script)], cluster)
-    pids = [int(wait_for(lambda name=name: line_in(tmp_path / name), "it has started")) for name in ("hidden", "batch")]
+    pids = [int(wait_for(lambda name=name: line_in(tmp_path / name), name)) for name in ("hidden", "batch")]
     memory = Path((tmp_path / "memory").read_text().strip())
     assert memory.name == "n2" and (memory / "state").exists()
     others = [p for p in cluster.processes() if p.kind == "slurmd" and p.node != "n2"]

@@ -199,7 +199,7 @@ def sleeper() -> Iterator:
 
 def ended(process: subprocess.Popen) -> bool:
     try:
-        process.wait(10)
+        process.wait(0.3)
     except subprocess.TimeoutExpired:
         return False
     return True
@@ -231,7 +231,7 @@ def test_epilog_ends_what_the_job_left_and_nothing_else(epilog: Hook, sleeper) -
     if os.getuid() == 0:
         others.append(sleeper(**JOB, UNICRON="1", user=65534))  # another user who imitates the job
     assert epilog(**ENDED_JOB, SLURM_CLUSTER_NAME="here") == 0
-    assert [ended(process) for process in mine] == [True] * len(mine)
+    assert [ended(process) for process in mine] == [True] * len(mine), epilog.said()
     assert [process.poll() for process in others] == [None] * len(others)
     assert all(str(process.pid) in epilog.said() for process in mine)
 
