@@ -1,4 +1,4 @@
-"""A world of plain programs: torchrun's variables, and what they are when no controller deals the ranks.
+"""A world of plain programs: torchrun's and Slurm's variables, and what they are when no controller deals the ranks.
 
 A job array's elements cannot see each other except through Slurm, so every agent asks squeue which elements run, waits
 until the answer has stood still, and derives the same world from it.
@@ -44,7 +44,8 @@ class World:
 
     def environment(self, local: int, base: Mapping[str, str]) -> dict[str, str]:
         """`base` with all that torchrun sets for the node's rank `local` (torch.distributed.run, Environment
-        Variables): programs that see a part of it take somebody else for their launcher.
+        Variables): programs that see a part of it take somebody else for their launcher. What Slurm tells of a step
+        is told of this world.
         """
         rank, size = str(self.node * self.ranks_per_node + local), str(self.nodes * self.ranks_per_node)
         usual = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | ({"OMP_NUM_THREADS": "1"} if self.ranks_per_node > 1 else {})
@@ -66,12 +67,29 @@ class World:
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(MAX_RESTARTS),
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store
+            **slurm_world(int(rank), int(size), local, self.ranks_per_node, self.node),
         }
+
+
+def slurm_world(rank: int, size: int, local: int, per_node: int, node: int) -> dict[str, str]:
+    """What srun would tell the task that is this rank, had one step started the whole world."""
+    nodes = size // per_node
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node),
+        "SLURM_NTASKS": str(size),
+        "SLURM_NPROCS": str(size),
+        "SLURM_NTASKS_PER_NODE": str(per_node),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_TASKS_PER_NODE": f"{per_node}(x{nodes})" if nodes > 1 else str(per_node),
+    }
 
 
 def outside_the_step(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without what describes the Slurm step. Where that is one element of the job, it would tell a
-    program of a world of one node, and that Slurm has launched it.
+    program of a world of one node.
     """
     return {name: value for name, value in environment.items() if not _OF_THE_STEP.fullmatch(name)}
 

@@ -114,8 +114,8 @@ def test_the_address_is_that_of_the_interface_to_the_controller():
 
 def test_torchruns_whole_set_is_there() -> None:
     """torch.distributed.run, Environment Variables, and what its agent sets besides."""
-    shown = World(1, 2, 4, "10.0.0.3", 20130, "130", 2).environment(1, {"OMP_NUM_THREADS": "8"})
-    assert shown == {
+    shown = World(1, 2, 4, "10.0.0.3", 20130, "130", 2).environment(1, {"OMP_NUM_THREADS": "8", "SLURM_PROCID": "0"})
+    assert {name: value for name, value in shown.items() if not name.startswith("SLURM")} == {
         "RANK": "5",
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",
@@ -137,6 +137,24 @@ def test_torchruns_whole_set_is_there() -> None:
     torchrun = Path(importlib.util.find_spec("torch").origin).parent / "distributed/elastic/agent/server"  # type: ignore
     its_own = (torchrun / "local_elastic_agent.py").read_text().split("worker_env = {")[1].split("}\n")[0]
     assert set(re.findall(r'^ *"(\w+)":', its_own, re.MULTILINE)) <= shown.keys()
+
+
+def test_slurms_variables_tell_the_world_and_not_the_step() -> None:
+    of_the_step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_JOB_ID": "130"}
+    shown = World(1, 2, 4, "10.0.0.3", 20130, "130").environment(3, of_the_step)
+    assert {name: value for name, value in shown.items() if name.startswith("SLURM")} == {
+        "SLURM_JOB_ID": "130",
+        "SLURM_PROCID": "7",
+        "SLURM_LOCALID": "3",
+        "SLURM_NODEID": "1",
+        "SLURM_NTASKS": "8",
+        "SLURM_NPROCS": "8",
+        "SLURM_NTASKS_PER_NODE": "4",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_TASKS_PER_NODE": "4(x2)",
+    }
+    assert World(0, 1, 2, "a", 1, "1").environment(0, {})["SLURM_TASKS_PER_NODE"] == "2"
 
 
 def test_what_describes_one_elements_step_is_hidden() -> None:
