@@ -44,10 +44,10 @@ static const char *const wrappers[] = {
 
 static const char *const shells[] = { "ash", "bash", "csh", "dash", "fish", "ksh", "mksh", "sh", "tcsh", "zsh" };
 
-/* Programs that start several ranks of a node themselves, all of them to train. */
+/* Programs that start the ranks of a node, all of them to train. The agent reads what they are told, or leaves them alone. */
 static const char *const launchers[] = {
-	"accelerate", "aprun", "colossalai", "composer", "deepspeed", "horovodrun", "jsrun", "mpiexec", "mpirun", "orterun", "prterun",
-	"prun", "torchrun",
+	"accelerate", "accelerate-launch", "aprun", "colossalai", "composer", "deepspeed", "ds", "fabric", "horovodrun", "jsrun", "mpiexec",
+	"mpiexec.hydra", "mpirun", "orterun", "prterun", "prun", "torchrun",
 };
 
 /* The same as modules of Python's, behind -m. */
@@ -101,12 +101,8 @@ static bool is_python(const char *word)
 /* Adds what one word of a command says of it. */
 static void hear_word(struct command *found, const char *word)
 {
-	if (IS_ONE_OF(base_name(word), launchers) || IS_ONE_OF(word, launcher_modules)) {
+	if (IS_ONE_OF(base_name(word), launchers) || IS_ONE_OF(word, launcher_modules) || is_python(word))
 		found->kind = COMMAND_TRAINS;
-		found->launches = true;
-	} else if (is_python(word)) {
-		found->kind = COMMAND_TRAINS;
-	}
 }
 
 /* Words of a shell's text, comments left out; what is quoted is text as well, for eval and bash -c. */

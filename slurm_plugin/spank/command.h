@@ -15,7 +15,6 @@ enum command_kind { COMMAND_UTILITY, COMMAND_MAY_TRAIN, COMMAND_TRAINS };
 
 struct command {
 	enum command_kind kind;
-	bool launches;    /* it starts the ranks of its node itself: torchrun, mpirun, ... */
 };
 
 struct command command_of(char *const argv[]);

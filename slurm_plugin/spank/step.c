@@ -59,9 +59,6 @@ void step_read(spank_t sp, struct step *step)
 	read_number(sp, "SLURM_STEP_NUM_NODES", &step->nodes);
 	if (!read_number(sp, "SLURM_JOB_NUM_NODES", &step->job_nodes))
 		step->job_nodes = step->nodes;
-	step->ranks = 1;
-	if (!read_number(sp, "UNICRON_RANKS_PER_NODE", &step->ranks))
-		read_number(sp, "SLURM_GPUS_ON_NODE", &step->ranks);
 	step->element = spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) == ESPANK_SUCCESS;
 	step->container = spank_getenv(sp, "SLURM_CONTAINER", text, sizeof(text)) == ESPANK_SUCCESS && text[0] != '\0';
 }
@@ -84,9 +81,6 @@ enum step_verdict step_judge(const struct step *step, bool asked, char reason[UN
 	else if (step->nodes == 1 && step->job_nodes > 1)
 		snprintf(reason, UNICRON_REASON_MAX, "it has one of the job's %" PRId64 " nodes: a training has all of them",
 			 step->job_nodes);
-	else if (step->command.launches && step->ranks > 1)
-		snprintf(reason, UNICRON_REASON_MAX, "its command starts the ranks of a node, and so would the agent: "
-			 "name the script itself, as in srun python train.py");
 	else
 		return (STEP_PROTECTED);
 	return (asked ? STEP_UNPROTECTED : STEP_UNTOUCHED);

@@ -13,7 +13,6 @@ struct step {
 	int64_t tasks;        /* the most on one node */
 	int64_t nodes;        /* of this step */
 	int64_t job_nodes;    /* of its allocation */
-	int64_t ranks;        /* that an agent would start on a node */
 	bool element;         /* the allocation is a task of a job array */
 	bool container;       /* srun --container: the task's root is another one */
 };

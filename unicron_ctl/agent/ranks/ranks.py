@@ -13,6 +13,7 @@ import msgspec
 
 import unicron
 from unicron.ctl.agent.connections.job_environment import Place
+from unicron.ctl.agent.ranks.placeholders import fill_variables, fill_words
 from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter
 from unicron.ctl.protocol import ranges, structs
 from unicron.detector.failures.classify import default_classifier
@@ -101,7 +102,7 @@ class Rank:
     def _begin_cold(self, environment: Mapping[str, str], why: str) -> None:
         self.cold = why
         try:
-            self._has(Child(self._command, environment))
+            self._has(Child(fill_words(self._command, environment), environment))
         except (OSError, MemoryError) as error:
             self._failed(error)
 
@@ -258,7 +259,7 @@ def rank_environment(
     path = package_path(base)
 
     def environment(slot: int, local: int, incarnation: int) -> dict[str, str]:
-        return {
+        made = {
             **base,
             "PYTHONPATH": path,
             "UNICRON_AGENT": endpoint,
@@ -275,6 +276,7 @@ def rank_environment(
             "PYTHONUNBUFFERED": "1",
             **told(),
         }
+        return fill_variables(made)
 
     return environment
 

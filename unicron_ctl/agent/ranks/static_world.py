@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unicron.ctl.agent.connections.job_environment import Place
+from unicron.ctl.agent.ranks.placeholders import fill_variables
 from unicron.ctl.system.errors import UserError
 from unicron.detector.health.program_output import TooMuchOutput, run_program
 
@@ -48,8 +49,8 @@ class World:
         is told of this world.
         """
         rank, size = str(self.node * self.ranks_per_node + local), str(self.nodes * self.ranks_per_node)
-        usual = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | ({"OMP_NUM_THREADS": "1"} if self.ranks_per_node > 1 else {})
-        return {
+        usual = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "ROLE_NAME": "default"} | ({"OMP_NUM_THREADS": "1"} if self.ranks_per_node > 1 else {})
+        made = {
             **usual,
             **base,
             "RANK": rank,
@@ -58,7 +59,6 @@ class World:
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
             "GROUP_RANK": str(self.node),
             "GROUP_WORLD_SIZE": str(self.nodes),
-            "ROLE_NAME": "default",
             "ROLE_RANK": rank,
             "ROLE_WORLD_SIZE": size,
             "MASTER_ADDR": self.master,
@@ -69,6 +69,7 @@ class World:
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store
             **slurm_world(int(rank), int(size), local, self.ranks_per_node, self.node),
         }
+        return fill_variables(made)
 
 
 def slurm_world(rank: int, size: int, local: int, per_node: int, node: int) -> dict[str, str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from unicron.ctl.agent.ranks.placeholders import fill_words
 from unicron.detector.processes import zygote as program
 from unicron.detector.processes.supervise import Child
 
@@ -160,7 +161,7 @@ class ZygoteClient:
         if any(coming.late for coming in self._asked.values()):
             self.why = "the zygote does not answer"
             return None
-        coming = Coming.of(words or self._words, environment, stdout)
+        coming = Coming.of(fill_words(words or self._words, environment), environment, stdout)
         self._number += 1
         self._asked[self._number] = coming
         if self.ready:

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,10 @@ import click
 import unicron
 from unicron.ctl.agent.connections.containment import reason
 from unicron.ctl.agent.ranks.warm_commands import wanted
-from unicron.ctl.agent.start import untouched
+from unicron.ctl.agent.start import launcher_shells, launchers, untouched
 from unicron.ctl.agent.start.bare import without_agent
 from unicron.ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, launched, only_helps
+from unicron.ctl.agent.start.not_taken import NotTaken
 from unicron.ctl.agent.start.resources import shortage
 from unicron.ctl.protocol.structs import SESSION
 from unicron.ctl.system import program as programs
@@ -91,20 +92,29 @@ def cli() -> None:
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> int:
     """Run COMMAND once per rank of this node, protected; the exit status is COMMAND's."""
+    replace_variables(launcher_shells.leave_shell(os.environ))
+    outside = dict(os.environ)
     if command and (why := untouched.why_by_shape(os.environ)):
         untouched.become(command, os.environ, why)
     try:
-        chosen, place, words, seconds = prepare(controller, mode, command)
+        if launcher_shells.launches(command):
+            return launcher_shells.run_shell(command, os.environ)
+        rank_command, told_launcher = without_launcher(command)
+    except NotTaken as error:
+        untouched.become(command, outside, str(error))
+    try:
+        chosen, place, words, seconds = prepare(controller, mode, rank_command)
         from unicron.ctl.agent.start.unprotected import run_unprotected
         from unicron.detector.processes.job_output import standard_error
     except UserError:
         if os.environ.get(untouched.BY_DEFAULT) == "1":
-            untouched.become(command, os.environ)  # nobody has asked for what cannot be done
+            untouched.become(command, outside)  # nobody has asked for what cannot be done
         raise
     except Exception as error:
+        replace_variables(outside)
         without_agent(["--", *command], reason(error))
     if not untouched.meant(chosen, place.settings.ranks_per_node, os.environ):
-        untouched.become(command, os.environ)
+        untouched.become(command, outside)
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
     if not address:
         return run_unprotected(place, words, "no controller is configured (UNICRON_CONTROLLER)")
@@ -117,7 +127,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         agent.close()
         return run_unprotected(place, words, f"the agent failed: {reason(error)}")
     if connected:
-        for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", place.warning)):
+        for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", told_launcher, place.warning)):
             agent.log.inform(told)
         status = agent.run()
         standard_error.flush(FLUSH_SECONDS)
@@ -130,6 +140,35 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     if agent.registration.alone:
         return run_unprotected(place.alone(), words, agent.registration.refusal)
     return run_unprotected(place, words, agent.registration.why_not(address))
+
+
+def replace_variables(environment: Mapping[str, str]) -> None:
+    """Give this process another environment."""
+    if environment != os.environ:
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
+    """(what each rank runs, what the job's log says of the launcher that is left out). What the launcher was told of the
+    ranks goes into this process's environment. Raises NotTaken."""
+    taken = launchers.take_over(command)
+    if taken is None:
+        return list(command), ""
+    environment = os.environ
+    nodes = environment.get("SLURM_ARRAY_TASK_COUNT") or environment.get("SLURM_NNODES") or "1"
+    spares = environment.get("UNICRON_SPARES", "0")
+    count = int(nodes) if nodes.isdecimal() else 1
+    devices = sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia[0-9]*"))
+    ranks = launchers.count_ranks(taken, environment, count, len(os.sched_getaffinity(0)), devices)
+    fewest = launchers.fewest_nodes(taken, count, int(spares) if spares.isdecimal() else 0)
+    told = launchers.describe(taken, ranks)
+    if (said := environment.get("UNICRON_RANKS_PER_NODE")) and said != str(ranks):
+        told += f"; UNICRON_RANKS_PER_NODE={said} counts"
+    added = {"UNICRON_RANKS_PER_NODE": str(ranks)} | ({"UNICRON_MIN_NODES": str(fewest)} if fewest else {})
+    os.environ.update({name: value for name, value in added.items() if not environment.get(name)})
+    os.environ.update(taken.environment)
+    return taken.command, told
 
 
 def prepare(

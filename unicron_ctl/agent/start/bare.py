@@ -20,8 +20,8 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     os.execvpe(command[0], list(command), dict(environment))
 
 
-def run_all(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
-    """Runs it once with each environment, which takes no descriptor and no thread; returns the first exit status that
+def run_all(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> int:
+    """Runs each command with its environment, which takes no descriptor and no thread; returns the first exit status that
     is not 0, as a shell shows it. Signals that end this process go to all."""
     running: set[int] = set()
 
@@ -33,7 +33,7 @@ def run_all(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)
     status = 0
-    for environment in environments:
+    for command, environment in zip(commands, environments, strict=True):
         try:
             running.add(os.posix_spawnp(command[0], list(command), dict(environment), setsigdef=[*RESTORED]))
         except OSError as error:

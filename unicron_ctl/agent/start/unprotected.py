@@ -11,6 +11,7 @@ from typing import NoReturn
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.connections.job_log import JobLog
 from unicron.ctl.agent.connections.signals import ENDING, ENDING_SECONDS, SignalPipe
+from unicron.ctl.agent.ranks.placeholders import fill_words
 from unicron.ctl.agent.ranks.rank_processes import HOLD_SECONDS
 from unicron.ctl.agent.ranks.ranks import CANNOT_START, STOP_SECONDS, package_path, stop_children
 from unicron.ctl.agent.ranks.static_world import outside_the_step, static_world
@@ -41,13 +42,13 @@ def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
     if len(environments) == 1:
         _become(command, environments[0])
     if descriptors_short(FOR_A_RANK * (len(environments) + 1)):
-        return bare.run_all(command, environments)
+        return bare.run_all([fill_words(command, each) for each in environments], environments)
     return _Ranks(command, environments, JobLog(place)).run()
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     try:
-        bare.become(command, environment)
+        bare.become(fill_words(command, environment), environment)
     except OSError as error:
         raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
 
@@ -64,7 +65,7 @@ class _Ranks:
         self._patience = STOP_SECONDS
         for environment in environments:
             try:
-                child = Child(command, environment)
+                child = Child(fill_words(command, environment), environment)
             except OSError as error:
                 log.warn(f"cannot start {command[0]}: {error.strerror}")
                 self._status = CANNOT_START

@@ -1,0 +1,140 @@
+"""Shell scripts that run a launcher: the script runs as it is, once on the node, and the launcher's name in it means the
+agent.
+
+`bash run.sh` with `torchrun ... train.py` in it may compute the launcher's options, prepare data before and clean up
+afterwards, so only the shell can say what the launcher is told. A folder at the front of PATH, and functions of bash for
+scripts that change PATH, have the launchers' names. So the agent gets the launcher's own words.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from unicron.ctl.agent.start import bare
+from unicron.ctl.agent.start.launchers import ELSEWHERE, MODULES, NAMES, NOT_FOR_RANKS, SHELLS, WRAPPERS
+from unicron.ctl.agent.start.not_taken import NotTaken
+
+FOLDER = "_UNICRON_LAUNCHERS"  # the folder at the front of PATH, for the agent that is started from it
+PYTHONS = ("python", "python3")
+MOST_BYTES = 1 << 16  # that are read of a script
+_NAME = "|".join(re.escape(name) for name in sorted(NAMES))
+_MODULE = "|".join(re.escape(name) for name in sorted(MODULES))
+_WORD_START, _WORD_END = r"(?:^|[\s;&|()<>\"'`={}])", r"(?=$|[\s;&|()<>\"'`{}])"
+_LAUNCHER = re.compile(rf"{_WORD_START}(?:{_NAME}){_WORD_END}|-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
+_BY_PATH = re.compile(rf"/(?:{_NAME}){_WORD_END}|/python[\d.]*\s[^;&|\n]*-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
+_CHANGES_PATH = re.compile(r"activate\b|\bmodule\s+(?:load|add)\b|\bPATH=", re.MULTILINE)
+_BEHIND = "|".join(sorted({"exec", *WRAPPERS}))
+_NOT_BY_FUNCTION = re.compile(
+    rf"{_WORD_START}(?:{_BEHIND})\s[^;&|\n]*?(?:(?<![\w/-])(?:{_NAME}){_WORD_END}|-m\s+(?:{_MODULE}){_WORD_END})",
+    re.MULTILINE,
+)
+
+_SHIM = """#!/bin/sh
+exec {python} -I -m unicron.ctl.agent.start.entry run -- {name} "$@"
+"""
+_PYTHON_SHIM = """#!/bin/sh
+# The agent in front of a launcher that is a module; else the next {name} of PATH.
+before=
+for word in "$@"; do
+    if [ "$before" = -m ]; then
+        case $word in {modules}) exec {python} -I -m unicron.ctl.agent.start.entry run -- {name} "$@";; esac
+        break
+    fi
+    case $word in -*) before=$word;; *) break;; esac
+done
+rest=$PATH:
+PATH=
+while [ -n "$rest" ]; do
+    part=${{rest%%:*}}
+    rest=${{rest#*:}}
+    [ "$part" = {folder} ] || PATH=$PATH${{PATH:+:}}$part
+done
+export PATH
+exec {name} "$@"
+"""
+
+
+def launches(command: Sequence[str]) -> bool:
+    """Whether the command is a shell, perhaps behind wrappers, whose text names a launcher. Raises NotTaken for one
+    that would find the launcher without asking PATH."""
+    words = list(command)
+    at = 0
+    while at < len(words) - 1 and Path(words[at]).name in WRAPPERS:
+        at += 1
+        while at < len(words) - 1 and (words[at].startswith("-") or "=" in words[at] or words[at][:1].isdigit()):
+            at += 1
+    within = {Path(word).name for word in words[:at]}
+    text = _shell_text(words[at:])
+    if text is None or _LAUNCHER.search(text) is None:
+        return False
+    how = "its shell script starts the ranks by a launcher"
+    told = "write `srun torchrun ...` or `srun python train.py` in the batch script"
+    if within & (ELSEWHERE | NOT_FOR_RANKS):
+        raise NotTaken(f"{how} behind {', '.join(sorted(within))}: {told}")
+    if _BY_PATH.search(text):
+        raise NotTaken(f"{how} that is named by its path: name it without a path, or {told}")
+    if _CHANGES_PATH.search(text) and _NOT_BY_FUNCTION.search(text):
+        raise NotTaken(f"{how} behind exec or a wrapper after PATH was changed: {told}")
+    return True
+
+
+def _shell_text(words: Sequence[str]) -> str | None:
+    """The text that a shell would run, without comments; None for a command that is no shell's."""
+    if not words:
+        return None
+    if Path(words[0]).name not in SHELLS:
+        return _script(words[0], own=True) if "/" in words[0] or words[0].endswith(".sh") else None
+    for word, following in zip(words[1:], [*words[2:], ""], strict=True):
+        if re.fullmatch(r"-[a-z]*c", word):
+            return _without_comments(following)
+        if not word.startswith(("-", "+")):
+            return _script(word, own=False)
+    return None
+
+
+def _script(path: str, own: bool) -> str | None:
+    """The text of a shell script. own: it is executed by itself, so that its first line says whose it is."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return None
+    first = text.partition("\n")[0]
+    if "\0" in text or (own and not re.search(rf"\b(?:{'|'.join(SHELLS)})\b", first if first[:2] == "#!" else "")):
+        return None
+    return _without_comments(text)
+
+
+def _without_comments(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+
+
+def run_shell(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the shell with the launchers' names meaning the agent; returns its exit status."""
+    with tempfile.TemporaryDirectory(prefix="unicron-launchers-") as folder:
+        changed = {"PATH": f"{folder}{os.pathsep}{environment.get('PATH', os.defpath)}", FOLDER: folder}
+        for name in (*sorted(NAMES), *PYTHONS):
+            shim = _PYTHON_SHIM if name in PYTHONS else _SHIM
+            path = Path(folder, name)
+            path.write_text(
+                shim.format(name=name, python=shlex.quote(sys.executable), folder=folder, modules="|".join(MODULES))
+            )
+            path.chmod(0o700)
+            changed[f"BASH_FUNC_{name}%%"] = f'() {{ {shlex.quote(str(path))} "$@"; }}'
+        return bare.run_all([command], [{**environment, **changed}])
+
+
+def leave_shell(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a command in such a shell, as the user's script has it."""
+    folder = environment.get(FOLDER)
+    if folder is None:
+        return dict(environment)
+    path = os.pathsep.join(part for part in environment.get("PATH", "").split(os.pathsep) if part != folder)
+    names = {FOLDER, *(f"BASH_FUNC_{name}%%" for name in (*NAMES, *PYTHONS))}
+    return {name: value for name, value in environment.items() if name not in names} | {"PATH": path}
