@@ -21,6 +21,7 @@ MOST_COPIES = 64  # of a state in other nodes; states of which a rank holds shar
 MOST_TAKERS = MOST_COPIES * MOST_RANKS  # to whom one agent gives what its ranks keep: other nodes for each, at the most
 MOST_MICRO_BATCHES = 1 << 20  # of an iteration
 MOST_STEP_REPORTS = 64  # iterations that one message of an agent tells of
+LAUNCHES = 256  # trainings that the shell script of one step may run, one after the other
 MOST_COUNT = 1 << 48  # what rises by one: generations, iterations, numbers of messages
 MOST_INCARNATIONS = 1 << 31
 MOST_SECONDS = 1e9  # thirty years
@@ -58,7 +59,7 @@ Copies = Annotated[int, Meta(ge=0, le=MOST_COPIES)]
 Shard = Annotated[int, Meta(ge=0, lt=MOST_SLOTS)]
 MicroBatch = Annotated[int, Meta(ge=0, lt=MOST_MICRO_BATCHES)]
 MicroBatchCount = Annotated[int, Meta(ge=0, le=MOST_MICRO_BATCHES)]
-Step = Annotated[int, Meta(ge=0, le=1 << 32)]  # of Slurm
+Step = Annotated[int, Meta(ge=0, le=LAUNCHES << 32)]  # the number of Slurm's step, times LAUNCHES
 Pid = Annotated[int, Meta(ge=0, le=1 << 31)]
 ExitCode = Annotated[int, Meta(ge=-255, le=255)]
 WaitStatus = Annotated[int, Meta(ge=-1, le=0xFFFF)]  # wait(2); -1: the plugin does not know it

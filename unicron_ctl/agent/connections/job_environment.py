@@ -19,6 +19,7 @@ from unicron.ctl.protocol.structs import Settings
 from unicron.ctl.system.addresses import canonical, endpoint, resolve
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
+LAUNCH = "_UNICRON_LAUNCH"  # which launch of a shell script this agent is (agent/start/launcher_shells.py)
 ADDRESS_SECONDS = 1.5  # for one of the controller's addresses to accept, where it has several
 # From here on step numbers are Slurm's own (slurm.h); as signed ones they are -16 to -1. From 26.05 on it gives one to
 # batch and interactive scripts, for which older releases set no SLURM_STEP_ID.
@@ -142,7 +143,8 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
         element=int(number(environment, "SLURM_ARRAY_TASK_ID" if array else "SLURM_NODEID", "0", least=0)),
         node=node,
         address=environment.get("UNICRON_NODE_ADDRESS") or _address(controller),
-        step=_step(environment),
+        step=_step(environment) * ranges.LAUNCHES
+        + int(number(environment, LAUNCH, "0", least=0, most=ranges.LAUNCHES - 1)),
         settings=Settings(
             name=environment.get("SLURM_JOB_NAME", job)[: ranges.NAME],
             user=environment.get("SLURM_JOB_USER") or _own_name(),

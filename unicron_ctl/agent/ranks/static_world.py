@@ -49,7 +49,8 @@ class World:
         is told of this world.
         """
         rank, size = str(self.node * self.ranks_per_node + local), str(self.nodes * self.ranks_per_node)
-        usual = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "ROLE_NAME": "default"} | ({"OMP_NUM_THREADS": "1"} if self.ranks_per_node > 1 else {})
+        usual = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "ROLE_NAME": "default"}
+        usual |= {"OMP_NUM_THREADS": "1"} if self.ranks_per_node > 1 else {}
         made = {
             **usual,
             **base,

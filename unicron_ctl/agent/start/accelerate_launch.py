@@ -1,8 +1,8 @@
 """What `accelerate launch` would start, by accelerate itself.
 
-It turns its options and its configuration file into some hundred variables, which change with each release. So the job's
-own accelerate reads them, in a process of its own that stops where the ranks would be started. That takes as long as
-the launcher takes without Unicron.
+It turns its options and its configuration file into some hundred variables, which change with each release. So the
+job's own accelerate reads them, in a process that stops where the ranks would be started. That takes as long as the
+launcher takes without Unicron.
 """
 
 from __future__ import annotations

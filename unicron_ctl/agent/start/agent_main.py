@@ -150,8 +150,8 @@ def replace_variables(environment: Mapping[str, str]) -> None:
 
 
 def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
-    """(what each rank runs, what the job's log says of the launcher that is left out). What the launcher was told of the
-    ranks goes into this process's environment. Raises NotTaken."""
+    """(what each rank runs, what the job's log says of the launcher that is left out). What the launcher was told goes
+    into this process's environment. Raises NotTaken."""
     taken = launchers.take_over(command)
     if taken is None:
         return list(command), ""

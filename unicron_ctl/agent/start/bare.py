@@ -21,8 +21,8 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
 
 def run_all(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> int:
-    """Runs each command with its environment, which takes no descriptor and no thread; returns the first exit status that
-    is not 0, as a shell shows it. Signals that end this process go to all."""
+    """Runs each command with its environment, which takes no descriptor and no thread; returns the first exit status
+    that is not 0, as a shell shows it. Signals that end this process go to all."""
     running: set[int] = set()
 
     def forward(number: int, _: object) -> None:

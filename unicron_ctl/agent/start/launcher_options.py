@@ -1,4 +1,4 @@
-"""The options of the launchers, and what becomes of each where the agent starts the ranks in a launcher's place. Pure."""
+"""The options of the launchers, and what becomes of each where the agent starts the ranks instead. Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Shell scripts that run a launcher: the script runs as it is, once on the node, and the launcher's name in it means the
-agent.
+"""Shell scripts that run a launcher: the script runs as it is, once on the node, and the launcher's name in it means
+the agent.
 
 `bash run.sh` with `torchrun ... train.py` in it may compute the launcher's options, prepare data before and clean up
-afterwards, so only the shell can say what the launcher is told. A folder at the front of PATH, and functions of bash for
-scripts that change PATH, have the launchers' names. So the agent gets the launcher's own words.
+afterwards, so only the shell can say what the launcher is told. A folder at the front of PATH, and functions of bash
+for scripts that change PATH, have the launchers' names. So the agent gets the launcher's own words.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from unicron.ctl.agent.connections.job_environment import LAUNCH
 from unicron.ctl.agent.start import bare
 from unicron.ctl.agent.start.launchers import ELSEWHERE, MODULES, NAMES, NOT_FOR_RANKS, SHELLS, WRAPPERS
 from unicron.ctl.agent.start.not_taken import NotTaken
@@ -71,7 +72,7 @@ def launches(command: Sequence[str]) -> bool:
             at += 1
     within = {Path(word).name for word in words[:at]}
     text = _shell_text(words[at:])
-    if text is None or _LAUNCHER.search(text) is None:
+    if text is None or not (_LAUNCHER.search(text) or _BY_PATH.search(text)):
         return False
     how = "its shell script starts the ranks by a launcher"
     told = "write `srun torchrun ...` or `srun python train.py` in the batch script"
@@ -90,7 +91,7 @@ def _shell_text(words: Sequence[str]) -> str | None:
         return None
     if Path(words[0]).name not in SHELLS:
         return _script(words[0], own=True) if "/" in words[0] or words[0].endswith(".sh") else None
-    for word, following in zip(words[1:], [*words[2:], ""], strict=True):
+    for word, following in zip(words[1:], [*words[2:], ""], strict=False):
         if re.fullmatch(r"-[a-z]*c", word):
             return _without_comments(following)
         if not word.startswith(("-", "+")):
@@ -130,11 +131,20 @@ def run_shell(command: Sequence[str], environment: Mapping[str, str]) -> int:
         return bare.run_all([command], [{**environment, **changed}])
 
 
+def count_launch(environment: Mapping[str, str]) -> str:
+    """The number of this launch among those of the same shell, from 0. The shell's own launches come one after the
+    other."""
+    with open(Path(environment[FOLDER], "count"), "ab") as file:
+        file.write(b".")
+        return str(file.tell() - 1)
+
+
 def leave_shell(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a command in such a shell, as the user's script has it."""
     folder = environment.get(FOLDER)
     if folder is None:
         return dict(environment)
+    environment = {**environment, LAUNCH: count_launch(environment)}
     path = os.pathsep.join(part for part in environment.get("PATH", "").split(os.pathsep) if part != folder)
     names = {FOLDER, *(f"BASH_FUNC_{name}%%" for name in (*NAMES, *PYTHONS))}
     return {name: value for name, value in environment.items() if name not in names} | {"PATH": path}

@@ -250,9 +250,7 @@ def _from_accelerate(found: Found) -> Taken:
     read = Options(options.TORCHRUN, given, told["program"], told["words"])
     nodes = read_nodes(read.text("nnodes")) if told["machines"] > 1 else (0, 0)
     environment = told["environment"] | _console(read)
-    return Taken(
-        found.name, _program(read, found.python), read.text("nproc-per-node"), nodes, environment=environment
-    )
+    return Taken(found.name, _program(read, found.python), read.text("nproc-per-node"), nodes, environment=environment)
 
 
 Reader = Callable[[Found], Taken]
@@ -348,7 +346,7 @@ def _launcher_at(words: Sequence[str], at: int, elsewhere: bool) -> tuple[str, l
         words = list(words[at + 1 :])
     elif PYTHON.fullmatch(name):
         end = at + 1
-        while end < len(words) and words[end].startswith("-") and words[end] != "-m":
+        while end < len(words) and words[end].startswith("-") and words[end] not in ("-m", "-c"):
             end += 2 if words[end] in VALUE_OPTIONS else 1
         python = list(words[at:end])
         is_module = end < len(words) and words[end] == "-m"

@@ -20,7 +20,7 @@ from unicron.ctl.controller.model.live import READY
 from unicron.ctl.controller.model.submission import another
 from unicron.ctl.controller.model.view import Outcome, Send, View
 from unicron.ctl.controller.plan import job_layouts
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import ranges, wire
 from unicron.ctl.protocol.encryption import is_key
 from unicron.ctl.slurm.slurm_client import ElementInfo
 
@@ -135,15 +135,16 @@ def _another_self(message: wire.Register, job: JobState | None, key: str) -> wir
 def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | None:
     if job is None or message.step == job.step or job.over:
         return None
-    which = f"step {message.step} of job {message.job}"
+    which = f"step {message.step // ranges.LAUNCHES} of job {message.job}"
+    at = job.step // ranges.LAUNCHES
     if takes_over(job, message):
         return None
     if not message.trains and job.trains:
-        reason = f"{which} trains nothing, and step {job.step} is the job"
+        reason = f"{which} trains nothing, and step {at} is the job"
         return wire.Refused(reason=reason, final=True, alone=True)
     if message.step > job.step:
-        return wire.Refused(reason=f"{which} must wait: step {job.step} still runs")
-    reason = f"{which} is over for the other elements, which are at step {job.step}"
+        return wire.Refused(reason=f"{which} must wait: step {at} still runs")
+    reason = f"{which} is over for the other elements, which are at step {at}"
     return wire.Refused(reason=reason, alone=True)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from unicron.ctl.agent.connections.job_environment import memory_rate, read_place
 from unicron.ctl.agent.snapshots import image_stream
+from unicron.ctl.protocol.ranges import LAUNCHES
 from unicron.ctl.system.errors import UserError
 
 SLURM = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME": "n2", "SLURM_STEP_ID": "3"}
@@ -13,7 +14,7 @@ SLURM = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME
 
 @pytest.mark.parametrize(("first", "step"), [("0", 3), ("3", 0), ("2", 1), ("9", 0)])
 def test_steps_that_a_restart_only_uses_up_are_not_counted(first, step):
-    assert read_place(SLURM | {"UNICRON_FIRST_STEP": first}, "tcp://127.0.0.1:7451").step == step
+    assert read_place(SLURM | {"UNICRON_FIRST_STEP": first}, "tcp://127.0.0.1:7451").step == step * LAUNCHES
 
 
 @pytest.mark.parametrize("own", ["-5", "-6", "4294967291", "4294967290"])

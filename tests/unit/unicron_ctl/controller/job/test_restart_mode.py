@@ -11,6 +11,7 @@ from unicron.ctl.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS
 from unicron.ctl.controller.job import injection, modes
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.ranges import LAUNCHES
 from unicron.ctl.settings.config import ControllerConfig
 
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
@@ -301,7 +302,7 @@ def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own():
             address="127.0.0.1",
             slots=agent.slots,
             settings=agent.settings,
-            step=step,
+            step=step * LAUNCHES,
         )
         agent.obedient = False  # it would ask once more
         world.to_core(agent, message)
@@ -320,7 +321,7 @@ def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own():
     for agent in second:
         agent.ready()
     world.run(1)
-    assert world.job().phase == "running" and world.job().step == 1 and world.job().settings.mode == "session"
+    assert world.job().phase == "running" and world.job().step == LAUNCHES and world.job().settings.mode == "session"
     requeued = register(1, 0)
     (refused,) = [m for m in requeued.heard if isinstance(m, wire.Refused)]
     assert refused.alone and "over for the other elements, which are at step 1" in refused.reason

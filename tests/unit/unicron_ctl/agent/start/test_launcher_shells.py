@@ -1,0 +1,115 @@
+"""Shell scripts with a launcher in them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unicron.ctl.agent.start import launcher_shells
+from unicron.ctl.agent.start.launcher_shells import FOLDER, launches, leave_shell
+from unicron.ctl.agent.start.not_taken import NotTaken
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("cd work && torchrun train.py", True),
+        ("L='python -u -m torch.distributed.run'\n$L train.py", True),
+        ("source env/bin/activate\ntorchrun train.py", True),
+        ("x=$(torchrun --help)", True),
+        ("NCCL_DEBUG=INFO exec accelerate launch t.py", True),
+        ("# torchrun train.py\npython train.py", False),
+        ("python train.py --launcher=my-torchrun", False),
+        ("ls torchrun.log", False),
+    ],
+)
+def test_a_script_that_names_a_launcher(tmp_path: Path, text: str, found: bool) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/bash\n{text}\n")
+    script.chmod(0o700)
+    for command in (["bash", str(script)], ["bash", "-eux", str(script), "x"], [str(script)], ["bash", "-c", text]):
+        assert launches(command) is found, command
+    assert launches(["nice", "-n", "3", "env", "A=1", "bash", "-c", text]) is found
+
+
+@pytest.mark.parametrize("command", ["torchrun train.py", "python torchrun.py", "bash", "bash /nonexistent", "bash -l"])
+def test_other_commands(command: str) -> None:
+    assert not launches(command.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["bash", "-c", "/opt/bin/torchrun train.py"], "by its path"),
+        (["bash", "-c", "$VENV/bin/python -u -m torch.distributed.run t.py"], "by its path"),
+        (["bash", "-c", ". env/bin/activate; exec torchrun t.py"], "after PATH was changed"),
+        (["bash", "-c", "conda activate e; numactl -l python -m torch.distributed.run t.py"], "after PATH was changed"),
+    ],
+)
+def test_a_launcher_that_would_not_be_found_is_refused(command: list[str], why: str) -> None:
+    with pytest.raises(NotTaken, match=why):
+        launches(command)
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A program in the agent's place, which writes what it is given to a file."""
+    program = tmp_path / "agent"
+    program.write_text(f'#!/bin/sh\necho "$A|$@" >> {tmp_path}/given\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return tmp_path / "given"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=2 torchrun $N train.py",
+        "PATH=/usr/bin:/bin\nexport A=2\ntorchrun $N train.py",
+        "export A=2; exec nice torchrun $N train.py",
+        "export A=2; L='torchrun'; time $L $N train.py",
+    ],
+)
+def test_the_launchers_name_in_a_shell_means_the_agent(agent: Path, text: str) -> None:
+    code = f"N='--nproc 2'\n{text}"
+    assert launcher_shells.run_shell(["bash", "-c", code], os.environ) == 0
+    front = "-I -m unicron.ctl.agent.start.entry run --"
+    assert agent.read_text() == f"2|{front} torchrun --nproc 2 train.py\n"
+
+
+def test_a_python_that_runs_no_launcher_is_the_users_own(agent: Path, tmp_path: Path) -> None:
+    own = tmp_path / "bin"
+    own.mkdir()
+    (own / "python").write_text(f'#!/bin/sh\necho "own $@ $PATH" >> {tmp_path}/given\n')
+    (own / "python").chmod(0o700)
+    environment = os.environ | {"PATH": f"{own}:/usr/bin:/bin"}
+    code = "python prepare.py; python -u -m torch.distributed.run t.py; python -m pkg torch.distributed.run; exit 3"
+    assert launcher_shells.run_shell(["bash", "-c", code], environment) == 3
+    said = agent.read_text().splitlines()
+    assert said[0] == f"own prepare.py {own}:/usr/bin:/bin" and said[2].startswith("own -m pkg torch")
+    assert said[1] == "|-I -m unicron.ctl.agent.start.entry run -- python -u -m torch.distributed.run t.py"
+
+
+def test_the_agent_in_a_shell_leaves_nothing_of_it_to_the_ranks(tmp_path: Path) -> None:
+    """The second launch of a shell is a later step of the job."""
+    out = tmp_path / "out"
+    code = f"env -0 > {out}"
+    assert launcher_shells.run_shell(["bash", "-c", code], os.environ | {"A": "1"}) == 0
+    inside = dict(line.split("=", 1) for line in out.read_text().split("\0") if line)
+    assert inside[FOLDER] in inside["PATH"]
+    Path(inside[FOLDER]).mkdir()
+    for launch in ("0", "1"):
+        left = leave_shell(inside)
+        assert left["PATH"] == os.environ["PATH"] and FOLDER not in left
+        assert left["_UNICRON_LAUNCH"] == launch and not [name for name in left if name.startswith("BASH_FUNC_")]
+    assert leave_shell({"A": "1"}) == {"A": "1"}
+
+
+def test_the_shells_exit_status_is_the_commands(tmp_path: Path) -> None:
+    program = "import os; from unicron.ctl.agent.start.launcher_shells import run_shell\n"
+    program += "raise SystemExit(run_shell(['bash', '-c', 'kill -9 $$'], os.environ))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 137

@@ -1,0 +1,256 @@
+"""Launchers in a command: found, read, left out, or refused in one line."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from unicron.ctl.agent.ranks.placeholders import fill_words
+from unicron.ctl.agent.start import launcher_options
+from unicron.ctl.agent.start.launcher_options import Unreadable, name_of, read_options
+from unicron.ctl.agent.start.launchers import Taken, count_ranks, describe, fewest_nodes, take_over
+from unicron.ctl.agent.start.not_taken import NotTaken
+
+
+def taken(line: str) -> Taken:
+    found = take_over(shlex.split(line))
+    assert found is not None, line
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers are none of this machine's, so their Python is `python`."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("torchrun train.py --lr 3", "python -u train.py --lr 3"),
+        ("/opt/venv/bin/torchrun --nnodes=2 train.py --nnodes 5", "python -u train.py --nnodes 5"),
+        ("torchrun -m pkg.train x", "python -u -m pkg.train x"),
+        ("torchrun --no-python ./a.out x", "./a.out x"),
+        ("torchrun --run-path train.py", "python -u train.py"),
+        ("python3 -u -W ignore -m torch.distributed.run train.py", "python3 -u -W ignore train.py"),
+        ("python /usr/bin/torchrun --rdzv-e h:1 train.py", "python -u train.py"),
+        ("python -m torch.distributed.launch train.py a", "python -u train.py --local-rank=3 a"),
+        ("python -m torch.distributed.launch --use_env train.py a", "python -u train.py a"),
+        ("deepspeed --num_gpus 4 train.py --deepspeed", "python -u train.py --local_rank=3 --deepspeed"),
+        ("deepspeed --no_local_rank --module pkg.train", "python -u -m pkg.train"),
+        ("fabric run train.py --x 1 --devices 2 --y", "python -u train.py --x 1 --y"),
+        ("mpirun -np 8 -x A=3 --bind-to none python train.py x", "python train.py x"),
+        ("mpiexec -n 2 -genv A 3 train.py", "train.py"),
+        ("env A=1 B= torchrun train.py", "python -u train.py"),
+        ("env -u A torchrun train.py", "env -u A python -u train.py"),
+        ("numactl --interleave=all torchrun train.py", "numactl --interleave=all python -u train.py"),
+        ("nice -n 5 taskset -c 0-3 torchrun train.py", "nice -n 5 taskset -c 0-3 python -u train.py"),
+        ("timeout -s KILL 1h python3 -m torch.distributed.run t.py", "timeout -s KILL 1h python3 -u t.py"),
+        ("apptainer exec --nv image.sif torchrun train.py", "apptainer exec --nv image.sif python -u train.py"),
+        ("conda run -n env torchrun train.py", "conda run -n env python -u train.py"),
+        ("bash -c 'exec torchrun train.py --text \"a b\"'", "python -u train.py --text 'a b'"),
+        ("bash -lc 'A=1 numactl -l torchrun train.py'", "numactl -l python -u train.py"),
+    ],
+)
+def test_what_each_rank_runs(line: str, command: str) -> None:
+    assert fill_words(taken(line).command, {"LOCAL_RANK": "3"}) == shlex.split(command)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python train.py --launcher torchrun",
+        "nice python train.py torchrun",
+        "train.sh torchrun",
+        "bash -c 'torchrun $X train.py'",  # only the shell knows its words: launcher_shells
+        "bash run.sh torchrun",
+        "python -c torchrun",
+        "hostname",
+        "env",
+        "",
+    ],
+)
+def test_a_command_without_a_launcher(line: str) -> None:
+    assert take_over(shlex.split(line)) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("composer -n 8 train.py", "composer, as the agent would: write `srun python train.py`"),
+        ("nsys profile -o x torchrun train.py", "behind nsys: write `srun nsys ... python train.py`"),
+        ("torchrun --what train.py", "no option --what"),
+        ("torchrun", "names no script"),
+        ("torchrun --nnodes", "--nnodes needs a value"),
+        ("torchrun --nnodes 4:2 train.py", "--nnodes=4:2 is neither"),
+        ("torchrun --nnodes some train.py", "--nnodes=some is neither"),
+        ("torchrun -m --no-python train", "exclude each other"),
+        ("torchrun --virtual-local-rank train.py", "leave it out"),
+        ("deepspeed --include host1:0,1 train.py", "write --include localhost:0,1"),
+        ("deepspeed --exclude localhost:0 train.py", "--include localhost:0,1"),
+        ("deepspeed --autotuning run train.py", "tune without --unicron"),
+        ("mpirun -np 2 ./solver", "needs mpirun"),
+        ("mpirun -np 1 python a.py : -np 1 python b.py", "several programs"),
+        ("mpirun --mca btl tcp python a.py", "no option --mca"),
+        ("mpirun -np many python a.py", "-n many is no number"),
+        ("fabric run --accelerator tpu train.py", "tpu"),
+        ("fabric consolidate folder", ""),
+        ("accelerate config", ""),
+    ],
+)
+def test_what_cannot_be_done_without_the_launcher_is_one_line(line: str, why: str) -> None:
+    with pytest.raises(NotTaken) as refused:
+        take_over(shlex.split(line))
+    said = str(refused.value)
+    assert why in said and "\n" not in said and bool(said) is bool(why)
+
+
+def test_the_variables_that_launchers_set() -> None:
+    assert taken("env A=1 torchrun --role trainer train.py").environment == {"A": "1", "ROLE_NAME": "trainer"}
+    fabric = taken("fabric run --strategy=ddp --devices 2 --precision bf16-mixed train.py").environment
+    assert (fabric["LT_CLI_USED"], fabric["LT_DEVICES"], fabric["LT_STRATEGY"]) == ("1", "2", "ddp")
+    assert fabric["LT_PRECISION"] == "bf16-mixed" and "LT_ACCELERATOR" not in fabric
+    assert taken("deepspeed --include localhost:1,3 train.py").environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert taken("mpirun -x A=3 python train.py").environment["A"] == "3"
+
+
+def test_where_the_output_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    logs = str(tmp_path / "logs")
+    tee = taken("torchrun --log-dir logs --tee 3 --local-ranks-filter 0 train.py")
+    assert tee.environment == {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "0"} and not tee.lost
+    away = taken("torchrun --log-dir logs -r3 train.py")
+    assert away.environment == {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "none"}
+    assert taken("torchrun --log-dir logs -t 0:1 train.py").lost == ["--tee=0:1 (both streams are written)"]
+    each = taken("deepspeed --enable_each_rank_log logs train.py")
+    assert each.environment.items() >= {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "none"}.items()
+
+
+def test_options_that_unicron_replaces_and_those_that_nobody_honours_are_named() -> None:
+    found = taken("torchrun --standalone --max-restarts=3 --numa-binding node --nproc_per_node 2 train.py")
+    assert (found.replaced, found.lost) == (["--standalone", "--max-restarts"], ["--numa-binding"])
+    said = describe(found, 2)
+    assert "torchrun is left out: the agent starts 2 ranks" in said
+    assert "--standalone, --max-restarts; nobody honours --numa-binding" in said
+
+
+def test_torchrun_reads_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
+    monkeypatch.setenv("PET_MODULE", "1")
+    monkeypatch.setenv("PET_NO_PYTHON", "0")
+    found = taken("torchrun pkg.train")
+    assert (found.ranks, found.command) == ("4", ["python", "-u", "-m", "pkg.train"])
+    assert taken("torchrun --nproc-per-node 2 pkg.train").ranks == "2"
+
+
+@pytest.mark.parametrize(
+    ("line", "environment", "nodes", "ranks"),
+    [
+        ("torchrun t.py", {}, 4, 1),
+        ("torchrun --nproc-per-node 8 t.py", {"SLURM_GPUS_ON_NODE": "2"}, 4, 8),
+        ("torchrun --nproc-per-node gpu t.py", {"SLURM_GPUS_ON_NODE": "2"}, 4, 2),
+        ("torchrun --nproc-per-node gpu t.py", {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1,2"}, 4, 3),
+        ("torchrun --nproc-per-node auto t.py", {}, 4, 5),
+        ("torchrun --nproc-per-node cpu t.py", {"SLURM_GPUS_ON_NODE": "2"}, 4, 16),
+        ("deepspeed t.py", {}, 4, 5),
+        ("deepspeed --include localhost:0,2 t.py", {}, 4, 2),
+        ("fabric run t.py", {}, 1, 1),
+        ("fabric run --devices 0,1 t.py", {}, 1, 2),
+        ("fabric run --devices -1 --accelerator cuda t.py", {"SLURM_GPUS_ON_NODE": "2"}, 1, 2),
+        ("fabric run --devices auto t.py", {}, 1, 1),
+        ("mpirun -np 8 python t.py", {}, 4, 2),
+        ("mpirun -np 8 --map-by ppr:8:node python t.py", {}, 4, 8),
+        ("mpirun -npernode 4 python t.py", {}, 4, 4),
+        ("mpirun python t.py", {}, 4, 1),
+    ],
+)
+def test_how_many_ranks_a_node_gets(line: str, environment: dict[str, str], nodes: int, ranks: int) -> None:
+    assert count_ranks(taken(line), environment, nodes, cpus=16, devices=5) == ranks
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("torchrun --nproc-per-node gpu t.py", "this node has none"),
+        ("torchrun --nproc-per-node many t.py", "'many' processes a node"),
+        ("torchrun --nproc-per-node 0 t.py", "'0' processes a node"),
+        ("mpirun -np 3 python t.py", "2 nodes cannot share evenly"),
+    ],
+)
+def test_numbers_of_ranks_that_make_no_sense(line: str, why: str) -> None:
+    with pytest.raises(NotTaken, match=why):
+        count_ranks(taken(line), {}, nodes=2, cpus=16, devices=0)
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "job", "spares", "fewest"),
+    [("1", 4, 0, 0), ("4", 4, 0, 4), ("2:4", 4, 0, 2), ("1:4", 4, 0, 1), ("2:9", 4, 0, 2), ("3", 4, 1, 3)],
+)
+def test_the_nodes_of_the_world(nnodes: str, job: int, spares: int, fewest: int) -> None:
+    assert fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), job, spares) == fewest
+
+
+@pytest.mark.parametrize(("nnodes", "why"), [("2", "told of 2 nodes, and the job has 4"), ("5:8", "needs 5 nodes")])
+def test_a_launcher_that_was_told_of_other_nodes(nnodes: str, why: str) -> None:
+    with pytest.raises(NotTaken, match=why):
+        fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 4, 0)
+
+
+# ---------------------------------------------------------------- the real ones
+def _flags(parser: object) -> dict[str, bool]:
+    """Each of its options by its flags: whether a value follows."""
+    actions = [action for action in parser._actions if action.option_strings and action.dest != "help"]  # type: ignore[attr-defined]
+    return {" ".join(sorted(action.option_strings)): action.nargs != 0 for action in actions}
+
+
+def _table(table: tuple[launcher_options.Option, ...]) -> dict[str, bool]:
+    return {" ".join(sorted(flags.split())): value for flags, _, value in table}
+
+
+def test_torchs_own_options_are_those_of_the_table() -> None:
+    """A new release of torch's with a new option shows here."""
+    from torch.distributed.run import get_args_parser
+
+    assert _table(launcher_options.TORCHRUN) == _flags(get_args_parser())
+    for flags, *_ in launcher_options.TORCHRUN:
+        assert any(name_of(flags) == flag.lstrip("-") for flag in flags.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--nnodes 2 --nproc_per_node=8 t.py a --nnodes 3",
+        "-m -t3 --tee 1 --rdzv-id=a=b -r 0:1 pkg.t x",
+        "--standalone --max-restarts 3 --rdzv-end h:1 --no-python ./t",
+    ],
+)
+def test_they_are_read_as_torchrun_reads_them(line: str) -> None:
+    from torch.distributed.run import get_args_parser
+
+    real, ours = (
+        vars(get_args_parser().parse_args(shlex.split(line))),
+        read_options(launcher_options.TORCHRUN, shlex.split(line)),
+    )
+    assert (ours.program, ours.words) == (real["training_script"], real["training_script_args"])
+    for flags, _, value in launcher_options.TORCHRUN:
+        name = name_of(flags)
+        if value and name in ours:
+            assert ours.text(name) == str(real[name.replace("-", "_")])
+        elif not value:
+            assert (name in ours) is bool(real[name.replace("-", "_")])
+
+
+@pytest.mark.wide
+def test_fabrics_own_options_are_those_of_the_table() -> None:
+    from lightning_fabric import cli
+
+    command = cli._main.commands["run"]
+    real = {" ".join(sorted(each.opts)): True for each in command.params if each.opts[0].startswith("-")}
+    assert _table(launcher_options.FABRIC) == real
+
+
+def test_an_ambiguous_abbreviation_is_no_option() -> None:
+    with pytest.raises(Unreadable):
+        read_options(launcher_options.TORCHRUN, ["--rdzv", "x", "t.py"])
