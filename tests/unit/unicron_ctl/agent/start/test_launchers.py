@@ -107,6 +107,13 @@ def test_what_cannot_be_done_without_the_launcher_is_one_line(line: str, why: st
     assert why in said and "\n" not in said and bool(said) is bool(why)
 
 
+def test_a_script_that_uses_mpi_itself_keeps_mpirun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nfrom mpi4py import MPI\n")
+    with pytest.raises(NotTaken, match=r"train\.py needs it, for it imports mpi4py"):
+        taken(f"mpirun -n 2 python {script}")
+
+
 def test_the_variables_that_launchers_set() -> None:
     assert taken("env A=1 torchrun --role trainer train.py").environment == {"A": "1", "ROLE_NAME": "trainer"}
     fabric = taken("fabric run --strategy=ddp --devices 2 --precision bf16-mixed train.py").environment
