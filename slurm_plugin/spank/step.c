@@ -78,9 +78,9 @@ enum step_verdict step_judge(const struct step *step, bool asked, char reason[UN
 	else if (step->element && step->nodes > 1)
 		snprintf(reason, UNICRON_REASON_MAX, "it has %" PRId64 " nodes of an array's element: give each element one (--nodes=1)",
 			 step->nodes);
-	else if (step->nodes == 1 && step->job_nodes > 1)
-		snprintf(reason, UNICRON_REASON_MAX, "it has one of the job's %" PRId64 " nodes: a training has all of them",
-			 step->job_nodes);
+	else if (step->nodes < step->job_nodes)
+		snprintf(reason, UNICRON_REASON_MAX, "it has %" PRId64 " of the job's %" PRId64 " nodes: a training has all of them",
+			 step->nodes, step->job_nodes);
 	else
 		return (STEP_PROTECTED);
 	return (asked ? STEP_UNPROTECTED : STEP_UNTOUCHED);

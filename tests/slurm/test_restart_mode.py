@@ -20,16 +20,16 @@ SETTINGS = 'slurm = "command"\nslurm_poll_seconds = 0.5\n'
 
 
 class Site:
-    """A cluster of two nodes with the plugin, the real agent and a controller."""
+    """A cluster with the plugin, the real agent and a controller."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, nodes: int = 2):
         self.folder = folder
         assert build(folder / "build").returncode == 0
         scripts = sysconfig.get_path("scripts")
         self.environment = outside_slurm() | {"PLAIN_OUT": str(folder)}
         programs = [scripts, self.environment["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"]
         self.environment["PATH"] = os.pathsep.join(programs)
-        self.cluster = LocalCluster(folder / "slurm", nodes=2, gpus_per_node=1, auth="none")
+        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=1, auth="none")
         self.environment |= {"SLURM_CONF": str(self.cluster.layout.slurm_conf)}
         self.controller = Controller(folder, SETTINGS, self.environment)
         self.cluster.up()
@@ -126,17 +126,19 @@ def test_by_default_a_training_is_protected_and_nothing_else(site: Site) -> None
         assert path.read_text().splitlines().count(said) == 1 and "unicron" not in path.read_text(), path.read_text()
     assert site.controller.ask("jobs") == [] and not site.controller.events("registration_refused")
 
-    for asked, told in (((), 0), (("--unicron",), 1)):
+    for asked, ranks_seen in (((), {"alone"}), (("--unicron",), {"0", "1"})):
         rigid = submitted("-N2", *asked, "--wrap", f"srun python {site.folder}/place.py; echo END $?")
         path = site.folder / f"slurm-{rigid}.out"
         wait_for(lambda path=path: path.exists() and "END 0\n" in path.read_text(), site.logs)
         text = path.read_text()
-        assert text.count("of 2 alone") == 2 and text.count("unprotected: it has 2 nodes") == told, text
-    assert site.controller.ask("jobs") == []
+        places = [line.split() for line in text.splitlines() if line.startswith("node ")]
+        assert sorted(words[1:4] for words in places) == [["0", "of", "2"], ["1", "of", "2"]], text
+        assert {words[4] for words in places} == ranks_seen and "unprotected" not in text, text
+    wait_for(lambda: all(job["ended"] for job in site.controller.ask("jobs")), site.logs)
 
     number = submitted("-N1", "--wrap", f"srun hostname; srun python {site.folder}/train.py; echo END $?")
     wait_for(lambda: site.controller.job(number).get("state") == "running", site.logs)
-    assert [job["job"] for job in site.controller.ask("jobs")] == [number]
+    assert [job["job"] for job in site.controller.ask("jobs")] == [rigid, number]
     (site.folder / "stop").touch()
     wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
     assert "rank 0 of 1" in (site.folder / f"slurm-{number}.out").read_text()

@@ -422,7 +422,7 @@ def test_the_training_is_the_job_and_not_the_helper_before_it(bench: Bench) -> N
 def test_one_node_of_several_is_no_training(bench: Bench) -> None:
     job, output = bench.batch("srun -N1 -n1 python3 -c 'print(1)' 2> said; cat said", "--unicron", "-N2")
     first, second, _ = output[0].splitlines()
-    assert first == "1" and "runs unprotected: it has one of the job's 2 nodes" in second and bench.recorded(job) == []
+    assert first == "1" and "runs unprotected: it has 1 of the job's 2 nodes" in second and bench.recorded(job) == []
 
 
 def container(folder: Path) -> Path:

@@ -90,7 +90,7 @@ def main() -> None:
     world = Gloo() if os.environ.get("PLAIN_BACKEND") == "gloo" else Sockets()
     checkpoint = OUT / "checkpoint"
     step = begun = int(checkpoint.read_text()) if checkpoint.is_file() else 0
-    steps = OUT / f"steps.{os.environ['SLURM_ARRAY_TASK_ID']}"
+    steps = OUT / f"steps.{os.environ.get('SLURM_ARRAY_TASK_ID') or os.environ['SLURMD_NODENAME']}"
     while True:
         of_ranks, at, stop = world.sums(RANK + 1, step, (OUT / "stop").exists())
         assert of_ranks == SIZE * (SIZE + 1) / 2 and at == SIZE * step, "all ranks of one world, at the same step"

@@ -11,6 +11,7 @@ from functools import cache
 from tests.support.clock import START
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.failure_detector.probes import Tick
+from unicron.ctl.controller.model import allocation
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.suspicion import OWN, Answer, Key, Suspicion
 from unicron.ctl.controller.model.view import Listing, SlurmView, View
@@ -64,7 +65,9 @@ class Company:
         for node, words in states.items():
             self.slurm.node_states[node] = set(words.split(","))
         if self.view.slurm.used:
-            self.view.slurm.seen = Listing(asked_at, self.slurm.nodes(), self.slurm.elements())
+            self.view.slurm.seen = Listing(
+                asked_at, self.slurm.nodes(), list(allocation.by_node(self.slurm.elements(), self.view.state.jobs))
+            )
 
     def agent(self, element: int = 0, job: str = "1") -> AgentView:
         found = self.view.live.agent(job, element)

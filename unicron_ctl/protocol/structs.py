@@ -17,7 +17,8 @@ class Settings(msgspec.Struct, kw_only=True):
     speaks it for them: plain programs, ended and started again as a whole), with the agent's reason. layouts: ways to
     split the model, the preferred first ("TP2 PP2"), where there are several; model: its sizes, for the planner.
     copies: in how many other nodes' memory each part of the training state is to be. spares:
-    elements that are to wait, ready, for a member to be lost (docs/design/hot-spares.md)."""
+    elements that are to wait, ready, for a member to be lost (docs/design/hot-spares.md). allocation: its nodes are one
+    allocation of Slurm's, and no array (docs/design/allocations.md)."""
 
     name: ranges.Kind
     user: ranges.Name
@@ -31,6 +32,7 @@ class Settings(msgspec.Struct, kw_only=True):
     model: ranges.Sizes = {}
     copies: ranges.Copies = 1
     spares: ranges.Spares = 0
+    allocation: bool = False
 
 
 # ---------------------------------------------------------------- ranks

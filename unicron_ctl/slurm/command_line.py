@@ -280,11 +280,11 @@ class CommandLineClient:
             self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"AdminComment={one_line(comment)}"])
 
     def _id(self, job: str, element: int) -> str:
-        """The element's name for Slurm: JOB_INDEX, but JOB alone for a plain job, of which Slurm knows no element 0."""
+        """The element's name for Slurm: JOB_INDEX, but JOB alone for a plain job, of which Slurm knows no elements."""
         if element == 0 and job not in self._is_array:
             index = self._run(["squeue", "--noheader", "--states=all", "--jobs", job, "-o", "%K"]).split()
             self._is_array[job] = bool(index) and index[0] != "N/A"
-        return f"{job}_{element}" if element or self._is_array[job] else job
+        return f"{job}_{element}" if self._is_array.get(job, True) else job
 
     def _state(self, job: str, element: int) -> str:
         """The element's state, "" for one that Slurm does not list."""

@@ -217,6 +217,7 @@ def element_info(record: Any, element: int) -> ElementInfo:
         admin_comment=record.admin_comment or "",
         starts=float(record.start_time) if record.start_time else None,
         planned_nodes=frozenset(squeue.hosts(record.scheduled_nodes or "")),
+        array=bool(record.array_id),
     )
 
 

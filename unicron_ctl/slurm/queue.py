@@ -129,4 +129,5 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         starts=squeue.parse_time(cells["StartTime"]),
         planned_nodes=frozenset(squeue.hosts(cells["SchedNodes"])),
         brief=True,
+        array=index.isdigit(),
     )

@@ -141,6 +141,8 @@ class ElementInfo:
     own estimate for a pending one. Users write `name`, `comment` and, without accounting, `account`; any of their
     bytes may be in them. Only administrators write `admin_comment`. A text with an ellipsis at its end was longer.
     `brief`: only the whole queue showed it, so that its owner, its number and its texts are not known.
+    `array`: it is a task of a job array. `allocation`: so many nodes are one allocation with it, which Slurm holds,
+    requeues and ends as a whole (:mod:`unicron.ctl.controller.model.allocation`).
     """
 
     job: str
@@ -169,6 +171,8 @@ class ElementInfo:
     starts: float | None = None
     planned_nodes: frozenset[str] = frozenset()
     brief: bool = False
+    array: bool = False
+    allocation: int = 1
 
     @property
     def label(self) -> str:

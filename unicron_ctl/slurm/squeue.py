@@ -17,7 +17,7 @@ import itertools
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -133,6 +133,7 @@ def _fact(line: str) -> Fact | None:
         priority=int(priority) if priority.isdigit() else 0,
         starts=parse_time(starts),
         planned_nodes=_hosts(known(planned)),
+        array=index.isdigit(),
     )
     return Fact(info, index.isdigit(), (job, index))
 
@@ -239,6 +240,17 @@ def hosts(text: str) -> list[str]:
                 return []
             names.append("".join(name))
     return names
+
+
+def nodes_of(element: ElementInfo) -> Sequence[str]:
+    """The names of its nodes; of a job of several they are one host list."""
+    text = element.node or ""
+    return _names(text) if "[" in text or "," in text else [text] if text else []
+
+
+@lru_cache(maxsize=1024)
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(hosts(text))
 
 
 @lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ from unicron.ctl.agent.connections.stated_layouts import read_layouts, read_mode
 from unicron.ctl.protocol import ranges
 from unicron.ctl.protocol.reach import first_open
 from unicron.ctl.protocol.structs import Settings
+from unicron.ctl.slurm.squeue import hosts
 from unicron.ctl.system.addresses import canonical, endpoint, resolve
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
@@ -135,12 +136,15 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
     per_node = int(number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1", most=ranges.MOST_RANKS))
     most = int(number(environment, "SLURM_ARRAY_TASK_COUNT" if array else "SLURM_NNODES", "1"))
+    allocation = not array and most > 1
     model = read_model(environment)
     memory_every(environment)  # a mistake is said before the job runs without
     memory_rate(environment)
     return Place(
         job=job,
-        element=int(number(environment, "SLURM_ARRAY_TASK_ID" if array else "SLURM_NODEID", "0", least=0)),
+        element=_place_in_allocation(environment, node)
+        if allocation
+        else int(number(environment, "SLURM_ARRAY_TASK_ID", "0", least=0)),
         node=node,
         address=environment.get("UNICRON_NODE_ADDRESS") or _address(controller),
         step=_step(environment) * ranges.LAUNCHES
@@ -156,8 +160,16 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
             model=model,
             copies=int(number(_set(environment), "UNICRON_STATE_COPIES", "1", least=0, most=ranges.MOST_COPIES)),
             spares=int(number(environment, "UNICRON_SPARES", "0", least=0, most=ranges.MOST_ELEMENTS)),
+            allocation=allocation,
         ),
     )
+
+
+def _place_in_allocation(environment: Mapping[str, str], node: str) -> int:
+    """The place of the node in the job's allocation, as the controller counts (`model.allocation`). SLURM_NODEID may
+    tell another one: srun's --distribution orders the nodes of a step."""
+    names = hosts(environment.get("SLURM_JOB_NODELIST", ""))
+    return names.index(node) if node in names else int(number(environment, "SLURM_NODEID", "0", least=0))
 
 
 def _own_name() -> str:

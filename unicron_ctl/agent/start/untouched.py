@@ -34,23 +34,24 @@ def why_by_shape(environment: Mapping[str, str]) -> str:
             f"it has {tasks} tasks on a node, and the agent starts a node's ranks itself: "
             "give it one (--ntasks-per-node=1)"
         )
-    nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "")
-    if nodes.isdecimal() and (count := int(nodes)) > 1:
-        if "SLURM_ARRAY_TASK_ID" in environment:
-            return f"it has {count} nodes of an array's element: give each element one (--nodes=1)"
-        return (
-            f"it has {count} nodes and its job is no array: give each node an element (--array=0-{count - 1} --nodes=1)"
-        )
+    nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1")
+    of_job = environment.get("SLURM_JOB_NUM_NODES") or nodes
+    count = int(nodes) if nodes.isdecimal() else 1
+    if "SLURM_ARRAY_TASK_ID" in environment and count > 1:
+        return f"it has {count} nodes of an array's element: give each element one (--nodes=1)"
+    if of_job.isdecimal() and count < int(of_job):
+        return f"it has {count} of the job's {of_job} nodes: a training has all of them"
     return ""
 
 
 def meant(mode: Mode, ranks: int, environment: Mapping[str, str]) -> bool:
     """Whether this training is to be protected. With default=on nobody has asked: so a job array is one training only
     where its script is written for Unicron, for else each element is a run of its own (a sweep); and a program that is
-    not must be the node's only rank, and must not look at the step, for an agent would change what it sees."""
+    not must be the job's only rank, and must not look at the step, for an agent would change what it sees."""
     if environment.get(BY_DEFAULT) != "1" or mode.name == SESSION:
         return True
-    if "SLURM_ARRAY_TASK_ID" in environment or ranks > 1:
+    several_nodes = environment.get("SLURM_STEP_NUM_NODES", "1") != "1"
+    if "SLURM_ARRAY_TASK_ID" in environment or ranks > 1 or several_nodes:
         return False
     return not _READS_THE_STEP.search(f"{mode.reason}\n{mode.text}")
 

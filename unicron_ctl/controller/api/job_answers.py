@@ -68,11 +68,17 @@ def explanation(core: Core, state: JobState) -> schema.Explanation:
         forgets=view.forgets() if not state.ended else {},
         plan_reason=report.reasons.get(state.job, "") if report else "",
         plan_trigger=report.trigger if report else "",
-        bounds=bounds(core.view, state, _planned_with(core, state)) if not state.over else "",
+        bounds=_bounds(core, state) if not state.over else "",
         waiting=[plain(one, schema.Waiting) for one in waiting(core.view, state)],
         decisions=[plain(decided, schema.Decision) for decided in state.decisions],
         failures=[failure_answer(failure) for failure in state.failures],
     )
+
+
+def _bounds(core: Core, state: JobState) -> str:
+    if state.settings.allocation:
+        return f"its {state.settings.max_nodes} nodes are one allocation, which the plan leaves as it is"
+    return bounds(core.view, state, _planned_with(core, state))
 
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
@@ -163,7 +169,8 @@ def _elements(core: Core, state: JobState) -> list[schema.Element]:
 def _planned_with(core: Core, state: JobState) -> list[JobState]:
     """The jobs that are planned for together with this one."""
     acts = permission.acts(core.view, state)
-    return [job for job in core.state.jobs.values() if not job.over and permission.acts(core.view, job) is acts]
+    jobs = (job for job in core.state.jobs.values() if not job.over and not job.settings.allocation)
+    return [job for job in jobs if permission.acts(core.view, job) is acts]
 
 
 def _slow(core: Core, state: JobState) -> schema.Slow | None:

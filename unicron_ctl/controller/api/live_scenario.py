@@ -15,7 +15,7 @@ from unicron.ctl.protocol.answer_schema import Scenario, ScenarioCluster, Scenar
 def scenario(core: Core, store: Store, question: NoArguments, asker: Asker) -> Scenario:
     """The planner's input of this moment, in the structure of a scenario file (planner/problem/scenario.py)."""
     config, seen = core.config, core.view.slurm.seen
-    running = [state for state in core.state.jobs.values() if not state.over]
+    running = [state for state in core.state.jobs.values() if not state.over and not state.settings.allocation]
     found = inputs(core.view, running)
     rates = [i.rate / i.measured_nodes for i in found if i.rate and i.measured_nodes]
     usual = sum(rates) / len(rates) if rates else planning.UNMEASURED

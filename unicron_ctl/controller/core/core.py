@@ -30,6 +30,7 @@ from unicron.ctl.controller.judge.judge import judge
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event, Record
 from unicron.ctl.controller.log.savings import PLAN
+from unicron.ctl.controller.model import allocation
 from unicron.ctl.controller.model.agent_view import Route
 from unicron.ctl.controller.model.asker import EVERYBODY, Asker
 from unicron.ctl.controller.model.cluster_state import ClusterState
@@ -419,7 +420,8 @@ class Core:
         if self.view.slurm.error:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
             self.view.slurm.error = ""
-        self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), list(elements))
+        listed = allocation.by_node(elements, self.state.jobs)
+        self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), list(listed))
         self._listings.on_listing(self.view.slurm.seen)
         self.advance_jobs()
 

@@ -226,13 +226,16 @@ class Intake:
             return
         seen = self._view.slurm.seen
         if registration.begins(self._view, message, info):
-            most = confirmation.size(seen, message.job) if seen is not None else 0
             before = self._view.state.jobs.get(message.job)
             if before is not None and registration.takes_over(before, message):
                 for element in before.agents:  # nothing of that step is this one's
                     self._view.live.remove(message.job, element)
-            self._carry_out(registration.begin_job(self._view, message, asker, info, most))
+            self._carry_out(registration.begin_job(self._view, message, asker, info, seen))
         job = self._view.state.jobs[message.job]
+        if info is not None and seen is not None and info.restarts != job.nodes_of_restart and job.nodes:
+            nodes, restarts = confirmation.nodes(seen, message.job)
+            reason = f"Slurm has requeued job {job.job} on {len(nodes)} nodes"
+            self._carry_out(Outcome([(job.job, 0, records.Reallocated(nodes=nodes, restarts=restarts, reason=reason))]))
         known = job.agents.get(message.element)
         if known is None or known.agent != message.agent:
             self._view.live.remove(message.job, message.element)

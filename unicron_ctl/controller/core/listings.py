@@ -63,10 +63,13 @@ class Listings:
         brief = {element.job for element in listing.elements if element.brief}
         jobs = confirmation.confirmed_jobs(view, reconcile.managed(view))
         jobs = [job for job in jobs if listing.of(job.job) or job.job not in brief]
+        fixed = [job for job in jobs if job.settings.allocation]
+        self._carry_out(reconcile.keeping(view, listing, fixed))
+        jobs = [job for job in jobs if not job.settings.allocation]
         planned = [job for job in jobs if permission.acts(view, job)]
         if planned:
             self._carry_out(replan(view, planned, desk.aheads))
             self._carry_out(reconcile.placing(view, desk, listing, planned))
         watched = [job for job in jobs if job not in planned]
         self._carry_out(reconcile.watching(view, desk, listing, watched))
-        self._dirty.update(job.job for job in jobs)
+        self._dirty.update(job.job for job in (*jobs, *fixed))

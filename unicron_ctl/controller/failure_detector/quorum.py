@@ -172,7 +172,10 @@ def shown_dead(view: View, job: JobState, element: int, since: float = 0.0) -> s
         return _taken_down(info)
     if info.asleep:
         return ""
-    shown = seen.of(job.job).get(element)
+    listed = seen.of(job.job)
+    shown = listed.get(element)
+    if shown is None and listed and job.settings.allocation:
+        return f"{info.name} answers Slurm, which runs job {job.job} without this part of it"
     if shown is None or (shown.state in HAS_PROCESSES and shown.node == record.node):
         return ""
     where = f" on {shown.node}" if shown.node else ""

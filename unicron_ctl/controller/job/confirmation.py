@@ -8,7 +8,7 @@ listing confirms it (:meth:`View.shown_node`, :func:`confirmed_jobs`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unicron.ctl.controller.log import records
@@ -45,11 +45,11 @@ def compare(view: View, message: wire.Register, asker: Asker, since: float) -> E
     if seen is None:
         return None
     name, fresh = f"element {message.element} of job {message.job}", seen.asked_at >= since
-    info, nodes = _shown(seen, message)
+    info = seen.of(message.job).get(message.element)
     if info is None:
         return wire.Refused(reason=f"Slurm shows no {name}") if fresh else None
     mine = asker.admin or asker.uid == info.uid
-    works = info.state in OCCUPIES and message.node in nodes
+    works = info.state in OCCUPIES and message.node in seen.nodes_of(info)
     if mine and works and view.now - seen.asked_at <= LISTING_SECONDS:
         return info
     if not fresh:
@@ -61,21 +61,10 @@ def compare(view: View, message: wire.Register, asker: Asker, since: float) -> E
     return None if works else wire.Refused(reason=f"Slurm shows {name} as {info.state}, not at work")
 
 
-def _shown(seen: Listing, message: wire.Register) -> tuple[ElementInfo | None, Mapping[str, int]]:
-    """The element and its nodes; a plain job of several nodes is one element to Slurm, and one for each node to us."""
-    elements = seen.of(message.job)
-    info = elements.get(message.element)
-    if info is None and len(elements) == 1 and 0 in elements:
-        found = seen.nodes_of(elements[0])
-        return (elements[0], found) if message.element < len(found) else (None, {})
-    return info, seen.nodes_of(info) if info else {}
-
-
-def size(seen: Listing, job: str) -> int:
-    """The number of elements that Slurm shows; for a plain job, the number of its nodes."""
-    elements = seen.of(job)
-    plain = seen.nodes_of(elements[0]) if len(elements) == 1 and 0 in elements else {}
-    return max(len(elements), len(plain))
+def nodes(seen: Listing, job: str) -> tuple[list[str], int]:
+    """(nodes of the allocation in the order of its elements, how often Slurm has requeued it); ([], 0) for an array."""
+    found = [info for _, info in sorted(seen.of(job).items()) if info.allocation > 1 and info.node]
+    return [info.node or "" for info in found], found[0].restarts if found else 0
 
 
 # ---------------------------------------------------------------- those that were taken in unconfirmed
@@ -116,7 +105,9 @@ def confirm_agents(view: View, listing: Listing, job: JobState) -> Outcome:
                     uid=info.uid,
                     user=info.user,
                     submitted=info.submitted,
-                    most=size(listing, job.job),
+                    most=len(listing.of(job.job)),
+                    nodes=nodes(listing, job.job)[0],
+                    restarts=nodes(listing, job.job)[1],
                     reason=said,
                 ),
             )

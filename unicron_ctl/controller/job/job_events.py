@@ -135,6 +135,8 @@ def _ready(view: View, job: JobView) -> Happening | None:
     if state.settings.spares:  # a spare has been ready for long: the others have their time all the same
         since = max(since, state.since + max((job.agents[e].longest_start for e in coming), default=0.0))
     settle, count = config.forming_settle_seconds, len(state.elements(slots))
+    if state.settings.allocation and not state.generation:  # all of its nodes have started together
+        settle = max(settle, START_SECONDS)
     if count >= state.settings.min_nodes and view.now - since >= settle and not (coming and _partial(view, job, slots)):
         said = f"{count} nodes are ready and no other came for {settle:g} s"
         return Happening(Event.READY, said, tuple(slots))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from unicron.ctl.controller.job import confirmation
 from unicron.ctl.controller.job.orders import ending
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.agent_view import AgentView, Route
@@ -18,7 +19,7 @@ from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron.ctl.controller.model.live import READY
 from unicron.ctl.controller.model.submission import another
-from unicron.ctl.controller.model.view import Outcome, Send, View
+from unicron.ctl.controller.model.view import Listing, Outcome, Send, View
 from unicron.ctl.controller.plan import job_layouts
 from unicron.ctl.protocol import ranges, wire
 from unicron.ctl.protocol.encryption import is_key
@@ -162,19 +163,29 @@ def begins(view: View, message: wire.Register, info: ElementInfo | None = None) 
 
 
 def begin_job(
-    view: View, message: wire.Register, asker: Asker, info: ElementInfo | None = None, most: int = 0
+    view: View, message: wire.Register, asker: Asker, info: ElementInfo | None = None, seen: Listing | None = None
 ) -> Outcome:
-    """Records a new job. info: Slurm's word on the element; most: Slurm's word on the number of elements. They count,
-    not the message's."""
+    """Records a new job. info: Slurm's word on the element, which counts, not the message's; seen: the listing that has
+    it."""
     out = Outcome()
     own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for somebody else
     owner, settings, submitted = asker.uid if own else None, message.settings, 0.0
-    if info is not None:
+    nodes, restarts = list[str](), 0
+    if info is not None and seen is not None:
         owner, submitted = info.uid, info.submitted
-        most = max(1, min(settings.max_nodes, most))
-        settings = msgspec.structs.replace(settings, user=info.user or settings.user, max_nodes=most)
+        most = max(1, min(settings.max_nodes, len(seen.of(message.job))))
+        nodes, restarts = confirmation.nodes(seen, message.job)
+        settings = msgspec.structs.replace(
+            settings, user=info.user or settings.user, max_nodes=most, allocation=bool(nodes)
+        )
     record = records.JobRegistered(
-        settings=settings, step=message.step, trains=message.trains, uid=owner, submitted=submitted
+        settings=settings,
+        step=message.step,
+        trains=message.trains,
+        uid=owner,
+        submitted=submitted,
+        nodes=nodes,
+        restarts=restarts,
     )
     out.records.append((message.job, 0, record))
     if settings.layouts:

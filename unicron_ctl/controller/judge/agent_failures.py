@@ -16,7 +16,7 @@ from unicron.ctl.controller.sense import fencing
 from unicron.ctl.controller.sense.members import given_up, taken_away
 from unicron.ctl.controller.sense.slurm_states import describe
 from unicron.detector.failures import escalation, escalation_table
-from unicron.detector.failures.escalation_table import ISOLATE, MOVE, REATTEMPT, RESTART
+from unicron.detector.failures.escalation_table import ISOLATE, MOVE, NOTHING, REATTEMPT, RESTART
 from unicron.detector.failures.fault_history import Decision
 from unicron.detector.failures.severity import Severity, Verdict
 
@@ -60,8 +60,11 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     verdict = view.classifier.cause("exited_abnormally", finding.evidence)
     node = "its node answers" if finding.answers else "as far as is known: nothing else of its node has answered"
     lives = "" if finding.dead or finding.by == CLOSED else fencing.fell_silent(view, job, element)
-    said = f"only the agent on {agent.node} died{told}, {node}; its element is started again in place{lives}"
-    decision = Decision(Severity.SEV2, RESTART, said, verdict.cause)
+    follows, action = "its element is started again in place", RESTART
+    if state.settings.allocation:
+        follows, action = "Slurm starts no task of an allocation again, so the job goes on without the node", NOTHING
+    said = f"only the agent on {agent.node} died{told}, {node}; {follows}{lives}"
+    decision = Decision(Severity.SEV2, action, said, verdict.cause)
     out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died"))
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=AGENT_DIED))
     return out

@@ -27,6 +27,7 @@ TAIL_ROWS = 20_000  # that are looked at for one answer: some 80 ms
 
 LASTING = (
     records.JobRegistered,
+    records.Reallocated,
     records.Break,
     records.PlanMade,
     records.Offer,

@@ -48,7 +48,7 @@ POLICIES: dict[type[Record], Kept] = {
     **dict.fromkeys((records.Silence, records.TakeDeferred, records.TakeWithheld, records.InjectRefused), SHORT),
     records.NodeHealth: SHORT._replace(last_of_node=True),
     # ---- what people ask for later: jobs, failures, nodes, what was asked of Slurm
-    **dict.fromkeys((records.JobRegistered, records.JobConfirmed, records.JobSetAside), LONG),
+    **dict.fromkeys((records.JobRegistered, records.JobConfirmed, records.Reallocated, records.JobSetAside), LONG),
     **dict.fromkeys((records.AgentRegistered, records.AgentConfirmed, records.AgentGone, records.AgentBack), LONG),
     **dict.fromkeys((records.FailureDetected, records.FailureVerdict, records.FailureAction), LONG),
     **dict.fromkeys((records.LeaveOut, records.ActionFailed, records.NumberUsed, records.OfferWithdrawn), LONG),

@@ -23,6 +23,7 @@ def job_registered(state: ClusterState, event: Event, record: records.JobRegiste
     )
     state.jobs[event.job].submitted = record.submitted
     state.jobs[event.job].trains = record.trains
+    state.jobs[event.job].nodes, state.jobs[event.job].nodes_of_restart = record.nodes, record.restarts
 
 
 def started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:

@@ -114,6 +114,7 @@ _NODE: dict[type[records.Record], _Rule] = {
 _JOB: dict[type[records.Record], _Rule] = {
     records.AgentRegistered: job_rules.agent_registered,
     records.JobConfirmed: job_rules.job_confirmed,
+    records.Reallocated: job_rules.reallocated,
     records.AgentConfirmed: job_rules.agent_confirmed,
     records.AgentGone: job_rules.agent_gone,
     records.AgentBack: job_rules.agent_back,

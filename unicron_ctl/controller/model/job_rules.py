@@ -42,6 +42,13 @@ def job_confirmed(job: JobState, event: Event, record: records.JobConfirmed) -> 
     most = max(1, min(job.settings.max_nodes, record.most))
     job.settings = msgspec.structs.replace(job.settings, user=record.user, max_nodes=most)
     job.uid, job.submitted = record.uid, record.submitted
+    job.nodes, job.nodes_of_restart = record.nodes, record.restarts
+
+
+def reallocated(job: JobState, event: Event, record: records.Reallocated) -> None:
+    most = max(1, min(job.settings.max_nodes, len(record.nodes)))
+    job.settings = msgspec.structs.replace(job.settings, max_nodes=most)
+    job.nodes, job.nodes_of_restart = record.nodes, record.restarts
 
 
 def agent_confirmed(job: JobState, event: Event, record: records.AgentConfirmed) -> None:

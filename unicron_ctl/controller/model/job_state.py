@@ -203,6 +203,10 @@ class JobState:
     """slot -> the last process of it that was declared lost."""
     superseded: dict[str, str] = field(default_factory=dict)
     """Agents whose element another agent has taken -> their node."""
+    nodes: list[str] = field(default_factory=list)
+    """Of a job that is one allocation of several nodes: the node of each element."""
+    nodes_of_restart: int = 0
+    """How often Slurm had requeued the job when it gave it these nodes."""
     agents: dict[int, AgentRecord] = field(default_factory=dict)
     avoid: dict[str, Avoided] = field(default_factory=dict)
     """node -> why the job's elements are not to start there."""

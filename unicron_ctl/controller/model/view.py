@@ -18,7 +18,7 @@ from unicron.ctl.controller.model.suspicion import Suspicions
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo
-from unicron.ctl.slurm.squeue import hosts
+from unicron.ctl.slurm.squeue import nodes_of
 from unicron.detector.failures.classify import Classifier
 
 SUSPECT_SECONDS = (
@@ -49,7 +49,7 @@ class Listing:
         text = element.node or ""
         found = self._names.get(text)
         if found is None:
-            found = self._names[text] = {name: place for place, name in enumerate(hosts(text))}
+            found = self._names[text] = {name: place for place, name in enumerate(nodes_of(element))}
         return found
 
     def partitions(self, job: str) -> frozenset[str]:

@@ -59,6 +59,8 @@ def leave_node(
     if asked or (info.node and info.node != agent.node):
         out.record(job, records.FailureAction(failure=failure, text=f"{here} leaves {agent.node} already"))
         return True
+    if job.settings.allocation:
+        return _leave_out(view, job, agent, failure, slots, reason, suspect, out)
     action = Action(
         "requeue_hold",
         job.job,
@@ -88,6 +90,38 @@ def leave_node(
     return True
 
 
+def _leave_out(
+    view: View,
+    job: JobState,
+    agent: AgentView,
+    failure: int,
+    slots: Collection[int],
+    reason: str,
+    suspect: bool,
+    out: Outcome,
+) -> bool:
+    """The job goes on without the node, which stays in its allocation: Slurm gives it no other. Returns what
+    :func:`leave_node` returns."""
+    live = view.live.jobs[job.job]
+    spare = any(other != agent.element and other not in job.inside for other in live.ready)
+    why = _must_stay(view, job, agent.node, suspect or spare)
+    if not why and not spare and len(job.inside) <= max(1, job.settings.min_nodes):
+        why = f"the job has {len(job.inside)} nodes, and needs {job.settings.min_nodes}"
+    here = f"{agent.node} of job {job.job}"
+    if why:
+        out.record(job, records.FailureAction(failure=failure, text=f"{here} is not left: {why}"))
+        said = f"job {job.job} stays on {agent.node} although {reason}: {why}"
+        out.record(job, records.IsolationWithheld(node=agent.node, slots=list(slots), reason=said))
+        return False
+    said = one_line(f"job {job.job} goes on without {agent.node}: {reason}")[:400]
+    out.record(job, records.FailureAction(failure=failure, text=f"the job goes on without {agent.node}"))
+    out.record(
+        job,
+        records.Avoided(element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said),
+    )
+    return True
+
+
 def _must_stay(view: View, job: JobState, node: str, suspect: bool) -> str:
     """Why the job must not leave the node; empty when it may."""
     now, window = view.now, view.config.isolation_window_seconds
@@ -104,7 +138,7 @@ def _other_node(view: View, job: JobState, node: str) -> bool:
     seen = view.slurm.seen
     if seen is None:
         return False
-    taken = {element.node for element in seen.elements if element.node and element.state in OCCUPIES}
+    taken = {name for e in seen.elements if e.state in OCCUPIES for name in seen.nodes_of(e)}
     taken |= {node, *view.avoided(job), *view.state.out_of_service}
     return any(info.healthy and info.name not in taken for info in seen.nodes)
 
@@ -127,6 +161,8 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
         return
     others, known = _others(view, node, (job.job, element)), view.state.node(node)
+    if job.settings.allocation:  # without --no-kill Slurm would end the whole job
+        others = [f"job {job.job} itself, which is one allocation", *others]
     again = known.downed and known.drained and not known.proven_bad and "DOWN" not in info.states and not others
     if info.states & {"DOWN", "DRAIN"} and not again:
         why = info.reason or "no reason given"

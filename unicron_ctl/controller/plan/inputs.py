@@ -264,7 +264,7 @@ def _wait_seconds(view: View, listing: Listing, within: Reach) -> float:
     """Seconds that a lost node's place stays empty without a hot spare: until processes have started on a free node, or
     where there is none until a node is repaired."""
     config = view.config
-    taken = {e.node for e in listing.elements if e.state in OCCUPIES}
+    taken = {name for e in listing.elements if e.state in OCCUPIES for name in listing.nodes_of(e)}
     return config.repair_seconds if within.nodes <= taken else config.replacement_seconds
 
 

@@ -18,6 +18,7 @@ from unicron.ctl.controller.model.requests import HELD, RELEASED, Action
 from unicron.ctl.slurm import pending_reasons
 from unicron.ctl.slurm.pending_reasons import Bar
 from unicron.ctl.slurm.slurm_client import OCCUPIES, WORKS, ElementInfo, NodeInfo
+from unicron.ctl.slurm.squeue import nodes_of
 
 REQUEUE_SECONDS = 30.0  # between two requeues of an element that ended before its agent came
 KICK_SECONDS = 3.0  # a pinned element that still waits is told to start again
@@ -73,7 +74,7 @@ def usable(
     nodes: Sequence[NodeInfo], elements: Sequence[ElementInfo], managed: Collection[str], put_aside: Collection[str]
 ) -> list[str]:
     """The nodes that the plan may give out: in service, and not used by jobs that are not managed here."""
-    foreign = {e.node for e in elements if e.node and e.state in OCCUPIES and e.job not in managed}
+    foreign = {name for e in elements if e.state in OCCUPIES and e.job not in managed for name in nodes_of(e)}
     return sorted(n.name for n in nodes if n.healthy and n.name not in put_aside and n.name not in foreign)
 
 
@@ -101,7 +102,7 @@ class _Place:
         self.by_job: dict[str, dict[int, ElementInfo]] = {}
         for e in elements:
             self.by_job.setdefault(e.job, {})[e.element] = e
-        self.taken = {e.node for e in elements if e.node and e.state in OCCUPIES}
+        self.taken = {name for e in elements if e.state in OCCUPIES for name in nodes_of(e)}
         self.groups: dict[str, dict[str, list[int]]] = {}
         self.queues: dict[str, list[ElementInfo]] = {}
         self.leavers: dict[str, list[int]] = {}

@@ -113,7 +113,8 @@ def _in_slurm(view: View, job: JobState) -> bool:
         return bool(job.submitted)
     if seen is None:
         return False
-    return any(e.state == "PENDING" for e in seen.of(job.job).values())
+    ends = ("PENDING", "RUNNING") if job.settings.allocation else ("PENDING",)
+    return any(e.state in ends for e in seen.of(job.job).values())
 
 
 def managed(view: View) -> list[JobState]:
@@ -158,8 +159,13 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
     if job.ended:
         why = f"job {job.job} has ended: {job.ended.reason}"[:200]
         ours = view.state.held
-        waiting = [e for e in elements if e.state == "PENDING" and not held_by_others(e, ours) and not another(job, e)]
-        return [Action("cancel", e.job, e.element, "", why) for e in waiting]
+        over = [e for e in elements if e.state == "PENDING" and not held_by_others(e, ours) and not another(job, e)]
+        if _without_script(job, listing):
+            why, over = (
+                f"{why}; its batch host {job.nodes[0]} is gone, and nothing else would end it",
+                list(elements)[:1],
+            )
+        return [Action("cancel", e.job, e.element, "", why) for e in over]
     here = any(agent.alive for agent in view.job(job).agents.values())
     coming = any(
         e.state in OCCUPIES or e.state == "PENDING" or came_to_nothing(job, e) or ending(job, e) for e in elements
@@ -170,6 +176,13 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
         reason = "Slurm no longer runs any of its elements" if job.submitted else "Slurm does not show this job"
         out.record(job, records.JobEnded(code=0, reason=reason, disowned=not job.submitted))
     return []
+
+
+def _without_script(job: JobState, listing: Listing) -> bool:
+    """Whether Slurm runs on what is left of an allocation whose first node, with the batch script on it, it has taken
+    out: it ends such a job at its time limit only (seen with 22.05)."""
+    elements = listing.of(job.job)
+    return bool(job.nodes) and 0 not in elements and any(e.state == "RUNNING" for e in elements.values())
 
 
 def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
@@ -215,6 +228,15 @@ def _place(
     ]
     waiting = state.out_of_service | view.suspicions.nodes().keys()
     return place(needs, listing.elements, listing.nodes, state.pins, waiting, view.now, state.held)
+
+
+def keeping(view: View, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
+    """Jobs that are one allocation: they use all nodes that Slurm leaves them, and the plan counts these as taken."""
+    out = Outcome()
+    for job in jobs:
+        elements = listing.of(job.job)
+        view.slurm.expected[job.job] = sorted(n for n, e in elements.items() if e.state in WORKS)
+    return out
 
 
 def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:

@@ -86,6 +86,7 @@ class Action:
 
 
 LACKS: tuple[tuple[Callable[[Action], object], str], ...] = (
+    (lambda a: a.record.gone and a.known.settings.allocation, ""),  # nobody comes in its place
     (lambda a: a.isolates and a.record.gone, "its element has a place in the plan, and no agent came"),
     (lambda a: a.record.gone or a.agent is None or not a.agent.alive, ""),  # the lease and Slurm see to that
     (lambda a: a.status is None or a.job.finished(a.slot), ""),
@@ -140,7 +141,7 @@ def check_actions(view: View, job: JobView, clocks: ActionClocks) -> Outcome:
     for slot in slots:
         if slot != WHOLE_JOB:
             _check_slot(view, job, clocks, slot, history.states[state.job, slot], out)
-    for element, record in state.agents.items():
+    for element, record in state.agents.items() if not state.settings.allocation else ():
         if record.gone == AGENT_DIED:
             _check_element(view, job, clocks, element, out)
     return out

@@ -60,6 +60,7 @@ def test_an_element_with_all_that_slurm_tells() -> None:
         time_limit=86400.0,
         priority=17,
         planned_nodes=frozenset({"n4", "n5"}),
+        array=True,
     )
 
 

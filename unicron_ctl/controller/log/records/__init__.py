@@ -65,6 +65,7 @@ from unicron.ctl.controller.log.records.iteration_records import (
 )
 from unicron.ctl.controller.log.records.job_records import (
     JobRegistered as JobRegistered,
+    Reallocated as Reallocated,
     JobConfirmed as JobConfirmed,
     AgentRegistered as AgentRegistered,
     AgentConfirmed as AgentConfirmed,

@@ -11,13 +11,23 @@ class JobRegistered(Record, frozen=True, tag="job_registered"):
 
     step: the number of the srun in its batch script. uid: its owner's, by the credential of the agent that began it;
     None where nobody proves who he is, or an admin's agent began it. submitted: when, as Slurm shows it, in seconds
-    since the epoch; 0 while Slurm has not confirmed the job. trains: its command may train, as its agent says."""
+    since the epoch; 0 while Slurm has not confirmed the job. trains: its command may train, as its agent says.
+    nodes: of one allocation, in Slurm's order; restarts: how often Slurm had requeued it then."""
 
     settings: Settings
     step: int = 0
     trains: bool = True
     uid: int | None = None
     submitted: float = 0.0
+    nodes: list[str] = []
+    restarts: int = 0
+
+
+class Reallocated(Record, frozen=True, tag="reallocated"):
+    """Slurm has requeued a job that is one allocation, and has given it these nodes."""
+
+    nodes: list[str]
+    restarts: int
 
 
 class JobConfirmed(Record, frozen=True, tag="job_confirmed"):
@@ -27,6 +37,8 @@ class JobConfirmed(Record, frozen=True, tag="job_confirmed"):
     user: str
     submitted: float
     most: int
+    nodes: list[str] = []
+    restarts: int = 0
 
 
 class AgentRegistered(Record, frozen=True, tag="agent_registered"):

@@ -44,14 +44,13 @@ def test_a_step_of_several_tasks_a_node(tasks: str, many: str) -> None:
 @pytest.mark.parametrize(
     ("environment", "why"),
     [
-        ({"SLURM_NNODES": "4"}, "--array=0-3 --nodes=1"),
-        ({"SLURM_NNODES": "8", "SLURM_STEP_NUM_NODES": "2"}, "--array=0-1 --nodes=1"),
+        ({"SLURM_NNODES": "4", "SLURM_JOB_NUM_NODES": "4"}, ""),
+        ({"SLURM_JOB_NUM_NODES": "8", "SLURM_STEP_NUM_NODES": "2"}, "2 of the job's 8 nodes"),
         ({"SLURM_NNODES": "2", "SLURM_ARRAY_TASK_ID": "0"}, "2 nodes of an array's element"),
         ({"SLURM_NNODES": "1", "SLURM_ARRAY_TASK_ID": "0"}, ""),
         ({"SLURM_NNODES": "1"}, ""),
     ],
 )
 def test_a_step_of_several_nodes(environment: dict[str, str], why: str) -> None:
-    """Defect: such a job formed worlds of one rank each, which all trained into the same files."""
     found = why_by_shape(environment)
     assert why in found and bool(found) is bool(why)

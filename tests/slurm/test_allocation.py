@@ -1,0 +1,92 @@
+"""A job that is one allocation of several nodes, on a real Slurm: the shape of nearly all public scripts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.test_restart_mode import Site
+from tests.support.jobs import PLAIN, json_lines
+from tests.support.processes import call, wait_for
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path, nodes=4)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def submit(site: Site, *words: str, wrap: str) -> str:
+    done = call(
+        "sbatch", "--parsable", "--unicron", *words, "--wrap", wrap, cwd=site.folder, environment=site.environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def world(site: Site, size: int, after: int = 0) -> dict:
+    """The last step of a world of that size that is younger than generation `after`."""
+
+    def found() -> list[dict]:
+        lines = [line for path in site.folder.glob("steps.*") for line in json_lines(path)]
+        return [line for line in lines if line["size"] == size and line["generation"] > after]
+
+    return wait_for(lambda: len(found()) > 2 * size and found()[-1], site.logs)
+
+
+def slurm(site: Site, *words: str) -> str:
+    done = call(*words, cwd=site.folder, environment=site.environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def power_off(site: Site, node: str) -> None:
+    """The node is gone, and an admin says so, which proves it: else a new world waits for its processes' end."""
+    site.cluster.power_off(node)
+    slurm(site, "scontrol", "update", f"nodename={node}", "state=down", "reason=power")
+
+
+def test_an_allocation_is_one_world_and_goes_on_without_a_lost_node(site: Site) -> None:
+    number = submit(site, "-N3", "--no-kill", "--gres=gpu:1", "--exclusive", wrap=f"srun --no-kill python {PLAIN}")
+    before = world(site, 3)
+    nodes = slurm(site, "squeue", "-h", "-j", number, "-o", "%N")
+    assert nodes == "n[1-3]" and site.job(number)["nodes"] == 3
+    power_off(site, "n3")
+    after = world(site, 2, before["generation"])
+    assert after["begun"] >= before["step"]
+    wait_for(lambda: slurm(site, "squeue", "-h", "-j", number, "-o", "%N") == "n[1-2]", site.logs)
+    explained = call(
+        "unicronctl", "explain", number, "--controller", site.controller.address, environment=site.environment
+    )
+    assert "one allocation, which the plan leaves as it is" in explained.stdout, explained
+    asked = [event["action"] for event in site.controller.events("slurm_action")]
+    assert not {"requeue", "requeue_hold", "hold", "release", "pin", "down"} & set(asked), asked
+
+    power_off(site, "n1")  # the batch host
+    last = world(site, 1, after["generation"])
+    assert last["begun"] >= after["step"]
+    (site.folder / "stop").touch()
+    wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
+    state = "%T"
+    wait_for(lambda: slurm(site, "squeue", "-h", "--states=all", "-j", number, "-o", state) != "RUNNING", site.logs)
+    assert os.path.exists(site.folder / "checkpoint")
+
+
+def test_a_spare_inside_takes_the_place_of_a_lost_node(site: Site) -> None:
+    words = ("-N3", "--no-kill", "--exclusive", "--unicron-spares=1", "--unicron-min-nodes=2")
+    number = submit(site, *words, wrap=f"srun --no-kill python {PLAIN}")
+    before = world(site, 2)
+    wait_for(lambda: site.job(number)["spares_ready"] == 1, site.logs)
+    member = max(site.job(number)["members"])
+    power_off(site, f"n{member + 1}")
+    after = world(site, 2, before["generation"])
+    assert after["begun"] >= before["step"] and site.job(number)["nodes"] == 2
+    (site.folder / "stop").touch()
+    wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
+    assert site.job(number)["ended"]["code"] == 0

@@ -1,0 +1,177 @@
+"""Jobs that are one allocation of several nodes: each node is an element, Slurm is asked for none of them, and what it
+takes away stays away."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron.ctl.controller.job.job_events import START_SECONDS
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model import allocation
+from unicron.ctl.slurm.slurm_client import ElementInfo
+
+OF_ELEMENTS = {"requeue", "requeue_hold", "hold", "release", "pin", "start_now"}
+
+
+def listed(node: str | None, state: str = "RUNNING", restarts: int = 0, **facts) -> ElementInfo:
+    return ElementInfo("1", 0, "1", state, node, "", "job1", "ann", "", restarts, **facts)
+
+
+def by_node(info: ElementInfo, world: World | None = None) -> dict[int, str | None]:
+    jobs = world.core.state.jobs if world is not None else {}
+    return {each.element: each.node for each in allocation.by_node([info], jobs)}
+
+
+def cluster(nodes: int = 3, there: int = 4, mode: str = "restart", **settings) -> tuple[World, list[FakeAgent]]:
+    """Job 1 has n1, n2, ... as one allocation, with an agent on each."""
+    world = World(FakeSlurm(there))
+    world.slurm.queue["1", 0] = entry(f"n[1-{nodes}]")
+    return world, [newcomer(world, element, f"n{element + 1}", nodes, **settings) for element in range(nodes)]
+
+
+def newcomer(world: World, element: int, node: str, nodes: int = 3, **settings) -> FakeAgent:
+    agent = FakeAgent(world, "1", element, node, nodes=nodes, **settings)
+    agent.settings.allocation = True
+    agent.register()
+    return agent
+
+
+def entry(node: str | None, state: str = "RUNNING", restarts: int = 0) -> dict:
+    return {"state": state, "node": node, "reason": "", "admin_comment": "", "restarts": restarts, "pin": None}
+
+
+def trains(world: World, agents: list[FakeAgent]) -> None:
+    for agent in agents:
+        agent.ready()
+    world.run(2.0)
+    assert world.job().phase == "running" and len(world.job().members) == len(agents)
+
+
+def test_each_node_is_an_element_in_the_order_in_which_slurm_gave_it():
+    assert by_node(listed("n[1-2],m3")) == {0: "n1", 1: "n2", 2: "m3"}
+    assert by_node(listed("n1")) == {0: "n1"} and by_node(listed(None, "PENDING")) == {0: None}
+    assert by_node(listed("n[1-2]", array=True)) == {0: "n[1-2]"}, "a task of an array comes as a whole"
+
+
+def test_the_job_has_as_many_elements_as_nodes_and_all_of_them_train():
+    world, agents = cluster()
+    world.run(1.5)
+    trains(world, agents)
+    job = world.job()
+    assert job.nodes == ["n1", "n2", "n3"] and job.settings.max_nodes == 3 and job.settings.allocation
+    assert "1" not in world.core.state.assignment, "the plan leaves it as it is"
+    world.check_replay()
+
+
+def test_the_first_world_waits_for_the_slowest_node():
+    world, agents = cluster()
+    world.run(1.5)
+    for agent in agents[:2]:
+        agent.ready()
+    world.run(START_SECONDS - 10.0)
+    assert world.job().phase == "forming"
+    agents[2].ready()
+    world.run(1.0)
+    assert len(world.job().members) == 3
+
+
+def test_a_lost_node_is_drained_and_never_set_down_and_the_others_go_on():
+    world, agents = cluster()
+    world.run(1.5)
+    trains(world, agents)
+    agents[2].silent = True
+    world.dead_nodes.add("n3")
+    world.run(8.0)
+    assert set(world.job().members) == {0, 1}
+    asked = {(call[0], call[3]) for call in world.slurm.calls}
+    assert ("drain", "n3") in asked and not any(action == "down" for action, _ in asked)
+    world.slurm.queue["1", 0]["node"] = "n[1-2]"  # Slurm takes it out of the allocation
+    world.run(70.0)
+    assert set(world.job().members) == {0, 1} and world.job().phase == "running"
+    assert by_node(world.slurm.elements()[0], world) == {0: "n1", 1: "n2"}
+    assert not OF_ELEMENTS & {call[0] for call in world.slurm.calls}
+    world.check_replay()
+
+
+def test_the_first_node_that_is_lost_leaves_the_others_their_numbers():
+    world, agents = cluster()
+    world.run(1.5)
+    trains(world, agents)
+    agents[0].silent = True
+    world.dead_nodes.add("n1")
+    world.slurm.queue["1", 0]["node"] = "n[2-3]"
+    world.run(8.0)
+    assert set(world.job().members) == {1, 2}
+    assert by_node(world.slurm.elements()[0], world) == {1: "n2", 2: "n3"}
+
+
+def test_an_agent_that_dies_does_not_come_back_and_nothing_waits_for_it():
+    world, agents = cluster()
+    world.run(1.5)
+    trains(world, agents)
+    agents[1].silent = agents[1].killed = True
+    world.run(8.0)
+    assert set(world.job().members) == {0, 2}
+    failure = world.job().failures[-1]
+    assert "goes on without the node" in failure.record.reason and failure.record.action == "none"
+    world.run(world.config.restart_seconds + 60.0)
+    assert not OF_ELEMENTS & {call[0] for call in world.slurm.calls}
+    assert not any(isinstance(event.record, records.ActionFailed) for event in world.log)
+
+
+def test_a_job_that_slurm_requeues_begins_on_its_new_nodes_under_the_same_id():
+    world, agents = cluster()
+    world.run(1.5)
+    trains(world, agents)
+    for agent in agents:
+        agent.silent = agent.killed = True
+    world.slurm.queue["1", 0] = entry(None, "PENDING", restarts=1)
+    world.run(3.0)
+    world.slurm.queue["1", 0] = entry("n[1,3-4]", restarts=1)
+    world.run(1.5)
+    again = [newcomer(world, element, node) for element, node in enumerate(("n1", "n3", "n4"))]
+    world.run(1.5)
+    assert world.job().nodes == ["n1", "n3", "n4"] and world.job().nodes_of_restart == 1
+    trains(world, again)
+    world.check_replay()
+
+
+def test_a_job_that_slurm_requeues_with_fewer_nodes_counts_them_anew():
+    world, agents = cluster()
+    world.run(1.5)
+    trains(world, agents)
+    for agent in agents:
+        agent.silent = agent.killed = True
+    world.slurm.queue["1", 0] = entry("n[1,3]", restarts=1)
+    world.run(8.0)
+    again = [newcomer(world, element, node, nodes=2) for element, node in enumerate(("n1", "n3"))]
+    world.run(1.5)
+    trains(world, again)
+    assert world.job().settings.max_nodes == 2
+
+
+@pytest.mark.parametrize(("left", "ended"), [("n[2-3]", True), ("n[1-3]", False)])
+def test_an_allocation_without_its_batch_host_is_ended_when_the_training_is(left, ended):
+    world, agents = cluster()
+    world.run(1.5)
+    trains(world, agents)
+    world.slurm.queue["1", 0]["node"] = left
+    for agent in agents:
+        for slot in agent.slots:
+            agent.set(slot, state="finished")
+    world.run(5.0)
+    assert world.job().ended is not None
+    assert (("cancel", "1", 1, "") in world.slurm.calls) is ended
+
+
+def test_other_jobs_do_not_get_the_nodes_of_an_allocation():
+    world, agents = cluster(nodes=3, there=4)
+    world.run(1.5)
+    trains(world, agents)
+    world.slurm.submit("2", 4, state="PENDING", reason="JobHeldUser")
+    world.slurm.queue["2", 0] |= {"state": "RUNNING", "node": "n4", "reason": ""}
+    world.run(1.5)
+    FakeAgent(world, "2", 0, "n4", nodes=4).register()
+    world.run(3.0)
+    assert world.core.state.assignment == {"2": 1}
