@@ -133,4 +133,4 @@ class JobOutput:
             os.write(self._descriptor, f"{log_line('warning', 'unicron', text)}\n".encode())
 
 
-standard_error = JobOutput(2)
+standard_output, standard_error = JobOutput(1), JobOutput(2)

@@ -16,7 +16,8 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
-from unicron.detector.processes.job_output import standard_error
+from unicron.detector.processes.job_output import standard_error, standard_output
+from unicron.detector.processes.rank_output import RankOutput
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -76,7 +77,9 @@ class Forked:
 
 class Child:
     """One supervised process in a process group of its own. Its standard error passes through, and its last lines are
-    kept. keep: descriptors that it inherits; stdin: its standard input, this process's own where none is given."""
+    kept. keep: descriptors that it inherits; stdin, stdout: its own, this process's where none is given.
+
+    output: where what it writes goes. stdout: the reading end of its standard output, where it is a pipe."""
 
     def __init__(
         self,
@@ -84,12 +87,14 @@ class Child:
         environment: Mapping[str, str],
         keep: Sequence[int] = (),
         stdin: int | None = None,
+        stdout: int | None = None,
     ):
         parent = os.getpid()
         process = subprocess.Popen(
             command,
             env=dict(environment),
             stdin=stdin,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             process_group=0,
             preexec_fn=lambda: _die_with_parent(parent),
@@ -120,6 +125,8 @@ class Child:
     def _adopt_process(self, process: subprocess.Popen[bytes] | Forked, stderr: int) -> None:
         self.started = time.monotonic()  # how long it lives does not change with the time of day
         self._process, self.stderr = process, stderr
+        self.output = RankOutput()
+        self.stdout: int | None = None
         os.set_blocking(self.stderr, False)
         self.pid = process.pid
         self.pidfd = os.pidfd_open(self.pid)
@@ -132,10 +139,21 @@ class Child:
             data = os.read(self.stderr, 65536)
         except BlockingIOError:
             return True
-        standard_error.write(data)
+        self.output.write(data, standard_error)
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._partial = _shown(self._partial)
         self._tail.extend(_shown(line).decode(errors="replace") for line in lines if line.strip())
+        return bool(data)
+
+    def pass_stdout(self) -> bool:
+        """Forward what the process wrote to standard output, where that is a pipe; False when it has closed it."""
+        if self.stdout is None:
+            return False
+        try:
+            data = os.read(self.stdout, 65536)
+        except BlockingIOError:
+            return True
+        self.output.write(data, standard_output)
         return bool(data)
 
     def tail(self) -> str:
@@ -158,12 +176,11 @@ class Child:
         if not self.ended(seconds):
             return None
         self.signal(signal.SIGKILL)
-        while self._readable() and self.pass_stderr():
+        while _readable(self.stderr, 0.0) and self.pass_stderr():
+            pass
+        while self.stdout is not None and _readable(self.stdout, 0.0) and self.pass_stdout():
             pass
         return self.poll()
-
-    def _readable(self) -> bool:
-        return _readable(self.stderr, 0.0)
 
     def signal(self, number: int) -> None:
         """Send a signal to the whole process group. Once it is reaped its number may be another's: that gets none."""
@@ -176,6 +193,8 @@ class Child:
         """Release the descriptors of an ended process."""
         os.close(self.pidfd)
         os.close(self.stderr)
+        if self.stdout is not None:
+            os.close(self.stdout)
 
 
 def _readable(descriptor: int, seconds: float) -> bool:

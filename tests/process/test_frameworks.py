@@ -20,6 +20,11 @@ from tests.support.processes import wait_for
 pytestmark = pytest.mark.process
 FRAMEWORKS = ("lightning", "accelerate")
 NODES, STEPS = 2, 40
+ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
+LAUNCHED = {
+    "lightning": [sys.executable],
+    "accelerate": [ACCELERATE, "launch", "--cpu", "--mixed_precision", "bf16"],  # left out, but for its variables
+}
 SETTINGS = "lease_periods = 4\nforming_settle_seconds = 4\njoin_after_seconds = 1\n"
 # What srun tells in the step of one element (Slurm 22.05).
 STEP = {
@@ -48,7 +53,7 @@ class Run:
     def __init__(self, folder: Path, address: str, framework: str, number: str):
         self.out = folder / framework
         self.out.mkdir()
-        command = [sys.executable, str(HERE / f"{framework}_train.py"), str(self.out), str(NODES), str(STEPS)]
+        command = [*LAUNCHED[framework], str(HERE / f"{framework}_train.py"), str(self.out), str(NODES), str(STEPS)]
         self.job = Job(folder, address, number, NODES, command, **STEP, UNICRON_MIN_NODES=str(NODES))
         self._killed = False
 

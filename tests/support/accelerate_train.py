@@ -19,7 +19,7 @@ OUT, NODES, STEPS = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 
 def main() -> None:
     accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == NODES
+    assert (accelerator.num_processes, accelerator.mixed_precision) == (NODES, "bf16")
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = DataLoader(TensorDataset(torch.ones(4096, 4)), batch_size=4)

@@ -15,6 +15,7 @@ def _types() -> dict[str, object]:
     """Command -> the type of its JSON."""
     from unicron.ctl.cli.classify import Classified
     from unicron.ctl.cli.config_check import ConfigReport
+    from unicron.ctl.cli.logs import LogLine
     from unicron.ctl.cli.pair_test import PairReport
     from unicron.ctl.cli.simulate import PolicyResult
     from unicron.ctl.lab.cluster.cluster_status import ClusterStatus
@@ -25,6 +26,7 @@ def _types() -> dict[str, object]:
         "jobs": list[answer_schema.Job],
         "nodes": list[answer_schema.Node],
         "events": answer_schema.Event,
+        "logs": LogLine,
         "explain": answer_schema.Explanation,
         "inject": answer_schema.Injected,
         "punish": answer_schema.Injected,
@@ -43,7 +45,7 @@ def _types() -> dict[str, object]:
 def command(words: tuple[str, ...]) -> None:
     """Print the JSON Schema of COMMAND's JSON; without COMMAND, list the commands that have one.
 
-    The schemas of `events`, `punish` and `classify` are those of one line.
+    The schemas of `events`, `logs`, `punish` and `classify` are those of one line.
     """
     types, name = _types(), " ".join(words)
     if not name:

@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("unicron.ctl.cli.explain:command", "Explain why a job was treated as it was."),
     "inject": ("unicron.ctl.cli.inject:command", "Break a rank on purpose, where the configuration allows it."),
     "jobs": ("unicron.ctl.cli.jobs:command", "List protected jobs."),
+    "logs": ("unicron.ctl.cli.logs:command", "Show the output of a job's ranks, in the order of time."),
     "nodes": ("unicron.ctl.cli.nodes:command", "List nodes and who uses them."),
     "pair-test": ("unicron.ctl.cli.pair_test:command", "Find the bad node by tests between pairs of nodes."),
     "plan": ("unicron.ctl.cli.plan:command", "Compute the best assignment of nodes to jobs."),

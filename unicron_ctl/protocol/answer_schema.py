@@ -226,11 +226,13 @@ class Alternative(msgspec.Struct, kw_only=True):
 class Explanation(JobBase, kw_only=True):
     """The answer of `unicronctl explain`, for owner and admins only.
 
-    cold, forgets: reason -> slots. bounds: what limits the job's part of the plan. waiting: pending elements.
-    alternative: the planner's choice of this moment, which `unicronctl` adds; null where there is nothing to choose.
+    log_dir: with a file for each rank's output, or empty. cold, forgets: reason -> slots. bounds: what limits the job's
+    part of the plan. waiting: pending elements. alternative: the planner's choice of this moment, which `unicronctl`
+    adds; null where there is nothing to choose.
     """
 
     mode_reason: str
+    log_dir: str
     cold: dict[str, list[int]]
     forgets: dict[str, list[int]]
     plan_reason: str

@@ -34,6 +34,16 @@ OF_JOBS = (
         f"modules that are already imported when a rank starts, separated by commas ({_WARM})",
         "the script's first imports",
     ),
+    Variable(
+        "UNICRON_LOG_DIR",
+        "folder for the files `JOB/rank-N.log`, one for each rank, which `unicronctl logs JOB` merges",
+        "none",
+    ),
+    Variable(
+        "UNICRON_CONSOLE_RANKS",
+        "the local ranks whose output the job's own log shows, as in `0,1`, or `none`",
+        "all",
+    ),
     Variable("UNICRON_WARM", "0: ranks start cold", "1"),
     Variable(
         "UNICRON_FIRST_STEP",

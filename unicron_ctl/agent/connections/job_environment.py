@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
@@ -20,6 +21,7 @@ from unicron.ctl.slurm.squeue import hosts
 from unicron.ctl.system.addresses import canonical, endpoint, resolve
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
+LOGS = "UNICRON_LOG_DIR"
 LAUNCH = "_UNICRON_LAUNCH"  # which launch of a shell script this agent is (agent/start/launcher_shells.py)
 ADDRESS_SECONDS = 1.5  # for one of the controller's addresses to accept, where it has several
 # From here on step numbers are Slurm's own (slurm.h); as signed ones they are -16 to -1. From 26.05 on it gives one to
@@ -114,6 +116,12 @@ def memory_rate(environment: Mapping[str, str]) -> float:
     return rate * 1e6
 
 
+def log_folder(environment: Mapping[str, str], job: str) -> Path | None:
+    """The folder with a file for each rank's output; None where nobody asked for them."""
+    said = environment.get(LOGS, "")
+    return Path(said).absolute() / job if said else None
+
+
 def _set(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that are not empty."""
     return {name: value for name, value in environment.items() if value}
@@ -161,6 +169,7 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
             copies=int(number(_set(environment), "UNICRON_STATE_COPIES", "1", least=0, most=ranges.MOST_COPIES)),
             spares=int(number(environment, "UNICRON_SPARES", "0", least=0, most=ranges.MOST_ELEMENTS)),
             allocation=allocation,
+            log_dir=str(log_folder(environment, job) or "")[: ranges.TEXT],
         ),
     )
 

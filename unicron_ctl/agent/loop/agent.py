@@ -38,6 +38,7 @@ from unicron.ctl.protocol import wire
 from unicron.detector.processes.rank_messages import Save, Saved, Step, Timing, ToRank
 from unicron.detector.processes.supervise import adopt_orphans
 
+LOGS_SECONDS = 2.0  # without progress, for the files with the ranks' output
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
 
 
@@ -156,6 +157,7 @@ class Agent:
             ("save the training state", lambda: self._ending.save()),
             ("end the store", self._store.close),
             ("end the zygote", self._host.warm_start.close),
+            ("end the ranks' files", partial(self._host.logs.close, LOGS_SECONDS)),
             ("give up what ranks left behind", partial(adopt_orphans, False)),
             ("end the metrics", self._reports.sampling.close),
             ("close the line to the controller", self._net.line.close),

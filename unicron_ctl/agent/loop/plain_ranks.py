@@ -142,6 +142,8 @@ class RestartAgent(Agent):
     def __init__(self, place: Place, command: Sequence[str], address: str):
         super().__init__(place, command, address)
         self._plain = {slot: PlainRank(slot, local, self.command) for local, slot in enumerate(place.slots)}
+        for rank in self._plain.values():
+            rank.logs = self._host.logs
         self.ranks.update(self._plain)
         self._store = FreePort()
         self._snapshots.copies.plain = True

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from unicron.ctl.agent.connections.connections import Connections
 from unicron.ctl.agent.connections.job_environment import Place
+from unicron.ctl.agent.ranks.rank_logs import RankLogs
 from unicron.ctl.agent.ranks.rank_processes import Processes
 from unicron.ctl.agent.ranks.ranks import Environment, Rank, rank_environment
 from unicron.ctl.agent.ranks.warm_start import WarmStart
@@ -16,13 +17,14 @@ from unicron.ctl.agent.ranks.warm_start import WarmStart
 class RankHost:
     """An agent's ranks, and what runs their processes.
 
-    ranks: by slot. environment: of a slot's process.
+    ranks: by slot. environment: of a slot's process. logs: where the output of their processes goes.
     """
 
     ranks: dict[int, Rank]
     environment: Environment
     processes: Processes
     warm_start: WarmStart
+    logs: RankLogs
 
 
 def host_ranks(
@@ -41,4 +43,7 @@ def host_ranks(
     ranks = {slot: Rank(slot, local, command, made) for local, slot in enumerate(place.slots)}
     processes = Processes(net, hear, ended, tell)
     warm_start = WarmStart(ranks, command, net, processes.attend)
-    return RankHost(ranks, made, processes, warm_start)
+    logs = RankLogs(environment, place.job)
+    for rank in ranks.values():
+        rank.logs = logs
+    return RankHost(ranks, made, processes, warm_start, logs)

@@ -11,7 +11,7 @@ import zmq
 from unicron.ctl.agent.connections.connections import Connections
 from unicron.ctl.agent.connections.containment import reason
 from unicron.ctl.agent.ranks.ranks import Rank
-from unicron.detector.processes.job_output import standard_error
+from unicron.detector.processes.job_output import JobOutput, standard_error, standard_output
 from unicron.detector.processes.supervise import Child
 
 HOLD_SECONDS = 0.02  # between two looks whether the job's log has taken what waits for it
@@ -30,7 +30,8 @@ class Processes:
     ) -> None:
         self._polling, self._line, self._log = net.polling, net.ranks, net.log
         self._hear, self._ended, self._tell = hear, ended, tell
-        self._held: list[Child] = []  # whose output waits until the job's log has taken more
+        # Descriptors with output that waits until the job's log has taken more, with what passes it on.
+        self._held: dict[int, tuple[JobOutput, Callable[[], bool]]] = {}
 
     def start(self, rank: Rank, incarnation: int) -> None:
         """The rank's next process."""
@@ -50,10 +51,10 @@ class Processes:
 
     def on_timer(self, ranks: Iterable[Rank]) -> None:
         """Try again to start processes that could not be started, and to pass on output that had to wait."""
-        if self._held and not standard_error.full:
-            for child in self._held:
-                self._polling.watch(child.stderr, partial(self._pass_stderr, child))
-            self._held = []
+        for descriptor, (job, take) in list(self._held.items()):
+            if not job.full:
+                del self._held[descriptor]
+                self._polling.watch(descriptor, partial(self._pass_output, descriptor, job, take))
         for rank in ranks:
             if rank.again is not None and time.monotonic() >= rank.again:
                 rank.retry()
@@ -63,28 +64,39 @@ class Processes:
         """Listen to its new process, and tell the controller of it."""
         if rank.child is not None:
             self._polling.watch(rank.child.pidfd, partial(self._collect, rank))
-            self._polling.watch(rank.child.stderr, partial(self._pass_stderr, rank.child))
+            for descriptor, job, take in self._streams(rank.child):
+                self._polling.watch(descriptor, partial(self._pass_output, descriptor, job, take))
         elif rank.again is not None:
             self._log.warn_once(f"couldn't start the process of slot {rank.slot}: {rank.short}; it is tried again")
         elif rank.status.exit is not None:
             self._log.warn(rank.status.exit.last_line)
         self._tell()
 
-    def _pass_stderr(self, child: Child) -> None:
-        if standard_error.full:
-            self._polling.unwatch(child.stderr)
-            self._held.append(child)
-        elif not child.pass_stderr():
-            self._polling.unwatch(child.stderr)
+    @staticmethod
+    def _streams(child: Child) -> list[tuple[int, JobOutput, Callable[[], bool]]]:
+        streams: list[tuple[int, JobOutput, Callable[[], bool]]] = [(child.stderr, standard_error, child.pass_stderr)]
+        if child.stdout is not None:
+            streams.append((child.stdout, standard_output, child.pass_stdout))
+        return streams
+
+    def _pass_output(self, descriptor: int, job: JobOutput, take: Callable[[], bool]) -> None:
+        if job.full:
+            self._polling.unwatch(descriptor)
+            self._held[descriptor] = job, take
+        elif not take():
+            self._polling.unwatch(descriptor)
 
     def _collect(self, rank: Rank) -> None:
         child = rank.child
         if child is None:
             return
         self._polling.unwatch(child.pidfd)
-        self._polling.unwatch(child.stderr)
-        self._held = [held for held in self._held if held is not child]
+        for descriptor, _, _ in self._streams(child):
+            self._polling.unwatch(descriptor)
+            self._held.pop(descriptor, None)
         self._hear()  # what it said last, its exception above all, comes before its end
         rank.collect()
+        if not child.output.shown and rank.status.exit is not None:
+            standard_error.write(f"{child.tail()}\n".encode())  # the job's log shows why it has failed
         self._ended(rank)
         self._tell()

@@ -14,6 +14,7 @@ import msgspec
 import unicron
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.ranks.placeholders import fill_variables, fill_words
+from unicron.ctl.agent.ranks.rank_logs import RankLogs
 from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter
 from unicron.ctl.protocol import ranges, structs
 from unicron.detector.failures.classify import default_classifier
@@ -43,8 +44,8 @@ class Rank:
     """One slot: its present process and the status that follows from it.
 
     starter: from which its processes come; coming: the one that is being forked; cold: why its last process was started
-    cold, empty for a warm one. again: when a process that could not be started is tried again (monotonic), None when
-    nothing is; short: of what the node is short then.
+    cold, empty for a warm one. logs: where their output goes. again: when a process that could not be started is tried
+    again (monotonic), None when nothing is; short: of what the node is short then.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Rank:
     ):
         self.slot, self.local = slot, local
         self._command, self._environment, self.starter = command, environment, starter
+        self.logs: RankLogs | None = None
+        self._stdout: tuple[int, int] | None = None  # reading and writing end of the next process's standard output
         self.child: Child | None = None
         self.coming: Coming | None = None
         self.cold = self.short = ""
@@ -82,7 +85,9 @@ class Rank:
     def _try(self, environment: Mapping[str, str]) -> None:
         self.cold, self.again, self._wanted = "", None, environment
         try:
-            self.coming = self.starter.request_fork(environment)
+            piped = self.logs is not None and self.logs.output(self.local, environment).piped
+            self._stdout = os.pipe() if piped else None
+            self.coming = self.starter.request_fork(environment, stdout=self._stdout[1] if self._stdout else 1)
         except OSError as error:
             self._failed(error)
             return
@@ -102,12 +107,14 @@ class Rank:
     def _begin_cold(self, environment: Mapping[str, str], why: str) -> None:
         self.cold = why
         try:
-            self._has(Child(fill_words(self._command, environment), environment))
+            stdout = self._stdout[1] if self._stdout else None
+            self._has(Child(fill_words(self._command, environment), environment, stdout=stdout))
         except (OSError, MemoryError) as error:
             self._failed(error)
 
     def _failed(self, error: OSError | MemoryError) -> None:
         """What the node is short of may be free soon: it is tried again, and then counts as exited."""
+        self._close_stdout()
         why = getattr(error, "strerror", "") or str(error) or type(error).__name__
         passes = isinstance(error, MemoryError) or error.errno in PASSING
         if passes and (now := time.monotonic()) < self._tries_until:
@@ -117,6 +124,13 @@ class Rank:
 
     def _has(self, child: Child) -> None:
         self.child = child
+        if self.logs is not None:
+            child.output = self.logs.output(self.local, self._wanted)
+        if self._stdout is not None:
+            child.stdout, theirs = self._stdout
+            os.set_blocking(child.stdout, False)
+            os.close(theirs)
+            self._stdout = None
         self.status.pid, self.status.changed = child.pid, time.time()
 
     def _ends(self, code: int, why: str) -> None:
@@ -204,6 +218,12 @@ class Rank:
         if self.coming is not None:
             self.coming.drop()
             self.coming = None
+        self._close_stdout()
+
+    def _close_stdout(self) -> None:
+        for end in self._stdout or ():
+            os.close(end)
+        self._stdout = None
 
 
 def last_words(tail: str) -> str:
@@ -232,6 +252,7 @@ def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> N
     while time.monotonic() < deadline and any(not child.ended() for child in children):
         for child in children:
             child.pass_stderr()  # a full pipe would keep it from ending
+            child.pass_stdout()
         time.sleep(0.01)
     for child in children:
         if not child.ended():

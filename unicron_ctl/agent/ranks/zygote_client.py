@@ -95,8 +95,9 @@ class Starter(Protocol):
 
     why: str
 
-    def request_fork(self, environment: Mapping[str, str]) -> Coming | None:
-        """A warm process with this environment; None where it has to start cold."""
+    def request_fork(self, environment: Mapping[str, str], *, stdout: int = 1) -> Coming | None:
+        """A warm process with this environment; None where it has to start cold. `stdout` stays open until it has
+        settled."""
 
 
 class AlwaysCold:
@@ -105,7 +106,7 @@ class AlwaysCold:
     def __init__(self, why: str) -> None:
         self.why = why
 
-    def request_fork(self, environment: Mapping[str, str]) -> Coming | None:
+    def request_fork(self, environment: Mapping[str, str], *, stdout: int = 1) -> Coming | None:
         """None."""
         return None
 

@@ -18,7 +18,7 @@ from unicron.ctl.agent.start.not_taken import NotTaken
 
 SECONDS = 300.0  # for importing torch from a slow file system
 # What the launcher says of the rendezvous is the agent's to say.
-NOT_TAKEN = {"MASTER_ADDR", "MASTER_PORT", "UNICRON_ACCELERATE_TOLD"}
+NOT_TAKEN = {"MASTER_ADDR", "MASTER_PORT", "_UNICRON_ACCELERATE_TOLD"}
 
 # Runs in the job's Python, which need not have Unicron.
 PROGRAM = """
@@ -29,7 +29,7 @@ import torch.distributed.run as torchrun
 
 def tell(**told):
     changed = {name: value for name, value in told.pop("environment").items() if before.get(name) != value}
-    with open(os.environ["UNICRON_ACCELERATE_TOLD"], "w") as file:
+    with open(os.environ["_UNICRON_ACCELERATE_TOLD"], "w") as file:
         json.dump(dict(told, environment=changed, machines=int(args.num_machines or 1)), file, default=str)
     sys.stderr.flush()
     os._exit(0)
@@ -58,7 +58,7 @@ def ask_accelerate(python: Sequence[str], words: Sequence[str]) -> dict[str, Any
     """
     with tempfile.TemporaryDirectory(prefix="unicron-accelerate-") as folder:
         told = os.path.join(folder, "told")
-        environment = os.environ | {"UNICRON_ACCELERATE_TOLD": told}
+        environment = os.environ | {"_UNICRON_ACCELERATE_TOLD": told}
         try:
             done = subprocess.run(
                 [*python, "-c", PROGRAM, *words],

@@ -14,6 +14,7 @@ import click
 
 import unicron
 from unicron.ctl.agent.connections.containment import reason
+from unicron.ctl.agent.ranks.rank_logs import shown_ranks
 from unicron.ctl.agent.ranks.warm_commands import wanted
 from unicron.ctl.agent.start import launcher_shells, launchers, untouched
 from unicron.ctl.agent.start.bare import without_agent
@@ -105,7 +106,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     try:
         chosen, place, words, seconds = prepare(controller, mode, rank_command)
         from unicron.ctl.agent.start.unprotected import run_unprotected
-        from unicron.detector.processes.job_output import standard_error
+        from unicron.detector.processes.job_output import standard_error, standard_output
     except UserError:
         if os.environ.get(untouched.BY_DEFAULT) == "1":
             untouched.become(command, outside)  # nobody has asked for what cannot be done
@@ -130,6 +131,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", told_launcher, place.warning)):
             agent.log.inform(told)
         status = agent.run()
+        standard_output.flush(FLUSH_SECONDS)
         standard_error.flush(FLUSH_SECONDS)
         place = place.alone() if agent.registration.alone else place
         return run_unprotected(place, words, agent.registration.refusal) if status is None else status
@@ -189,6 +191,7 @@ def prepare(
     if place.settings.layouts and chosen.launched:
         said = f"{LAYOUTS} is for scripts that take their layout from UNICRON_LAYOUT, and Megatron-LM's own do not"
         raise UserError(f"{said}: unset it", WRONG_USE)
+    shown_ranks(os.environ)
     wanted(os.environ)  # a value that makes no sense is refused before anything starts
     seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
     return chosen, place, launched(command) if chosen.launched else command, seconds

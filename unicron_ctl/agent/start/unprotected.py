@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -12,13 +13,14 @@ from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.connections.job_log import JobLog
 from unicron.ctl.agent.connections.signals import ENDING, ENDING_SECONDS, SignalPipe
 from unicron.ctl.agent.ranks.placeholders import fill_words
+from unicron.ctl.agent.ranks.rank_logs import RankLogs
 from unicron.ctl.agent.ranks.rank_processes import HOLD_SECONDS
 from unicron.ctl.agent.ranks.ranks import CANNOT_START, STOP_SECONDS, package_path, stop_children
 from unicron.ctl.agent.ranks.static_world import outside_the_step, static_world
 from unicron.ctl.agent.start import bare
 from unicron.ctl.agent.start.resources import FOR_A_RANK, descriptors_short
 from unicron.ctl.system.errors import UserError
-from unicron.detector.processes.job_output import standard_error
+from unicron.detector.processes.job_output import standard_error, standard_output
 from unicron.detector.processes.supervise import Child, shell_status
 
 FLUSH_SECONDS = 2.0  # without progress, for the log
@@ -39,11 +41,12 @@ def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
     mine = outside_the_step(os.environ) if "SLURM_ARRAY_TASK_ID" in os.environ else dict(os.environ)
     base = mine | {"PYTHONPATH": package_path(os.environ)}
     environments = [world.environment(local, base) for local in range(world.ranks_per_node)]
-    if len(environments) == 1:
+    logs = RankLogs(os.environ, place.job)
+    if len(environments) == 1 and not logs.output(0, environments[0]).piped:
         _become(command, environments[0])
     if descriptors_short(FOR_A_RANK * (len(environments) + 1)):
         return bare.run_all([fill_words(command, each) for each in environments], environments)
-    return _Ranks(command, environments, JobLog(place)).run()
+    return _Ranks(command, environments, JobLog(place), logs).run()
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -56,16 +59,16 @@ def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 class _Ranks:
     """The node's ranks as children: the first that fails ends the others, signals are passed on."""
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], log: JobLog):
-        self._signals = SignalPipe()
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], log: JobLog, logs: RankLogs):
+        self._signals, self._logs = SignalPipe(), logs
         self._poll = select.poll()
         self._poll.register(self._signals, select.POLLIN)
         self._running: list[Child] = []
         self._status = 0
         self._patience = STOP_SECONDS
-        for environment in environments:
+        for local, environment in enumerate(environments):
             try:
-                child = Child(fill_words(command, environment), environment)
+                child = self._start(fill_words(command, environment), environment, local)
             except OSError as error:
                 log.warn(f"cannot start {command[0]}: {error.strerror}")
                 self._status = CANNOT_START
@@ -73,6 +76,25 @@ class _Ranks:
             self._running.append(child)
             self._poll.register(child.pidfd, select.POLLIN)
             self._poll.register(child.stderr, select.POLLIN)
+            if child.stdout is not None:
+                self._poll.register(child.stdout, select.POLLIN)
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], local: int) -> Child:
+        """Raises OSError."""
+        output = self._logs.output(local, environment)
+        if not output.piped:
+            return Child(command, environment)
+        stdout, theirs = os.pipe()
+        try:
+            child = Child(command, environment, stdout=theirs)
+        except OSError:
+            os.close(stdout)
+            raise
+        finally:
+            os.close(theirs)
+        os.set_blocking(stdout, False)
+        child.stdout, child.output = stdout, output
+        return child
 
     def run(self) -> int:
         """Wait until all have ended. Returns the exit status of the first that failed, as a shell shows it."""
@@ -82,6 +104,8 @@ class _Ranks:
         while self._running:
             self._collect(self._running[0])
         self._signals.close()
+        self._logs.close(FLUSH_SECONDS)
+        standard_output.flush(FLUSH_SECONDS)
         standard_error.flush(FLUSH_SECONDS)
         return self._status
 
@@ -96,16 +120,17 @@ class _Ranks:
                 time.sleep(HOLD_SECONDS)
             elif child.stderr in ready and not child.pass_stderr():
                 self._poll.unregister(child.stderr)
+            if child.stdout in ready and not child.pass_stdout():
+                self._poll.unregister(child.stdout)
             if child.pidfd in ready:
                 self._collect(child)
 
     def _collect(self, child: Child) -> None:
         code = child.reap(5.0)
-        for descriptor in (child.pidfd, child.stderr):
-            try:
-                self._poll.unregister(descriptor)
-            except KeyError:
-                pass
+        for descriptor in (child.pidfd, child.stderr, child.stdout):
+            if descriptor is not None:
+                with contextlib.suppress(KeyError):
+                    self._poll.unregister(descriptor)
         child.close()
         self._running.remove(child)
         self._status = self._status or shell_status(-9 if code is None else code)

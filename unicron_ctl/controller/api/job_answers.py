@@ -64,6 +64,7 @@ def explanation(core: Core, state: JobState) -> schema.Explanation:
     return schema.Explanation(
         **asdict(_base(core, state)),
         mode_reason=state.settings.mode_reason,
+        log_dir=state.settings.log_dir,
         cold=view.cold() if not state.ended else {},
         forgets=view.forgets() if not state.ended else {},
         plan_reason=report.reasons.get(state.job, "") if report else "",

@@ -29,7 +29,7 @@ NODE_KEYS = set(
     "last_event health pair_test unverified suspect admission".split()
 )
 EXPLAIN_KEYS = set(
-    "job name mode mode_reason state generation layout layouts planned_layout replica replicas standbys spares "
+    "job name mode mode_reason log_dir state generation layout layouts planned_layout replica replicas standbys spares "
     "spares_wanted spares_ready ended set_aside waits nan_since cold forgets planned_nodes plan_reason plan_trigger "
     "bounds waiting decisions failures".split()
 )
