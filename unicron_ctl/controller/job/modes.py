@@ -49,8 +49,9 @@ class Session:
         return arrival
 
     def least(self, job: JobState) -> int:
-        """The fewest nodes with which it may form when no more are to be had."""
-        return 1
+        """The fewest nodes with which it may form when no more are to be had. A job that has trained goes on with
+        whatever is left."""
+        return 1 if job.generation else least_to_begin(job)
 
     def join_delay(self, config: ControllerConfig) -> float:
         """Newcomers are taken in together when no other has come for so many seconds."""
@@ -75,6 +76,11 @@ class Session:
     def report(self, view: View, job: JobView, said: NewcomersSaid) -> Outcome:
         """What goes on record of a running job. Called at every tick."""
         return Outcome()
+
+
+def least_to_begin(job: JobState) -> int:
+    """The fewest nodes with which the job begins."""
+    return min(job.settings.min_nodes, job.settings.max_nodes)
 
 
 def _nobody(view: View, job: JobView) -> str:
@@ -105,7 +111,7 @@ class Restart:
 
     def least(self, job: JobState) -> int:
         """The script may be told no smaller world."""
-        return min(job.settings.min_nodes, job.settings.max_nodes)
+        return least_to_begin(job)
 
     def join_delay(self, config: ControllerConfig) -> float:
         return config.join_after_seconds

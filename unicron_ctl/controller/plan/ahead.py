@@ -52,7 +52,7 @@ class Ahead:
     ) -> tuple[Plan, bool]:
         """The plan, and whether it was looked up."""
         found = self._look_up(jobs, nodes)
-        if found is not None and not any(job.alive and not found.assignment[job.job] for job in jobs):
+        if found is not None and not any(job.holds_state and not found.assignment[job.job] for job in jobs):
             return found, True
         return planning.plan(jobs, nodes, mtbf_node_hours, transition_seconds), False
 

@@ -248,6 +248,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
         unit_of(view, job),
         working=min(most, view.job(job).wanted),
         wait_seconds=_wait_seconds(view, listing, within) if job.settings.spares else 0.0,
+        trained=job.generation > 0,
         owner=owner(view, job, next(iter(elements), None)),
     )
     return job_layouts.with_layouts(view, job, found, _gres(listing, within), within.peak)

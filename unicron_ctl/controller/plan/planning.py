@@ -23,7 +23,8 @@ class JobInput:
     run in several, aggregate FLOP/s by layout and node count, in place of the rates; layout: the one that it is in.
     restart_seconds: what it costs to start it in another one. working: how many of max_nodes train at most, 0 for all;
     those above are hot spares, and without one a lost node's place stays empty for wait_seconds. owner: whose FLOP/s
-    its own are compared with; a job without one is compared with itself only.
+    its own are compared with; a job without one is compared with itself only. trained: it has begun, so that it may
+    have a state to lose; one that has not yet gives up nodes that are too few to begin with.
     """
 
     job: str
@@ -44,6 +45,12 @@ class JobInput:
     working: int = 0
     wait_seconds: float = 0.0
     owner: str = ""
+    trained: bool = True
+
+    @property
+    def holds_state(self) -> bool:
+        """Its nodes may hold a training state that is nowhere else."""
+        return self.trained and self.alive > 0
 
     @property
     def whose(self) -> str:
@@ -122,7 +129,7 @@ def scenario(
                 spares=spares(job, usual, mtbf_node_hours),
                 owner=job.whose,
                 unit=job.unit,
-                keep=min(job.alive, job.unit),
+                keep=min(job.alive, job.unit) if job.trained else 0,
             )
             for job in jobs
         ),
@@ -153,7 +160,7 @@ def plan(
         free, kept = list(own), dict[str, int]()
         while free:
             found = best(whole, free, max(0, room - sum(kept.values())))
-            starved = [by_name[job.name] for job in free if by_name[job.name].alive and not found[job.name]]
+            starved = [by_name[job.name] for job in free if by_name[job.name].holds_state and not found[job.name]]
             if not starved:
                 return kept | found
             # The job that weighs most keeps its place first: with too few nodes for all, the others are asked again.
