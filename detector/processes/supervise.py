@@ -15,8 +15,9 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from unicron.detector.processes.job_output import standard_error, standard_output
+from unicron.detector.processes.job_output import JobOutput, standard_error, standard_output
 from unicron.detector.processes.rank_output import RankOutput
 
 PR_SET_PDEATHSIG = 1
@@ -60,6 +61,29 @@ def _shown(line: bytes) -> bytes:
     return line if len(line) <= LINE_BYTES else line[:half] + line[-half:]
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a process's output goes, and on which CPUs it runs: by default where those of this process do.
+
+    stdout: a descriptor. out, err: take what was read of its standard output, where that is a pipe, and of its standard
+    error. cpus: empty for those of this process.
+    """
+
+    stdout: int | None = None
+    out: JobOutput = standard_output
+    err: JobOutput = standard_error
+    cpus: frozenset[int] = frozenset()
+
+    def bind(self) -> None:
+        """This process runs on these CPUs, where Slurm lets it."""
+        if self.cpus:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, self.cpus)
+
+
+USUAL = Surroundings()
+
+
 class Forked:
     """A child of this process that another process has forked, with what :class:`Child` needs of a Popen."""
 
@@ -77,7 +101,7 @@ class Forked:
 
 class Child:
     """One supervised process in a process group of its own. Its standard error passes through, and its last lines are
-    kept. keep: descriptors that it inherits; stdin, stdout: its own, this process's where none is given.
+    kept. keep: descriptors that it inherits; stdin: its own, this process's where none is given.
 
     output: where what it writes goes. stdout: the reading end of its standard output, where it is a pipe."""
 
@@ -87,24 +111,29 @@ class Child:
         environment: Mapping[str, str],
         keep: Sequence[int] = (),
         stdin: int | None = None,
-        stdout: int | None = None,
+        surroundings: Surroundings = USUAL,
     ):
         parent = os.getpid()
+
+        def prepare() -> None:
+            _die_with_parent(parent)
+            surroundings.bind()
+
         process = subprocess.Popen(
             command,
             env=dict(environment),
             stdin=stdin,
-            stdout=stdout,
+            stdout=surroundings.stdout,
             stderr=subprocess.PIPE,
             process_group=0,
-            preexec_fn=lambda: _die_with_parent(parent),
+            preexec_fn=prepare,
             pass_fds=keep,
         )
         assert process.stderr is not None
         stderr = -1
         try:
             stderr = os.dup(process.stderr.fileno())
-            self._adopt_process(process, stderr)
+            self._adopt_process(process, stderr, surroundings)
         except OSError:  # without a handle on it nobody would end it
             process.kill()
             process.wait()
@@ -115,14 +144,15 @@ class Child:
             process.stderr.close()
 
     @classmethod
-    def forked(cls, pid: int, stderr: int) -> Child:
+    def forked(cls, pid: int, stderr: int, surroundings: Surroundings = USUAL) -> Child:
         """A child of this process that another one has forked, in a process group of its own; `stderr` is the reading
         end of its standard error."""
         child = cls.__new__(cls)
-        child._adopt_process(Forked(pid), stderr)
+        child._adopt_process(Forked(pid), stderr, surroundings)
         return child
 
-    def _adopt_process(self, process: subprocess.Popen[bytes] | Forked, stderr: int) -> None:
+    def _adopt_process(self, process: subprocess.Popen[bytes] | Forked, stderr: int, around: Surroundings) -> None:
+        self.surroundings = around
         self.started = time.monotonic()  # how long it lives does not change with the time of day
         self._process, self.stderr = process, stderr
         self.output = RankOutput()
@@ -139,7 +169,7 @@ class Child:
             data = os.read(self.stderr, 65536)
         except BlockingIOError:
             return True
-        self.output.write(data, standard_error)
+        self.output.write(data, self.surroundings.err)
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._partial = _shown(self._partial)
         self._tail.extend(_shown(line).decode(errors="replace") for line in lines if line.strip())
@@ -153,7 +183,7 @@ class Child:
             data = os.read(self.stdout, 65536)
         except BlockingIOError:
             return True
-        self.output.write(data, standard_output)
+        self.output.write(data, self.surroundings.out)
         return bool(data)
 
     def tail(self) -> str:

@@ -310,7 +310,7 @@ class Zygote:
                 request = json.load(file)
             answer = self._refusal(request["environment"], message.get("asked", time.monotonic()))
             if answer is None:
-                pid = self._fork(request["environment"], files[1:])
+                pid = self._fork(request["environment"], request.get("cpus", []), files[1:])
                 if pid == 0:
                     words: list[str] = request["words"]
                     return words
@@ -326,8 +326,8 @@ class Zygote:
             return {"cold": f"its imports depend on {name}, which this rank has otherwise"}
         return None
 
-    def _fork(self, environment: Mapping[str, str], streams: list[int]) -> int:
-        """A grandchild that becomes the agent's child; returns its pid, and 0 in it."""
+    def _fork(self, environment: Mapping[str, str], cpus: list[int], streams: list[int]) -> int:
+        """A grandchild that becomes the agent's child; returns its pid, and 0 in it. cpus: see :meth:`_become`."""
         read, write = os.pipe()
         middle = os.fork()
         if middle == 0:
@@ -343,7 +343,7 @@ class Zygote:
                 os.write(write, str(rank).encode())
                 os._exit(0)
             os.close(write)
-            self._become(between, environment, streams)
+            self._become(between, environment, cpus, streams)
             return 0
         os.close(write)
         os.waitpid(middle, 0)
@@ -351,8 +351,9 @@ class Zygote:
         os.close(read)
         return int(text or -1)
 
-    def _become(self, between: int, environment: Mapping[str, str], streams: list[int]) -> None:
-        """Become what a new process of the agent's would be. Called in the rank."""
+    def _become(self, between: int, environment: Mapping[str, str], cpus: list[int], streams: list[int]) -> None:
+        """Become what a new process of the agent's would be. Called in the rank. cpus: on which it runs, where they
+        are not the agent's."""
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         adopt(self._agent, between)
@@ -367,6 +368,9 @@ class Zygote:
             os._exit(128 + signal.SIGKILL)  # the agent has given up waiting for it
         os.close(streams[2])
         restore(os.environ, environment, self._written)
+        if cpus:
+            with contextlib.suppress(OSError):  # Slurm lets nobody out of the step's own
+                os.sched_setaffinity(0, cpus)
         self._seeds.renew()
 
 

@@ -24,6 +24,7 @@
 
 #include "agent.h"
 #include "launch.h"
+#include "tasks.h"
 
 static const char *base_name(const char *path)
 {
@@ -104,7 +105,7 @@ static const char *prepend(spank_t sp, const char *agent, char **argv)
 
 #endif
 
-void agent_wrap(spank_t sp, const char *agent)
+void agent_wrap(spank_t sp, const char *agent, uint32_t local)
 {
 	int argc = 0;
 	char **argv = NULL;
@@ -124,6 +125,8 @@ void agent_wrap(spank_t sp, const char *agent)
 		reason = UNICRON_LAUNCHER " isn't installed beside the plugin; install it with make install";
 	else if (!launcher_runs())
 		reason = UNICRON_LAUNCHER " cannot be executed here, as in a container of another system";
+	else if (tasks_keep(sp, local) < 0)
+		reason = "Slurm refused the longer environment";
 	else
 		reason = prepend(sp, agent, argv);
 

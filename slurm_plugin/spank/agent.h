@@ -13,9 +13,10 @@ spank_err_t spank_prepend_task_argv(spank_t sp, int argc, const char *argv[]);
 
 /*
  * Puts the launcher of "AGENT run --" in front of the command of the task that is about to start. To be called from slurm_spank_task_init,
- * as the user. When that cannot be done, one line on the task's stderr says so, and the command runs unprotected.
+ * as the user. When that cannot be done, one line on the task's stderr says so, and the command runs unprotected. local: the task's
+ * number on its node; where there are several, the first becomes the agent and the others wait for their rank (tasks.h).
  */
-void agent_wrap(spank_t sp, const char *agent);
+void agent_wrap(spank_t sp, const char *agent, uint32_t local);
 
 /* Leaves the launcher's name to agent_wrap: for tests, which have no unicron-launch beside them. */
 void agent_set_launcher(const char *path);

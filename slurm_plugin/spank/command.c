@@ -360,3 +360,81 @@ struct command command_of(char *const argv[])
 {
 	return (command_within(argv, true));
 }
+
+/* ---- batch scripts ---- */
+struct batch {
+	bool step;          /* an srun that may train, or something that may call one */
+	char word[64];      /* of the first training without srun; empty for none */
+};
+
+static bool names_srun(const char *path)
+{
+	char *text = read_beginning(path);
+	bool found = text != NULL && (strstr(text, "srun") != NULL || strstr(text, "unicron-agent") != NULL);
+
+	free(text);
+	return (found);
+}
+
+/* srun's options may have values, so every word behind it is looked at: only a utility without a training is none. */
+static bool is_training_step(char *const words[])
+{
+	bool utility = false;
+
+	for (; *words != NULL; ++words) {
+		struct command found = { .kind = COMMAND_MAY_TRAIN };
+
+		hear_word(&found, *words);
+		if (found.kind == COMMAND_TRAINS || IS_ONE_OF(base_name(*words), shells))
+			return (true);
+		utility = utility || IS_ONE_OF(base_name(*words), utilities);
+	}
+	return (!utility);
+}
+
+static void hear_batch_command(struct batch *batch, char *const words[])
+{
+	struct command run = command_within(words, false);
+
+	for (int i = 0; words[i] != NULL; ++i) {
+		if (strcmp(base_name(words[i]), "srun") == 0)
+			batch->step = batch->step || is_training_step(words + i + 1);
+		else if (strcmp(base_name(words[i]), "unicron-agent") == 0 || names_srun(words[i]))
+			batch->step = true;
+		else
+			continue;
+		return;
+	}
+	if (run.kind == COMMAND_TRAINS && batch->word[0] == '\0')
+		snprintf(batch->word, sizeof(batch->word), "%.60s", base_name(words[0]));
+}
+
+bool script_trains_alone(const char *path, char word[64])
+{
+	static const char *const keywords[] = { "!", "do", "elif", "else", "exec", "if", "then", "time", "until", "while" };
+	struct batch batch = { .step = false };
+	char *text = read_beginning(path), *rest, *inner, *line;
+
+	if (text == NULL)
+		return (false);
+	for (line = text; (line = strstr(line, "\\\n")) != NULL;)    /* a line that goes on in the next */
+		line[0] = line[1] = ' ';
+	for (line = text; *line != '\0'; ++line)                      /* comments */
+		if (*line == '#' && (line == text || isspace((unsigned char) line[-1])))
+			memset(line, ' ', strcspn(line, "\n"));
+	for (line = strtok_r(text, "\n;&|(){}`", &rest); line != NULL; line = strtok_r(NULL, "\n;&|(){}`", &rest)) {
+		char *words[MOST_WORDS + 1];
+		int count = 0;
+
+		for (char *each = strtok_r(line, " \t\r\"'<>", &inner); each != NULL && count < MOST_WORDS;
+		     each = strtok_r(NULL, " \t\r\"'<>", &inner))
+			if (count > 0 || !(IS_ONE_OF(each, keywords) || strchr(each, '=') != NULL))
+				words[count++] = each;
+		words[count] = NULL;
+		if (count > 0)
+			hear_batch_command(&batch, words);
+	}
+	free(text);
+	strcpy(word, batch.word);
+	return (!batch.step && batch.word[0] != '\0');
+}

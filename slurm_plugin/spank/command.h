@@ -19,4 +19,10 @@ struct command {
 
 struct command command_of(char *const argv[]);
 
+/*
+ * Whether a batch script names a training and starts none with srun, nor by a script or a program of Python's that names srun.
+ * word: the training's first word.
+ */
+bool script_trains_alone(const char *path, char word[64]);
+
 #endif

@@ -3,6 +3,7 @@
  * unicron-launch AGENT COMMAND ARGUMENT...: executes "AGENT run -- COMMAND ARGUMENT...". When the agent cannot be executed, the
  * command is. Before Slurm 23.11 the plugin puts it in the place of a task's first word (agent.c says why): AGENT and COMMAND are
  * then in the environment, and all arguments are the command's. "unicron-launch --try" does nothing: it shows that it runs.
+ * Where the tasks of a node have one agent, the first becomes it and the others wait for their rank (tasks.h, wait.h).
  */
 #include <errno.h>
 #include <stdio.h>
@@ -11,6 +12,7 @@
 #include <unistd.h>
 
 #include "launch.h"
+#include "wait.h"
 
 extern char **environ;
 
@@ -45,11 +47,45 @@ static void rename_variables(const char *from, const char *to)
 	}
 }
 
+/* Returns where the agent cannot be executed. */
+static void become_agent(char *agent, char *command, int argc, char **argv)
+{
+	const char *tasks = getenv(UNICRON_TASKS);
+	char **line = calloc((size_t) argc + 4, sizeof(*line)), who[32];
+
+	snprintf(who, sizeof(who), "%c%ld", TELL_AGENT, (long) getpid());
+	tell_tasks(tasks, who);
+	if (line == NULL) {
+		fprintf(stderr, "unicron: couldn't start the agent: %s; the command runs unprotected\n", strerror(errno));
+	} else {
+		line[0] = agent;
+		line[1] = (char *) "run";
+		line[2] = (char *) "--";
+		line[3] = command;
+		memcpy(line + 4, argv + 1, (size_t) (argc - 1) * sizeof(*line));
+		rename_variables("PYTHON", UNICRON_USERS_PYTHON);
+		execv(agent, line);
+		rename_variables(UNICRON_USERS_PYTHON, "PYTHON");
+		fprintf(stderr, "unicron: couldn't start %s: %s; the command runs unprotected\n", agent, strerror(errno));
+	}
+	who[0] = TELL_RUN;
+	tell_tasks(tasks, who);
+	unsetenv(UNICRON_TASKS);
+}
+
+/* Returns where the agent says that the command is to run. */
+static void wait_for_its_rank(void)
+{
+	int channel = atoi(getenv(UNICRON_TASK));
+
+	unsetenv(UNICRON_TASK);
+	wait_for_rank(channel);
+}
+
 int main(int argc, char **argv)
 {
 	char *agent = getenv(UNICRON_LAUNCH_AGENT);
 	char *command = getenv(UNICRON_LAUNCH_COMMAND);
-	char **line;
 
 	if (agent == NULL && command == NULL && argc == 2 && strcmp(argv[1], UNICRON_LAUNCH_TRY) == 0)
 		return (0);
@@ -67,20 +103,10 @@ int main(int argc, char **argv)
 		return (2);
 	}
 
-	line = calloc((size_t) argc + 4, sizeof(*line));
-	if (line == NULL) {
-		fprintf(stderr, "unicron: couldn't start the agent: %s; the command runs unprotected\n", strerror(errno));
-	} else {
-		line[0] = agent;
-		line[1] = (char *) "run";
-		line[2] = (char *) "--";
-		line[3] = command;
-		memcpy(line + 4, argv + 1, (size_t) (argc - 1) * sizeof(*line));
-		rename_variables("PYTHON", UNICRON_USERS_PYTHON);
-		execv(agent, line);
-		rename_variables(UNICRON_USERS_PYTHON, "PYTHON");
-		fprintf(stderr, "unicron: couldn't start %s: %s; the command runs unprotected\n", agent, strerror(errno));
-	}
+	if (getenv(UNICRON_TASK) != NULL)
+		wait_for_its_rank();
+	else
+		become_agent(agent, command, argc, argv);
 
 	argv[0] = command;
 	execvp(command, argv);

@@ -9,5 +9,8 @@
 /* Where its first two arguments are not these: */
 #define UNICRON_LAUNCH_AGENT "UNICRON_LAUNCH_AGENT"         /* path of the agent */
 #define UNICRON_LAUNCH_COMMAND "UNICRON_LAUNCH_COMMAND"     /* the first word of the user's command */
+/* Descriptors, where several tasks of a node have one agent (tasks.h): */
+#define UNICRON_TASKS "_UNICRON_TASKS"    /* the node's first task becomes the agent: the others' pairs, with commas between */
+#define UNICRON_TASK "_UNICRON_TASK"      /* another one waits for its rank */
 
 #endif

@@ -8,9 +8,11 @@
 
 #include "agent.h"
 #include "args.h"
+#include "batch.h"
 #include "config.h"
 #include "notify.h"
 #include "step.h"
+#include "tasks.h"
 #include "unicron.h"
 
 #pragma GCC visibility push(default)
@@ -27,6 +29,7 @@ static enum { UNREAD, USABLE, UNUSABLE } config_state = UNREAD;
 static struct plugin_choice choice;
 static enum step_verdict verdict;      /* of a regular step of a job with Unicron, from user_init on */
 static char reason[UNICRON_REASON_MAX];
+static bool tasks_failed;
 
 /* The arguments are read once, by the first entry point that asks. */
 static bool usable(int ac, char **av)
@@ -64,6 +67,15 @@ static void hand_on(void)
 	}
 }
 
+/* Here, for slurmd's contain_spank runs the later callbacks in a process whose descriptors the tasks do not inherit. */
+static void open_tasks(spank_t sp)
+{
+	uint32_t tasks = 0;
+
+	if (choice.spoken && spank_get_item(sp, S_JOB_LOCAL_TASK_COUNT, &tasks) == ESPANK_SUCCESS && tasks > 1)
+		tasks_failed = tasks_open(tasks) < 0;
+}
+
 CALLBACK slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 {
 	char address[UNICRON_ADDRESS_MAX];
@@ -87,6 +99,7 @@ CALLBACK slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 		if (spank_getenv(sp, "UNICRON_CONTROLLER", address, sizeof(address)) != ESPANK_SUCCESS)
 			strcpy(address, config.controller);
 		notify_set_controller(address);
+		open_tasks(sp);
 	}
 	return (0);
 }
@@ -98,6 +111,10 @@ static void judge_step(spank_t sp)
 
 	step_read(sp, &step);
 	verdict = step_judge(&step, choice.spoken, reason);
+	if (verdict == STEP_PROTECTED && tasks_failed) {
+		verdict = STEP_UNPROTECTED;
+		strcpy(reason, "there aren't enough descriptors to join its tasks: raise the limit of slurmd");
+	}
 }
 
 /* The batch script gets what the user said, too: it may call the agent by hand. A step that is left alone by default gets nothing. */
@@ -112,6 +129,8 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 	}
 	if (is_regular_step(sp))
 		judge_step(sp);
+	else if (choice.spoken && is_batch_step(sp))
+		batch_set_variables(sp);
 	if (!choice.spoken && (!is_regular_step(sp) || verdict != STEP_PROTECTED))
 		return (0);
 	spank_setenv(sp, "UNICRON", "1", 1);
@@ -133,24 +152,42 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 
 CALLBACK slurm_spank_task_init(spank_t sp, int ac, char **av)
 {
-	uint32_t task = 0;
+	uint32_t task = 0, local = 0;
 
-	if (!usable(ac, av) || !choice.enabled || !is_regular_step(sp))
+	if (!usable(ac, av) || !choice.enabled)
 		return (0);
-	if (verdict == STEP_PROTECTED)
-		agent_wrap(sp, config.agent);
+	if (choice.spoken && is_batch_step(sp))
+		batch_prepare(sp);
+	if (!is_regular_step(sp))
+		return (0);
+	if (verdict == STEP_PROTECTED && spank_get_item(sp, S_TASK_ID, &local) == ESPANK_SUCCESS)
+		agent_wrap(sp, config.agent, local);
 	else if (verdict == STEP_UNPROTECTED && (spank_get_item(sp, S_TASK_GLOBAL_ID, &task) != ESPANK_SUCCESS || task == 0))
 		slurm_spank_log("unicron: this step runs unprotected: %s", reason);
 	return (0);
 }
 
+CALLBACK slurm_spank_task_post_fork(spank_t sp, int ac, char **av)
+{
+	(void) sp;
+	(void) ac;
+	(void) av;
+
+	tasks_forked();
+	return (0);
+}
+
+/* The node's first task is the agent; what the others tell of their ranks, it has told. */
 CALLBACK slurm_spank_task_exit(spank_t sp, int ac, char **av)
 {
 	struct notice notice = { .kind = "task_exit" };
+	uint32_t local = 0;
 
 	if (!usable(ac, av) || !choice.enabled || !is_regular_step(sp) || verdict != STEP_PROTECTED)
 		return (0);
 	if (spank_get_item(sp, S_TASK_EXIT_STATUS, &notice.status) != ESPANK_SUCCESS)
+		return (0);
+	if (spank_get_item(sp, S_TASK_ID, &local) == ESPANK_SUCCESS && local > 0)
 		return (0);
 	notice_identify(sp, &notice);
 	notify_send(&notice);

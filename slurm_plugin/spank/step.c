@@ -20,20 +20,19 @@ static bool read_number(spank_t sp, const char *name, int64_t *value)
 	return (true);
 }
 
-/* The most of Slurm's "2(x3),1". */
-static int64_t most_tasks(const char *text)
+/* The most and the fewest of Slurm's "2(x3),1". */
+static void read_tasks(const char *text, struct step *step)
 {
-	int64_t most = 1;
-
 	while (text != NULL) {
 		int64_t count = strtoll(text, NULL, 10);
 
-		if (count > most)
-			most = count;
+		if (count > step->tasks)
+			step->tasks = count;
+		if (count > 0 && (step->fewest == 0 || count < step->fewest))
+			step->fewest = count;
 		text = strchr(text, ',');
 		text = text != NULL ? text + 1 : NULL;
 	}
-	return (most);
 }
 
 void step_read(spank_t sp, struct step *step)
@@ -52,15 +51,36 @@ void step_read(spank_t sp, struct step *step)
 	/* A list that was cut short still tells of its beginning, and this node's own count is known in any case. */
 	rc = spank_getenv(sp, "SLURM_STEP_TASKS_PER_NODE", text, sizeof(text));
 	if (rc == ESPANK_SUCCESS || rc == ESPANK_NOSPACE)
-		step->tasks = most_tasks(text);
+		read_tasks(text, step);
 	if (spank_get_item(sp, S_JOB_LOCAL_TASK_COUNT, &here) == ESPANK_SUCCESS && here > step->tasks)
 		step->tasks = here;
+	if (step->fewest == 0)
+		step->fewest = step->tasks;
 	step->nodes = step->job_nodes = 1;
 	read_number(sp, "SLURM_STEP_NUM_NODES", &step->nodes);
 	if (!read_number(sp, "SLURM_JOB_NUM_NODES", &step->job_nodes))
 		step->job_nodes = step->nodes;
+	read_number(sp, "UNICRON_RANKS_PER_NODE", &step->ranks);
 	step->element = spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) == ESPANK_SUCCESS;
+	step->hetero = spank_getenv(sp, "SLURM_HET_SIZE", text, sizeof(text)) == ESPANK_SUCCESS;
 	step->container = spank_getenv(sp, "SLURM_CONTAINER", text, sizeof(text)) == ESPANK_SUCCESS && text[0] != '\0';
+}
+
+/* Why the tasks of a node cannot be its ranks. */
+static bool why_no_ranks(const struct step *step, char reason[UNICRON_REASON_MAX])
+{
+	if (step->command.kind != COMMAND_TRAINS)
+		snprintf(reason, UNICRON_REASON_MAX, "it has %" PRId64 " tasks on a node, as programs of MPI have, and its command names no "
+			 "Python: give it one (--ntasks-per-node=1) if it trains", step->tasks);
+	else if (step->fewest != step->tasks)
+		snprintf(reason, UNICRON_REASON_MAX, "it has %" PRId64 " tasks on one node and %" PRId64 " on another: give each as many "
+			 "(--ntasks-per-node=%" PRId64 ")", step->tasks, step->fewest, step->tasks);
+	else if (step->ranks > 0 && step->ranks != step->tasks)
+		snprintf(reason, UNICRON_REASON_MAX, "UNICRON_RANKS_PER_NODE is %" PRId64 ", and it has %" PRId64 " tasks on a node: unset it",
+			 step->ranks, step->tasks);
+	else
+		return (false);
+	return (true);
 }
 
 enum step_verdict step_judge(const struct step *step, bool asked, char reason[UNICRON_REASON_MAX])
@@ -68,11 +88,14 @@ enum step_verdict step_judge(const struct step *step, bool asked, char reason[UN
 	reason[0] = '\0';
 	if (step->command.kind == COMMAND_UTILITY)
 		return (STEP_UNTOUCHED);
-	if (!asked && step->command.kind != COMMAND_TRAINS)
+	/* By default an agent changes nothing that MPI may need. */
+	if (!asked && (step->command.kind != COMMAND_TRAINS || step->tasks > 1))
 		return (STEP_UNTOUCHED);
-	if (step->tasks > 1)
-		snprintf(reason, UNICRON_REASON_MAX, "it has %" PRId64 " tasks on a node, and the agent starts a node's ranks itself: "
-			 "give it one (--ntasks-per-node=1)", step->tasks);
+	if (step->tasks > 1 && why_no_ranks(step, reason))
+		return (STEP_UNPROTECTED);
+	if (step->hetero)
+		snprintf(reason, UNICRON_REASON_MAX, "its job is heterogeneous, and each component is a job of its own: "
+			 "submit one job, such as sbatch -N 4, in place of components");
 	else if (step->container)
 		snprintf(reason, UNICRON_REASON_MAX, "it runs in a container (--container), where no agent is");
 	else if (step->element && step->nodes > 1)

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which steps get an agent: those that train, one task on each node of the job. The others run untouched. */
+/*
+ * Which steps get an agent: those that train, on each node of the job, with one task on a node or as many as it is to have ranks.
+ * The others run untouched.
+ */
 #ifndef UNICRON_STEP_H
 #define UNICRON_STEP_H
 
@@ -11,10 +14,13 @@
 struct step {
 	struct command command;
 	int64_t tasks;        /* the most on one node */
+	int64_t fewest;       /* ... and the fewest */
 	int64_t nodes;        /* of this step */
 	int64_t job_nodes;    /* of its allocation */
+	int64_t ranks;        /* UNICRON_RANKS_PER_NODE, 0 when it is not set */
 	bool element;         /* the allocation is a task of a job array */
 	bool container;       /* srun --container: the task's root is another one */
+	bool hetero;          /* of a heterogeneous job */
 };
 
 enum step_verdict {

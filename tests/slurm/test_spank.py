@@ -33,6 +33,22 @@ import json, os, sys
 name = f"{{os.environ['SLURM_JOB_ID']}}.{{os.environ['SLURM_STEP_ID']}}.{{os.environ['SLURM_PROCID']}}"
 with open(os.path.join({folder!r}, name), "w") as file:
     json.dump({{"argv": sys.argv, "environment": dict(os.environ)}}, file)
+for local, channel in enumerate(map(int, filter(None, os.environ.get("_UNICRON_TASKS", "").split(","))), 1):
+    import socket
+    channel = socket.socket(fileno=channel)
+    data, files, _, _ = socket.recv_fds(channel, 65536, 3)
+    given = os.pread(files[2], 1 << 20, 0).split(b"\\0")
+    mine = [word.decode() for word in given if word.startswith(b"SLURM_PROCID=")]
+    os.write(files[0], f"out {{local}} {{mine}} {{data.decode().split()[0]}}\\n".encode())
+    os.write(files[1], f"err {{local}}\\n".encode())
+    play = os.environ["PLAY"].split(",")[local - 1]
+    if play == "R":
+        memory = os.memfd_create("environment")
+        os.write(memory, b"".join(word + b"\\0" for word in given if word) + b"RANK=%d\\0" % local)
+        socket.send_fds(channel, [b"R"], [memory])
+    elif play:
+        channel.send(play.encode())
+    channel.detach()
 os.execvp(sys.argv[3], sys.argv[3:])
 """
 
@@ -375,9 +391,9 @@ def test_default_on_in_a_batch_script(bench: Bench) -> None:
             ["-N2", "--ntasks-per-node=2"],
             ["sh", "-c", "echo rank $SLURM_PROCID of $SLURM_NTASKS"],
             4,
-            "2 tasks on a node",
+            "2 tasks on a node, as programs of MPI have",
         ),
-        (["-N2", "--ntasks-per-node=2"], ["python3", "-c", "print(1)"], 4, "2 tasks on a node"),
+        (["-N2", "-n3"], ["python3", "-c", "print(1)"], 3, "2 tasks on one node and 1 on another"),
     ],
 )
 def test_steps_that_are_no_training_run_untouched(
@@ -394,6 +410,70 @@ def test_steps_that_are_no_training_run_untouched(
     if "NTASKS" in command[-1]:
         assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 4" for rank in range(4)]
     assert agents == len(list((bench.folder / "seen").iterdir()))
+
+
+def test_the_tasks_of_a_node_are_the_ranks_of_one_agent(bench: Bench) -> None:
+    """The stand-in is the agent of three ranks: the others end as it says, each with its rank's output."""
+    show = "import os; print('command of', os.environ.get('RANK')); raise SystemExit(7)"
+    command = ["srun", "--unicron", "-l", "-N1", "--ntasks-per-node=4", "python3", "-c", show]
+    done = bench.call(*command, PLAY="E3,E-15,R")
+    assert done.returncode == 143 and sorted(done.stdout.splitlines()) == [
+        "0: command of None",
+        "1: out 1 ['SLURM_PROCID=1'] " + ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        "2: out 2 ['SLURM_PROCID=2'] " + ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        "3: command of 3",
+        "3: out 3 ['SLURM_PROCID=3'] " + ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+    ]
+    assert {f"{task}: err {task}" for task in (1, 2, 3)} <= set(done.stderr.splitlines())
+    for told in ("task 1: Exited with exit code 3", "task 2: Terminated", "tasks 0,3: Exited with exit code 7"):
+        assert told in done.stderr
+    (record,) = list((bench.folder / "seen").iterdir())[-1:]
+    job = max(int(path.name.split(".")[0]) for path in record.parent.iterdir())
+    assert bench.recorded(job) == [f"{job}.0.0"] and len(bench.listener.wait("task_exit", job)) == 1
+
+
+@pytest.mark.parametrize(
+    ("agent", "said", "code"),
+    [
+        ("#!/bin/sh\nsleep 0.2; kill -9 $$\n", "tasks 0-1: Killed", 137),  # they end with it, and nothing hangs
+        ("#!/nonexistent/interpreter\n", "the command runs unprotected", 5),
+    ],
+)
+def test_tasks_whose_agent_dies_or_never_was(bench: Bench, agent: str, said: str, code: int) -> None:
+    other = bench.folder / f"agent{code}"
+    other.write_text(agent)
+    other.chmod(0o755)
+    bench.load(bench.line(agent=str(other)))
+    script = (
+        "import os; print('task', os.environ['SLURM_PROCID'], [n for n in os.environ if 'UNICRON_TASK' in n]); exit(5)"
+    )
+    done = bench.call("srun", "--unicron", "-N1", "-n2", "python3", "-c", script)
+    assert done.returncode == code and done.stderr.count(said) == 1, done.stderr
+    assert sorted(done.stdout.splitlines()) == (["task 0 []", "task 1 []"] if code == 5 else [])
+
+
+def test_a_batch_script_learns_what_it_lacks(bench: Bench) -> None:
+    """A training without srun has no agent; a step that outlives a node is to be asked for; a restart's step numbers
+    are not those of the script before it, whose srun may come back with a lost node and cancel by number."""
+    script = bench.folder / "lacks"
+    script.write_text(
+        "#!/bin/sh\necho $SLURM_NO_KILL $UNICRON_FIRST_STEP; srun -n1 -N1 printenv SLURM_STEP_ID\n"
+        "python3 -c 'print(5)'; test -n \"$SLURM_RESTART_COUNT\" || sleep 60; echo END\n"
+    )
+    output = bench.folder / "lacks.out"
+    done = bench.call("sbatch", "--parsable", "--unicron", "-N2", "--requeue", "-o", output.name, script.name)
+    warning = "unicron: this job's training is not protected, for its script runs `python3` without srun: "
+    warning += "write `srun python3 ...`"
+    job, lines = done.stdout.strip(), lambda: output.read_text().splitlines() if output.exists() else []
+    wait_for(lambda: lines() == [warning, "set", "0", "5"], "the script runs", now=lines)
+    assert bench.call("scontrol", "requeue", job).returncode == 0
+
+    def again() -> bool:
+        bench.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+        return lines()[-5:] == [warning, "set 1", "1", "5", "END"]
+
+    wait_for(again, "it runs again", now=lambda: (lines(), bench.call("scontrol", "show", "job", job).stdout))
+    assert bench.batch("srun true; env python3 -c 'print(5)'", "--no-unicron")[1][0] == "5\nEND\n"
 
 
 def test_exit_codes_of_untouched_steps_come_through(bench: Bench) -> None:
@@ -421,6 +501,7 @@ def test_the_training_is_the_job_and_not_the_helper_before_it(bench: Bench) -> N
 
 def test_one_node_of_several_is_no_training(bench: Bench) -> None:
     job, output = bench.batch("srun -N1 -n1 python3 -c 'print(1)' 2> said; cat said", "--unicron", "-N2")
+    assert len(output[0].splitlines()) == 3, output
     first, second, _ = output[0].splitlines()
     assert first == "1" and "runs unprotected: it has 1 of the job's 2 nodes" in second and bench.recorded(job) == []
 

@@ -45,7 +45,7 @@ from unicron.ctl.system.addresses import join
 NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="network namespaces need root")
 PORT = 7451
 AGENT = f"{sysconfig.get_path('scripts')}/unicron-agent"
-# As sbatch_templates do, and say why.
+# What the plugin does for its jobs (slurm_plugin/spank/batch.c says why), where the agent is written in the jobs.
 OTHER_STEP = """export UNICRON_FIRST_STEP=$((${SLURM_RESTART_COUNT:-0} % 4))
 for ((step = 0; step < UNICRON_FIRST_STEP; step++)); do UNICRON=0 srun true; done
 """
@@ -311,7 +311,8 @@ class LinksCluster:
         agent = [] if self.plugin else [AGENT, "run", "--"]
         words = [*agent, *(command or [sys.executable, str(TINY)])]
         script = folder / "job.sh"
-        script.write_text(f"#!/bin/bash\n{OTHER_STEP}exec srun --cpu-bind=none {shlex.join(words)}\n")
+        other_step = "" if self.plugin else OTHER_STEP
+        script.write_text(f"#!/bin/bash\n{other_step}exec srun --cpu-bind=none {shlex.join(words)}\n")
         return LinksJob(self, self._sbatch(folder, elements, [*options, str(script)], given), folder)
 
     def submit_gpt(self, elements: int, *words: str, options: Sequence[str] = (), **settings: str) -> GptJob:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.support.processes import outside_slurm
 from unicron.ctl.agent.ranks.zygote_client import ANSWER_SECONDS, HUNG_SECONDS, Coming, ZygoteClient
-from unicron.detector.processes.supervise import Child, adopt_orphans
+from unicron.detector.processes.supervise import Child, Surroundings, adopt_orphans
 from unicron.detector.processes.zygote import READ_IN_C
 
 SCRIPT = Path(__file__).resolve().with_name("tiny_gpt.py")
@@ -66,7 +66,7 @@ class Warm:
         """As :meth:`ZygoteClient.request_fork`; settled."""
         adopt_orphans()
         try:
-            coming = self.zygote.request_fork(environment, words, stdout)
+            coming = self.zygote.request_fork(environment, words, Surroundings(stdout))
             self.serve(lambda: coming is None or coming.settled)
         finally:
             adopt_orphans(False)

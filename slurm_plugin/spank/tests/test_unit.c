@@ -32,6 +32,7 @@ static int registered_count, errors, messages;
 static uint32_t step_id;
 static char *job_argv[8];
 static int task_status;
+static uint32_t local_task;
 
 spank_context_t spank_context(void) { return (context); }
 
@@ -86,6 +87,9 @@ spank_err_t spank_get_item(spank_t sp, spank_item_t item, ...)
 	case S_JOB_ARGV:
 		*va_arg(list, int *) = 2;
 		*va_arg(list, char ***) = job_argv;
+		break;
+	case S_TASK_ID:
+		*va_arg(list, uint32_t *) = local_task;
 		break;
 	case S_TASK_EXIT_STATUS:
 		*va_arg(list, int *) = task_status;
@@ -476,23 +480,68 @@ static void test_many_wrappers(void)
 	}
 }
 
+/* Batch scripts whose training is not srun's to start, and the word that says so. */
+static void test_batch_scripts(void)
+{
+	static const struct { const char *text, *word; } cases[] = {
+		{ "#!/bin/bash\ntorchrun --nproc-per-node 8 train.py\n", "torchrun" },
+		{ "#!/bin/sh\nexport A=1\nexec python train.py\n", "python" },
+		{ "#!/bin/sh\nip=$(srun -N1 -n1 hostname)\nMASTER=$ip OMP_NUM_THREADS=4 accelerate launch train.py\n", "accelerate" },
+		{ "#!/bin/sh\n# srun would do\nif true; then numactl -N 0 python3 train.py; fi\n", "numactl" },
+		{ "#!/bin/sh\nmpirun -n 8 \\\n  python train.py\n", "mpirun" },
+		{ "#!/bin/sh\nsrun mkdir -p out; srun -w n1 date\npython train.py\n", "python" },
+		{ "#!/bin/sh\npython prepare.py\nsrun --mpi=pmix -c 4 python train.py\n", "" },
+		{ "#!/bin/sh\nsrun \\\n --ntasks=4 \\\n torchrun train.py\n", "" },
+		{ "#!/bin/sh\npip install x && python -c 1\nsrun bash -c \"$CMD\"\n", "" },
+		{ "#!/bin/sh\npython prepare.py\nsrun $CMD\n", "" },
+		{ "#!/bin/sh\npython prepare.py; /usr/bin/time srun ./train\n", "" },
+		{ "#!/bin/sh\nunicron-agent run -- python train.py\n", "" },
+		{ "#!/bin/sh\nhostname; sleep 5; ./train\n", "" },
+		{ "#!/bin/sh\npython launch.py\n. ./names_srun\n", "" },
+		{ "", "" },
+	};
+	char folder[] = "/tmp/unicron-test-XXXXXX", path[64], word[64];
+	FILE *file;
+
+	assert(mkdtemp(folder) != NULL && chdir(folder) == 0);
+	file = fopen("names_srun", "w");
+	assert(file != NULL && fputs("srun python train.py\n", file) >= 0 && fclose(file) == 0);
+	snprintf(path, sizeof(path), "%s/script", folder);
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
+		file = fopen(path, "w");
+		assert(file != NULL && fputs(cases[i].text, file) >= 0 && fclose(file) == 0);
+		if (script_trains_alone(path, word) != (cases[i].word[0] != '\0') ||
+		    (cases[i].word[0] != '\0' && strcmp(word, cases[i].word) != 0)) {
+			fprintf(stderr, "script %zu: %s\n", i, word);
+			abort();
+		}
+	}
+	assert(!script_trains_alone("/nonexistent", word));
+	assert(unlink(path) == 0 && unlink("names_srun") == 0 && chdir("/") == 0 && rmdir(folder) == 0);
+}
+
 /* Which steps get an agent, by default and when the user asked for it. */
 static void test_judge(void)
 {
 	static const struct command trains = { COMMAND_TRAINS }, may = { COMMAND_MAY_TRAIN }, utility = { COMMAND_UTILITY };
 	static const struct { struct step step; enum step_verdict by_default, asked; } cases[] = {
-		{ { trains, 1, 1, 1, false, false }, STEP_PROTECTED, STEP_PROTECTED },
-		{ { trains, 1, 4, 4, false, false }, STEP_PROTECTED, STEP_PROTECTED },
-		{ { trains, 1, 1, 1, true, false }, STEP_PROTECTED, STEP_PROTECTED },
-		{ { may, 1, 1, 1, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
-		{ { utility, 1, 1, 1, true, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
-		{ { utility, 8, 4, 4, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
-		{ { trains, 8, 4, 4, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { may, 2, 1, 1, true, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 1, 4, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 3, 4, false, false }, STEP_PROTECTED, STEP_PROTECTED },
-		{ { trains, 1, 2, 2, true, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 1, 1, false, true }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 1, 1, 0, false, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { trains, 1, 1, 4, 4, 0, false, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { trains, 1, 1, 1, 1, 8, true, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { may, 1, 1, 1, 1, 0, false, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
+		{ { utility, 1, 1, 1, 1, 0, true, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
+		{ { utility, 8, 8, 4, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
+		/* several tasks on a node: its ranks, where they are as many on each and no other number was said */
+		{ { trains, 8, 8, 4, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
+		{ { trains, 4, 4, 1, 1, 4, true, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
+		{ { trains, 8, 7, 4, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 4, 4, 4, 4, 8, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { may, 2, 2, 1, 1, 0, true, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 1, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 3, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 2, 2, 0, true, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 1, 1, 0, false, true, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 1, 1, 0, false, false, true }, STEP_UNTOUCHED, STEP_UNPROTECTED },
 	};
 	char said[UNICRON_REASON_MAX];
 
@@ -574,20 +623,20 @@ static void test_step(void)
 
 	/* An agent that is there already is not wrapped; one that is missing is reported, and the command stays. */
 	job_argv[0] = (char *) "/opt/bin/unicron-agent";
-	agent_wrap(NULL, "/bin/true");
+	agent_wrap(NULL, "/bin/true", 0);
 	assert(strcmp(job_argv[0], "/opt/bin/unicron-agent") == 0 && messages == 0);
 	job_argv[0] = (char *) "python";
-	agent_wrap(NULL, "/nonexistent/agent");
+	agent_wrap(NULL, "/nonexistent/agent", 0);
 	assert(strcmp(job_argv[0], "python") == 0 && messages == 1);
 
 	/* Neither is one that does not run, as in a container of another system. */
 	agent_set_launcher("/bin/false");
-	agent_wrap(NULL, "/bin/true");
+	agent_wrap(NULL, "/bin/true", 0);
 	assert(strcmp(job_argv[0], "python") == 0 && messages == 2);
 
 	/* Without the launcher nothing is changed either. */
 	agent_set_launcher("/nonexistent/unicron-launch");
-	agent_wrap(NULL, "/bin/true");
+	agent_wrap(NULL, "/bin/true", 0);
 	assert(strcmp(job_argv[0], "python") == 0 && messages == 3);
 	close(fd);
 }
@@ -623,6 +672,7 @@ int main(int argc, char **argv)
 	test_commands();
 	test_many_wrappers();
 	test_judge();
+	test_batch_scripts();
 	context = S_CTX_LOCAL;
 	args_register(NULL);
 	test_choice();

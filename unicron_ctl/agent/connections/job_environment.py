@@ -7,13 +7,14 @@ import contextlib
 import getpass
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from unicron.ctl.agent.connections.stated_layouts import read_layouts, read_model
+from unicron.ctl.agent.connections.step_tasks import StepTask
 from unicron.ctl.protocol import ranges
 from unicron.ctl.protocol.reach import first_open
 from unicron.ctl.protocol.structs import Settings
@@ -32,7 +33,8 @@ LEAST_MEMORY_RATE = 0.1  # megabytes a second: the other side gives up what is s
 
 @dataclass(frozen=True)
 class Place:
-    """One agent's place in the cluster. A slot is element * ranks_per_node + local rank."""
+    """One agent's place in the cluster. A slot is element * ranks_per_node + local rank. tasks: Slurm's tasks of this
+    node in their order, where the step has several: the ranks stand for them. The first is this process."""
 
     job: str
     element: int
@@ -41,6 +43,7 @@ class Place:
     settings: Settings
     step: int = 0
     trains: bool = True
+    tasks: tuple[StepTask, ...] = ()
 
     @property
     def slots(self) -> list[int]:
@@ -127,8 +130,11 @@ def _set(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if value}
 
 
-def read_place(environment: Mapping[str, str] = os.environ, controller: str = "") -> Place:
-    """The agent's place; `controller` is the address of its controller. Raises UserError for what makes no sense."""
+def read_place(
+    environment: Mapping[str, str] = os.environ, controller: str = "", tasks: Sequence[StepTask] = ()
+) -> Place:
+    """The agent's place; `controller` is the address of its controller. tasks: see :class:`Place`. Raises UserError for
+    what makes no sense."""
     job = environment.get("SLURM_ARRAY_JOB_ID") or environment.get("SLURM_JOB_ID")
     if not job:
         raise UserError(
@@ -141,6 +147,8 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
     array = "SLURM_ARRAY_TASK_ID" in environment
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
     ranks = environment.get("UNICRON_RANKS_PER_NODE") or (gpus if gpus not in ("", "0") else "1")
+    if tasks:
+        ranks = str(len(tasks))
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
     per_node = int(number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1", most=ranges.MOST_RANKS))
     most = int(number(environment, "SLURM_ARRAY_TASK_COUNT" if array else "SLURM_NNODES", "1"))
@@ -157,6 +165,7 @@ def read_place(environment: Mapping[str, str] = os.environ, controller: str = ""
         address=environment.get("UNICRON_NODE_ADDRESS") or _address(controller),
         step=_step(environment) * ranges.LAUNCHES
         + int(number(environment, LAUNCH, "0", least=0, most=ranges.LAUNCHES - 1)),
+        tasks=tuple(tasks),
         settings=Settings(
             name=environment.get("SLURM_JOB_NAME", job)[: ranges.NAME],
             user=environment.get("SLURM_JOB_USER") or _own_name(),
@@ -190,8 +199,8 @@ def _own_name() -> str:
 
 
 def _step(environment: Mapping[str, str]) -> int:
-    """The number of this training's Slurm step among those of its batch script; steps that a restarted element only
-    uses up (sbatch_templates) are not counted. A script that is no step of its own counts as the first one."""
+    """The number of this training's Slurm step among those of its batch script; steps that the plugin only used up
+    (slurm_plugin/spank/batch.c) are not counted. A script that is no step of its own counts as the first one."""
     first = int(number(environment, "UNICRON_FIRST_STEP", "0", least=0))
     step = int(number(environment, "SLURM_STEP_ID", "0", least=-16))
     return max(0, step - first) if step < MOST_STEP else 0

@@ -20,6 +20,7 @@ from unicron.ctl.agent.connections.connections import connect
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.connections.rank_socket import from_rank
 from unicron.ctl.agent.connections.signals import ENDING, FORWARDED, SAVES, SignalPipe
+from unicron.ctl.agent.connections.step_tasks import others
 from unicron.ctl.agent.loop.controller_registration import Registration
 from unicron.ctl.agent.loop.dumps import Dumps
 from unicron.ctl.agent.loop.ending import Ending
@@ -134,7 +135,7 @@ class Agent:
         try:
             attempt("watch the node", self._watch_node)
             attempt("adopt what its ranks leave behind", adopt_orphans)
-            attempt("start the zygote", lambda: self._host.warm_start.start_zygote(*self._environments(), os.environ))
+            attempt("start the zygote", lambda: self._host.warm_start.start_zygote(self._environments(), os.environ))
             attempt("start the rendezvous store", self._store.start)
             for rank in self.ranks.values():
                 if not rank.alive:
@@ -143,6 +144,8 @@ class Agent:
                 self._run_once()
         finally:
             self.close()
+            codes = {rank.local: rank.status.exit.code for rank in self.ranks.values() if rank.status.exit is not None}
+            others.tell_codes({local: code for local, code in codes.items() if code})
         return self.exit_code
 
     def _watch_node(self) -> None:
@@ -243,10 +246,13 @@ class Agent:
         self._ending.end_if_over(now - self._last_heard)
 
     # ------------------------------------------------------------ processes
-    def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The environments of two ranks that differ in all that may be different."""
+    def _environments(self) -> list[dict[str, str]]:
+        """The environments of ranks that differ in all that may be different: of one for each of Slurm's tasks."""
         environment, first = self._host.environment, self.place.slots[0]
-        return environment(first, 0, 0), environment(first + 1, 1, 1) | {"UNICRON_LAYOUT": "another"}
+        return [
+            environment(first + number, number, number) | ({"UNICRON_LAYOUT": "another"} if number else {})
+            for number in range(max(2, len(self.place.tasks)))
+        ]
 
     def _on_copies(self) -> None:
         if self._snapshots.copies.finish(time.monotonic()):

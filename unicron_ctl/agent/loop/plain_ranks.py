@@ -24,12 +24,13 @@ from typing import Any
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.loop.agent import Agent
 from unicron.ctl.agent.ranks.fence import Fence
-from unicron.ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path
+from unicron.ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
 from unicron.ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
 from unicron.ctl.agent.ranks.zygote_client import Starter
 from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.limits import PLANNED_SECONDS
 from unicron.detector.processes.rank_messages import ToRank
+from unicron.detector.processes.supervise import USUAL, Surroundings
 from unicron.transition.snapshot import cuts
 
 YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
@@ -43,8 +44,15 @@ NOT_FOR_PROGRAMS = ("UNICRON_AGENT", "UNICRON_SLOT", "UNICRON_INCARNATION", "UNI
 class PlainRank(Rank):
     """One slot. Its process exists only within a generation."""
 
-    def __init__(self, slot: int, local: int, command: Sequence[str], starter: Starter = COLD):
-        super().__init__(slot, local, command, lambda *_: {}, starter)
+    def __init__(
+        self,
+        slot: int,
+        local: int,
+        command: Sequence[str],
+        starter: Starter = COLD,
+        surroundings: Surroundings = USUAL,
+    ):
+        super().__init__(slot, local, command, lambda *_: {}, starter, surroundings)
         self.breaking: int | None = None  # the generation for whose Break its process has to end
         self.told = False  # ... and was sent SIGTERM
 
@@ -141,27 +149,39 @@ class RestartAgent(Agent):
 
     def __init__(self, place: Place, command: Sequence[str], address: str):
         super().__init__(place, command, address)
-        self._plain = {slot: PlainRank(slot, local, self.command) for local, slot in enumerate(place.slots)}
+        around = surroundings_of(place)
+        self._plain = {
+            slot: PlainRank(slot, local, self.command, surroundings=around[local])
+            for local, slot in enumerate(place.slots)
+        }
         for rank in self._plain.values():
             rank.logs = self._host.logs
         self.ranks.update(self._plain)
         self._store = FreePort()
         self._snapshots.copies.plain = True
         self._fence = Fence(self._net.polling.watch, self._net.polling.unwatch)
-        self._base = {
-            **{name: value for name, value in outside_the_step(os.environ).items() if name not in NOT_FOR_PROGRAMS},
-            "PYTHONPATH": package_path(os.environ),
-            "PYTHONUNBUFFERED": "1",
-        }
         self._began = 0.0  # when the present world's processes were started
         self._term_at = self._kill_at = 0.0
         self._shares_doors: list[str] = []  # of the last plan
         self._next: tuple[wire.Plan, float] | None = None  # a world that begins once its doors were tried; until when
 
-    def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
-        per_node = self.place.settings.ranks_per_node
-        one, other = World(0, 1, per_node, "a", 1, self.place.job), World(1, 3, per_node, "b", 2, self.place.job, 1)
-        return one.environment(0, self._base), other.environment(1, self._base)
+    def _base(self, local: int) -> dict[str, str]:
+        """What the process of this local rank has in every world."""
+        given = task_environment(self.place, local, os.environ)
+        return {
+            **{name: value for name, value in outside_the_step(given).items() if name not in NOT_FOR_PROGRAMS},
+            "PYTHONPATH": package_path(given),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _environments(self) -> list[dict[str, str]]:
+        per_node, job = self.place.settings.ranks_per_node, self.place.job
+        return [
+            World(number, 2 * number + 1, per_node, f"{number}", number, job, number).environment(
+                number, self._base(number)
+            )
+            for number in range(max(2, len(self.place.tasks)))
+        ]
 
     @property
     def _child_pid(self) -> int | None:
@@ -214,7 +234,7 @@ class RestartAgent(Agent):
         for rank in ready:
             rank.enter_generation(
                 plan.generation,
-                world.environment(rank.local, self._base)
+                world.environment(rank.local, self._base(rank.local))
                 | {"UNICRON_GENERATION": str(plan.generation), **self._snapshots.memory.environment},
             )
             self._host.processes.attend(rank)

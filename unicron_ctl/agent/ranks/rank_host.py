@@ -9,7 +9,7 @@ from unicron.ctl.agent.connections.connections import Connections
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.ranks.rank_logs import RankLogs
 from unicron.ctl.agent.ranks.rank_processes import Processes
-from unicron.ctl.agent.ranks.ranks import Environment, Rank, rank_environment
+from unicron.ctl.agent.ranks.ranks import Environment, Rank, rank_environment, surroundings_of
 from unicron.ctl.agent.ranks.warm_start import WarmStart
 
 
@@ -40,7 +40,10 @@ def host_ranks(
     """environment: the agent's. told(): what a process that starts now is told of the job. For the others see
     :class:`Processes`."""
     made = rank_environment(place, net.ranks.endpoint, dict(environment), told)
-    ranks = {slot: Rank(slot, local, command, made) for local, slot in enumerate(place.slots)}
+    around = surroundings_of(place)
+    ranks = {
+        slot: Rank(slot, local, command, made, surroundings=around[local]) for local, slot in enumerate(place.slots)
+    }
     processes = Processes(net, hear, ended, tell)
     warm_start = WarmStart(ranks, command, net, processes.attend)
     logs = RankLogs(environment, place.job)

@@ -11,7 +11,7 @@ import zmq
 from unicron.ctl.agent.connections.connections import Connections
 from unicron.ctl.agent.connections.containment import reason
 from unicron.ctl.agent.ranks.ranks import Rank
-from unicron.detector.processes.job_output import JobOutput, standard_error, standard_output
+from unicron.detector.processes.job_output import JobOutput
 from unicron.detector.processes.supervise import Child
 
 HOLD_SECONDS = 0.02  # between two looks whether the job's log has taken what waits for it
@@ -74,9 +74,10 @@ class Processes:
 
     @staticmethod
     def _streams(child: Child) -> list[tuple[int, JobOutput, Callable[[], bool]]]:
-        streams: list[tuple[int, JobOutput, Callable[[], bool]]] = [(child.stderr, standard_error, child.pass_stderr)]
+        around = child.surroundings
+        streams: list[tuple[int, JobOutput, Callable[[], bool]]] = [(child.stderr, around.err, child.pass_stderr)]
         if child.stdout is not None:
-            streams.append((child.stdout, standard_output, child.pass_stdout))
+            streams.append((child.stdout, around.out, child.pass_stdout))
         return streams
 
     def _pass_output(self, descriptor: int, job: JobOutput, take: Callable[[], bool]) -> None:
@@ -97,6 +98,6 @@ class Processes:
         self._hear()  # what it said last, its exception above all, comes before its end
         rank.collect()
         if not child.output.shown and rank.status.exit is not None:
-            standard_error.write(f"{child.tail()}\n".encode())  # the job's log shows why it has failed
+            child.surroundings.err.write(f"{child.tail()}\n".encode())  # the job's log shows why it has failed
         self._ended(rank)
         self._tell()

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,12 +16,14 @@ import unicron
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.ranks.placeholders import fill_variables, fill_words
 from unicron.ctl.agent.ranks.rank_logs import RankLogs
+from unicron.ctl.agent.ranks.static_world import slurm_world
 from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter
 from unicron.ctl.protocol import ranges, structs
 from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.root_cause import one_line
+from unicron.detector.processes.job_output import JobOutput
 from unicron.detector.processes.rank_messages import Fault, FromRank, Moved, Status
-from unicron.detector.processes.supervise import Child
+from unicron.detector.processes.supervise import USUAL, Child, Surroundings
 
 QUIET_STATES = ("running",)  # a change within these may wait for the next beat of the agent's clock
 STOP_SECONDS = 1.0  # between SIGTERM and SIGKILL
@@ -43,9 +46,9 @@ Environment = Callable[[int, int, int], dict[str, str]]  # (slot, local rank, in
 class Rank:
     """One slot: its present process and the status that follows from it.
 
-    starter: from which its processes come; coming: the one that is being forked; cold: why its last process was started
-    cold, empty for a warm one. logs: where their output goes. again: when a process that could not be started is tried
-    again (monotonic), None when nothing is; short: of what the node is short then.
+    surroundings: of its processes. starter: from which they come; coming: the one that is being forked; cold: why its
+    last process was started cold, empty for a warm one. logs: where their output goes. again: when a process that could
+    not be started is tried again (monotonic), None when nothing is; short: of what the node is short then.
     """
 
     def __init__(
@@ -55,8 +58,9 @@ class Rank:
         command: Sequence[str],
         environment: Environment,
         starter: Starter = COLD,
+        surroundings: Surroundings = USUAL,
     ):
-        self.slot, self.local = slot, local
+        self.slot, self.local, self.surroundings = slot, local, surroundings
         self._command, self._environment, self.starter = command, environment, starter
         self.logs: RankLogs | None = None
         self._stdout: tuple[int, int] | None = None  # reading and writing end of the next process's standard output
@@ -87,12 +91,16 @@ class Rank:
         try:
             piped = self.logs is not None and self.logs.output(self.local, environment).piped
             self._stdout = os.pipe() if piped else None
-            self.coming = self.starter.request_fork(environment, stdout=self._stdout[1] if self._stdout else 1)
+            self.coming = self.starter.request_fork(environment, surroundings=self._around())
         except OSError as error:
             self._failed(error)
             return
         if self.coming is None:
             self._begin_cold(environment, self.starter.why)
+
+    def _around(self) -> Surroundings:
+        """Of the next process."""
+        return replace(self.surroundings, stdout=self._stdout[1]) if self._stdout else self.surroundings
 
     def arrive(self) -> None:
         """The process that is coming has settled: it begins, or is started cold."""
@@ -107,8 +115,7 @@ class Rank:
     def _begin_cold(self, environment: Mapping[str, str], why: str) -> None:
         self.cold = why
         try:
-            stdout = self._stdout[1] if self._stdout else None
-            self._has(Child(fill_words(self._command, environment), environment, stdout=stdout))
+            self._has(Child(fill_words(self._command, environment), environment, surroundings=self._around()))
         except (OSError, MemoryError) as error:
             self._failed(error)
 
@@ -259,6 +266,23 @@ def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> N
             child.signal(signal.SIGKILL)
 
 
+def surroundings_of(place: Place) -> list[Surroundings]:
+    """Of the node's ranks, by local rank: those of Slurm's tasks where the step has several. The first is the agent's
+    own task, whose output is the agent's."""
+    if not place.tasks:
+        return [USUAL] * place.settings.ranks_per_node
+    first, *others = place.tasks
+    return [
+        Surroundings(cpus=first.cpus),
+        *(Surroundings(task.stdout, JobOutput(task.stdout), JobOutput(task.stderr), task.cpus) for task in others),
+    ]
+
+
+def task_environment(place: Place, local: int, environment: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment that Slurm gave the task of this local rank. environment: the agent's."""
+    return place.tasks[local].environment if 0 < local < len(place.tasks) else environment
+
+
 def package_path(base: Mapping[str, str]) -> str:
     """PYTHONPATH with which a script finds `unicron` where it is not installed."""
     package_root = str(Path(unicron.__file__).absolute().parent.parent)
@@ -277,12 +301,13 @@ def rank_environment(
     RANK and WORLD_SIZE describe the world in which a rank prepares itself, which is its own; the generation's plan
     gives the real one.
     """
-    path = package_path(base)
 
     def environment(slot: int, local: int, incarnation: int) -> dict[str, str]:
+        own = task_environment(place, local, base)
         made = {
-            **base,
-            "PYTHONPATH": path,
+            **own,
+            **(slurm_world(0, 1, local, 1, 0) if place.tasks else {}),
+            "PYTHONPATH": package_path(own),
             "UNICRON_AGENT": endpoint,
             "UNICRON_STACKS": stacks_file(endpoint, slot),
             "UNICRON_SLOT": str(slot),

@@ -47,6 +47,7 @@ def named_modules(environment: Mapping[str, str]) -> list[str]:
     return names
 
 
-def common(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
-    """What the environments of two ranks have in common, which is the zygote's."""
-    return {name: value for name, value in one.items() if other.get(name) == value}
+def common(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What the environments of these ranks have in common, which is the zygote's."""
+    first, *others = ranks
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}

@@ -9,7 +9,7 @@ from unicron.ctl.agent.ranks import warm_commands
 from unicron.ctl.agent.ranks.ranks import Rank
 from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter, ZygoteClient
 from unicron.ctl.system.errors import UserError
-from unicron.detector.processes.supervise import reap_orphans
+from unicron.detector.processes.supervise import Surroundings, reap_orphans
 
 ORPHANS_SECONDS = 1.0  # between two looks for adopted processes that have ended
 SESSION_NEEDS = (
@@ -35,9 +35,9 @@ class WarmStart:
         self._zygote: ZygoteClient | None = None
         self._looked = 0.0
 
-    def start_zygote(self, one: Mapping[str, str], other: Mapping[str, str], environment: Mapping[str, str]) -> None:
-        """one, other: the environments of two ranks; environment: the agent's."""
-        starter = self._starter(warm_commands.common(one, other), environment)
+    def start_zygote(self, ranks: Sequence[Mapping[str, str]], environment: Mapping[str, str]) -> None:
+        """ranks: the environments of some that differ in all that may be different; environment: the agent's."""
+        starter = self._starter(warm_commands.common(ranks), environment)
         for rank in self._ranks.values():
             rank.starter = starter
 
@@ -59,7 +59,9 @@ class WarmStart:
 
     def fork(self, words: list[str], stdout: int) -> Coming | None:
         """A warm process with what all ranks have in common of their environment; None where there is no zygote."""
-        return self._zygote.request_fork(self._zygote.environment, words, stdout) if self._zygote is not None else None
+        if self._zygote is None:
+            return None
+        return self._zygote.request_fork(self._zygote.environment, words, Surroundings(stdout))
 
     # ------------------------------------------------------------ in the agent's loop
     def start_forked_ranks(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from unicron.ctl.agent.ranks.placeholders import fill_words
 from unicron.detector.processes import zygote as program
-from unicron.detector.processes.supervise import Child
+from unicron.detector.processes.supervise import USUAL, Child, Surroundings
 
 LOAD_SECONDS = 120.0  # for the imports; then ranks that wait for them start cold
 ANSWER_SECONDS = 2.0  # for the next fork, which takes 10 ms unless the machine is busy; then those asked for start cold
@@ -38,14 +38,14 @@ class Coming:
     stderr: int
     leave: int
     theirs: tuple[int, int]
-    stdout: int
+    surroundings: Surroundings = USUAL
     asked: float | None = None
     late: bool = False
     pid: int | None = None
     cold: str = ""
 
     @classmethod
-    def of(cls, words: list[str], environment: Mapping[str, str], stdout: int) -> Coming:
+    def of(cls, words: list[str], environment: Mapping[str, str], surroundings: Surroundings = USUAL) -> Coming:
         """Not asked for yet. Raises OSError."""
         stderr, its_stderr = os.pipe()
         try:
@@ -54,7 +54,7 @@ class Coming:
             os.close(stderr)
             os.close(its_stderr)
             raise
-        return cls(words, environment, stderr, leave, (its_stderr, its_leave), stdout)
+        return cls(words, environment, stderr, leave, (its_stderr, its_leave), surroundings)
 
     @property
     def settled(self) -> bool:
@@ -65,7 +65,7 @@ class Coming:
         child = None
         if self.pid is not None and not self.cold:
             try:
-                child = Child.forked(self.pid, self.stderr)
+                child = Child.forked(self.pid, self.stderr, self.surroundings)
             except ProcessLookupError:
                 pass
             except OSError as error:  # no descriptor is left; without its leave it ends
@@ -95,9 +95,9 @@ class Starter(Protocol):
 
     why: str
 
-    def request_fork(self, environment: Mapping[str, str], *, stdout: int = 1) -> Coming | None:
-        """A warm process with this environment; None where it has to start cold. `stdout` stays open until it has
-        settled."""
+    def request_fork(self, environment: Mapping[str, str], *, surroundings: Surroundings = USUAL) -> Coming | None:
+        """A warm process with this environment; None where it has to start cold. Its standard
+        output stays open until it has settled."""
 
 
 class AlwaysCold:
@@ -106,7 +106,7 @@ class AlwaysCold:
     def __init__(self, why: str) -> None:
         self.why = why
 
-    def request_fork(self, environment: Mapping[str, str], *, stdout: int = 1) -> Coming | None:
+    def request_fork(self, environment: Mapping[str, str], *, surroundings: Surroundings = USUAL) -> Coming | None:
         """None."""
         return None
 
@@ -153,7 +153,7 @@ class ZygoteClient:
 
     # ------------------------------------------------------------ requests
     def request_fork(
-        self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1
+        self, environment: Mapping[str, str], words: list[str] | None = None, surroundings: Surroundings = USUAL
     ) -> Coming | None:
         """A warm process with this environment, as soon as there is one; None where it has to start cold. `words`: what
         it runs in place of the command. Raises OSError."""
@@ -162,7 +162,7 @@ class ZygoteClient:
         if any(coming.late for coming in self._asked.values()):
             self.why = "the zygote does not answer"
             return None
-        coming = Coming.of(fill_words(words or self._words, environment), environment, stdout)
+        coming = Coming.of(fill_words(words or self._words, environment), environment, surroundings)
         self._number += 1
         self._asked[self._number] = coming
         if self.ready:
@@ -180,7 +180,8 @@ class ZygoteClient:
         together (monotonic); a look at the files that begins after it counts for each of them."""
         assert self._line is not None
         coming.asked = now
-        request = json.dumps({"environment": dict(coming.environment), "words": coming.words}).encode()
+        stdout, cpus = coming.surroundings.stdout, sorted(coming.surroundings.cpus)
+        request = json.dumps({"environment": dict(coming.environment), "words": coming.words, "cpus": cpus}).encode()
         message = json.dumps({"number": number, "asked": now}).encode()
         file = -1
         try:
@@ -188,7 +189,7 @@ class ZygoteClient:
             with open(file, "wb", closefd=False) as writing:
                 writing.write(request)
             with contextlib.suppress(OSError):
-                files = [file, coming.stdout, *coming.theirs]
+                files = [file, 1 if stdout is None else stdout, *coming.theirs]
                 socket.send_fds(self._line, [message], files)
         finally:
             if file >= 0:

@@ -14,6 +14,7 @@ import click
 
 import unicron
 from unicron.ctl.agent.connections.containment import reason
+from unicron.ctl.agent.connections.step_tasks import others
 from unicron.ctl.agent.ranks.rank_logs import shown_ranks
 from unicron.ctl.agent.ranks.warm_commands import wanted
 from unicron.ctl.agent.start import launcher_shells, launchers, untouched
@@ -28,6 +29,7 @@ from unicron.ctl.system.errors import WRONG_USE, UserError
 if TYPE_CHECKING:
     from unicron.ctl.agent.connections.job_environment import Place
     from unicron.ctl.agent.loop.agent import Agent
+    from unicron.detector.processes.job_output import JobOutput
 
 REGISTER_TIMEOUT = "10"  # seconds to find the controller before the job runs unprotected
 FLUSH_SECONDS = 2.0  # without progress, for the last lines of a job's log
@@ -95,10 +97,11 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     """Run COMMAND once per rank of this node, protected; the exit status is COMMAND's."""
     replace_variables(launcher_shells.leave_shell(os.environ))
     outside = dict(os.environ)
-    if command and (why := untouched.why_by_shape(os.environ)):
+    if command and (why := untouched.why_by_shape(os.environ, others.count)):
         untouched.become(command, os.environ, why)
     try:
         if launcher_shells.launches(command):
+            check_tasks()
             return launcher_shells.run_shell(command, os.environ)
         rank_command, told_launcher = without_launcher(command)
     except NotTaken as error:
@@ -114,8 +117,9 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     except Exception as error:
         replace_variables(outside)
         without_agent(["--", *command], reason(error))
-    if not untouched.meant(chosen, place.settings.ranks_per_node, os.environ):
-        untouched.become(command, outside)
+    why = untouched.why_by_ranks(place, chosen, os.environ)
+    if why or not untouched.meant(chosen, place.settings.ranks_per_node, os.environ):
+        untouched.become(command, outside, why)
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
     if not address:
         return run_unprotected(place, words, "no controller is configured (UNICRON_CONTROLLER)")
@@ -131,8 +135,8 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", told_launcher, place.warning)):
             agent.log.inform(told)
         status = agent.run()
-        standard_output.flush(FLUSH_SECONDS)
-        standard_error.flush(FLUSH_SECONDS)
+        around = [rank.surroundings for rank in agent.ranks.values()]
+        flush(standard_output, standard_error, *(each.out for each in around), *(each.err for each in around))
         place = place.alone() if agent.registration.alone else place
         return run_unprotected(place, words, agent.registration.refusal) if status is None else status
     agent.close()
@@ -144,11 +148,24 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     return run_unprotected(place, words, agent.registration.why_not(address))
 
 
+def flush(*outputs: JobOutput) -> None:
+    """Write what waits for the job's log, as long as that takes it."""
+    for output in set(outputs):
+        output.flush(FLUSH_SECONDS)
+
+
 def replace_variables(environment: Mapping[str, str]) -> None:
     """Give this process another environment."""
     if environment != os.environ:
         os.environ.clear()
         os.environ.update(environment)
+
+
+def check_tasks() -> None:
+    """Raise NotTaken where several tasks of this node would each run a launcher."""
+    if others.count > 1:
+        many = f"it has {others.count} tasks on a node, and each would start the ranks of a node by its launcher"
+        raise NotTaken(f"{many}: give it one (--ntasks-per-node=1)")
 
 
 def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
@@ -157,6 +174,7 @@ def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
     taken = launchers.take_over(command)
     if taken is None:
         return list(command), ""
+    check_tasks()
     environment = os.environ
     nodes = environment.get("SLURM_ARRAY_TASK_COUNT") or environment.get("SLURM_NNODES") or "1"
     spares = environment.get("UNICRON_SPARES", "0")
@@ -184,7 +202,8 @@ def prepare(
     from unicron.ctl.agent.connections.stated_layouts import LAYOUTS
 
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
-    place = read_place(os.environ, address).in_mode(chosen.name, chosen.reason, not only_helps(chosen.text))
+    place = read_place(os.environ, address, others.receive())
+    place = place.in_mode(chosen.name, chosen.reason, not only_helps(chosen.text))
     if place.settings.layouts and chosen.name != SESSION:
         said = f"{LAYOUTS} is for session mode, and this job is healed in {chosen.name} mode ({chosen.reason})"
         raise UserError(f"{said}: unset it, or say --unicron-mode=session", WRONG_USE)
@@ -203,6 +222,8 @@ def begin_agent(session: bool, place: Place, command: Sequence[str], address: st
     if short := shortage(len(place.slots)):
         return short
     try:
+        if place.tasks:  # this one's CPUs alone would be too few for what it does for all
+            os.sched_setaffinity(0, frozenset[int]().union(*(task.cpus for task in place.tasks)))
         from unicron.ctl.agent.loop.agent import Agent
         from unicron.ctl.agent.loop.plain_ranks import RestartAgent
 
@@ -217,7 +238,9 @@ def begin_agent(session: bool, place: Place, command: Sequence[str], address: st
 
 def main() -> None:
     """Entry point of the `unicron-agent` program."""
-    sys.exit(programs.run("unicron-agent", cli))
+    code = programs.run("unicron-agent", cli)
+    others.end(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from unicron.ctl.agent.connections.step_tasks import others
+
 CANNOT_EXECUTE, NOT_FOUND = 126, 127  # as a shell has them
 RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them, and a program that is executed would, too
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """This process becomes the command. Raises OSError."""
+    """This process becomes the command, as every other task of the node's does. Raises OSError."""
+    others.run_themselves()
     for number in RESTORED:
         signal.signal(number, signal.SIG_DFL)
     os.execvpe(command[0], list(command), dict(environment))

@@ -19,6 +19,9 @@ def main() -> None:
     """Entry point of the `unicron-agent` program."""
     restore_variables()
     try:
+        from unicron.ctl.agent.connections.step_tasks import others
+
+        others.adopt(os.environ)
         from unicron.ctl.agent.start.agent_main import main as program
     except (Exception, SystemExit) as error:  # a module that is not ours may have its name
         from unicron.ctl.agent.start.bare import without_agent

@@ -12,16 +12,17 @@ from typing import NoReturn
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.connections.job_log import JobLog
 from unicron.ctl.agent.connections.signals import ENDING, ENDING_SECONDS, SignalPipe
+from unicron.ctl.agent.connections.step_tasks import others
 from unicron.ctl.agent.ranks.placeholders import fill_words
 from unicron.ctl.agent.ranks.rank_logs import RankLogs
 from unicron.ctl.agent.ranks.rank_processes import HOLD_SECONDS
-from unicron.ctl.agent.ranks.ranks import CANNOT_START, STOP_SECONDS, package_path, stop_children
+from unicron.ctl.agent.ranks.ranks import CANNOT_START, STOP_SECONDS, package_path, stop_children, task_environment
 from unicron.ctl.agent.ranks.static_world import outside_the_step, static_world
 from unicron.ctl.agent.start import bare
 from unicron.ctl.agent.start.resources import FOR_A_RANK, descriptors_short
 from unicron.ctl.system.errors import UserError
 from unicron.detector.processes.job_output import standard_error, standard_output
-from unicron.detector.processes.supervise import Child, shell_status
+from unicron.detector.processes.supervise import Child, Surroundings, shell_status
 
 FLUSH_SECONDS = 2.0  # without progress, for the log
 
@@ -37,16 +38,22 @@ def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
         raise UserError(f"{why}; {error}", error.exit_code) from None
     JobLog(place).warn(f"{why}; the job runs unprotected")
     standard_error.flush(FLUSH_SECONDS)  # a log that takes nothing keeps no command from running
-    # The step of a job that is no array has the job's nodes, and what it says of them is true.
-    mine = outside_the_step(os.environ) if "SLURM_ARRAY_TASK_ID" in os.environ else dict(os.environ)
-    base = mine | {"PYTHONPATH": package_path(os.environ)}
-    environments = [world.environment(local, base) for local in range(world.ranks_per_node)]
+    environments = [world.environment(local, _base(place, local)) for local in range(world.ranks_per_node)]
     logs = RankLogs(os.environ, place.job)
-    if len(environments) == 1 and not logs.output(0, environments[0]).piped:
+    if place.tasks or (len(environments) == 1 and not logs.output(0, environments[0]).piped):
+        others.run_themselves(environments[1:])
         _become(command, environments[0])
     if descriptors_short(FOR_A_RANK * (len(environments) + 1)):
         return bare.run_all([fill_words(command, each) for each in environments], environments)
     return _Ranks(command, environments, JobLog(place), logs).run()
+
+
+def _base(place: Place, local: int) -> dict[str, str]:
+    """What the process of this local rank has in any world. The step of a job that is no array has the job's nodes, and
+    what it says of them is true."""
+    given = task_environment(place, local, os.environ)
+    mine = outside_the_step(given) if "SLURM_ARRAY_TASK_ID" in given else given
+    return {**mine, "PYTHONPATH": package_path(given)}
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -86,7 +93,7 @@ class _Ranks:
             return Child(command, environment)
         stdout, theirs = os.pipe()
         try:
-            child = Child(command, environment, stdout=theirs)
+            child = Child(command, environment, surroundings=Surroundings(theirs))
         except OSError:
             os.close(stdout)
             raise

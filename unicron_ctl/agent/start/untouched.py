@@ -6,19 +6,25 @@ behind it by hand, and those that only the text of their script tells apart.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from unicron.ctl.agent.start import bare
 from unicron.ctl.agent.start.command_mode import Mode
 from unicron.ctl.protocol.structs import SESSION
 
+if TYPE_CHECKING:
+    from unicron.ctl.agent.connections.job_environment import Place
+
 BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agent here, and nobody's --unicron
 _OF_THE_PLUGIN = ("UNICRON", BY_DEFAULT, "UNICRON_WEIGHT", "UNICRON_MIN_NODES", "UNICRON_MODE")
 # A script that finds its place in the world by what srun tells of its step, as submitit and Lightning do
 _READS_THE_STEP = re.compile(r"\bSLURM_(?:PROCID|LOCALID|NODEID|NTASKS\w*|STEP\w*|TASKS_PER_NODE)\b|\bsubmitit\b")
+
+_MPI = re.compile(r"^[ \t]*(?:from|import)[ \t]+(?:mpi4py|horovod)\b", re.MULTILINE)
 
 
 def tasks_per_node(environment: Mapping[str, str]) -> int:
@@ -27,11 +33,12 @@ def tasks_per_node(environment: Mapping[str, str]) -> int:
     return max((int(count) for text in counts if (count := text.partition("(")[0]).isdigit()), default=1)
 
 
-def why_by_shape(environment: Mapping[str, str]) -> str:
-    """Why a step of this shape is left alone; empty for one that an agent can have."""
-    if (tasks := tasks_per_node(environment)) > 1:
+def why_by_shape(environment: Mapping[str, str], joined: int = 1) -> str:
+    """Why a step of this shape is left alone; empty for one that an agent can have. joined: the tasks of this node that
+    the plugin has made one agent's."""
+    if (tasks := tasks_per_node(environment)) != joined:
         return (
-            f"it has {tasks} tasks on a node, and the agent starts a node's ranks itself: "
+            f"it has {tasks} tasks on a node, and without the plugin each would have an agent: "
             "give it one (--ntasks-per-node=1)"
         )
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1")
@@ -41,6 +48,26 @@ def why_by_shape(environment: Mapping[str, str]) -> str:
         return f"it has {count} nodes of an array's element: give each element one (--nodes=1)"
     if of_job.isdecimal() and count < int(of_job):
         return f"it has {count} of the job's {of_job} nodes: a training has all of them"
+    return ""
+
+
+def why_by_ranks(place: Place, mode: Mode, environment: Mapping[str, str]) -> str:
+    """Why the ranks of this node would not be what srun's tasks are; empty where they would."""
+    if place.tasks and _MPI.search(mode.text):
+        return "its script uses MPI, whose processes only srun can join: give it one task on a node if it need not"
+    theirs = {device for task in place.tasks for device in task.devices}
+    if any(not os.access(device, os.R_OK | os.W_OK) for device in theirs):
+        gpus = environment.get("SLURM_GPUS_ON_NODE") or str(len(theirs))
+        return (
+            "each of its tasks may open its own GPUs only, and the node's agent those of the first: "
+            f"write --gpus-per-node={gpus} in place of --gpus-per-task or --gpu-bind"
+        )
+    ranks = place.settings.ranks_per_node
+    if ranks > 1 and not place.tasks and environment.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        return (
+            f"its {ranks} GPUs are MIG slices, of which a process can use one: set UNICRON_RANKS_PER_NODE=1, or give "
+            f"each slice a task (--ntasks-per-node={ranks} --gpus-per-task=1)"
+        )
     return ""
 
 

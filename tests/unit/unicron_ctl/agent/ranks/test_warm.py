@@ -60,4 +60,4 @@ def test_what_users_may_say():
 
 
 def test_a_zygote_has_what_two_ranks_have_in_common():
-    assert common({"A": "1", "RANK": "0", "MINE": ""}, {"A": "1", "RANK": "1"}) == {"A": "1"}
+    assert common([{"A": "1", "RANK": "0", "MINE": ""}, {"A": "1", "RANK": "1"}]) == {"A": "1"}

@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "batch.h"
+#include "command.h"
+
+#define STEPS 4                      /* restarts after which a step number comes again */
+#define STEP_MS (30 * 1000)          /* for Slurm to run one that does nothing */
+#define FIRST_STEP "UNICRON_FIRST_STEP"    /* agent/connections/job_environment.py takes it off the step's number */
+
+extern char **environ;
+
+static long read_count(spank_t sp, const char *name)
+{
+	char text[32];
+
+	return (spank_getenv(sp, name, text, sizeof(text)) == ESPANK_SUCCESS ? strtol(text, NULL, 10) : 0);
+}
+
+/*
+ * sbatch --no-kill is for the allocation alone. Without it srun ends its step when one of the nodes is lost, and the rest could not
+ * go on.
+ */
+void batch_set_variables(spank_t sp)
+{
+	if (read_count(sp, "SLURM_JOB_NUM_NODES") > 1)
+		spank_setenv(sp, "SLURM_NO_KILL", "set", 0);
+}
+
+/* Whether `srun true` ran in this job, within its time. */
+static bool use_up_step(char **env)
+{
+	static const char *const words[] = { "srun", "--ntasks=1", "--nodes=1", "--quiet", "true", NULL };
+	int status = 0, left = STEP_MS;
+	pid_t child = fork();
+
+	if (child == 0) {
+		int null = open("/dev/null", O_RDWR);
+
+		environ = env;
+		setenv("UNICRON", "0", 1);
+		unsetenv("SLURM_NTASKS_PER_NODE");
+		for (int fd = 0; fd < 3; ++fd)
+			dup2(null, fd);
+		execvp(words[0], (char *const *) words);
+		_exit(127);
+	}
+	if (child < 0)
+		return (false);
+	while (waitpid(child, &status, left > 0 ? WNOHANG : 0) != child) {
+		nanosleep(&(struct timespec) { .tv_nsec = 10 * 1000 * 1000 }, NULL);
+		if ((left -= 10) == 0)
+			kill(child, SIGKILL);
+	}
+	return (WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+/*
+ * When a node that was cut off comes back, the srun on it ends and cancels its step by number. By then the job may have been requeued,
+ * and run a step of that number on another node. So a restarted script's steps have other numbers than those before it.
+ */
+static void use_up_steps(spank_t sp)
+{
+	long count = read_count(sp, "SLURM_RESTART_COUNT") % STEPS, used = 0;
+	char **env = NULL, text[16];
+
+	if (count <= 0 || spank_get_item(sp, S_JOB_ENV, &env) != ESPANK_SUCCESS || env == NULL)
+		return;
+	while (used < count && use_up_step(env))
+		++used;
+	snprintf(text, sizeof(text), "%ld", used);
+	spank_setenv(sp, FIRST_STEP, text, 1);
+}
+
+/* Says that the script's training has no agent where it is not srun that starts it. */
+static void tell_unprotected(spank_t sp)
+{
+	int argc = 0;
+	char **argv = NULL, word[64];
+
+	if (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) == ESPANK_SUCCESS && argc > 0 && argv != NULL &&
+	    script_trains_alone(argv[0], word))
+		dprintf(STDERR_FILENO, "unicron: this job's training is not protected, for its script runs `%s` without srun: "
+			"write `srun %s ...`\n", word, word);
+}
+
+void batch_prepare(spank_t sp)
+{
+	tell_unprotected(sp);
+	use_up_steps(sp);
+}

@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the plugin does for a batch script of a job that asked for Unicron, before the script begins. */
+#ifndef UNICRON_BATCH_H
+#define UNICRON_BATCH_H
+
+#include "unicron.h"
+
+static inline bool is_batch_step(spank_t sp)
+{
+	uint32_t step = 0;
+
+	return (spank_get_item(sp, S_JOB_STEPID, &step) == ESPANK_SUCCESS && step == SLURM_BATCH_SCRIPT);
+}
+
+/* In slurmstepd, as the user: variables of the script. */
+void batch_set_variables(spank_t sp);
+
+/* In the script's process, before the script. */
+void batch_prepare(spank_t sp);
+
+#endif
