@@ -99,7 +99,7 @@ class Rank:
             self._begin_cold(environment, self.starter.why)
 
     def _around(self) -> Surroundings:
-        """Of the next process."""
+        """What surrounds the next process."""
         return replace(self.surroundings, stdout=self._stdout[1]) if self._stdout else self.surroundings
 
     def arrive(self) -> None:
@@ -267,7 +267,7 @@ def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> N
 
 
 def surroundings_of(place: Place) -> list[Surroundings]:
-    """Of the node's ranks, by local rank: those of Slurm's tasks where the step has several. The first is the agent's
+    """What surrounds the node's ranks, by local rank: what does Slurm's tasks where the step has several. The first is the agent's
     own task, whose output is the agent's."""
     if not place.tasks:
         return [USUAL] * place.settings.ranks_per_node
