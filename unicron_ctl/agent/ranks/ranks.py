@@ -267,7 +267,7 @@ def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> N
 
 
 def surroundings_of(place: Place) -> list[Surroundings]:
-    """What surrounds the node's ranks, by local rank: it is that of Slurm's tasks, where the step has several. The first
+    """What surrounds the node's ranks, by local rank: that of Slurm's tasks, where the step has several. The first
     is the agent's own task, whose output is the agent's."""
     if not place.tasks:
         return [USUAL] * place.settings.ranks_per_node
