@@ -12,6 +12,7 @@
 #include "config.h"
 #include "notify.h"
 #include "step.h"
+#include "submit.h"
 #include "tasks.h"
 #include "unicron.h"
 
@@ -46,8 +47,8 @@ CALLBACK slurm_spank_init(spank_t sp, int ac, char **av)
 	/* Registered also when the configuration is unusable: srun --unicron then still runs, unprotected. */
 	if (context == S_CTX_LOCAL || context == S_CTX_ALLOCATOR || context == S_CTX_REMOTE)
 		args_register(sp);
-	if (context != S_CTX_SLURMD)
-		usable(ac, av);
+	if (context != S_CTX_SLURMD && usable(ac, av) && (context == S_CTX_LOCAL || context == S_CTX_ALLOCATOR))
+		submit_set_defaults();
 	return (0);
 }
 
@@ -93,6 +94,7 @@ CALLBACK slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 		 */
 		if (ret < 0)
 			exit(EXIT_FAILURE);
+		submit_finish(choice.spoken && choice.enabled);
 		hand_on();
 	} else if (context == S_CTX_REMOTE && choice.enabled && is_regular_step(sp)) {
 		/* Where the agent reports to, there the hints go. */

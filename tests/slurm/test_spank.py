@@ -170,7 +170,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         nodes=2,
         auth="none",
         plugstack_lines=[bench.line()],
-        config_lines=[f"TaskProlog={task_prolog}"],
+        config_lines=[f"TaskProlog={task_prolog}", "JobRequeue=0"],
     )
     bench.cluster.up()
     try:
@@ -454,14 +454,16 @@ def test_tasks_whose_agent_dies_or_never_was(bench: Bench, agent: str, said: str
 
 def test_a_batch_script_learns_what_it_lacks(bench: Bench) -> None:
     """A training without srun has no agent; a step that outlives a node is to be asked for; a restart's step numbers
-    are not those of the script before it, whose srun may come back with a lost node and cancel by number."""
+    are not those of the script before it, whose srun may come back with a lost node and cancel by number. It is
+    requeued, and adds to its log, though nobody has said so."""
     script = bench.folder / "lacks"
     script.write_text(
         "#!/bin/sh\necho $SLURM_NO_KILL $UNICRON_FIRST_STEP; srun -n1 -N1 printenv SLURM_STEP_ID\n"
         "python3 -c 'print(5)'; test -n \"$SLURM_RESTART_COUNT\" || sleep 60; echo END\n"
     )
     output = bench.folder / "lacks.out"
-    done = bench.call("sbatch", "--parsable", "--unicron", "-N2", "--requeue", "-o", output.name, script.name)
+    done = bench.call("sbatch", "--parsable", "--unicron", "-N2", "-o", output.name, script.name)
+    assert done.stderr == ""
     warning = "unicron: this job's training is not protected, for its script runs `python3` without srun: "
     warning += "write `srun python3 ...`"
     job, lines = done.stdout.strip(), lambda: output.read_text().splitlines() if output.exists() else []
@@ -470,10 +472,18 @@ def test_a_batch_script_learns_what_it_lacks(bench: Bench) -> None:
 
     def again() -> bool:
         bench.call("scontrol", "update", f"jobid={job}", "StartTime=now")
-        return lines()[-5:] == [warning, "set 1", "1", "5", "END"]
+        return lines()[-5:] == [warning, "set 1", "1", "5", "END"] and lines()[:4] == [warning, "set", "0", "5"]
 
     wait_for(again, "it runs again", now=lambda: (lines(), bench.call("scontrol", "show", "job", job).stdout))
-    assert bench.batch("srun true; env python3 -c 'print(5)'", "--no-unicron")[1][0] == "5\nEND\n"
+    job, text = bench.batch("srun true; env python3 -c 'print(5)'", "--no-unicron")
+    assert text[0] == "5\nEND\n" and "Requeue=0" in bench.call("scontrol", "show", "job", str(job)).stdout
+    for options, said in (
+        ((), "give sbatch --requeue --open-mode=append --no-kill"),
+        (("--requeue",), "sbatch --open-m"),
+    ):
+        command = f"echo '#!/bin/sh\n#SBATCH --unicron\nhostname' | sbatch {' '.join(options)}"
+        done = bench.call("sh", "-c", command)
+        assert done.returncode == 0 and said in done.stderr, done.stderr
 
 
 def test_exit_codes_of_untouched_steps_come_through(bench: Bench) -> None:

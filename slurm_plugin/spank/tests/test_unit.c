@@ -22,6 +22,7 @@
 #include "msgpack.h"
 #include "notify.h"
 #include "step.h"
+#include "submit.h"
 
 /* ---- Slurm's side ---- */
 static spank_context_t context;
@@ -520,6 +521,31 @@ static void test_batch_scripts(void)
 	assert(unlink(path) == 0 && unlink("names_srun") == 0 && chdir("/") == 0 && rmdir(folder) == 0);
 }
 
+/* Which submissions ask for Unicron, as far as that can be seen before Slurm reads their options. */
+static void test_submissions(void)
+{
+	static const struct { const char *words[4]; const char *script; bool before, asks; } cases[] = {
+		{ { "sbatch", "--unicron", "job.sh" }, NULL, false, true },
+		{ { "sbatch", "--unicron-min-nodes=2", "job.sh" }, NULL, false, true },
+		{ { "sbatch", "job.sh" }, "#!/bin/sh\n#SBATCH -N 4 --unicron\n", false, true },
+		{ { "sbatch", "job.sh" }, "#!/bin/sh\n\n# one\n#SBATCH --unicron-spares 1 # two\nsrun a\n", false, true },
+		{ { "sbatch", "job.sh" }, "#!/bin/sh\nsrun a\n#SBATCH --unicron\n", false, false },
+		{ { "sbatch", "job.sh" }, "#!/bin/sh\n##SBATCH --unicron\n#SBATCH -N1 # --unicron\n", false, false },
+		{ { "sbatch", "--no-unicron", "job.sh" }, "#!/bin/sh\n#SBATCH --unicron\n", false, false },
+		{ { "sbatch", "job.sh" }, "#!/bin/sh\n", true, true },
+		{ { "sbatch", "--no-unicron", "job.sh" }, "#!/bin/sh\n", true, false },
+		{ { "srun", "--unicronx", "a" }, NULL, false, false },
+		{ { "srun", "--", "--unicron" }, NULL, false, false },
+		{ { NULL }, NULL, false, false },
+	};
+
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i)
+		if (submit_asks((char *const *) cases[i].words, cases[i].script, cases[i].before) != cases[i].asks) {
+			fprintf(stderr, "submission %zu\n", i);
+			abort();
+		}
+}
+
 /* Which steps get an agent, by default and when the user asked for it. */
 static void test_judge(void)
 {
@@ -673,6 +699,7 @@ int main(int argc, char **argv)
 	test_many_wrappers();
 	test_judge();
 	test_batch_scripts();
+	test_submissions();
 	context = S_CTX_LOCAL;
 	args_register(NULL);
 	test_choice();

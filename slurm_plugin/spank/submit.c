@@ -1,0 +1,156 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <ctype.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <slurm/slurm.h>
+#include <slurm/spank.h>
+
+#include "submit.h"
+
+#define MOST_BYTES 65536    /* of a command line, and of a script, whose options come first */
+#define MOST_WORDS 1024
+
+static const struct { const char *variable, *value, *option; } defaults[] = {
+	{ "SBATCH_REQUEUE", "1", "--requeue" },
+	{ "SBATCH_OPEN_MODE", "append", "--open-mode" },
+	{ "SBATCH_NO_KILL", "set", "--no-kill" },
+	{ "SALLOC_NO_KILL", "set", NULL },
+	{ "SLURM_NO_KILL", "set", NULL },
+};
+#define DEFAULTS (sizeof(defaults) / sizeof(*defaults))
+
+static bool mine[DEFAULTS];
+static char command_line[MOST_BYTES + 1], *words[MOST_WORDS + 1];
+
+/* The beginning of a file, as a string; false when there is none to be read. */
+static bool read_text(const char *path, char text[MOST_BYTES + 1], size_t *length)
+{
+	int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+	ssize_t got = -1;
+
+	*length = 0;
+	if (fd < 0)
+		return (false);
+	while (*length < MOST_BYTES && (got = read(fd, text + *length, MOST_BYTES - *length)) > 0)
+		*length += (size_t) got;
+	close(fd);
+	text[*length] = '\0';
+	return (*length > 0);
+}
+
+static void read_words(void)
+{
+	size_t length, count = 0;
+
+	if (!read_text("/proc/self/cmdline", command_line, &length))
+		return;
+	for (char *word = command_line; word < command_line + length && count < MOST_WORDS; word += strlen(word) + 1)
+		words[count++] = word;
+	words[count] = NULL;
+}
+
+/* 1 for an option that asks for Unicron, 0 for --no-unicron, else -1. */
+static int asks(const char *word)
+{
+	if (strcmp(word, "--no-unicron") == 0)
+		return (0);
+	return (strncmp(word, "--unicron", 9) == 0 && (word[9] == '\0' || word[9] == '-') ? 1 : -1);
+}
+
+/* The options of a script's #SBATCH lines, up to its first command. */
+static void read_script_options(const char *script, bool *asked)
+{
+	while (*script != '\0') {
+		size_t length = strcspn(script, "\n");
+		char line[1024], *rest, *word;
+
+		if (script[strspn(script, " \t\r")] != '#' && strspn(script, " \t\r") < length)
+			return;
+		if (strncmp(script, "#SBATCH", 7) == 0) {
+			snprintf(line, sizeof(line), "%.*s", (int) length, script);
+			strtok_r(line, " \t\r", &rest);
+			while ((word = strtok_r(NULL, " \t\r", &rest)) != NULL && word[0] != '#')
+				if (asks(word) >= 0)
+					*asked = asks(word);
+		}
+		script += length + (script[length] == '\n');
+	}
+}
+
+bool submit_asks(char *const command[], const char *script, bool asked_before)
+{
+	bool asked = asked_before;
+
+	if (script != NULL)
+		read_script_options(script, &asked);
+	for (int i = 1; command[0] != NULL && command[i] != NULL && strcmp(command[i], "--") != 0; ++i)
+		if (asks(command[i]) >= 0)
+			asked = asks(command[i]);
+	return (asked);
+}
+
+/*
+ * sbatch's script: its first word that names one, or what its standard input is. False for one that comes by a pipe. The words behind
+ * it are the script's.
+ */
+static bool read_script(char text[MOST_BYTES + 1])
+{
+	size_t length;
+	struct stat about;
+
+	for (int i = 1; words[0] != NULL && words[i] != NULL; ++i)
+		if (words[i][0] != '-' && stat(words[i], &about) == 0 && S_ISREG(about.st_mode) &&
+		    read_text(words[i], text, &length) && strncmp(text, "#!", 2) == 0) {
+			words[i + 1] = NULL;
+			return (true);
+		}
+	return (fstat(STDIN_FILENO, &about) == 0 && S_ISREG(about.st_mode) && read_text("/proc/self/fd/0", text, &length));
+}
+
+void submit_set_defaults(void)
+{
+	const char *said = getenv("UNICRON"), *by_default = getenv("UNICRON_BY_DEFAULT");
+	bool script, before = said != NULL && strcmp(said, "1") == 0 && !(by_default != NULL && strcmp(by_default, "1") == 0);
+	static char text[MOST_BYTES + 1];
+
+	read_words();
+	script = read_script(text);
+	if (!submit_asks(words, script ? text : NULL, before))
+		return;
+	for (size_t i = 0; i < DEFAULTS; ++i)
+		mine[i] = getenv(defaults[i].variable) == NULL && setenv(defaults[i].variable, defaults[i].value, 1) == 0;
+}
+
+static bool is_said(const char *option)
+{
+	for (int i = 1; words[0] != NULL && words[i] != NULL; ++i)
+		if (strncmp(words[i], option, strlen(option)) == 0)
+			return (true);
+	return (false);
+}
+
+void submit_finish(bool asked)
+{
+	char missing[128] = "";
+	bool any = false;
+
+	for (size_t i = 0; i < DEFAULTS; ++i) {
+		if (mine[i])
+			unsetenv(defaults[i].variable);
+		any = any || mine[i];
+	}
+	if (!asked || any || words[0] == NULL || strstr(words[0], "sbatch") == NULL)
+		return;
+	for (size_t i = 0; i < DEFAULTS; ++i)
+		if (defaults[i].option != NULL && getenv(defaults[i].variable) == NULL && !is_said(defaults[i].option))
+			snprintf(missing + strlen(missing), sizeof(missing) - strlen(missing), " %s%s", defaults[i].option,
+				 strcmp(defaults[i].option, "--open-mode") == 0 ? "=append" : "");
+	if (missing[0] != '\0')
+		slurm_spank_log("unicron: couldn't read the script before sbatch did: if it doesn't have these options, a lost node ends "
+				"the job, or its log is written over; give sbatch%s", missing);
+}

@@ -1,0 +1,75 @@
+"""Several tasks on a node, on a real Slurm with the real agent: `srun --ntasks-per-node=2 python train.py`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.test_restart_mode import Site
+from tests.support.jobs import PLAIN
+from tests.support.processes import call, wait_for
+
+pytestmark = pytest.mark.slurm
+SCRIPT = f"""import os, runpy, sys
+print("card", os.environ["CARD"], "rank", os.environ["SLURM_PROCID"], "of", os.environ["SLURM_NTASKS"], flush=True)
+print("error of", os.environ["SLURM_LOCALID"], file=sys.stderr, flush=True)
+runpy.run_path({str(PLAIN)!r}, run_name="__main__")
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_the_tasks_of_a_node_train_as_its_ranks(site: Site) -> None:
+    """A world of two nodes with two tasks each: each rank has its own task's variables and output, a killed one comes
+    back, and the step ends as its ranks do, or as Slurm says."""
+    (site.folder / "train.py").write_text(SCRIPT)
+    prolog = site.folder / "prolog"
+    prolog.write_text("#!/bin/sh\necho export CARD=$((SLURM_LOCALID + 5))\n")
+    prolog.chmod(0o755)
+
+    def submitted(step: str) -> str:
+        command = ["sbatch", "--parsable", "--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive", "--wrap", step]
+        done = call(*command, cwd=site.folder, environment=site.environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def pids(after: int) -> dict[int, int]:
+        """rank -> process, of a world of four that is younger than generation `after`."""
+        steps = [*site.steps(0), *site.steps(1)]
+        return {step["rank"]: step["pid"] for step in steps if step["size"] == 4 and step["generation"] > after}
+
+    step = f"srun -l --ntasks-per-node=2 --task-prolog={prolog} python train.py"
+    number = submitted(f"{step}; echo END $?")
+    before = wait_for(lambda: len(found := pids(0)) == 4 and found, site.logs)
+    generation = max(step["generation"] for step in site.steps(0))
+    os.kill(before[3], signal.SIGKILL)
+    after = wait_for(lambda: len(found := pids(generation)) == 4 and found, site.logs)
+    assert not set(after.values()) & set(before.values())
+    (site.folder / "stop").touch()
+    outputs = [site.folder / f"slurm-{number}_{element}.out" for element in (0, 1)]
+    wait_for(lambda: all("END 0\n" in path.read_text() for path in outputs), site.logs)
+    for node, path in enumerate(outputs):
+        lines = path.read_text().splitlines()
+        for task in (0, 1):
+            rank = 2 * node + task
+            assert lines.count(f"{task}: card {task + 5} rank {rank} of 4") == 2, site.logs()
+            assert lines.count(f"{task}: error of {task}") == 2, site.logs()
+            assert [line for line in lines if re.match(f"{task}: rank {rank} of 4 is through", line)], site.logs()
+
+    (site.folder / "stop").unlink()
+    other = submitted(step)
+    wait_for(lambda: set(pids(0).values()) - set(after.values()) - set(before.values()), site.logs)
+    assert call("scancel", other, environment=site.environment).returncode == 0
+    wait_for(lambda: not call("squeue", "-h", environment=site.environment).stdout, site.logs)
