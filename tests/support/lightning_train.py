@@ -16,6 +16,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 OUT, NODES, STEPS = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+GOES_ON = None if sys.argv[4:] == ["requeued"] else "last"  # from what Lightning saves for its requeue, or its callback
 
 
 class Model(pl.LightningModule):
@@ -51,4 +52,4 @@ if __name__ == "__main__":
         enable_model_summary=False,
         callbacks=[ModelCheckpoint(OUT / "checkpoints", every_n_train_steps=5, save_last=True)],
     )
-    trainer.fit(Model(), DataLoader(TensorDataset(torch.ones(4096, 4)), batch_size=4), ckpt_path="last")
+    trainer.fit(Model(), DataLoader(TensorDataset(torch.ones(4096, 4)), batch_size=4), ckpt_path=GOES_ON)

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import subprocess
+from pathlib import Path
+
+from unicron.detector.health.program_output import TooMuchOutput, run_program
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 ENDING_SECONDS = 10.0  # for a script that saves something when it is told to end; Slurm's KillWait is 30 s
 SAVES = signal.SIGUSR2  # a checkpoint is wanted, and the training goes on; in restart mode it is the script's
 # What Slurm's --signal sends before a time limit is for the training script.
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+CONFIG_SECONDS = 5.0  # for Slurm to show its configuration
+
+
+@functools.cache
+def slurm_signals_all() -> bool:
+    """Whether a signal for this step has reached the ranks, too, so that passing it on would double it: with
+    proctrack/linuxproc Slurm signals all descendants of a task, with the others the task alone."""
+    pid, stepd = os.getppid(), False
+    while pid > 1 and not stepd:
+        try:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")
+        except OSError:
+            return False
+        stepd, pid = "(slurmstepd" in name, int(rest.split()[1])
+    if not stepd:
+        return False
+    try:
+        shown = run_program(["scontrol", "show", "config"], CONFIG_SECONDS).stdout.decode(errors="replace")
+    except (OSError, subprocess.TimeoutExpired, TooMuchOutput):
+        return False
+    return any(line.split() == ["ProctrackType", "=", "proctrack/linuxproc"] for line in shown.splitlines())
 
 
 class SignalPipe:

@@ -19,7 +19,7 @@ import msgspec
 from unicron.ctl.agent.connections.connections import connect
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.connections.rank_socket import from_rank
-from unicron.ctl.agent.connections.signals import ENDING, FORWARDED, SAVES, SignalPipe
+from unicron.ctl.agent.connections.signals import ENDING, FORWARDED, SAVES, SignalPipe, slurm_signals_all
 from unicron.ctl.agent.connections.step_tasks import others
 from unicron.ctl.agent.loop.controller_registration import Registration
 from unicron.ctl.agent.loop.dumps import Dumps
@@ -274,7 +274,7 @@ class Agent:
             if number == SAVES and self.AGREES:
                 self._snapshots.files.request_checkpoint(self._states.isdisjoint(AT_WORK), self._snapshots.copies.whole)
                 self._to_all(Save())
-            elif number in FORWARDED:
+            elif number in FORWARDED and not slurm_signals_all():
                 for rank in self.ranks.values():
                     if rank.child is not None:
                         rank.child.signal(number)

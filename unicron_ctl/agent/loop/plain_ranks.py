@@ -29,6 +29,7 @@ from unicron.ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outsi
 from unicron.ctl.agent.ranks.zygote_client import Starter
 from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.limits import PLANNED_SECONDS
+from unicron.ctl.slurm.squeue import hosts
 from unicron.detector.processes.rank_messages import ToRank
 from unicron.detector.processes.supervise import USUAL, Surroundings
 from unicron.transition.snapshot import cuts
@@ -160,6 +161,8 @@ class RestartAgent(Agent):
         self._store = FreePort()
         self._snapshots.copies.plain = True
         self._fence = Fence(self._net.polling.watch, self._net.polling.unwatch)
+        in_array = "SLURM_ARRAY_TASK_ID" in os.environ
+        self._node_names = [] if in_array else hosts(os.environ.get("SLURM_JOB_NODELIST", ""))  # by element
         self._began = 0.0  # when the present world's processes were started
         self._term_at = self._kill_at = 0.0
         self._shares_doors: list[str] = []  # of the last plan
@@ -229,7 +232,7 @@ class RestartAgent(Agent):
         if not self._fence.tried and now < self._next[1]:
             return
         self._next = None
-        world, self._began = world_of(plan, self.place), now
+        world, self._began = world_of(plan, self.place, self._node_names), now
         self._store.close()
         for rank in ready:
             rank.enter_generation(
@@ -298,8 +301,9 @@ class RestartAgent(Agent):
             super()._end_if_over(now)
 
 
-def world_of(plan: wire.Plan, place: Place) -> World:
-    """The place of this node in the plan's world: its members' nodes in order of their slots.
+def world_of(plan: wire.Plan, place: Place, names: Sequence[str] = ()) -> World:
+    """The place of this node in the plan's world: its members' nodes in order of their slots. names: of all elements'
+    nodes, where they are known.
 
     Raises BadMessage for a plan whose store has no port.
     """
@@ -309,4 +313,5 @@ def world_of(plan: wire.Plan, place: Place) -> World:
         raise wire.BadMessage(f"the plan's world meets at {plan.store!r}, which has no port")
     elements = sorted({slot // per_node for slot in plan.members})
     node, before = elements.index(place.element), max(0, plan.generation - 1)
-    return World(node, len(elements), per_node, host.strip("[]"), int(port), place.job, before)
+    known = tuple(names[element] for element in elements) if elements[-1] < len(names) else ()
+    return World(node, len(elements), per_node, host.strip("[]"), int(port), place.job, before, known)

@@ -21,6 +21,8 @@ from unicron.detector.health.program_output import TooMuchOutput, run_program
 SETTLE_SECONDS = 3.0
 LIMIT_SECONDS = 60.0
 FIRST_PORT, PORTS = 20000, 12000  # below the ports that Linux gives to connecting sockets
+LAUNCHER = "_UNICRON_LAUNCHER"  # which one the agent stands for, in its own environment; unset for srun alone
+SUBMITIT = "submitit"
 MAX_RESTARTS = 1_000_000  # nobody counts them: whether it goes on is the controller's to say
 # What srun tells of its step and of where it runs (srun(1), OUTPUT ENVIRONMENT VARIABLES), and the launchers' own.
 _OF_THE_STEP = re.compile(
@@ -29,10 +31,13 @@ _OF_THE_STEP = re.compile(
 )
 
 
+_OF_TORCH = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
 @dataclass(frozen=True)
 class World:
     """A node's part of the job. `node` of `nodes`, counted from 0; `master` is an address of the first node. `run`: the
-    job's id. `restarts`: how many worlds it has had before.
+    job's id. `restarts`: how many worlds it has had before. `names`: of the nodes, where Slurm tells them.
     """
 
     node: int
@@ -42,11 +47,13 @@ class World:
     port: int
     run: str
     restarts: int = 0
+    names: tuple[str, ...] = ()
 
     def environment(self, local: int, base: Mapping[str, str]) -> dict[str, str]:
         """`base` with all that torchrun sets for the node's rank `local` (torch.distributed.run, Environment
         Variables): programs that see a part of it take somebody else for their launcher. What Slurm tells of a step
-        is told of this world.
+        is told of this world. Where srun is the launcher of one job that is no array, nothing says that it is torchrun;
+        submitit's functions set torch's variables themselves, and refuse those that are there.
         """
         rank, size = str(self.node * self.ranks_per_node + local), str(self.nodes * self.ranks_per_node)
         usual = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "ROLE_NAME": "default"}
@@ -69,7 +76,13 @@ class World:
             "TORCHELASTIC_MAX_RESTARTS": str(MAX_RESTARTS),
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store
             **slurm_world(int(rank), int(size), local, self.ranks_per_node, self.node),
+            **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), ",".join(self.names) or self.master),
         }
+        launcher = made.pop(LAUNCHER, "")
+        if launcher == SUBMITIT:
+            made = {name: value for name, value in made.items() if name not in _OF_TORCH}
+        if launcher == SUBMITIT or (not launcher and "SLURM_ARRAY_TASK_ID" not in base):
+            made = {name: value for name, value in made.items() if not name.startswith("TORCHELASTIC_")}
         return fill_variables(made)
 
 
@@ -117,7 +130,8 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
             "others: find out why squeue and scontrol do not answer here"
         )
     first = _address(running[elements[0]])
-    return World(elements.index(place.element), len(elements), ranks, first, port, place.job)
+    names = tuple(running[element] for element in elements)
+    return World(elements.index(place.element), len(elements), ranks, first, port, place.job, names=names)
 
 
 def _settled(job: str, own: int) -> dict[int, str]:

@@ -16,6 +16,7 @@ import unicron
 from unicron.ctl.agent.connections.containment import reason
 from unicron.ctl.agent.connections.step_tasks import others
 from unicron.ctl.agent.ranks.rank_logs import shown_ranks
+from unicron.ctl.agent.ranks.static_world import LAUNCHER, SUBMITIT
 from unicron.ctl.agent.ranks.warm_commands import wanted
 from unicron.ctl.agent.start import launcher_shells, launchers, untouched
 from unicron.ctl.agent.start.bare import without_agent
@@ -171,11 +172,17 @@ def check_tasks() -> None:
 def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
     """(what each rank runs, what the job's log says of the launcher that is left out). What the launcher was told goes
     into this process's environment. Raises NotTaken."""
+    environment = os.environ
+    if launchers.is_submitit(command):
+        if "SLURM_ARRAY_TASK_ID" in environment:
+            raise NotTaken("each element of submitit's array is a job of its own: submit one with nodes=N")
+        environment[LAUNCHER] = SUBMITIT
+        return list(command), ""
     taken = launchers.take_over(command)
     if taken is None:
         return list(command), ""
     check_tasks()
-    environment = os.environ
+    environment[LAUNCHER] = taken.launcher
     nodes = environment.get("SLURM_ARRAY_TASK_COUNT") or environment.get("SLURM_NNODES") or "1"
     spares = environment.get("UNICRON_SPARES", "0")
     count = int(nodes) if nodes.isdecimal() else 1

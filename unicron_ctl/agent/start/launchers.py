@@ -401,6 +401,11 @@ def _interpreter(program: str) -> str:
     return "python"
 
 
+def is_submitit(command: Sequence[str]) -> bool:
+    """`python -u -m submitit.core._submit FOLDER`, which calls the function that its user has submitted."""
+    return "submitit.core._submit" in command[1:] and command[list(command).index("submitit.core._submit") - 1] == "-m"
+
+
 # ---------------------------------------------------------------- what follows for the job
 def count_ranks(taken: Taken, environment: Mapping[str, str], nodes: int, cpus: int, devices: int) -> int:
     """The ranks of a node. nodes: of the job; cpus, devices: of this node. Raises NotTaken."""

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.connections.job_log import JobLog
-from unicron.ctl.agent.connections.signals import ENDING, ENDING_SECONDS, SignalPipe
+from unicron.ctl.agent.connections.signals import ENDING, ENDING_SECONDS, SignalPipe, slurm_signals_all
 from unicron.ctl.agent.connections.step_tasks import others
 from unicron.ctl.agent.ranks.placeholders import fill_words
 from unicron.ctl.agent.ranks.rank_logs import RankLogs
@@ -120,7 +120,7 @@ class _Ranks:
         for number in self._signals.read():
             if number in ENDING:
                 self._patience = ENDING_SECONDS
-            for child in self._running:
+            for child in self._running if number in ENDING or not slurm_signals_all() else ():
                 child.signal(number)
         for child in list(self._running):
             if child.stderr in ready and standard_error.full:

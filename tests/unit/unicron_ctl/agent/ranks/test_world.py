@@ -114,7 +114,9 @@ def test_the_address_is_that_of_the_interface_to_the_controller():
 
 def test_torchruns_whole_set_is_there() -> None:
     """torch.distributed.run, Environment Variables, and what its agent sets besides."""
-    shown = World(1, 2, 4, "10.0.0.3", 20130, "130", 2).environment(1, {"OMP_NUM_THREADS": "8", "SLURM_PROCID": "0"})
+    shown = World(1, 2, 4, "10.0.0.3", 20130, "130", 2).environment(
+        1, {"OMP_NUM_THREADS": "8", "_UNICRON_LAUNCHER": "torchrun"}
+    )
     assert {name: value for name, value in shown.items() if not name.startswith("SLURM")} == {
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -144,6 +146,8 @@ def test_slurms_variables_tell_the_world_and_not_the_step() -> None:
     shown = World(1, 2, 4, "10.0.0.3", 20130, "130").environment(3, of_the_step)
     assert {name: value for name, value in shown.items() if name.startswith("SLURM")} == {
         "SLURM_JOB_ID": "130",
+        "SLURM_JOB_NODELIST": "10.0.0.3",
+        "SLURM_NODELIST": "10.0.0.3",
         "SLURM_PROCID": "7",
         "SLURM_LOCALID": "3",
         "SLURM_NODEID": "1",
@@ -177,3 +181,15 @@ def test_the_folders_that_lead_pythons_search(tmp_path):
     assert hidden_packages([tmp_path / "bin", tmp_path / "lib"]) == [tmp_path / "lib" / "unicron"]
     own = Path(unicron.__file__).resolve().parents[1]
     assert hidden_packages([tmp_path / "bin", own, tmp_path / "lib"]) == []
+
+
+def test_who_is_told_to_be_started_by_torchrun() -> None:
+    """Lightning takes Slurm for its launcher, and requeues, only where nothing says torchrun; submitit's functions set
+    torch's variables themselves."""
+    world = World(0, 2, 1, "10.0.0.3", 20130, "130", names=("n3", "n7"))
+    plain, element = world.environment(0, {}), world.environment(0, {"SLURM_ARRAY_TASK_ID": "0"})
+    assert "TORCHELASTIC_RUN_ID" in element and not [name for name in plain if name.startswith("TORCHELASTIC")]
+    assert plain["RANK"] == "0" and plain["SLURM_JOB_NODELIST"] == "n3,n7"
+    submitit = world.environment(0, {"_UNICRON_LAUNCHER": "submitit"})
+    assert not {"RANK", "MASTER_ADDR", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & submitit.keys()
+    assert (submitit["SLURM_PROCID"], submitit["SLURM_NTASKS"]) == ("0", "2")

@@ -10,7 +10,7 @@ import pytest
 from unicron.ctl.agent.ranks.placeholders import fill_words
 from unicron.ctl.agent.start import launcher_options
 from unicron.ctl.agent.start.launcher_options import Unreadable, name_of, read_options
-from unicron.ctl.agent.start.launchers import Taken, count_ranks, describe, fewest_nodes, take_over
+from unicron.ctl.agent.start.launchers import Taken, count_ranks, describe, fewest_nodes, is_submitit, take_over
 from unicron.ctl.agent.start.not_taken import NotTaken
 
 
@@ -203,6 +203,11 @@ def test_the_nodes_of_the_world(nnodes: str, job: int, spares: int, fewest: int)
 def test_a_launcher_that_was_told_of_other_nodes(nnodes: str, why: str) -> None:
     with pytest.raises(NotTaken, match=why):
         fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 4, 0)
+
+
+def test_submitits_own_command_is_known() -> None:
+    assert is_submitit(shlex.split("/opt/env/bin/python -u -m submitit.core._submit /folder"))
+    assert not is_submitit(["python", "submitit.core._submit"]) and not is_submitit(["python", "train.py"])
 
 
 # ---------------------------------------------------------------- the real ones
