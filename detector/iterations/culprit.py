@@ -150,6 +150,44 @@ def stuck(progress: Mapping[int, Progress], slots: Iterable[int] | None = None) 
     return found
 
 
+Groups = Mapping[str, tuple[int, int, str]]
+
+
+def lagging(ranks: Mapping[int, Groups]) -> list[Culprit]:
+    """Who has not begun the collective in which others wait, group by group, without those that wait in another group
+    themselves.
+
+    ``ranks``: slot -> process group -> (collectives begun, ended, the last one in words). Empty when nobody lags.
+    """
+    most: dict[str, int] = {}
+    for groups in ranks.values():
+        for name, (begun, _, _) in groups.items():
+            most[name] = max(begun, most.get(name, 0))
+    waits = {name: [s for s, groups in ranks.items() if _waits(groups, name, most[name])] for name in most}
+    waiting = {slot for slots in waits.values() for slot in slots}
+    found: dict[int, Culprit] = {}
+    for name, count in sorted(most.items()):
+        if not waits[name]:
+            continue
+        words = ranks[waits[name][0]][name][2]
+        for slot in sorted(ranks.keys() - waiting - found.keys()):
+            if name in ranks[slot] and ranks[slot][name][0] < count:
+                others = f"{len(waits[name])} other{'s wait' if len(waits[name]) > 1 else ' waits'}"
+                reason = f"slot {slot} has not begun collective {count} of group {name} ({words}), in which {others}"
+                found[slot] = Culprit(slot, "computing", float("inf"), reason)
+    return [found[slot] for slot in sorted(found)]
+
+
+def all_wait(ranks: Mapping[int, Groups]) -> bool:
+    """Each rank is in a collective that nobody has yet to begin."""
+    return all(any(ended < begun for begun, ended, _ in groups.values()) for groups in ranks.values())
+
+
+def _waits(groups: Groups, name: str, most: int) -> bool:
+    begun, ended, _ = groups.get(name, (0, 0, ""))
+    return begun == most and ended < begun
+
+
 def _last_to_enter(progress: Mapping[int, Progress]) -> list[Culprit]:
     """All are in the same collective: the one that came much later than the rest, if there is one."""
     entered = sorted((item.entered_at, slot) for slot, item in progress.items() if item.entered_at is not None)

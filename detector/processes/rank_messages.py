@@ -177,7 +177,7 @@ class Step:
     computed: list[int]
     total: int
     seconds: float
-    loss: float
+    loss: float | None
     at: float
     phases: dict[str, float] = field(default_factory=dict)
     status: Status | None = None

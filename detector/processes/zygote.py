@@ -60,7 +60,7 @@ def beside(name: str) -> Any:
     return module
 
 
-forkable, seeds = beside("forkable"), beside("fork_seeds")
+forkable, seeds, counters = beside("forkable"), beside("fork_seeds"), beside("counters")
 
 
 # ---------------------------------------------------------------- what is imported
@@ -235,6 +235,7 @@ class Zygote:
         """Import the leading imports of the command's script, then the modules `preload`, which the user has named,
         and `told`, which the agent has. Raises Cold."""
         before = set(forkable.descriptors())
+        counters.deferred, sys.modules[counters.NAME] = True, counters
         self.first = lead_path(self._words)
         with watched(), uncollected(), forkable.without_driver(), self._seeds.noted():
             self._import_all(preload)
@@ -361,6 +362,7 @@ class Zygote:
             os.dup2(stream, number)
             os.close(stream)
         self._line.close()
+        counters.deferred = False
         for number in self._deaf:
             if signal.getsignal(number) is signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
@@ -372,6 +374,8 @@ class Zygote:
             with contextlib.suppress(OSError):  # Slurm lets nobody out of the step's own
                 os.sched_setaffinity(0, cpus)
         self._seeds.renew()
+        if "torch" in sys.modules:
+            counters.install()  # else torch does when it is imported
 
 
 def restore(mine: MutableMapping[str, str], ranks: Mapping[str, str], written: Mapping[str, str | None]) -> None:

@@ -75,6 +75,10 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     held: ranges.Shards
 
 
+# Name of a process group -> (collectives that the rank has begun in it, that have ended there, the last one in words).
+Collectives = Annotated[dict[ranges.Kind, tuple[ranges.Count, ranges.Count, ranges.Kind]], Meta(max_length=64)]
+
+
 class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
     """One rank as its agent knows it.
 
@@ -93,8 +97,11 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     broken: all generations up to this one are over for the rank.
     process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds
     for which the process has neither computed nor read or written anything worth mentioning; 0 when unknown.
+    waits: it waits for an answer from somebody else: on a socket, a pipe, or for a child.
     moved: changes as long as the transfer, or the collective, in which the rank is gets on: bytes, and for the first
-    seconds of a loss the network's tries to send them again. 0 when nothing is said of it.
+    seconds of a loss the network's tries to send them again; in restart mode, heartbeats of the script's own. 0 when
+    nothing is said of it.
+    collectives: in restart mode, of a rank that stands, where that is known.
     On the wire an array that ends with the last field that says something, so what is rare comes last.
     """
 
@@ -127,6 +134,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     forgets: ranges.Kind = ""
     sharded: bool = False
     remembers: bool = False
+    waits: bool = False
+    collectives: Collectives = {}
 
     @property
     def end(self) -> Exit | None:
@@ -146,14 +155,14 @@ PHASES = ("data", "forward", "backward", "reduce", "step", "outside")
 class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One optimizer step of one rank: the ledger's proof.
 
-    computed: an index once for every time it was computed; None when that is `micro_batches`. phases: seconds in the
-    order of :data:`PHASES`, empty when not measured.
+    computed: an index once for every time it was computed; None when that is `micro_batches`. loss: None where it is
+    not known, as of a plain program. phases: seconds in the order of :data:`PHASES`, empty when not measured.
     """
 
     slot: ranges.Slot
     micro_batches: ranges.MicroBatches
     seconds: ranges.StepSeconds
-    loss: float
+    loss: float | None
     computed: ranges.MicroBatches | None = None
     phases: Annotated[list[ranges.Seconds], Meta(max_length=len(PHASES))] = []
 

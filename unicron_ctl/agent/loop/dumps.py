@@ -35,7 +35,7 @@ class Dumps:
             return
         if order.slot in self._making:
             return
-        self._making[order.slot] = order.incarnation, Dump(rank.child.pid, stacks_file(self._endpoint, order.slot))
+        self._making[order.slot] = order.incarnation, Dump(rank.trainer, stacks_file(self._endpoint, order.slot))
 
     def send_finished(self) -> None:
         """Sends those that are made."""

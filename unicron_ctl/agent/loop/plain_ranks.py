@@ -23,6 +23,7 @@ from typing import Any
 
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.loop.agent import Agent
+from unicron.ctl.agent.ranks.counted import Counted, Folder
 from unicron.ctl.agent.ranks.fence import Fence
 from unicron.ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
 from unicron.ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
@@ -30,30 +31,34 @@ from unicron.ctl.agent.ranks.zygote_client import Starter
 from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.limits import PLANNED_SECONDS
 from unicron.ctl.slurm.squeue import hosts
-from unicron.detector.processes.rank_messages import ToRank
+from unicron.detector.processes.rank_messages import Step, ToRank
 from unicron.detector.processes.supervise import USUAL, Surroundings
 from unicron.transition.snapshot import cuts
 
 YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
 OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error
 LOOK_SECONDS = 0.05
+COUNT_SECONDS = 0.25  # between two looks at what the processes have counted
 DOORS_SECONDS = 1.0
 WITHOUT_CONTROLLER_SECONDS = 60.0  # a node that is through waits so long for the others when nobody tells their end
 NOT_FOR_PROGRAMS = ("UNICRON_AGENT", "UNICRON_SLOT", "UNICRON_INCARNATION", "UNICRON_STACKS")
 
 
 class PlainRank(Rank):
-    """One slot. Its process exists only within a generation."""
+    """One slot. Its process exists only within a generation. counted: how far that says it is."""
 
     def __init__(
         self,
         slot: int,
         local: int,
         command: Sequence[str],
+        counted: Counted,
         starter: Starter = COLD,
         surroundings: Surroundings = USUAL,
     ):
         super().__init__(slot, local, command, lambda *_: {}, starter, surroundings)
+        self.counted = counted
+        self.step: Step | None = None  # that its process has made, and that is not reported yet
         self.breaking: int | None = None  # the generation for whose Break its process has to end
         self.told = False  # ... and was sent SIGTERM
 
@@ -61,11 +66,16 @@ class PlainRank(Rank):
         """A newcomer without a process."""
         self.status = structs.RankStatus(state="waiting", incarnation=incarnation, changed=time.time())
 
-    def enter_generation(self, generation: int, environment: Mapping[str, str]) -> None:
-        """Its process of this generation. One that cannot be started counts as exited."""
+    def enter_generation(self, generation: int, iteration: int, environment: Mapping[str, str]) -> None:
+        """Its process of this generation, which begins with this iteration of the job. One that cannot be started
+        counts as exited."""
         self.breaking, self.told = None, False
         self.status.state, self.status.generation, self.status.changed = "running", generation, time.time()
-        self._begin_process(environment)
+        self._begin_process({**environment, **self.counted.start(generation, iteration)})
+
+    @property
+    def trainer(self) -> int:
+        return self.counted.pid or self.status.pid
 
     def break_(self, generation: int) -> bool:
         """The generations up to this one are over; True when a process has to be ended for it."""
@@ -81,9 +91,16 @@ class PlainRank(Rank):
             self._rest(generation)
         return False
 
+    def count(self, now: float) -> bool:
+        """Take in how far its process is; True when that is news. now: on the monotonic clock."""
+        news, self.step = self.counted.update(self.status, now)
+        return news
+
     def collect(self) -> None:
         """The process has ended: because of a Break, or by itself."""
+        self.count(time.monotonic())
         super().collect()
+        self.counted.close()
         if self.breaking is not None and (self.told or self.status.state == "finished"):
             self._rest(self.breaking)
         self.breaking, self.told = None, False
@@ -150,9 +167,10 @@ class RestartAgent(Agent):
 
     def __init__(self, place: Place, command: Sequence[str], address: str):
         super().__init__(place, command, address)
+        self._pages = Folder(self._net.ranks.folder)
         around = surroundings_of(place)
         self._plain = {
-            slot: PlainRank(slot, local, self.command, surroundings=around[local])
+            slot: PlainRank(slot, local, self.command, Counted(self._pages, slot), surroundings=around[local])
             for local, slot in enumerate(place.slots)
         }
         for rank in self._plain.values():
@@ -163,6 +181,7 @@ class RestartAgent(Agent):
         self._fence = Fence(self._net.polling.watch, self._net.polling.unwatch)
         in_array = "SLURM_ARRAY_TASK_ID" in os.environ
         self._node_names = [] if in_array else hosts(os.environ.get("SLURM_JOB_NODELIST", ""))  # by element
+        self._counted_at = 0.0
         self._began = 0.0  # when the present world's processes were started
         self._term_at = self._kill_at = 0.0
         self._shares_doors: list[str] = []  # of the last plan
@@ -173,7 +192,7 @@ class RestartAgent(Agent):
         given = task_environment(self.place, local, os.environ)
         return {
             **{name: value for name, value in outside_the_step(given).items() if name not in NOT_FOR_PROGRAMS},
-            "PYTHONPATH": package_path(given),
+            "PYTHONPATH": os.pathsep.join(filter(None, (package_path(given), self._pages.autoload))),
             "PYTHONUNBUFFERED": "1",
         }
 
@@ -193,6 +212,7 @@ class RestartAgent(Agent):
     def close(self) -> None:
         super().close()
         self._net.containment.attempt("end the watchdog", self._fence.close)
+        self._pages.close()
 
     # ------------------------------------------------------------ orders
     def _on_plan(self, share: wire.PlanShare) -> None:
@@ -237,6 +257,7 @@ class RestartAgent(Agent):
         for rank in ready:
             rank.enter_generation(
                 plan.generation,
+                max(0, plan.iteration or 0),
                 world.environment(rank.local, self._base(rank.local))
                 | {"UNICRON_GENERATION": str(plan.generation), **self._snapshots.memory.environment},
             )
@@ -272,12 +293,41 @@ class RestartAgent(Agent):
                 rank.kill()
 
     def _serve(self, seconds: float) -> list[Any]:
-        came = super()._serve(min(seconds, LOOK_SECONDS) if self._breaking() or self._next is not None else seconds)
+        if self._breaking() or self._next is not None:
+            seconds = min(seconds, LOOK_SECONDS)
+        elif any(rank.child is not None for rank in self._plain.values()):
+            seconds = min(seconds, COUNT_SECONDS)
+        came = super()._serve(seconds)
         self._press()
+        self._net.containment.attempt("look at the counters", self._read_counters)
         self._net.containment.attempt("look after the lease", self._check_lease)
         if self._next is not None:
             self._enter_world(self._next[0])
         return came
+
+    def _read_counters(self) -> None:
+        """Take in how far the processes are, which they do not say."""
+        now = time.monotonic()
+        if now - self._counted_at < COUNT_SECONDS:
+            return
+        self._counted_at = now
+        for rank in self._plain.values():
+            if rank.child is None or rank.status.state != "running":
+                continue
+            self._reports.dirty = rank.count(now) or self._reports.dirty
+            self._report_step(rank)
+            if said := rank.counted.complaint():
+                self.log.warn_once(f"its ranks' progress is not seen in full: {said}")
+
+    def _report_step(self, rank: PlainRank) -> None:
+        if rank.step is not None:
+            self._reports.add_step(rank.slot, rank.step)
+            rank.step = None
+
+    def _explain(self, rank: Rank) -> None:
+        super()._explain(rank)
+        if isinstance(rank, PlainRank):
+            self._report_step(rank)  # what it stepped last
 
     def _check_lease(self) -> None:
         """The processes of a world from which this node is cut off end."""

@@ -33,7 +33,16 @@ PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # of descrip
 START_SECONDS = 60.0  # for a process that cannot be started for want of those
 START_AGAIN_SECONDS = 1.0
 RANK_STATES = ("waiting", "entering", "running", "stopped", "standby", "left", "finished")  # what it may say of itself
-AGENTS_OWN = ("pid", "incarnation", "exit", "changed", "process", "idle")  # of its status: the agent's to know
+AGENTS_OWN = (
+    "pid",
+    "incarnation",
+    "exit",
+    "changed",
+    "process",
+    "idle",
+    "waits",
+    "collectives",
+)  # of its status: the agent's to know
 
 _rank_fields = structs.RankStatus.__struct_fields__  # in the order of its array
 
@@ -189,6 +198,11 @@ class Rank:
                 quiet = self.status.state in QUIET_STATES or before.moved != self.status.moved
                 return before.state != self.status.state or not quiet
         raise ValueError(f"{message.kind!r} says nothing of the rank")
+
+    @property
+    def trainer(self) -> int:
+        """The process that trains: its own, where none of its children does."""
+        return self.status.pid
 
     def collect(self) -> None:
         """The process has ended: record how. A rank that trained to the end stays finished, whatever came after."""

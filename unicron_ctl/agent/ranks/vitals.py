@@ -1,4 +1,5 @@
-"""Reads from /proc whether the ranks' processes are stopped, how long they have been idle, and what they use.
+"""Reads from /proc whether the ranks' processes are stopped, how long they and their children have been idle, and what
+they use.
 
 Reading takes no lock that a stuck process could hold, so it never blocks the agent.
 """
@@ -6,8 +7,10 @@ Reading takes no lock that a stuck process could hold, so it never blocks the ag
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from unicron.ctl.agent.ranks.ranks import Rank
@@ -16,6 +19,12 @@ WINDOW = 0.9  # seconds, at least, over which activity is judged: a kernel tick 
 BUSY_CPU = 0.05  # of one core; threads that only wait for messages stay far below
 BUSY_BYTES = 65536.0  # read or written per second
 BUSY_STATES = "RD"  # computing, or waiting for a disk or a file system
+# Where the kernel has a process that waits for somebody else's answer (wchan of proc(5)); one that sleeps, or waits for
+# a lock, does not.
+ANSWERS = re.compile(
+    r"poll|select|wait_woken|recv|pipe|accept|lock_page|\b(ep|sk|skb|unix|inet|tcp|rpc|nfs)_|\bdo_wait"
+)
+MOST_CHILDREN = 256
 _TICK = float(os.sysconf("SC_CLK_TCK"))
 _PAGE = float(os.sysconf("SC_PAGE_SIZE"))
 
@@ -44,6 +53,29 @@ def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
         return usage  # not every kernel counts them
 
 
+def children_cpu(pid: int, root: Path = Path("/proc")) -> float:
+    """Seconds of CPU time that its living descendants have taken, as far as its main thread has started them."""
+    found, seconds = [str(pid)], 0.0
+    for parent in found:
+        try:
+            found += _text(f"{root}/{parent}/task/{parent}/children").split()
+            fields = _text(f"{root}/{parent}/stat").rpartition(")")[2].split()
+            seconds += (int(fields[11]) + int(fields[12])) / _TICK if parent is not found[0] else 0.0
+        except (OSError, IndexError, ValueError):
+            continue
+        if len(found) > MOST_CHILDREN:
+            break
+    return seconds
+
+
+def awaits_answer(pid: int, root: Path = Path("/proc")) -> bool:
+    """Whether its main thread waits for an answer: from a socket, a pipe, a child, a file server."""
+    try:
+        return bool(ANSWERS.search(_text(f"{root}/{pid}/wchan")))
+    except OSError:
+        return False
+
+
 def _text(path: str) -> str:
     """What a small file of /proc says. Each status reads two of them for each rank, so nothing is added to the system's
     calls. Raises OSError."""
@@ -59,15 +91,21 @@ class Activity:
 
     def __init__(self, usage: Usage, now: float) -> None:
         self._usage, self._time, self._busy_at = usage, now, now
+        self._children: float | None = None  # their CPU time at the last window, while the process itself is idle
 
-    def idle(self, usage: Usage, now: float) -> float:
-        """Seconds since it was last busy, up to the last window."""
+    def idle(self, usage: Usage, now: float, children: Callable[[], float] = float) -> float:
+        """Seconds since it was last busy, up to the last window. children: the CPU time of its children, which is
+        looked at while it does nothing itself."""
         elapsed = now - self._time
         if elapsed >= WINDOW:
             cpu = (usage.cpu - self._usage.cpu) / elapsed
             moved = (usage.transferred - self._usage.transferred) / elapsed
             if cpu >= BUSY_CPU or moved >= BUSY_BYTES or usage.state in BUSY_STATES:
-                self._busy_at = now
+                self._busy_at, self._children = now, None
+            else:
+                before, self._children = self._children, children()
+                if before is not None and (self._children - before) / elapsed >= BUSY_CPU:
+                    self._busy_at = now
             self._usage, self._time = usage, now
         return now - self._busy_at
 
@@ -82,16 +120,19 @@ class Vitals:
     def update(self, ranks: Iterable[Rank], now: float) -> None:
         """Puts state and idle time into the ranks' statuses."""
         for rank in ranks:
-            usage = usage_of(rank.status.pid) if rank.alive else None
+            trainer = rank.trainer
+            usage = usage_of(trainer) if rank.alive else None
             if usage is None:
-                rank.status.process, rank.status.idle = "", 0.0
+                rank.status.process, rank.status.idle, rank.status.waits = "", 0.0, False
                 self._of.pop(rank.slot, None)
                 continue
             pid, activity = self._of.get(rank.slot, (0, None))
-            if activity is None or pid != rank.status.pid:
+            if activity is None or pid != trainer:
                 activity = Activity(usage, now)
-                self._of[rank.slot] = rank.status.pid, activity
-            rank.status.process, rank.status.idle = usage.state, round(activity.idle(usage, now), 1)
+                self._of[rank.slot] = trainer, activity
+            idle = round(activity.idle(usage, now, partial(children_cpu, trainer)), 1)
+            rank.status.process, rank.status.idle = usage.state, idle
+            rank.status.waits = idle > WINDOW and awaits_answer(trainer)
 
     def sample(self, ranks: Iterable[Rank], now: float) -> dict[int, dict[str, float]]:
         """slot -> `rank_cpu` (cores, since the last sample), `rank_memory` (bytes); new processes have no rate yet."""

@@ -30,10 +30,10 @@ def able(job: JobView, agent: AgentView, slot: int, forming: bool = False) -> bo
     status = agent.ranks.get(slot)
     if status is None or status.end is not None or not agent.alive or status.replica != job.replica:
         return False
-    if status.state == "waiting" and job.replica == 1 and not job.state.layout:
-        return True
     if status.incarnation < job.state.slot(slot).wanted or not _in_layout(job, status):
         return False  # it is to start again
+    if status.state == "waiting" and job.replica == 1 and not job.state.layout:
+        return True
     kept = status.state in CAN_ENTER or (forming and status.state == "stopped" and keeps(status))
     gone = job.state.banished.get(slot)
     return kept and gone != Identity(agent.agent, status.incarnation)

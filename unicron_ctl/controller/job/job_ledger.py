@@ -31,7 +31,7 @@ class OpenIteration:
 
     total: int
     generation: int = 0
-    loss: float = 0.0
+    loss: float | None = 0.0
     reporters: set[int] = field(default_factory=set)
     seconds: list[float] = field(default_factory=list)
     summed: dict[int, int] = field(default_factory=dict)
@@ -158,3 +158,27 @@ class JobLedger:
     def _later(self, iteration: int, members: Collection[int]) -> bool:
         """All members have reported a later iteration, so that what they said of this one has come or was lost."""
         return any(later > iteration and other.all_in(members) for later, other in self.open.items())
+
+
+@dataclass
+class PlainSteps:
+    """Takes the place of the ledger where ranks are plain programs: they say how many iterations they have made, and
+    nothing of what is in them. A job has made as many as each of its ranks."""
+
+    closed: int = -1
+    last: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+    """slot -> generation, iteration and seconds of an iteration, of its last report."""
+
+    def add(
+        self, step: StepReport, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
+    ) -> list[Account]:
+        """Takes an agent's report; returns the newest iteration if all members have made it by now."""
+        for rank in step.ranks:
+            self.last[rank.slot] = step.generation, step.iteration, rank.seconds
+        present = [self.last[slot] for slot in members if slot in self.last]
+        made = [iteration for generation, iteration, _ in present if generation == step.generation]
+        if not made or len(made) < len(members) or min(made) <= self.closed:
+            return []
+        self.closed = min(made)
+        seconds = statistics.median(each for _, _, each in present)
+        return [Account(self.closed, step.generation, None, seconds, len(made), 0, 0, [], [])]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from unicron.ctl.controller.job.job_ledger import JobLedger
+from unicron.ctl.controller.job.job_ledger import JobLedger, PlainSteps
 from unicron.ctl.controller.job.modes import NewcomersSaid
 from unicron.ctl.controller.job.orders import Letter
 from unicron.ctl.controller.job.spares import SparesSaid
@@ -38,7 +38,7 @@ class JobRuntime:
     live: LiveJob
     """What its agents say, and what has to be looked at because of it."""
     sensors: SensorMemory
-    ledger: JobLedger
+    ledger: JobLedger | PlainSteps
     newcomers: NewcomersSaid = field(default_factory=NewcomersSaid)
     spares: SparesSaid = field(default_factory=SparesSaid)
     cuts: Cuts = field(default_factory=Cuts)
@@ -61,13 +61,14 @@ class JobRuntime:
     @classmethod
     def for_job(cls, job: JobView, config: ControllerConfig) -> JobRuntime:
         memory = SensorMemory(JobTimes.fresh(config), job.live.progress, job.live.survey)
-        return cls(job.live, memory, JobLedger(closed=job.state.iteration))
+        ledger = JobLedger if job.state.mode.reports else PlainSteps
+        return cls(job.live, memory, ledger(closed=job.state.iteration))
 
     def on_phase_changed(self, record: records.Record) -> None:
         """A record changed the job's phase or members."""
         if isinstance(record, records.PlanMade):
-            bound = record.plan.iteration if record.plan.source is None else -1
-            self.disturbed_until = -1 if bound is None else bound
+            again = record.plan.source is None and isinstance(self.ledger, JobLedger)
+            self.disturbed_until = -1 if not again or record.plan.iteration is None else record.plan.iteration
         elif isinstance(record, records.Break):
             self.outsiders.update(one.slot for one in record.lost)
         elif isinstance(record, records.Entered):
@@ -97,12 +98,12 @@ class JobRuntime:
         if not whole:
             self.unheard_until = max(self.unheard_until, message.iteration)
         bound = float("inf") if state.phase is Phase.BREAKING else max(self.disturbed_until, self.unheard_until)
-        self.sensors.times.on_step(message)
+        self.sensors.times.on_step(message, state.mode.reports)
         drops = state.replica > 1 or (state.plan is not None and state.plan.state is not None)
         accounts = self.ledger.add(message, self._expected(state), lambda iteration: iteration <= bound, drops)
         nan_since = state.nan_since
         for account in accounts:
-            finite = math.isfinite(account.loss)
+            finite = account.loss is None or math.isfinite(account.loss)
             nan_since = -1 if finite else account.iteration if nan_since < 0 else min(nan_since, account.iteration)
             status = next((job.status(rank.slot) for rank in message.ranks), None)
             step = records.Step(

@@ -57,7 +57,7 @@ def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
         prefix=prefix(job.state, number),
         joiners=found.joiners,
         source=found.source,
-        iteration=found.iteration,
+        iteration=found.iteration if job.state.mode.keeps_state else job.state.iteration + 1,
         assignment=survivors_plan.deal(
             range(max(reports[slot].micro_batches for slot in found.members)),
             layout.heads(found.members, job.replica),

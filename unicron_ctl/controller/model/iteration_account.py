@@ -9,12 +9,13 @@ from dataclasses import dataclass
 class Account:
     """One iteration, over all ranks.
 
-    seconds: the ranks' median. computed: micro-batches, those computed again counted again.
+    loss: None where it is not known. seconds: the ranks' median. computed: micro-batches, those computed again counted
+    again.
     """
 
     iteration: int
     generation: int
-    loss: float
+    loss: float | None
     seconds: float
     ranks: int
     total: int

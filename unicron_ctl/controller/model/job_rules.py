@@ -302,14 +302,15 @@ def step(job: JobState, event: Event, record: records.Step) -> None:
     rates = [f / s for count, s, f in job.recent if count == record.nodes and s > 0 and f > 0]
     if rates:
         job.measured[record.nodes] = statistics.median(rates)
-    job.worked = job.members
+    if job.mode.keeps_state:  # a plain program may do the same few iterations again and again
+        job.worked = job.members
     for failure in job.failures:
         if failure.resumed_at is not None and failure.stepped_at is None:
             failure.stepped_at = event.time
 
 
 def steady(job: JobState, event: Event, record: records.Steady) -> None:
-    """A plain program shows no other progress."""
+    """A plain program has got further than before."""
     job.steady, job.restarts, job.worked = event.generation, 0, job.members
 
 

@@ -23,7 +23,7 @@ from unicron.ctl.controller.sense.timing import JobTimes
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.structs import RankStatus
 from unicron.ctl.settings.config import ControllerConfig
-from unicron.detector.iterations.culprit import Culprit, Progress, stuck
+from unicron.detector.iterations.culprit import Culprit, Groups, Progress, all_wait, lagging, stuck
 from unicron.transition.generations.layout import heads_of
 
 ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
@@ -230,7 +230,9 @@ def _limits(
     found: dict[int, Limit] = {}
     for slot in job.state.members:
         status, inside = job.status(slot), times.within(slot, usual, config)
-        if slot in outside and status is not None:
+        if status is not None and not job.state.mode.reports:
+            found[slot] = times.patience.own_code(status, waited, inside, times.monitor.learned, inside > usual, config)
+        elif slot in outside and status is not None:
             found[slot] = times.patience.between(slot, status, waited, inside, config)
         else:
             found[slot] = inside, _stopped(job, slot)
@@ -262,6 +264,8 @@ def _hung(
     usual = f", the usual is {times.monitor.average:.3f} s" if times.monitor.average else ""
     long = f"iteration {iteration} runs for {took:.2f} s{usual}"
     phases = {status.phase for slot in state.members if (status := job.status(slot)) is not None}
+    if not state.mode.reports:  # wherever their scripts are: on a GPU they are ahead of it
+        phases = {"reducing" if _all_wait(job) and waited >= view.config.hang_idle_seconds else "computing"}
     many = 2 * len(culprits) > len(state.members) and waited < MANY_PATIENCE * limit
     suspended = all(_stopped(job, slot) for slot in state.members)  # somebody stopped the whole job on purpose
     who = "; ".join(culprit.reason for culprit in culprits[:MOST_STACKS])
@@ -280,7 +284,7 @@ def _hung(
     said = f"{long}; {who or 'all wait in the same collective'}"
     out.record(state, records.Hang(iteration=iteration, seconds=took, culprits=named, reason=said))
     if culprits:
-        outside = _outside(watch)
+        outside = _outside(watch) if state.mode.reports else state.members
         if any(c.slot is not None and c.slot in outside and not _stopped(job, c.slot) for c in culprits):
             # Were it a long checkpoint, then the next one is not to end the same way.
             times.patience.longest_outside = max(times.patience.longest_outside, took)
@@ -345,13 +349,28 @@ def _confirm(view: View, job: JobView, watch: IterationWatch, out: Outcome) -> N
 
 
 # ---------------------------------------------------------------- who is behind
+def _collectives(job: JobView) -> dict[int, Groups]:
+    """How far each member's collectives are, of those of which that is known."""
+    members = ((slot, job.status(slot)) for slot in job.state.members)
+    return {slot: status.collectives for slot, status in members if status is not None and status.collectives}
+
+
+def _all_wait(job: JobView) -> bool:
+    known = _collectives(job)
+    return len(known) == len(job.state.members) and all_wait(known)
+
+
 def behind(job: JobView) -> list[Culprit]:
     """The members that have come least far, if others wait for them; empty when all are at the same point."""
+    if found := lagging(_collectives(job)):
+        return found
     progress = {}
     for slot in job.state.members:
         status = job.status(slot)
         if status is not None and status.phase in ORDER:
             progress[slot] = Progress(len(ORDER) * status.iteration + ORDER[status.phase], None, status.phase)
+    if not job.state.mode.reports and all(item.phase != "reducing" for item in progress.values()):
+        return []  # nobody waits
     found = stuck(progress)
     if not found:
         return []
@@ -402,4 +421,6 @@ def _place(job: JobView, slot: int) -> str:
     if status.phase == "stepped":
         return f"the script's own code after iteration {status.iteration}"
     words = {"computing": f"micro-batch {len(status.done) + 1}", "reducing": "the reduce", "synced": "the commit"}
+    if not job.state.mode.reports:
+        words = {"computing": "the script's own code", "reducing": "backward or a collective"}
     return f"{words.get(status.phase, status.phase)} of iteration {status.iteration}"

@@ -20,6 +20,7 @@ WARM_UP = 10.0  # times what was seen so far, while the usual time is not known
 AGAIN = 3.0  # times the usual, or the longest of its kind that ended by itself
 OUTSIDE_LEARNED = 16  # times that a rank was outside before its own habits count
 HEARTBEATS = 3.0  # idle times are as old as the last look at the process
+IDLE_SECONDS = 3.0  # no program is taken for stuck that has done nothing for less
 STOPPED = "T"
 
 
@@ -96,4 +97,25 @@ class Patience:
             return full, ""
         short = max(inside, AGAIN * self.longest_outside, config.hang_idle_seconds)
         why = f"it does nothing there, and no rank was outside for more than {self.longest_outside:.2f} s so far"
+        return (short, why) if short < full else (full, "")
+
+    def own_code(
+        self, status: RankStatus, waited: float, inside: float, learned: bool, starts: bool, config: ControllerConfig
+    ) -> Limit:
+        """How long the others wait for a plain program, and why not longer. It says nothing of what it does: this may
+        be the next batch, or a checkpoint. So it has the script's full time while it computes, reads, writes or saves.
+
+        inside: the limit for an iteration, which holds for a process that does nothing at all, if no rank was ever away
+        for longer. learned: the job has shown its habits. starts: it is new, and may wait for data that are far away.
+        """
+        full = max(inside, config.hang_outside_seconds)
+        if status.process == STOPPED:
+            return inside, "its process is stopped by a signal"
+        idle = status.idle >= max(IDLE_SECONDS / 2, waited - HEARTBEATS * config.heartbeat_period)
+        if not idle or status.phase == "stepped" or not (learned or starts):
+            return full, ""
+        short = max(inside, AGAIN * self.longest_outside, IDLE_SECONDS)
+        if status.waits or starts:  # for somebody who may answer yet
+            short = max(short, config.hang_idle_seconds)
+        why = f"it does nothing there, and no rank was away for more than {self.longest_outside:.2f} s so far"
         return (short, why) if short < full else (full, "")

@@ -159,7 +159,8 @@ def _late(view: View, job: JobView, slot: int, times: JobTimes, hit: bool) -> st
         said = f"did not come back from the script's own code after iteration {status.iteration} within {limit:g} s"
         return f"{said}{why and ', '}{why}" if unchanged > limit else ""
     limit = max(least, ITERATIONS_TO_STOP * status.iteration_seconds)
-    if _first_iteration(status) or (status.state == "running" and not hit):
+    first = job.state.mode.reports and _first_iteration(status)
+    if first or (status.state == "running" and not hit):
         limit = max(limit, times.within(slot, times.limit(job.state, config), config))
     return f"did not stop within {limit:g} s" if min(unchanged, job.waited(view.now)) > limit else ""
 

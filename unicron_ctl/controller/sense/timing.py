@@ -191,15 +191,20 @@ class JobTimes:
         else:
             self.monitor.restarted()
         self.generation, self.nodes, self.healthy = generation, nodes or self.nodes, 0
-        self.newcomers = {slot for slot, process in job.members.items() if job.worked.get(slot) != process}
+        old = job.worked if job.mode.keeps_state else {}  # else all processes are new
+        self.newcomers = {slot for slot, process in job.members.items() if old.get(slot) != process}
         self.phases.clear()
         self.stragglers.clear()
 
-    def on_step(self, step: structs.StepReport) -> None:
-        """Takes in the phase times of one agent's ranks."""
+    def on_step(self, step: structs.StepReport, reports: bool = True) -> None:
+        """Takes in the phase times of one agent's ranks. reports: they say what they do; of others all that is no wait
+        is their script's own code."""
         self.phases.on_step(step)
+        if not reports and self.monitor.warming:
+            return  # the time in which it started is none of its habits
+        measured = [rank for rank in step.ranks if len(rank.phases) == len(COLUMNS)]
         self.patience.on_outside(
-            {rank.slot: rank.phases[-1] for rank in step.ranks if len(rank.phases) == len(COLUMNS)}
+            {r.slot: r.phases[-1] if reports else sum(r.phases) - r.phases[REDUCE] for r in measured}
         )
 
     def limit(self, job: JobState, config: ControllerConfig) -> float:

@@ -8,6 +8,7 @@ import pytest
 
 from unicron.ctl.agent.connections.job_environment import read_place
 from unicron.ctl.agent.loop.plain_ranks import FreePort, PlainRank, world_of
+from unicron.ctl.agent.ranks.counted import Counted, Folder
 from unicron.ctl.agent.ranks.ranks import last_words
 from unicron.ctl.agent.ranks.static_world import World
 from unicron.ctl.agent.start.agent_main import import_folders
@@ -142,11 +143,15 @@ def test_ports_are_free_and_new_each_time():
     assert len(set(seen)) == 50 and all(20000 <= each < 32000 for each in seen) and port.port is None
 
 
-def test_a_slot_waits_runs_and_waits_again():
-    rank = PlainRank(4, 0, ["sleep", "600"])
+def plain_rank(folder: Path, slot: int, *command: str) -> PlainRank:
+    return PlainRank(slot, 0, command, Counted(Folder(str(folder)), slot))
+
+
+def test_a_slot_waits_runs_and_waits_again(tmp_path):
+    rank = plain_rank(tmp_path, 4, "sleep", "600")
     rank.start(0)
     assert (rank.status.state, rank.alive) == ("waiting", False)
-    rank.enter_generation(3, {"PATH": "/usr/bin:/bin"})
+    rank.enter_generation(3, 0, {"PATH": "/usr/bin:/bin"})
     assert (rank.status.state, rank.status.generation, rank.alive) == ("running", 3, True)
     assert not rank.break_(2), "an order about an older world"
     assert rank.break_(3) and not rank.break_(3), "the second copy of the order changes nothing"
@@ -155,7 +160,7 @@ def test_a_slot_waits_runs_and_waits_again():
     assert rank.child.ended(10.0)
     rank.collect()
     assert (rank.status.state, rank.status.broken, rank.status.incarnation, rank.status.exit) == ("waiting", 3, 0, None)
-    rank.enter_generation(5, {"PATH": "/usr/bin:/bin"})
+    rank.enter_generation(5, 0, {"PATH": "/usr/bin:/bin"})
     rank.kill()
     assert rank.child.ended(10.0)
     rank.collect()
@@ -165,18 +170,18 @@ def test_a_slot_waits_runs_and_waits_again():
     assert not rank.break_(5) and (rank.status.state, rank.status.broken) == ("waiting", 5)
 
 
-def test_who_has_ended_well_is_needed_again_and_a_program_that_is_gone_counts_as_ended():
-    rank = PlainRank(0, 0, ["true"])
+def test_who_has_ended_well_is_needed_again_and_a_program_that_is_gone_counts_as_ended(tmp_path):
+    rank = plain_rank(tmp_path, 0, "true")
     rank.start(0)
-    rank.enter_generation(1, {"PATH": "/usr/bin:/bin"})
+    rank.enter_generation(1, 0, {"PATH": "/usr/bin:/bin"})
     assert rank.child.ended(10.0)
     rank.collect()
     assert rank.status.state == "finished"
     rank.break_(1)
     assert (rank.status.state, rank.status.broken) == ("waiting", 1)
-    gone = PlainRank(0, 0, ["/nonexistent/program"])
+    gone = plain_rank(tmp_path, 0, "/nonexistent/program")
     gone.start(0)
-    gone.enter_generation(1, {})
+    gone.enter_generation(1, 0, {})
     assert gone.status.state == "exited" and gone.status.exit.code == 127
 
 

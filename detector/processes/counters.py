@@ -1,0 +1,347 @@
+"""Counts what a plain program does, in a page of memory that its agent reads: optimizer steps, waits for other ranks,
+saves, heartbeats.
+
+The script is not changed. The zygote calls :func:`install` in each fork. A process that starts cold loads this file by
+torch's own way to load backends at its import (the entry point `torch.backends`), from a folder that the agent puts on
+PYTHONPATH. So it must run by itself: the standard library, and torch where torch has been imported.
+
+A hook costs about a microsecond, writes to the page, and takes no lock. No thread runs; one waits in a read, where
+there is a process group, to say how far its collectives are when the agent asks (torch's flight recorder knows).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+NAME = "unicron_counters"  # of this module for torch, which finds it without this project's folders
+PAGE, ASKS = "UNICRON_COUNTERS", ".ask"  # the page's path in the environment; the pipe beside it
+BYTES, TEXT = 32768, 1024  # of a page, and where its text begins
+FIELDS = (
+    "version",
+    "pid",  # of the process that counts: the first that does something here
+    "began",  # when it was installed; all times are nanoseconds on the monotonic clock
+    "done",  # iterations
+    "done_at",  # end of the last one
+    "waited_then",  # `waited` at that moment
+    "outside_then",
+    "wait",  # why it waits for other ranks now: an index of WAITS
+    "waits",  # how often it has begun to
+    "waited",  # for how long in all
+    "outside",  # how many saves, or sections that are no step, it is in
+    "outside_for",
+    "saves",  # that have ended
+    "saved_done",  # iterations at the end of the last one
+    "heartbeats",
+    "answers",  # to the agent's questions
+    "length",  # bytes of the text: an answer, or why something is not counted
+)
+AT = {name: number for number, name in enumerate(FIELDS)}
+VERSION = 1
+WAITS = ("", "backward", "a collective")
+# What is used of torch without being documented: a release in which one differs is counted without it.
+SEAMS = (
+    ("torch.autograd", "backward", "tensors grad_tensors retain_graph create_graph grad_variables inputs"),
+    ("torch.distributed", "Work.wait", None),  # written in C++
+    ("torch._C._distributed_c10d", "_dump_fr_trace_json", None),
+)
+MOST_GROUPS = 64  # of which an answer tells
+MONITOR = "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client"
+
+deferred = False  # in a zygote: its forks install
+_DONE, _DONE_AT, _WAITED, _WAITED_THEN = AT["done"], AT["done_at"], AT["waited"], AT["waited_then"]
+_WAIT, _WAITS, _OUTSIDE, _OUTSIDE_FOR, _OUTSIDE_THEN, _PID = (
+    AT[name] for name in ("wait", "waits", "outside", "outside_for", "outside_then", "pid")
+)
+_now, _thread = time.monotonic_ns, threading.get_ident
+
+
+class Counters:
+    """The page, as the process that counts writes it. Times in nanoseconds."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), BYTES)
+        self.page = memoryview(self._map).cast("Q")
+        self._path = path
+        self.mine: bool | None = None  # whether this process counts; None while that is open
+        self.thread = 0  # the one that trains
+        self._round: set[int] = set()  # optimizers that have stepped in the present iteration
+        self.page[AT["version"]] = VERSION
+
+    def claim(self) -> bool:
+        """Whether this process is the one that counts: the first of the rank's that trains, and lives."""
+        if self.mine is None:
+            owner = self.page[_PID]
+            self.mine = owner in (0, os.getpid()) or not os.path.exists(f"/proc/{owner}")
+            if self.mine:
+                for number in range(AT["began"], AT["heartbeats"]):
+                    self.page[number] = 0
+                self.page[AT["began"]], self.page[_PID] = _now(), os.getpid()
+                self.thread = _thread()
+                self._answer_questions()
+        return self.mine
+
+    def forked(self) -> None:
+        """This process is a child of the one that counts, or may: a worker that loads data."""
+        if self.mine:
+            self.mine, self.thread = False, 0
+
+    # ------------------------------------------------------------ what is counted
+    def on_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        """An optimizer has stepped. An iteration ends with the first step of a round: of two optimizers, as a GAN has
+        them, each steps once, or one of them several times, before the other does."""
+        if not self.mine and not self.claim():
+            return
+        key, steps = id(optimizer), self._round
+        if key in steps:
+            steps.clear()
+        elif steps:
+            steps.add(key)
+            return
+        steps.add(key)
+        page = self.page
+        page[_WAITED_THEN], page[_OUTSIDE_THEN] = page[_WAITED], page[_OUTSIDE_FOR]
+        page[_DONE_AT] = _now()
+        page[_DONE] += 1
+
+    def waiting(self, function: Callable[..., Any], kind: int) -> Callable[..., Any]:
+        """The function, in which a rank waits for others: its time counts as waiting."""
+        page = self.page
+
+        def wrapper(*arguments: Any, **keywords: Any) -> Any:
+            if page[_WAIT] or (_thread() != self.thread and (self.mine is not None or not self.claim())):
+                return function(*arguments, **keywords)
+            page[_WAIT] = kind
+            page[_WAITS] += 1
+            began = _now()
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                page[_WAITED] += _now() - began
+                page[_WAIT] = 0
+
+        return unseen(wrapper, function)
+
+    def saving(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, in which a rank writes a checkpoint, which takes its time."""
+
+        def wrapper(*arguments: Any, **keywords: Any) -> Any:
+            if not self.mine or _thread() != self.thread:
+                return function(*arguments, **keywords)
+            with self.outside():
+                result = function(*arguments, **keywords)
+            self.page[AT["saves"]] += 1
+            self.page[AT["saved_done"]] = self.page[_DONE]
+            return result
+
+        return unseen(wrapper, function)
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """The rank is known to be outside an iteration."""
+        page, began = self.page, _now()
+        page[_OUTSIDE] += 1
+        try:
+            yield
+        finally:
+            page[_OUTSIDE] -= 1
+            page[_OUTSIDE_FOR] += _now() - began
+
+    def beat(self) -> None:
+        """The script says that it gets on."""
+        if self.mine or self.claim():
+            self.page[AT["heartbeats"]] += 1
+
+    def section(self, by: int) -> None:
+        """A section that is no step begins (1) or ends (-1)."""
+        if self.mine or self.claim():
+            self.beat()
+            self.page[_OUTSIDE] = max(0, self.page[_OUTSIDE] + by)
+
+    def say(self, text: str) -> None:
+        """Put a text into the page."""
+        data = text.encode(errors="replace")[: BYTES - TEXT]
+        self._map[TEXT : TEXT + len(data)] = data
+        self.page[AT["length"]] = len(data)
+
+    # ------------------------------------------------------------ questions
+    def _answer_questions(self) -> None:
+        """Have a thread wait for the agent's questions, where there are others to wait for."""
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+            return
+        with contextlib.suppress(OSError, RuntimeError):
+            pipe = os.open(self._path + ASKS, os.O_RDWR | os.O_CLOEXEC)
+            threading.Thread(target=self._answer, args=(pipe,), name="unicron-counters", daemon=True).start()
+
+    def _answer(self, pipe: int) -> None:
+        while os.read(pipe, 64):
+            try:
+                self.say(json.dumps(collectives()))
+            except Exception as error:  # no question may end the script
+                self.say(json.dumps({"error": f"{type(error).__name__}: {error}"[:200]}))
+            self.page[AT["answers"]] += 1
+
+
+def unseen(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The wrapper with the function's name, over which torch's compiler passes."""
+    _hide(wrapper)
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        with contextlib.suppress(AttributeError):
+            setattr(wrapper, name, getattr(function, name))
+    wrapper.__wrapped__ = function  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _hide(function: Any) -> None:
+    """Have torch's compiler pass over it, which goes by the file's name: it would try to trace what it cannot."""
+    function.__code__ = function.__code__.replace(co_filename=f"<frozen importlib.{NAME}>")
+
+
+def collectives() -> dict[str, list[Any]]:
+    """Name of a group -> [collectives that this rank has begun, that have ended, the last one in words], as the flight
+    recorder knows them."""
+    from torch._C import _distributed_c10d as c10d
+
+    found: dict[str, list[Any]] = {}
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(c10d, name, None)
+        trace = json.loads(dump(True, False)) if dump is not None else {}
+        for entry in trace.get("entries", ()):
+            group, number = entry["process_group"][0], entry["collective_seq_id"]
+            if not entry["is_p2p"] and number >= found.get(group, [0])[0]:
+                status = trace.get("pg_status", {}).get(str(entry["pg_id"]), {})
+                words = f"{entry['profiling_name']} {entry['input_sizes']}"[:80]
+                found[group] = [number, max(0, int(status.get("last_completed_collective", 0))), words]
+    return dict(list(found.items())[-MOST_GROUPS:])
+
+
+# ---------------------------------------------------------------- installing it
+def _differs(module: str, name: str, parameters: str | None) -> bool:
+    """Whether torch has it otherwise than it is used here."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        return True
+    return parameters is not None and list(inspect.signature(found).parameters) != parameters.split()
+
+
+def install() -> None:
+    """Count in this process, where its agent wants that. Never raises: a program is not to fail for it."""
+    path = None if deferred else os.environ.get(PAGE)
+    if path is None:
+        return
+    try:
+        _register_stacks()
+        _hook(Counters(path))
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            Counters(path).say(f"{type(error).__name__}: {error}"[:200])
+
+
+def _register_stacks() -> None:
+    where = os.path.join(os.path.dirname(os.path.realpath(__file__)), "stacks.py")
+    spec = importlib.util.spec_from_file_location("_unicron_stacks", where)
+    assert spec is not None and spec.loader is not None
+    stacks = sys.modules["_unicron_stacks"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stacks)
+    stacks.register_from_environment()
+
+
+def _hook(counters: Counters) -> None:
+    """Put the hooks into torch, which is imported."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    missing = [f"{module}.{name}" for module, name, takes in SEAMS if _differs(module, name, takes)]
+
+    def on_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
+        counters.on_step(optimizer, arguments, keywords)
+
+    for method in (Counters.on_step, Counters.claim):  # what hooks call
+        _hide(method)
+    register_optimizer_step_post_hook(unseen(on_step, on_step))
+    torch.save = counters.saving(torch.save)
+    if "torch.autograd.backward" not in missing:
+        torch.autograd.backward = counters.waiting(torch.autograd.backward, 1)
+    if "torch.distributed.Work.wait" not in missing:
+        work: Any = torch.distributed.Work
+        work.wait = counters.waiting(work.wait, 2)
+    os.register_at_fork(after_in_child=counters.forked)
+    sys.meta_path.insert(0, _Monitors(counters))
+    if missing:
+        counters.say(f"torch {torch.__version__} has no {', '.join(missing)} as this release knows it")
+
+
+# ---------------------------------------------------------------- others' heartbeats
+class _Monitors:
+    """Sees imports, for the one of NVRx's client: its calls count as progress, and where its launcher is not there they
+    do not fail for it."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters, self._busy = counters, False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != MONITOR or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._busy = False
+        if spec is not None and spec.loader is not None:
+            execute, counters = spec.loader.exec_module, self._counters
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                with contextlib.suppress(Exception):
+                    understand(module, counters)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def understand(module: Any, counters: Counters) -> None:
+    """Count the calls of this `rank_monitor_client`."""
+    client: Any = module.RankMonitorClient
+
+    def counted(method: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
+        def wrapper(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            count(*arguments, **keywords)
+            return method(self, *arguments, **keywords)
+
+        return wrapper
+
+    def is_step(section: str) -> bool:
+        return any(word in section.lower() for word in ("step", "iter", "train"))
+
+    client.send_heartbeat = counted(client.send_heartbeat, counters.beat)
+    client.start_section = counted(client.start_section, lambda section: counters.section(not is_step(section)))
+    client.end_section = counted(client.end_section, lambda section: counters.section(-(not is_step(section))))
+    client.end_all_sections = counted(client.end_all_sections, lambda: counters.section(-(1 << 30)))
+    if module.FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR in os.environ:
+        return
+
+    def connect(self: Any, num_warmup_iters: int | None = None) -> None:
+        """Instead of its launcher's server, whose answers would be these."""
+        import socket
+
+        self.rank_monitor_socket, self._unicron_peer = socket.socketpair()
+        self.cfg = importlib.import_module(f"{module.__package__}.config").FaultToleranceConfig()
+
+    client._connect_to_rmon_server = connect
+    module.write_object_to_ipc_socket = lambda message, line: None
+    module.read_obj_from_ipc_socket = lambda line: module.OkMsg()

@@ -1,0 +1,197 @@
+"""What a plain program's process counts, in a page as its agent makes it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.support.processes import LIMIT
+from unicron.ctl.agent.ranks.counted import Counted, Folder
+from unicron.ctl.protocol.structs import RankStatus
+from unicron.detector.processes import counters
+from unicron.detector.processes.counters import Counters
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = Folder(str(tmp_path))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair(folder):
+    """A slot's counts as the agent reads them, and the page as the process writes it."""
+    counted = Counted(folder, 0)
+    environment = counted.start(1, 0)
+    return counted, Counters(environment[counters.PAGE])
+
+
+def look(counted: Counted, status: RankStatus | None = None):
+    status = status or RankStatus(state="running", generation=1)
+    news, step = counted.update(status, time.monotonic())
+    return status, news, step
+
+
+def steps(count: Counters, *optimizers: object) -> None:
+    for each in optimizers:
+        count.on_step(each, (), {})
+
+
+def test_an_iteration_ends_with_the_first_step_of_a_round(pair):
+    counted, count = pair
+    one, two = object(), object()
+    steps(count, one, one)  # one optimizer: each step is an iteration
+    assert look(counted)[0].iteration == 2
+    steps(count, two, one, two, one, two)  # two in turns, as a GAN has them: each pair is one
+    assert look(counted)[0].iteration == 4
+    steps(count, *[two] * 5, one)  # one of them five times as often
+    assert look(counted)[0].iteration == 9
+    third = object()
+    steps(count, third, third, third)  # another takes over
+    assert look(counted)[0].iteration == 11
+
+
+def test_what_a_rank_does_now(pair):
+    counted, count = pair
+    status, news, step = look(counted)
+    assert not news and step is None and status.micro_batches == 0, "a script that never steps is not judged"
+    assert count.waiting(lambda: look(counted)[0].phase, 1)() == "reducing"
+    assert look(counted)[0].micro_batches == 0
+    steps(count, count)
+    status, news, step = look(counted)
+    assert news and (status.phase, status.iteration, status.micro_batches) == ("computing", 1, 1)
+    assert (step.iteration, step.generation, step.loss) == (0, 1, None)
+    assert not look(counted, status)[1], "nothing new"
+    with count.outside():
+        status = look(counted)[0]
+        assert (status.phase, status.iteration) == ("stepped", 0), "it saves, which takes its time"
+    count.beat()
+    assert look(counted)[0].moved == 1
+
+
+def test_times_of_several_steps_are_told_as_one_report(pair):
+    counted, count = pair
+    steps(count, count)
+    look(counted)
+    wait = count.waiting(lambda: time.sleep(0.05), 2)
+    for _ in range(4):
+        wait()
+        with count.outside():
+            time.sleep(0.01)
+        steps(count, count)
+    step = look(counted)[2]
+    assert step.iteration == 4 and 0.05 <= step.phases["reduce"] <= step.seconds
+    assert 0.01 <= step.phases["outside"] and step.phases["forward"] >= 0.0
+    assert sum(step.phases.values()) == pytest.approx(step.seconds, rel=0.01)
+
+
+def test_waits_within_waits_and_of_other_threads_count_once(pair):
+    counted, count = pair
+    inner = count.waiting(lambda: None, 2)
+    count.waiting(inner, 1)()
+    assert count.page[counters.AT["waits"]] == 1
+    with pytest.raises(ZeroDivisionError):
+        count.waiting(lambda: 1 / 0, 1)()
+    assert look(counted)[0].phase == "computing", "an error ends the wait"
+
+
+def test_one_process_of_a_rank_counts_and_its_children_do_not(pair, folder):
+    _, count = pair
+    steps(count, count)
+    other = Counters(f"{folder.path}/0")
+    other.page[counters.AT["pid"]] = os.getppid()
+    steps(other, other)
+    assert count.page[counters.AT["done"]] == 1, "another process that lives counts already"
+    count.page[counters.AT["pid"]] = os.getpid()
+    count.forked()
+    steps(count, count)
+    assert count.page[counters.AT["done"]] == 1
+    again = Counters(f"{folder.path}/0")
+    again.page[counters.AT["pid"]] = subprocess.Popen(["true"]).wait() or 4_000_000
+    steps(again, again)
+    assert again.page[counters.AT["done"]] == 1, "the one after a process that has ended begins anew"
+
+
+# ---------------------------------------------------------------- a real process
+SCRIPT = """
+import warnings
+import torch
+from nvidia_resiliency_ext import fault_tolerance
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def iteration():
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+for _ in range(5):
+    iteration()
+torch.save(model.state_dict(), "/dev/null")
+assert torch.autograd.backward.__name__ == "backward" and torch.save.__doc__, "who looks at them sees torch's own"
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    quick = torch.compile(iteration, backend="eager")
+    quick(), quick()
+seen = [str(each.message) for each in seen]
+assert not any("how to trace" in each for each in seen), seen
+client = fault_tolerance.RankMonitorClient()
+client.init_workload_monitoring()
+client.start_section("step")
+client.end_section("step")
+for _ in range(3):
+    client.send_heartbeat()
+client.start_section("checkpointing")
+"""
+# NVRx's client in outline, as the wheel of 0.7.0 has it, whose glibc this machine need not have.
+CLIENT = """
+import os, socket
+FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR = "FT_RANK_MONITOR_IPC_SOCKET"
+class OkMsg: pass
+def write_object_to_ipc_socket(message, line): raise ConnectionError("no server")
+def read_obj_from_ipc_socket(line): raise ConnectionError("no server")
+class RankMonitorClient:
+    def _connect_to_rmon_server(self, num_warmup_iters=None):
+        raise RuntimeError(os.environ[FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR])
+    def init_workload_monitoring(self, num_warmup_iters=None):
+        self._connect_to_rmon_server(num_warmup_iters=num_warmup_iters)
+    def send_heartbeat(self): write_object_to_ipc_socket(None, self.rank_monitor_socket)
+    def start_section(self, section): write_object_to_ipc_socket(section, self.rank_monitor_socket)
+    def end_section(self, section): write_object_to_ipc_socket(section, self.rank_monitor_socket)
+    def end_all_sections(self): write_object_to_ipc_socket(None, self.rank_monitor_socket)
+"""
+
+
+def test_an_unmodified_script_that_starts_cold_is_counted(pair, folder, tmp_path):
+    """Its steps, waits, saves, and the calls for another launcher, which is not there."""
+    home = tmp_path / "nvidia_resiliency_ext" / "fault_tolerance"
+    home.mkdir(parents=True)
+    (home.parent / "__init__.py").touch()
+    (home / "__init__.py").write_text("from .rank_monitor_client import RankMonitorClient\n")
+    (home / "config.py").write_text("class FaultToleranceConfig:\n    skip_section_response = True\n")
+    (home / "rank_monitor_client.py").write_text(CLIENT)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    counted, _ = pair
+    path = os.pathsep.join((folder.autoload, str(tmp_path)))
+    environment = {**os.environ, **counted.start(1, 0), "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], env=environment, text=True, capture_output=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    page = counted.page.read()
+    assert (page.done, page.waits, page.saves, page.saved_done) == (7, 7, 1, 5)
+    assert (page.heartbeats, page.outside) == (6, 1) and not counted.complaint()
+
+
+def test_a_page_that_is_gone_harms_no_script(monkeypatch):
+    monkeypatch.setenv(counters.PAGE, "/nonexistent/page")
+    before = torch.save
+    counters.install()
+    assert torch.save is before
