@@ -11,6 +11,7 @@ there is a process group, to say how far its collectives are when the agent asks
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -55,6 +56,7 @@ SEAMS = (
     ("torch.distributed", "Work.wait", None),  # written in C++
     ("torch._C._distributed_c10d", "_dump_fr_trace_json", None),
 )
+END, END_SECONDS = b".", 1.0  # what ends the answers, and how long that is waited for
 MOST_GROUPS = 64  # of which an answer tells
 MONITOR = "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client"
 
@@ -183,10 +185,18 @@ class Counters:
             return
         with contextlib.suppress(OSError, RuntimeError):
             pipe = os.open(self._path + ASKS, os.O_RDWR | os.O_CLOEXEC)
-            threading.Thread(target=self._answer, args=(pipe,), name="unicron-counters", daemon=True).start()
+            thread = threading.Thread(target=self._answer, args=(pipe,), name="unicron-counters", daemon=True)
+            thread.start()
+            atexit.register(self._end_answers, pipe, thread)
+
+    def _end_answers(self, pipe: int, thread: threading.Thread) -> None:
+        """An interpreter that ends while the thread is in torch aborts. Not called in a fork, which has no thread."""
+        if self.mine:
+            os.write(pipe, END)
+            thread.join(END_SECONDS)
 
     def _answer(self, pipe: int) -> None:
-        while os.read(pipe, 64):
+        while END not in os.read(pipe, 64):
             try:
                 self.say(json.dumps(collectives()))
             except Exception as error:  # no question may end the script

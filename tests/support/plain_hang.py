@@ -92,6 +92,9 @@ def main() -> None:
         dist.all_reduce(end)
         if end:
             break
+    # gloo's thread may still let go of the last tensor, for which it needs the interpreter's lock; torch waits for that
+    # thread while it has the lock (2.13).
+    time.sleep(0.5)
     dist.destroy_process_group()
 
 
