@@ -171,7 +171,7 @@ class Counters:
             self.beat()
             self.page[_OUTSIDE] = max(0, self.page[_OUTSIDE] + by)
 
-    def say(self, text: str) -> None:
+    def put_text(self, text: str) -> None:
         """Put a text into the page."""
         data = text.encode(errors="replace")[: BYTES - TEXT]
         self._map[TEXT : TEXT + len(data)] = data
@@ -198,9 +198,9 @@ class Counters:
     def _answer(self, pipe: int) -> None:
         while END not in os.read(pipe, 64):
             try:
-                self.say(json.dumps(collectives()))
+                self.put_text(json.dumps(collectives()))
             except Exception as error:  # no question may end the script
-                self.say(json.dumps({"error": f"{type(error).__name__}: {error}"[:200]}))
+                self.put_text(json.dumps({"error": f"{type(error).__name__}: {error}"[:200]}))
             self.page[AT["answers"]] += 1
 
 
@@ -259,7 +259,7 @@ def install() -> None:
         _hook(Counters(path))
     except Exception as error:
         with contextlib.suppress(Exception):
-            Counters(path).say(f"{type(error).__name__}: {error}"[:200])
+            Counters(path).put_text(f"{type(error).__name__}: {error}"[:200])
 
 
 def _register_stacks() -> None:
@@ -293,7 +293,7 @@ def _hook(counters: Counters) -> None:
     os.register_at_fork(after_in_child=counters.forked)
     sys.meta_path.insert(0, _Monitors(counters))
     if missing:
-        counters.say(f"torch {torch.__version__} has no {', '.join(missing)} as this release knows it")
+        counters.put_text(f"torch {torch.__version__} has no {', '.join(missing)} as this release knows it")
 
 
 # ---------------------------------------------------------------- others' heartbeats

@@ -91,7 +91,7 @@ class Page:
         """Its text, so many bytes long."""
         return self._map[TEXT : TEXT + min(length, BYTES - TEXT)].decode(errors="replace")
 
-    def ask(self) -> None:
+    def ask_process(self) -> None:
         """Ask the process how far its collectives are. Nobody listens in one that has no process group."""
         with contextlib.suppress(OSError):
             pipe = os.open(self.path + counters.ASKS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -197,7 +197,7 @@ class Counted:
         if stands > max(STANDS, TIMES_USUAL * self._usual) and now - self._asked >= ASK_SECONDS:
             assert self.page is not None
             self._asked = now
-            self.page.ask()
+            self.page.ask_process()
 
     def complaint(self) -> str:
         """Why something is not counted, once."""
