@@ -16,7 +16,7 @@ import unicron
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.ranks.placeholders import fill_variables, fill_words
 from unicron.ctl.agent.ranks.rank_logs import RankLogs
-from unicron.ctl.agent.ranks.static_world import slurm_world
+from unicron.ctl.agent.ranks.static_world import LAUNCHER, slurm_world
 from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter
 from unicron.ctl.protocol import ranges, structs
 from unicron.detector.failures.classify import default_classifier
@@ -293,8 +293,14 @@ def surroundings_of(place: Place) -> list[Surroundings]:
 
 
 def task_environment(place: Place, local: int, environment: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment that Slurm gave the task of this local rank. environment: the agent's."""
-    return place.tasks[local].environment if 0 < local < len(place.tasks) else environment
+    """The environment that Slurm gave the task of this local rank. environment: the agent's, which also knows the
+    launcher."""
+    if not 0 < local < len(place.tasks):
+        return environment
+    return {
+        **place.tasks[local].environment,
+        **{name: environment[name] for name in (LAUNCHER,) if name in environment},
+    }
 
 
 def package_path(base: Mapping[str, str]) -> str:

@@ -46,6 +46,10 @@ torchrun.run = start_ranks
 launch.subprocess = types.SimpleNamespace(Popen=start_process, CalledProcessError=OSError)
 environments.is_port_in_use = lambda *_: False  # nobody uses the port
 args = launch.launch_command_parser().parse_args(sys.argv[1:])
+# The rendezvous is the agent's, so nobody need have said where the ranks would meet.
+for name, value in (("machine_rank", 0), ("main_process_ip", "127.0.0.1"), ("main_process_port", 29500)):
+    if getattr(args, name) is None:
+        setattr(args, name, value)
 launch.launch_command(args)
 """
 
