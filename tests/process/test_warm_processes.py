@@ -63,6 +63,17 @@ def run_warm(warm: Warm, tmp_path: Path, **settings: str) -> tuple[int | None, s
         return code, out.read().decode(), text
 
 
+def test_a_fork_runs_on_the_cpus_of_its_own_task(begin, script, tmp_path: Path) -> None:
+    warm, cpu = begin(script("import os\nprint(os.sched_getaffinity(0))\n")), min(os.sched_getaffinity(0))
+    with (tmp_path / "out").open("w+b") as out:
+        coming = warm.request_fork(warm.environment, None, out.fileno(), frozenset({cpu}))
+        child = coming.child()
+        assert child is not None and child.reap(60.0) == 0, coming.cold
+        child.close()
+        out.seek(0)
+        assert out.read().decode() == f"{{{cpu}}}\n"
+
+
 def run_cold(warm: Warm, *words: object, **settings: str) -> tuple[int, str, str]:
     """The same of a process of its own."""
     command = [sys.executable, "-W", "ignore", *map(str, words)]

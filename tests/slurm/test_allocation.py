@@ -53,7 +53,7 @@ def power_off(site: Site, node: str) -> None:
 
 
 def test_an_allocation_is_one_world_and_goes_on_without_a_lost_node(site: Site) -> None:
-    number = submit(site, "-N3", "--no-kill", "--gres=gpu:1", "--exclusive", wrap=f"srun --no-kill python {PLAIN}")
+    number = submit(site, "-N3", "--no-kill", "--gres=gpu:1", "--exclusive", wrap=f"srun python {PLAIN}")
     before = world(site, 3)
     nodes = slurm(site, "squeue", "-h", "-j", number, "-o", "%N")
     assert nodes == "n[1-3]" and site.job(number)["nodes"] == 3
@@ -79,8 +79,8 @@ def test_an_allocation_is_one_world_and_goes_on_without_a_lost_node(site: Site) 
 
 
 def test_a_spare_inside_takes_the_place_of_a_lost_node(site: Site) -> None:
-    words = ("-N3", "--no-kill", "--exclusive", "--unicron-spares=1", "--unicron-min-nodes=2")
-    number = submit(site, *words, wrap=f"srun --no-kill python {PLAIN}")
+    words = ("-N3", "--exclusive", "--unicron-spares=1", "--unicron-min-nodes=2")  # the plugin adds --no-kill
+    number = submit(site, *words, wrap=f"srun python {PLAIN}")
     before = world(site, 2)
     wait_for(lambda: site.job(number)["spares_ready"] == 1, site.logs)
     member = max(site.job(number)["members"])

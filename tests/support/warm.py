@@ -61,12 +61,16 @@ class Warm:
         return self.zygote.why
 
     def request_fork(
-        self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1
+        self,
+        environment: Mapping[str, str],
+        words: list[str] | None = None,
+        stdout: int = 1,
+        cpus: frozenset[int] = frozenset(),
     ) -> Coming | None:
         """As :meth:`ZygoteClient.request_fork`; settled."""
         adopt_orphans()
         try:
-            coming = self.zygote.request_fork(environment, words, Surroundings(stdout))
+            coming = self.zygote.request_fork(environment, words, Surroundings(stdout, cpus=cpus))
             self.serve(lambda: coming is None or coming.settled)
         finally:
             adopt_orphans(False)

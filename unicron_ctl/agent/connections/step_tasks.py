@@ -70,7 +70,7 @@ class StepTasks:
     def _receive(local: int, channel: socket.socket, deadline: float) -> StepTask:
         channel.settimeout(max(0.01, deadline - time.monotonic()))
         try:
-            data, files, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
+            data, files, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             raise TasksMissing(f"task {local} of this node has not begun: {error}") from None
         finally:

@@ -6,7 +6,8 @@ import os
 import sys
 
 from tests.support.processes import wait_for
-from unicron.detector.processes.supervise import LINE_BYTES, TAIL_LINES, Child
+from unicron.detector.processes.job_output import JobOutput
+from unicron.detector.processes.supervise import LINE_BYTES, TAIL_LINES, Child, Surroundings
 
 BARS = """
 import sys
@@ -26,3 +27,17 @@ def test_a_progress_bar_and_a_long_line_are_kept_as_a_terminal_shows_them():
     assert lines[0] == "done" and len(lines) == 52 <= TAIL_LINES
     assert lines[1].startswith("RuntimeError: xxx") and lines[1].endswith("xxx the end")
     assert len(lines[1]) == LINE_BYTES
+
+
+def test_a_process_has_the_output_and_the_cpus_of_its_own_task():
+    cpu = min(os.sched_getaffinity(0))
+    (out, its_out), (err, its_err) = os.pipe(), os.pipe()
+    around = Surroundings(its_out, err=JobOutput(its_err), cpus=frozenset({cpu}))
+    show = "import os, sys; print(os.sched_getaffinity(0)); print('oh', file=sys.stderr)"
+    child = Child([sys.executable, "-c", show], dict(os.environ), surroundings=around)
+    wait_for(lambda: not child.pass_stderr(), "all was read")
+    assert child.reap(60.0) == 0 and child.tail() == "oh"
+    child.close()
+    assert os.read(out, 100).decode() == f"{{{cpu}}}\n" and os.read(err, 100) == b"oh\n"
+    for descriptor in (out, its_out, err, its_err):
+        os.close(descriptor)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from unicron.ctl.agent.connections.job_environment import read_place
+from unicron.ctl.agent.connections.step_tasks import StepTask
 from unicron.ctl.agent.start.command_mode import Mode
-from unicron.ctl.agent.start.untouched import meant, why_by_shape
+from unicron.ctl.agent.start.untouched import meant, why_by_ranks, why_by_shape
 from unicron.ctl.protocol.structs import RESTART, SESSION
 
 DEFAULT = {"UNICRON_BY_DEFAULT": "1"}
@@ -54,3 +56,33 @@ def test_a_step_of_several_tasks_a_node(tasks: str, many: str) -> None:
 def test_a_step_of_several_nodes(environment: dict[str, str], why: str) -> None:
     found = why_by_shape(environment)
     assert why in found and bool(found) is bool(why)
+
+
+def test_tasks_that_the_plugin_has_joined_are_one_agents() -> None:
+    environment = {"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_NUM_NODES": "1"}
+    assert why_by_shape(environment, 8) == "" and why_by_shape(environment, 1) != ""
+
+
+@pytest.mark.parametrize(
+    ("tasks", "script", "environment", "said"),
+    [
+        (2, PLAIN, {}, ""),
+        (2, "import os\nfrom mpi4py import MPI\n", {}, "uses MPI"),
+        (2, "import horovod.torch as hvd\n", {}, "uses MPI"),
+        (0, "from mpi4py import MPI\n", {}, ""),
+        (2, PLAIN, {"CARD": "/nonexistent/nvidia1", "SLURM_GPUS_ON_NODE": "8"}, "write --gpus-per-node=8 in place of"),
+        (2, PLAIN, {"CARD": "/dev/null"}, ""),
+        (0, PLAIN, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b", "UNICRON_RANKS_PER_NODE": "2"}, "2 GPUs are MIG slices"),
+        (0, PLAIN, {"CUDA_VISIBLE_DEVICES": "MIG-a", "UNICRON_RANKS_PER_NODE": "1"}, ""),
+        (2, PLAIN, {"CUDA_VISIBLE_DEVICES": "MIG-a"}, ""),
+    ],
+)
+def test_ranks_that_would_not_be_what_tasks_are(
+    tasks: int, script: str, environment: dict[str, str], said: str
+) -> None:
+    devices = (environment["CARD"],) if "CARD" in environment else ()
+    joined = [StepTask({}, frozenset({0}), devices, 1, 2)] * tasks
+    place = read_place({"SLURM_JOB_ID": "1", "UNICRON_NODE_ADDRESS": "a"} | environment, tasks=joined)
+    assert place.settings.ranks_per_node == max(tasks, int(environment.get("UNICRON_RANKS_PER_NODE", "1")))
+    why = why_by_ranks(place, Mode(RESTART, "", text=script), environment)
+    assert (said in why) if said else why == ""
