@@ -130,7 +130,7 @@ void agent_wrap(spank_t sp, const char *agent, uint32_t local)
 	else
 		reason = prepend(sp, agent, argv);
 
-	if (reason != NULL)
+	if (reason != NULL && local == 0)
 		slurm_spank_log("unicron: couldn't protect this task with %s: %s; it runs unprotected",
 				agent[0] != '\0' ? agent : "the agent", reason);
 }

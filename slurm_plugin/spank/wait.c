@@ -205,6 +205,13 @@ static void end_as(int code)
 	_exit(128 - code);
 }
 
+/* The signals of this task are as they were, and what came of them meanwhile comes now. */
+static void stop_waiting(int channel, const sigset_t *before)
+{
+	close(channel);
+	sigprocmask(SIG_SETMASK, before, NULL);
+}
+
 void wait_for_rank(int channel)
 {
 	struct pollfd watched[2] = { { .fd = channel, .events = POLLIN }, { .fd = -1, .events = POLLIN } };
@@ -222,13 +229,13 @@ void wait_for_rank(int channel)
 
 		if (ready < 0 && errno != EINTR)
 			give_up(strerror(errno));
-		if (ready == 0)
-			give_up("the node's first task did not start the agent within ten minutes");
 		gone = gone || watched[1].revents != 0;    /* what it said last can be read by now */
-		if (!receive(channel, text, &fd) || (text[0] == '\0' && gone)) {
-			if (!begun)
-				give_up("the node's first task ended before its agent");
-			end_as(-SIGKILL);    /* as the kernel ends the ranks of an agent that is gone */
+		if (!receive(channel, text, &fd) || (text[0] == '\0' && gone) || ready == 0) {
+			if (begun)
+				end_as(-SIGKILL);    /* as the kernel ends the ranks of an agent that is gone */
+			fprintf(stderr, "unicron: this task runs unprotected: the node's first task has no agent\n");
+			stop_waiting(channel, &before);
+			return;
 		}
 		switch (text[0]) {
 		case TELL_AGENT:
@@ -239,8 +246,7 @@ void wait_for_rank(int channel)
 		case TELL_RUN:
 			if (fd >= 0)
 				set_environment(fd);
-			close(channel);
-			sigprocmask(SIG_SETMASK, &before, NULL);
+			stop_waiting(channel, &before);
 			return;
 		case TELL_END:
 			end_as(atoi(text + 1));

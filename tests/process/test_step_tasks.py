@@ -30,7 +30,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Node:
     """As the plugin starts it: tasks 1 to `count` wait, and this process is task 0."""
 
-    def __init__(self, launcher: Path, count: int) -> None:
+    def __init__(self, launcher: Path, count: int, begun: bool = True) -> None:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
         self.waiting = []
         for local, (_, theirs) in enumerate(pairs, 1):
@@ -44,7 +44,8 @@ class Node:
         self.channels = [mine for mine, _ in pairs]
         self.environment = {CHANNELS: ",".join(str(os.dup(mine.fileno())) for mine in self.channels), "HOME": "/"}
         for mine in self.channels:
-            mine.send(f"A{os.getpid()}".encode())
+            if begun:
+                mine.send(f"A{os.getpid()}".encode())
             mine.close()
         self.tasks = StepTasks()
         self.tasks.adopt(self.environment)
@@ -121,6 +122,14 @@ def test_tasks_do_not_outlive_their_agent(node: Node, launcher: Path) -> None:
         assert task.poll() is None
         agent.kill()
         assert wait_for(lambda: task.poll() is not None and task.returncode, "it ends") == -signal.SIGKILL
+
+
+def test_tasks_run_the_command_where_the_first_one_has_no_agent(launcher: Path) -> None:
+    """It could not be put in front of that one's command, say; a step is never left to wait for it."""
+    node = Node(launcher, 1, begun=False)
+    node.tasks.close()
+    assert node.ends() == [(4, "ran as None None\n")]
+    node.close()
 
 
 def test_a_task_that_has_not_begun_is_named() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 CHANNELS = "_UNICRON_TASKS"  # their descriptors, those of the local tasks 1, 2, ... in this order
 OF_THE_LAUNCHER = (CHANNELS, "_UNICRON_TASK", "UNICRON_LAUNCH_AGENT", "UNICRON_LAUNCH_COMMAND")
 MESSAGE_BYTES = 1 << 16
-TASKS_SECONDS = 60.0  # for all tasks of a node to begin: Slurm starts them together, each after its TaskProlog
+TASKS_SECONDS = 300.0  # for all tasks of a node to begin: Slurm starts them together, each after its TaskProlog
 
 
 @dataclass(frozen=True)
