@@ -2,7 +2,7 @@
 
     python train_plain.py --text FOLDER                           (one process)
     torchrun --nproc-per-node 4 train_plain.py --text FOLDER      (plain data parallelism, the same losses)
-    sbatch --unicron any_script.sbatch python train_plain.py --text FOLDER --save checkpoints/first  (healed)
+    sbatch --unicron array.sbatch python train_plain.py --text FOLDER --save checkpoints/first  (healed)
 
 What makes it elastic: `unicron.init_process_group`; a `fetch` that makes any micro-batch again; `unicron.Session`
 in place of the loop, which accumulates, reduces and steps. No DistributedDataParallel, no sampler, no `backward()`.

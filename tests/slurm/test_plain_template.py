@@ -40,7 +40,7 @@ def environment(cluster: LocalCluster, controller: Controller) -> dict[str, str]
 
 def submit(around: dict[str, str], folder: Path, *words: object) -> str:
     """The template on two nodes, with its checkpoints in the folder and more of its words; the job's id."""
-    options = ["--parsable", "--array=0-1", "--gres=gpu:1", "-o", folder / "%A_%a.out", FOLDER / "any_script.sbatch"]
+    options = ["--parsable", "--array=0-1", "--gres=gpu:1", "-o", folder / "%A_%a.out", FOLDER / "array.sbatch"]
     all_words = [sys.executable, *WORDS, "--iterations", FOREVER, "--save", folder / "saves", *words]
     submitted = call("sbatch", *options, *all_words, cwd=folder, environment=around)
     assert submitted.returncode == 0, submitted.stderr

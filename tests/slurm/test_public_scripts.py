@@ -1,9 +1,9 @@
-"""Batch scripts as public projects have them, ours in wording, under `sbatch --unicron` as they are."""
+"""Batch scripts as public projects have them (ours in wording), and the templates, under `sbatch --unicron`."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +25,15 @@ WORLDS = {
     "pytorch_tutorial": (2, ["50", "10"]),
     "one_task_a_rank": (4, ["--data", "imagenet"]),
 }
+# The templates: sbatch's options, which count more than the file's; the words behind it; the world's ranks.
+SHAPE = ("-N2", "--gres=gpu:1")
+TEMPLATES = {
+    "rigid": (SHAPE, ("torchrun", "--nproc-per-node", "2", "train.py", "x"), 4),
+    "conda": (SHAPE, ("python", "train.py", "x"), 2),
+    "lightning": ((*SHAPE, "--ntasks-per-node=2"), ("train.py", "x"), 4),
+    "accelerate": (SHAPE, ("train.py", "x"), 2),
+    "array": (("--array=0-1", "-N1", "--gres=gpu:1", "--unicron-min-nodes=2"), ("python", "train.py", "x"), 2),
+}
 UNPROTECTED = {"nanogpt": (2, ["config/train_gpt2.py"])}
 
 
@@ -40,13 +49,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 class Submitted:
     """A job of one of the scripts, in a folder of its own, where the projects' files are."""
 
-    def __init__(self, site: Site, name: str) -> None:
+    def __init__(self, site: Site, name: str, options: Sequence[str] = (), *more: str) -> None:
         self._site = site
-        self.folder = site.folder / name
+        self.folder = site.folder / f"{name}{len(more)}"
         shutil.copytree(SCRIPTS, self.folder)
         (self.folder / "titan").mkdir()
         shutil.copy(SCRIPTS / "train.py", self.folder / "titan" / "train.py")
-        words = ["sbatch", "--parsable", "--unicron", "--output=log", f"{name}.sbatch"]
+        if more:
+            shutil.copy(ROOT / "sbatch_templates" / f"{name}.sbatch", self.folder)
+        words = ["sbatch", "--parsable", "--unicron", "--output=log", *options, f"{name}.sbatch", *more]
         done = call(*words, cwd=self.folder, environment=site.environment)
         assert done.returncode == 0, done.stderr
         self.number = done.stdout.strip()
@@ -89,3 +100,23 @@ def test_it_trains_as_one_world_or_says_that_it_is_not_protected(site: Site, nam
         wait_for(lambda: site.job(job.number)["state"] == "ended", site.logs)
         assert site.job(job.number)["ended"]["code"] == 0, job.log
     assert len(job.ranks()) == size, "each rank has begun once"
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_trains_as_one_world(site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: the templates' conda line stood behind `set -u`, with which conda's own scripts end."""
+    options, words, size = TEMPLATES[name]
+    conda = site.folder / "conda" / "etc" / "profile.d"
+    conda.mkdir(parents=True, exist_ok=True)
+    (conda / "conda.sh").write_text(
+        'conda() { [ "$1" = activate ] && export CONDA_DEFAULT_ENV="$2$UNSET_VARIABLE"; }\n'
+    )
+    monkeypatch.setitem(site.environment, "CONDA_BASE", str(site.folder / "conda"))
+    job = Submitted(site, name, options, *words)
+    found = wait_for(lambda: len(job.ranks()) >= size and job.ranks(), lambda: f"{name}\n{job.log}\n{site.logs()}")
+    assert sorted(rank["RANK"] for rank in found) == [str(rank) for rank in range(size)], job.log
+    assert {rank["WORLD_SIZE"] for rank in found} == {str(size)} and found[0]["words"] == ["x"]
+    assert all("UNICRON_GENERATION" in rank for rank in found), job.log
+    job.stop()
+    wait_for(lambda: site.job(job.number)["state"] == "ended", site.logs)

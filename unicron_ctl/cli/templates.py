@@ -13,9 +13,14 @@ from unicron.ctl.system.errors import WRONG_USE, UserError
 FOLDER = Path(unicron.__file__).parent / "sbatch_templates"
 # name -> (the file, its neighbours, one line)
 TEMPLATES: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "script": ("any_script.sbatch", (), "any training script, unmodified: restart mode"),
+    "rigid": ("rigid.sbatch", (), "any script on N nodes, with or without torchrun: restart mode"),
+    "array": ("array.sbatch", (), "any script on as many nodes as there are, one array element each: restart mode"),
+    "conda": ("conda.sbatch", (), "rigid, with a conda environment"),
+    "container": ("container.sbatch", (), "rigid, with each rank in a container of Apptainer's"),
+    "lightning": ("lightning.sbatch", (), "Lightning, with its requeue before the time limit"),
+    "accelerate": ("accelerate.sbatch", (), "Hugging Face's Accelerate, with its launcher's options"),
     "plain": (
-        "any_script.sbatch",
+        "array.sbatch",
         ("train_plain.py", "training_metrics.py"),
         "a model in plain PyTorch that is healed within the iteration: session mode",
     ),
@@ -49,12 +54,12 @@ def command(name: str | None, folder: Path | None) -> None:
     """Print the batch script NAME, or copy it with what it needs; without NAME, list them.
 
     \b
-    unicronctl template script > train.sbatch
+    unicronctl template rigid > train.sbatch
     unicronctl template plain --copy my-run
     """
     if name is None:
         for known, (file, _, line) in TEMPLATES.items():
-            click.echo(f"{known:8} {file:20} {line}")
+            click.echo(f"{known:10} {file:20} {line}")
         return
     if name not in TEMPLATES:
         raise UserError(f"no template {name!r}: there are {', '.join(TEMPLATES)}", WRONG_USE)

@@ -12,7 +12,7 @@ import sbatch_templates.train_gpt as train_gpt
 
 FOLDER = Path(train_gpt.__file__).parent
 TEMPLATE = FOLDER / "gpt_elastic.sbatch"
-ANY_SCRIPT = FOLDER / "any_script.sbatch"
+ANY_SCRIPT = FOLDER / "array.sbatch"
 MEGATRON_LM = FOLDER / "megatron_lm.sbatch"
 
 
@@ -78,8 +78,7 @@ def test_any_script_runs_the_words_after_the_file_under_the_agent(start):
     assert start(*words, file=ANY_SCRIPT, UNICRON="1").stdout.startswith("--cpu-bind=none python train.py")
     nothing = start(file=ANY_SCRIPT)
     assert (
-        nothing.returncode == 2
-        and nothing.stderr == "any_script: no command: sbatch --unicron FILE python train.py ...\n"
+        nothing.returncode == 2 and nothing.stderr == "array: no command: sbatch --unicron FILE python train.py ...\n"
     )
 
 

@@ -19,12 +19,17 @@ def call(*words: str) -> str:
 
 def test_the_templates_are_listed_and_printed_as_they_are() -> None:
     assert [line.split()[:2] for line in call().splitlines()] == [
-        ["script", "any_script.sbatch"],
-        ["plain", "any_script.sbatch"],
+        ["rigid", "rigid.sbatch"],
+        ["array", "array.sbatch"],
+        ["conda", "conda.sbatch"],
+        ["container", "container.sbatch"],
+        ["lightning", "lightning.sbatch"],
+        ["accelerate", "accelerate.sbatch"],
+        ["plain", "array.sbatch"],
         ["gpt", "gpt_elastic.sbatch"],
         ["megatron", "megatron_lm.sbatch"],
     ]
-    assert call("script") == (templates.FOLDER / "any_script.sbatch").read_text()
+    assert call("array") == (templates.FOLDER / "array.sbatch").read_text()
 
 
 @pytest.mark.parametrize(("name", "script"), [("gpt", "train_gpt.py"), ("plain", "train_plain.py")])
@@ -44,6 +49,6 @@ def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(tmp_path: Path, nam
 
 
 def test_an_unknown_name_is_wrong_use() -> None:
-    with pytest.raises(UserError, match="no template 'gtp': there are script, plain, gpt, megatron") as caught:
+    with pytest.raises(UserError, match="no template 'gtp': there are rigid, array, conda") as caught:
         call("gtp")
     assert caught.value.exit_code == 2
