@@ -511,6 +511,24 @@ def test_the_training_is_the_job_and_not_the_helper_before_it(bench: Bench) -> N
     assert len(bench.listener.messages("task_exit", job)) == 1
 
 
+def test_ten_helper_steps_run_once_for_each_task(bench: Bench) -> None:
+    """None of them is a training; only those that might be one, and are none of the agent's, are told so."""
+    (bench.folder / "data").write_text("7\n")
+    script = (
+        "ip=$(srun -N1 -n1 hostname); echo ip $ip\nsrun -n1 -N1 mkdir -p made; ls -d made\nsrun -n4 cat data\n"
+        "srun -N1 -n1 cp data made/; ls made\nsrun --overlap -N1 -n1 vmstat > /dev/null &\n"
+        "srun -n4 sh -c 'echo mpi $SLURM_NTASKS'\n"
+        "srun -N1 -n1 tar cf made/data.tar data; ls made\nsrun -N2 -n2 env FOO=3 printenv FOO\n"
+        "srun -N2 -n2 true; echo true $?\nsrun -N1 -n1 false; echo false $?\nwait; rm -r made"
+    )
+    job, output = bench.batch(script, "--unicron", "-N2", "-n4")
+    lines = [line for line in output[0].splitlines() if not line.startswith(("srun:", "unicron:"))]
+    expected = [f"ip {socket.gethostname()}", "made", *["7"] * 4, "data", *["mpi 4"] * 4, "data", "data.tar", "3", "3"]
+    assert lines == [*expected, "true 0", "false 1", "END"] and bench.recorded(job) == []
+    told = [line for line in output[0].splitlines() if line.startswith("unicron:")]
+    assert len(told) == 1 and "2 tasks on a node, as programs of MPI have" in told[0]
+
+
 def test_one_node_of_several_is_no_training(bench: Bench) -> None:
     job, output = bench.batch("srun -N1 -n1 python3 -c 'print(1)' 2> said; cat said", "--unicron", "-N2")
     assert len(output[0].splitlines()) == 3, output

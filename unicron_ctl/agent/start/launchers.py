@@ -38,7 +38,7 @@ OTHERS = {"aprun", "colossalai", "composer", "horovodrun", "jsrun", "prun"}
 SHELL_SYNTAX = set("$`;&|<>(){}*?[]~#!\n\\")
 VALUE_OPTIONS = ("-W", "-X", "--check-hash-based-pycs")  # of Python, which take the next word
 MOST_BYTES = 1 << 20  # that are read of a script
-_USES_MPI = re.compile(r"^[ \t]*(?:import|from)[ \t]+(mpi4py|horovod)\b", re.MULTILINE)
+USES_MPI = re.compile(r"^[ \t]*(?:import|from)[ \t]+(mpi4py|horovod)\b", re.MULTILINE)
 PLAIN_SCRIPT = "write `srun python train.py` without it, and the agent starts the ranks"
 CONSOLE = "UNICRON_CONSOLE_RANKS"
 
@@ -211,7 +211,7 @@ def _from_mpirun(found: Found) -> Taken:
         raise NotTaken(f"{Path(read.program).name} is no Python script, and an MPI program needs mpirun")
     if script := next((word for word in program if word.endswith(".py")), ""):
         with contextlib.suppress(OSError), open(script, encoding="utf-8", errors="replace") as file:
-            if needs := _USES_MPI.search(file.read(MOST_BYTES)):
+            if needs := USES_MPI.search(file.read(MOST_BYTES)):
                 raise NotTaken(f"{Path(script).name} needs it, for it imports {needs[1]}")
     for text in read.all("x"):
         name, equals, value = text.partition("=")

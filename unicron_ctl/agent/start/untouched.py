@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from unicron.ctl.agent.start import bare
 from unicron.ctl.agent.start.command_mode import Mode
+from unicron.ctl.agent.start.launchers import USES_MPI
 from unicron.ctl.protocol.structs import SESSION
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agen
 _OF_THE_PLUGIN = ("UNICRON", BY_DEFAULT, "UNICRON_WEIGHT", "UNICRON_MIN_NODES", "UNICRON_MODE")
 # A script that finds its place in the world by what srun tells of its step, as submitit and Lightning do
 _READS_THE_STEP = re.compile(r"\bSLURM_(?:PROCID|LOCALID|NODEID|NTASKS\w*|STEP\w*|TASKS_PER_NODE)\b|\bsubmitit\b")
-
-_MPI = re.compile(r"^[ \t]*(?:from|import)[ \t]+(?:mpi4py|horovod)\b", re.MULTILINE)
 
 
 def tasks_per_node(environment: Mapping[str, str]) -> int:
@@ -53,7 +52,7 @@ def why_by_shape(environment: Mapping[str, str], joined: int = 1) -> str:
 
 def why_by_ranks(place: Place, mode: Mode, environment: Mapping[str, str]) -> str:
     """Why the ranks of this node would not be what srun's tasks are; empty where they would."""
-    if place.tasks and _MPI.search(mode.text):
+    if place.tasks and USES_MPI.search(mode.text):
         return "its script uses MPI, whose processes only srun can join: give it one task on a node if it need not"
     theirs = {device for task in place.tasks for device in task.devices}
     if any(not os.access(device, os.R_OK | os.W_OK) for device in theirs):
