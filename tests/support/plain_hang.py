@@ -1,8 +1,9 @@
 """An ordinary script with torch's DistributedDataParallel and a checkpoint, one rank of which hangs once.
 
 PLAIN_OUT: its folder. PLAIN_HANG: how it hangs (see HANGS), PLAIN_RANK: who, PLAIN_AT: in which step. PLAIN_STEP:
-seconds of a step. Rank 0 writes each step's time to PLAIN_OUT/steps, the rank that hangs the time when it begins to
-PLAIN_OUT/hung, and all end when there is PLAIN_OUT/stop, or after PLAIN_STEPS.
+seconds of a step; PLAIN_TIMEOUT: of the process group's time-out, where it is not to be torch's own. Rank 0 writes each
+step's time to PLAIN_OUT/steps, the rank that hangs the time when it begins to PLAIN_OUT/hung, and all end when there is
+PLAIN_OUT/stop, or after PLAIN_STEPS.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -55,7 +57,8 @@ def main() -> None:
     out, how = Path(os.environ["PLAIN_OUT"]), os.environ.get("PLAIN_HANG", "")
     who, when = int(os.environ.get("PLAIN_RANK", "1")), int(os.environ.get("PLAIN_AT", "30"))
     seconds, last = float(os.environ.get("PLAIN_STEP", "0.1")), int(os.environ.get("PLAIN_STEPS", "1000000"))
-    dist.init_process_group("gloo")
+    limit = os.environ.get("PLAIN_TIMEOUT")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=float(limit)) if limit else None)
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(

@@ -135,6 +135,8 @@ def _notes(job: Job) -> list[str]:
         found.append(f"left out, since it and others do not reach each other: element {', '.join(job.left_out)}")
     if job.mode == "restart":
         found.append("restart mode")
+    if said := goodput(job):
+        found.append(said)
     starts = [rank.start for element in job.elements for rank in element.ranks]
     if not job.ended and (cold := sum(start.startswith("cold") for start in starts)):
         found.append(f"{cold} of {len(starts)} ranks started cold: see `unicronctl explain {job.job}`")
@@ -163,6 +165,13 @@ def replicas(job: JobBase) -> str:
     planned = job.planned_layout or job.layout
     also = f"; goes on as {planned}" if planned != job.layout else f"; or {', '.join(others)}" if others else ""
     return f"{named}{count} replica{'s' if count != 1 else ''} of {size}{waiting}{also}"
+
+
+def goodput(job: JobBase) -> str:
+    """What came of the job's time; empty while nothing was lost."""
+    if job.goodput is None or not job.lost_seconds:
+        return ""
+    return f"goodput {100.0 * job.goodput:.1f} %, {duration(job.lost_seconds)} lost"
 
 
 def _few(slots: list[int]) -> str:
@@ -293,6 +302,8 @@ def _standing(data: Explanation) -> list[str]:
     lines = [f"job {data.job} ({data.name}): {data.state}, generation {data.generation}"]
     if data.mode == "restart":
         lines.append(f"restart mode: all processes start again when one fails ({data.mode_reason})")
+    if said := goodput(data):
+        lines.append(f"{said} of {duration(data.trained_seconds + data.lost_seconds)} from the first step to the last")
     if data.ended:
         lines.append(f"ended with {data.ended.code}: {data.ended.reason}")
     if data.set_aside and not data.ended:

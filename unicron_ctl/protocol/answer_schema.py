@@ -127,7 +127,9 @@ class JobBase(msgspec.Struct, kw_only=True):
 
     layout: how the ranks of a replica share its model; replica: how many they are. replicas: those that train.
     standbys: slots of living ranks that complete none and have kept their state. spares_wanted: spares that were asked
-    for; spares_ready: those that could come in now.
+    for; spares_ready: those that could come in now. lost_seconds: between the last step before a Break and the first
+    after it, and of iterations that were made again; trained_seconds: all others from the first step to the last one;
+    goodput: their share.
     """
 
     job: str
@@ -149,6 +151,9 @@ class JobBase(msgspec.Struct, kw_only=True):
     set_aside: Annotated[str, OWNER] = ""
     waits: Annotated[str, OWNER] = ""
     nan_since: Annotated[int | None, OWNER] = None
+    goodput: float | None = None
+    trained_seconds: float = 0.0
+    lost_seconds: float = 0.0
 
 
 class Job(JobBase, kw_only=True):

@@ -152,6 +152,7 @@ class Counted:
         judged = int(bool(self._pid) and (self._steps or count.done > 0))
         before = status.iteration, status.phase, status.micro_batches, status.moved, status.collectives
         status.iteration, status.phase, status.micro_batches = iteration, phase, judged
+        status.saved = self._base + count.saved_done if count.saves else -1
         status.iteration_seconds, status.moved = self._usual, count.heartbeats
         if step is not None:
             status.collectives = {}

@@ -122,6 +122,9 @@ def _base(core: Core, state: JobState) -> schema.JobBase:
         set_aside=state.set_aside,
         waits=state.waits,
         nan_since=state.nan_since if state.nan_since >= 0 else None,
+        goodput=state.goodput,
+        trained_seconds=state.trained,
+        lost_seconds=state.lost_seconds,
     )
 
 

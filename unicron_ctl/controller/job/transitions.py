@@ -85,9 +85,15 @@ def break_generations(view: View, job: JobView, happening: Happening) -> Outcome
     tries = state.tries + 1 if happening.event is Event.TIMEOUT else 0
     planned = not state.mode.joins and happening.event is Event.FAULT and not state.regroup
     reached = saved.iteration if (saved := newest_saved(job)) is not None else -1
-    record = records.Break(number, lost, tries, planned, reached, reason=happening.reason)
+    record = records.Break(number, lost, tries, planned, reached, _repeated(job), reason=happening.reason)
     out.record(state, record, number)
     return out
+
+
+def _repeated(job: JobView) -> int:
+    """Iterations that a world of plain programs has made since its last checkpoint; 0 where none was seen."""
+    saved = max((s.saved for slot in job.state.members if (s := job.status(slot)) is not None), default=-1)
+    return max(0, job.state.iteration + 1 - saved) if saved >= 0 and not job.state.mode.reports else 0
 
 
 def resume_training(view: View, job: JobView, happening: Happening) -> Outcome:
@@ -202,7 +208,8 @@ def enter_generation(view: View, job: JobView, happening: Happening) -> Outcome:
 def end_job(view: View, job: JobView, happening: Happening) -> Outcome:
     """Ends the job; its agents are told the exit code."""
     out = Outcome(hurry=True)
-    out.record(job.state, records.JobEnded(code=happening.code, reason=happening.reason))
+    reason = "; ".join(filter(None, (happening.reason, job.state.account)))
+    out.record(job.state, records.JobEnded(code=happening.code, reason=reason))
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from itertools import repeat
@@ -153,6 +154,8 @@ def break_(job: JobState, event: Event, record: records.Break) -> None:
         if failure.record.member and failure.broken_at is None:
             failure.broken_at, failure.generation = event.time, event.generation
     if job.phase is not Phase.BREAKING:
+        again = min(job.trained, record.repeated * (job.seconds or 0.0))
+        job.trained, job.lost_seconds = job.trained - again, job.lost_seconds + again
         job.restarts += bool(record.lost)
         job.tries = record.tries
 
@@ -296,6 +299,7 @@ def layout_chosen(job: JobState, event: Event, record: records.LayoutChosen) -> 
 
 
 def step(job: JobState, event: Event, record: records.Step) -> None:
+    _note_time(job, event, record)
     job.iteration, job.loss, job.nan_since = record.iteration, record.loss, record.nan_since
     job.iterations_wanted = record.train_iterations or job.iterations_wanted
     job.recent.append((record.nodes, record.seconds, record.flops))
@@ -307,6 +311,14 @@ def step(job: JobState, event: Event, record: records.Step) -> None:
     for failure in job.failures:
         if failure.resumed_at is not None and failure.stepped_at is None:
             failure.stepped_at = event.time
+
+
+def _note_time(job: JobState, event: Event, record: records.Step) -> None:
+    """All time between two steps of a generation counts as trained; between those of two, one iteration does."""
+    since = event.time - job.stepped if job.stepped else record.seconds
+    trained = since if job.stepped_in == event.generation else min(since, record.seconds, job.seconds or math.inf)
+    job.trained, job.lost_seconds = job.trained + trained, job.lost_seconds + max(0.0, since - trained)
+    job.stepped, job.stepped_in = event.time, event.generation
 
 
 def steady(job: JobState, event: Event, record: records.Steady) -> None:

@@ -226,6 +226,14 @@ class JobState:
     """(nodes, seconds, FLOP) of the last iterations."""
     measured: dict[int, float] = field(default_factory=dict)
     """FLOP/s by number of nodes."""
+    trained: float = 0.0
+    """Seconds from the first step to the last one that were not lost."""
+    lost_seconds: float = 0.0
+    """Seconds between the last step of a generation and the first of the next one, and of iterations made again."""
+    stepped: float = 0.0
+    """When it stepped last; 0 before it has."""
+    stepped_in: int = 0
+    """The generation of that step."""
     worked: dict[int, Identity] = field(default_factory=dict)
     """The processes that have finished an iteration."""
     tries: int = 0
@@ -370,6 +378,23 @@ class JobState:
 
     def failure(self, number: int) -> Failure | None:
         return next((failure for failure in reversed(self.failures) if failure.id == number), None)
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the time from the first step to the last one that was not lost; None before there are two."""
+        whole = self.trained + self.lost_seconds
+        return self.trained / whole if whole > 0.0 else None
+
+    @property
+    def account(self) -> str:
+        """What came of its time, in words; empty before the first step."""
+        if self.goodput is None:
+            return ""
+        count, failed = self.iteration + 1, len(self.failures)
+        return (
+            f"{count} iteration{'s' * (count != 1)}, goodput {100.0 * self.goodput:.1f} %, "
+            f"{self.lost_seconds:.1f} s lost in {failed} failure{'s' * (failed != 1)}"
+        )
 
     @property
     def seconds(self) -> float | None:

@@ -32,6 +32,7 @@ class Break(Record, frozen=True, tag="break"):
     tries: int = 0
     planned: bool = False  # nothing failed: the membership of a job in restart mode changes
     saved: int = -1  # restart mode: the newest iteration whose state the world is known to have saved
+    repeated: int = 0  # restart mode: iterations since the last checkpoint that it was seen to write
 
 
 class PlanMade(Record, frozen=True, tag="plan"):

@@ -1,0 +1,58 @@
+"""What came of a job's time: trained, lost, and the share that counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.model import job_rules
+from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.protocol.structs import Settings
+
+
+def job(mode: str = "restart") -> JobState:
+    return JobState("1", Settings(name="a", user="u", mode=mode), 0.0)
+
+
+def step(state: JobState, at: float, iteration: int, generation: int, seconds: float = 1.0) -> None:
+    counts = {"ranks": 2, "nodes": 0, "train_iterations": 0, "micro_batches": 0, "computed": 0, "unreported": []}
+    record = records.Step(iteration=iteration, loss=None, nan_since=-1, seconds=seconds, flops=0.0, **counts)
+    job_rules.step(state, Event(iteration, at, "1", generation, record), record)
+
+
+def broken(state: JobState, at: float, repeated: int) -> None:
+    record = records.Break(1, [], repeated=repeated)
+    job_rules.break_(state, Event(99, at, "1", 1, record), record)
+
+
+def test_all_time_between_steps_is_trained_and_between_generations_one_iteration_is():
+    state = job()
+    assert state.goodput is None and state.account == ""
+    for iteration in range(10):
+        step(state, 100.0 + iteration, iteration, 1)
+    assert (state.trained, state.lost_seconds, state.goodput) == (10.0, 0.0, 1.0)
+    step(state, 140.0, 10, 1)  # an evaluation is no loss
+    assert (state.trained, state.lost_seconds) == (41.0, 0.0)
+    step(state, 150.0, 11, 2, seconds=9.5)  # the first of new processes, which counts their start
+    assert (state.trained, state.lost_seconds) == (42.0, 9.0)
+    assert state.account == "12 iterations, goodput 82.4 %, 9.0 s lost in 0 failures"
+
+
+def test_iterations_that_are_made_again_are_lost():
+    state = job()
+    for iteration in range(10):
+        step(state, 100.0 + iteration, iteration, 1)
+    broken(state, 110.0, repeated=4)
+    assert (state.trained, state.lost_seconds) == (6.0, 4.0)
+    broken(state, 110.5, repeated=50)
+    assert state.trained == pytest.approx(0.0), "never more than there was"
+
+
+def test_the_log_may_lose_the_steps_in_between():
+    whole, thin = job(), job()
+    for iteration in range(30):
+        step(whole, 100.0 + iteration * 1.5, iteration, 1, 1.5)
+        if iteration < 2 or iteration > 18:
+            step(thin, 100.0 + iteration * 1.5, iteration, 1, 1.5)
+    assert (whole.trained, whole.lost_seconds) == (thin.trained, thin.lost_seconds)
