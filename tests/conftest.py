@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -55,12 +56,12 @@ def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The files that take longest come first. Without a checkout of Megatron-LM (CONTRIBUTING.md) the tests of the real
-    one are left out."""
+    """The files that take longest come first. The tests of the real Megatron-LM and of the real DeepSpeed are left out
+    where these are not (CONTRIBUTING.md)."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-    if os.environ.get("UNICRON_MEGATRON_LM"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("megatron_lm")]
+    there = {"megatron_lm": "UNICRON_MEGATRON_LM" in os.environ, "deepspeed": bool(find_spec("deepspeed"))}
+    missing = [name for name, is_there in there.items() if not is_there]
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in missing)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)

@@ -14,13 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.controller import Controller
-from tests.support.jobs import PLAIN, Job, json_lines
+from tests.support.jobs import FOREVER, HERE, PLAIN, Job, json_lines
 from tests.support.processes import wait_for
 from unicron.ctl.cli.unicronctl import unicronctl
 
 pytestmark = pytest.mark.process
 SETTINGS = "lease_periods = 4\nforming_settle_seconds = 4\njoin_after_seconds = 1\n"
 NODES = 2
+TINY_PLAIN = HERE / "tiny_plain.py"
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +100,27 @@ def test_a_shell_script_with_two_launchers_is_two_trainings(controller: Controll
         assert said.count("torch.distributed.run is left out") == said.count("torchrun is left out") == NODES
     finally:
         launched.job.close()
+
+
+@pytest.mark.wide
+def test_a_script_with_a_session_behind_torchrun_is_healed_within_the_iteration(
+    controller: Controller, tmp_path: Path
+) -> None:
+    command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2", str(TINY_PLAIN)]
+    settings = {"TINY_ITERATIONS": FOREVER, "TINY_OUT": str(tmp_path)}
+    job = Job(tmp_path, controller.address, "82", 1, command, **settings)
+
+    def trains(least: int) -> bool:
+        found = controller.job("82")
+        return found.get("members") == [0, 1] and found["state"] == "running" and found["iteration"] >= least
+
+    try:
+        controller.wait(lambda: trains(2), lambda: job.logs)
+        assert controller.job("82")["mode"] == "session"
+        os.kill(controller.rank(1, "82")["pid"], signal.SIGKILL)
+        controller.wait(lambda: controller.job("82")["failures"] == 1, lambda: job.logs)
+        reached = controller.job("82")["iteration"]
+        controller.wait(lambda: trains(reached + 2), lambda: job.logs)
+        assert controller.job("82")["ledger_violations"] == 0
+    finally:
+        job.close()

@@ -263,6 +263,18 @@ def test_fabrics_own_options_are_those_of_the_table() -> None:
     assert _table(launcher_options.FABRIC) == real
 
 
+@pytest.mark.deepspeed
+def test_deepspeeds_own_options_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    import argparse
+
+    from deepspeed.launcher import runner
+
+    parsers: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, args=None: parsers.append(self))
+    runner.parse_args([])
+    assert _table(launcher_options.DEEPSPEED) == _flags(parsers[0])
+
+
 def test_an_ambiguous_abbreviation_is_no_option() -> None:
     with pytest.raises(Unreadable):
         read_options(launcher_options.TORCHRUN, ["--rdzv", "x", "t.py"])
