@@ -155,6 +155,7 @@ class Status:
     forgets: str = ""
     sharded: bool = False
     remembers: bool = False
+    outlives: bool = False
 
 
 @dataclass

@@ -40,7 +40,8 @@ ANSWER_BYTES = 65536
 ADOPTED_SECONDS = 2.0  # for the agent to become the rank's parent
 # Read by C code, or by the interpreter before the first import, so nothing shows that they were read.
 READ_IN_C = re.compile(r"(PYTHON|LD_|LC_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|MALLOC_|GLIBC_|ASAN_)\w+|LANG|TZ|PATH")
-FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)  # Slurm sends them to every process of a step
+# Slurm sends them to every process of a step.
+FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM)
 # Imported -> what it imports by itself when it is first used: torch with the first optimizer, for a third of a second.
 LATER = {"torch.optim": "torch._dynamo"}
 LAUNCHER = "unicron.transition.megatron_lm"  # runs the script that is its first argument

@@ -97,6 +97,7 @@ class FakeAgent:
         self.refusing: dict[str, structs.Failing] = {}  # and to which it could not give any
         self.keeps = 0  # the number of the last cut that it was told
         self.user: structs.Image | None = None  # the newest that its script has saved
+        self.noticed = False  # its element is to end
         self.steps = 0
         self.held_steps: list[structs.StepReport] = []  # that the next status takes along
         world.agents.append(self)
@@ -154,6 +155,7 @@ class FakeAgent:
                     number=self.number,
                     store=f"127.0.0.1:{9000 + self.element}",
                     leaving=leaving,
+                    noticed=self.noticed,
                     pinged=self.pinged,
                     agreed=self.agreed,
                     over=self.over,

@@ -16,6 +16,7 @@ import datetime
 import os
 import re
 import select
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -64,6 +65,7 @@ def forget(store: Any, old: OldKeys, now: float) -> None:
 def main() -> None:
     """Serve on a free port of all interfaces until standard input closes, or for ever."""
     os.nice(10)  # the ranks start at the same time and matter more
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's, while the ranks train on to a boundary; the agent ends it
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))

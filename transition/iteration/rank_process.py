@@ -15,6 +15,7 @@ from unicron.transition.generations.layout import Layout, Stated, stated
 from unicron.transition.generations.pulse import Pulse
 from unicron.transition.generations.unblock import Unblocker
 from unicron.transition.generations.watch import Watch
+from unicron.transition.iteration import notice
 from unicron.transition.iteration.rank_log import warn
 from unicron.transition.seams import elastic_buckets, gloo, nccl, process_groups
 from unicron.transition.seams.table import UnsupportedLayout
@@ -34,6 +35,7 @@ class Process:
         self.channel = RankChannel.from_environment(self.watch.on_message)
         if self.channel is not None:
             self.channel.install_excepthook()
+            notice.outlive_notice()
             if backend == "gloo":  # NCCL talks to its store all the time
                 gloo.abandon_lost_messages(lambda: self.watch.disturbed(True))
                 self._pulse = Pulse(self.unblocker.own)

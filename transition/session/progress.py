@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unicron.detector.processes.rank_messages import Status, Step, Timing
+from unicron.transition.iteration import notice
 from unicron.transition.iteration.accumulation import Accumulation
 from unicron.transition.iteration.gradient_copies import SETTING, chosen
 from unicron.transition.iteration.ledger import Ledger
@@ -100,6 +101,7 @@ class RankReporter:
             kept=self._has(state),
             sharded=self._local.sharded,
             remembers=self._local.reports,
+            outlives=notice.outlives_notice(),
         )
 
     def _has(self, state: str) -> list[tuple[int, str]]:

@@ -102,6 +102,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     seconds of a loss the network's tries to send them again; in restart mode, heartbeats of the script's own. 0 when
     nothing is said of it.
     collectives: in restart mode, of a rank that stands, where that is known.
+    outlives: SIGTERM does nothing to it, so that it trains on to the next boundary when its element is to end.
     On the wire an array that ends with the last field that says something, so what is rare comes last.
     """
 
@@ -136,6 +137,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     remembers: bool = False
     waits: bool = False
     collectives: Collectives = {}
+    outlives: bool = False
 
     @property
     def end(self) -> Exit | None:

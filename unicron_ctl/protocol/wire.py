@@ -90,6 +90,7 @@ class Status(Message, tag="status"):
     number: ranges.Count = 0  # counts the agent's statuses: what comes late is known by it, whatever the clocks say
     store: ranges.NoName = ""  # host:port of the rendezvous store that this agent keeps, empty until it answers
     leaving: ranges.Text = ""  # why the agent is about to end by itself: "finished", or "stopped by Slurm (SIGTERM)"
+    noticed: bool = False  # its element is to end: its ranks leave at the next boundary, and then it is Released
     pinged: ranges.Count = 0  # the number of the last Ping that the agent has heard
     answer: bool = False  # say that you live (Pong): the agent has something that needs the controller
     agreed: Agreed | None = None  # until a plan of the controller's with a higher number
@@ -231,7 +232,8 @@ class Welcome(Message, tag="welcome"):
     metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
     for the agent's own folder. progress_seconds: a status that tells of nothing but progress waits so long for more.
     layout: in which the ranks are to be started, where the job has stated several. run: a name for this training that
-    no other has, of whatever cluster; what is left of it in memory is known by that."""
+    no other has, of whatever cluster; what is left of it in memory is known by that. notice_seconds: an agent whose
+    element is to end waits so long for the next boundary, and then ends all the same."""
 
     heartbeat_period: ranges.Beat
     controller: ranges.Kind
@@ -240,6 +242,7 @@ class Welcome(Message, tag="welcome"):
     metrics_directory: ranges.Text = ""
     layout: ranges.Kind = ""
     run: ranges.Run = ""
+    notice_seconds: ranges.Seconds = 0.0
 
 
 class Ping(Message, tag="ping"):
@@ -397,6 +400,15 @@ class End(Message, tag="end"):
     reason: ranges.Reason
 
 
+class Released(Message, tag="released"):
+    """An agent whose element is to end need not wait any more. out: its ranks have left the job, which goes on; else
+    nobody goes on without them, and it saves their state. stay: Slurm preempts the element, and starts it again only if
+    it has not ended by itself."""
+
+    out: bool
+    stay: bool = False
+
+
 # ---------------------------------------------------------------- unicronctl -> controller
 class Ask(Message, tag="ask"):
     """A question or an order of `unicronctl`; the answer is an :class:`Answer`."""
@@ -418,7 +430,7 @@ ToController = (
 )
 # What only a registered agent says, beside its Status.
 OF_AGENTS = frozenset(("steps", "timing", "stack_trace", "inject_refused", "metrics", "node_event", "reached", "held"))
-_Orders = Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End | Cut | Fetch
+_Orders = Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End | Released | Cut | Fetch
 ToAgent = Welcome | Ping | Pong | Reach | Recall | Refused | _Orders
 _encoder = msgspec.msgpack.Encoder()
 

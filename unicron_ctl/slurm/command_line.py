@@ -36,6 +36,7 @@ _STATE_SYMBOLS = {
 }
 ANSWER_SECONDS = 3.0  # a slurmd that runs answers Slurm's ping within this time: 0.5 to 0.7 s were seen (24.11)
 SLURMD_PORT = 6818  # slurmd's own default
+KILL_WAIT = 30.0  # slurm.conf's default, seconds
 SETTINGS_SECONDS = 60.0  # for which Slurm's configuration is taken to stay as it is
 FEWEST_ALIKE = 256  # pending elements of an array that share a record and are read; with more nodes, two a node
 LARGE = 5000  # elements, of which a row each with all texts would be megabytes
@@ -158,6 +159,10 @@ class CommandLineClient:
     def private_data(self) -> frozenset[str]:
         """What Slurm's PrivateData names, in lower case: of these, users see their own only (slurm.conf(5))."""
         return frozenset(self._setting("PrivateData").lower().split(",")) - {"none", ""}
+
+    def kill_wait(self) -> float:
+        found = re.match(r"\d+", self._setting("KillWait"))
+        return float(found[0]) if found else KILL_WAIT
 
     def domains(self) -> dict[str, str]:
         return parse_topology(self._run(["scontrol", "--oneliner", "show", "topology"]))

@@ -200,10 +200,12 @@ class Queue:
 @dataclass(frozen=True)
 class Site:
     """Settings that seldom change. private: Slurm's PrivateData, kinds of things of which users see their own only.
-    domains: node -> the leaf switch or block with which it fails."""
+    domains: node -> the leaf switch or block with which it fails. kill_wait: seconds from SIGTERM to SIGKILL when
+    something is to end."""
 
     private: frozenset[str] = frozenset()
     domains: Mapping[str, str] = field(default_factory=dict)
+    kill_wait: float = 30.0
 
 
 UNSAID = Site()
@@ -226,6 +228,9 @@ class SlurmClient(Protocol):
 
     def private_data(self) -> frozenset[str]:
         """What Slurm's PrivateData names: of these kinds users see their own only (slurm.conf(5))."""
+
+    def kill_wait(self) -> float:
+        """Slurm's KillWait, seconds: from SIGTERM to SIGKILL when an element is to end (slurm.conf(5))."""
 
     def domains(self) -> dict[str, str]:
         """node -> what it fails with: its leaf switch, or its block. Empty where Slurm knows no topology."""

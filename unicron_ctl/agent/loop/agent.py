@@ -40,6 +40,7 @@ from unicron.detector.processes.rank_messages import Save, Saved, Step, Timing, 
 from unicron.detector.processes.supervise import adopt_orphans
 
 LOGS_SECONDS = 2.0  # without progress, for the files with the ranks' output
+STAY_SECONDS = 3600.0  # for Slurm to end a preempted element, which it would not requeue if that ended by itself
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
 
 
@@ -146,6 +147,8 @@ class Agent:
             self.close()
             codes = {rank.local: rank.status.exit.code for rank in self.ranks.values() if rank.status.exit is not None}
             others.tell_codes({local: code for local, code in codes.items() if code})
+        if self._ending.stays:
+            time.sleep(STAY_SECONDS)
         return self.exit_code
 
     def _watch_node(self) -> None:
@@ -213,6 +216,7 @@ class Agent:
             self._dumps.timeout,
             self._host.warm_start.timeout(now),
             self._snapshots.copies.seconds_to_cut(now),
+            self._ending.timeout(now),
         )
         until = now + min(*waits, self._host.processes.timeout(self.ranks.values(), now))
         while True:
@@ -243,6 +247,7 @@ class Agent:
         self._host.warm_start.start_forked_ranks()
 
     def _end_if_over(self, now: float) -> None:
+        self._ending.end_if_late(now)
         self._ending.end_if_over(now - self._last_heard)
 
     # ------------------------------------------------------------ processes
@@ -279,7 +284,7 @@ class Agent:
                     if rank.child is not None:
                         rank.child.signal(number)
             elif number in ENDING and self.exit_code is None:
-                self._ending.on_signal(number)
+                self._ending.on_signal(number, not self.registration.welcomed or self.place.settings.max_nodes == 1)
 
     @property
     def _states(self) -> set[str]:
@@ -316,7 +321,7 @@ class Agent:
             self.log.drop("a rank", f"{type(error).__name__}: {error}")
 
     def _send_status(self, leaving: str = "") -> None:
-        self._reports.status(self._store.port, leaving)
+        self._reports.status(self._store.port, leaving, self._ending.noticed)
         self._stand_in.carry_out()
 
     def _from_controller(self) -> None:
@@ -382,6 +387,8 @@ class Agent:
                 self._dumps.start_dump(message)
             case wire.End():
                 self._on_end(message)
+            case wire.Released():
+                self._ending.on_released(message)
 
     def _on_plan(self, share: wire.PlanShare) -> None:
         """A plan for the ranks, or the controller's word that it takes over what the agents agreed on."""
@@ -397,7 +404,7 @@ class Agent:
     def _on_welcome(self, message: wire.Welcome) -> None:
         self._reports.configure(message.heartbeat_period, message.progress_seconds)
         self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
-        self._layout = message.layout
+        self._layout, self._ending.notice_seconds = message.layout, message.notice_seconds
         self._snapshots.memory.open(message.run)
         again = self.registration.on_welcome()
         if self._snapshots.memory.folder is None and self._snapshots.copies.address:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -22,7 +23,9 @@ SAVE_SECONDS = 600.0  # at the end by an error, for what memory has
 class Ending:
     """Decides when this element ends, and does it.
 
-    exit_code: None until the element is over. trained: the controller says that the job is trained to its end.
+    exit_code: None until the element is over. noticed: it is to end, and waits for the next boundary. notice_seconds:
+    how long it does so at most. stays: Slurm preempts it, and is to end it itself. trained: the controller says that
+    the job is trained to its end.
     final: nobody will go on with this job. save: writes the training state. stop_seconds: for ranks to act on SIGTERM.
 
     tell(leaving): sends a status that says why the agent is about to end.
@@ -34,6 +37,9 @@ class Ending:
         self._ranks, self._plans, self._snapshots, self._tell, self._log = ranks, plans, snapshots, tell, log
         self.exit_code: int | None = None
         self.trained = self.final = False
+        self._notice: tuple[int, float] | None = None
+        self.stays = False
+        self.notice_seconds = 0.0
         self.save: Callable[[], None] = lambda: None
         self.stop_seconds = STOP_SECONDS
 
@@ -64,8 +70,41 @@ class Ending:
                     self.end_element(shell_status(rank.status.exit.code) or 1, "no controller")
                     return
 
-    def on_signal(self, number: int) -> None:
-        """Somebody wants the element to end."""
+    @property
+    def noticed(self) -> bool:
+        return self._notice is not None
+
+    def on_signal(self, number: int, alone: bool) -> None:
+        """Somebody wants the element to end. Its ranks leave at the next boundary, so that the others compute nothing
+        again; alone: there is no controller, or nobody else. A second signal ends the element at once."""
+        trains = any(rank.running for rank in self._ranks.values())
+        if alone or self._notice is not None or not self.notice_seconds or not trains:
+            self._stop(number)
+            return
+        self._notice = number, time.monotonic()
+        self._log.inform(f"{signal.Signals(number).name}: its ranks leave at the next boundary")
+        self._tell("")
+
+    def on_released(self, message: wire.Released) -> None:
+        """Nothing is to be waited for any more."""
+        if self._notice is None or self.exit_code is not None:
+            return
+        self.stays = message.stay
+        if message.out:
+            self.end_element(128 + self._notice[0], f"left by {signal.Signals(self._notice[0]).name}")
+        else:
+            self._stop(self._notice[0])
+
+    def timeout(self, now: float) -> float:
+        """Seconds until :meth:`end_if_late` has to be called; infinity while nothing is waited for."""
+        return self._notice[1] + self.notice_seconds - now if self._notice is not None else float("inf")
+
+    def end_if_late(self, now: float) -> None:
+        """Ends the element if the boundary has not come in time."""
+        if self._notice is not None and self.exit_code is None and self.timeout(now) <= 0.0:
+            self._stop(self._notice[0])
+
+    def _stop(self, number: int) -> None:
         self.stop_seconds, self.save = ENDING_SECONDS, self._saving()
         self.end_element(128 + number, f"stopped by {signal.Signals(number).name}")
 

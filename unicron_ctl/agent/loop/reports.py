@@ -73,8 +73,9 @@ class Reports:
         self.send_steps(now)
         self._metrics(now)
 
-    def status(self, port: int | None, leaving: str = "") -> None:
-        """The whole state. port: of the node's rendezvous store. leaving: why the agent is about to end."""
+    def status(self, port: int | None, leaving: str = "", noticed: bool = False) -> None:
+        """The whole state. port: of the node's rendezvous store. leaving: why the agent is about to end. noticed: its
+        element is to end soon."""
         now = time.monotonic()
         steps = self._due_steps(now, leaving=bool(leaving))  # what a rank has proved comes before its end
         most = ranges.MOST_STEP_REPORTS
@@ -95,6 +96,7 @@ class Reports:
                 number=self._number,
                 store=store,
                 leaving=leaving,
+                noticed=noticed,
                 pinged=self.pinged,
                 answer=participant.on_status(now),
                 agreed=participant.agreed,

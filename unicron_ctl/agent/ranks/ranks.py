@@ -255,10 +255,14 @@ def last_words(tail: str) -> str:
 
 
 def stop_all(ranks: Sequence[Rank], seconds: float = STOP_SECONDS) -> None:
-    """End all processes: SIGTERM, `seconds` to act on it, SIGKILL. Returns when they are reaped."""
+    """End all processes: SIGTERM, `seconds` to act on it, SIGKILL. Those to which SIGTERM does nothing get SIGKILL at
+    once. Returns when they are reaped."""
     for rank in ranks:
         rank.give_up()
     running = [(rank, rank.child) for rank in ranks if rank.child is not None]
+    for rank, child in running:
+        if rank.status.outlives:
+            child.signal(signal.SIGKILL)
     stop_children([child for _, child in running], seconds)
     for rank, _ in running:
         rank.collect()

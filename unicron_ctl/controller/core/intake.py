@@ -32,6 +32,7 @@ HINT_SECONDS = 0.5  # between two questions to one agent that hints lead to
 HINTS = 0.5, 4.0
 WAITING_KEPT = 20_000  # registrations that wait for Slurm's word
 REFUSALS = 1 / 60, 100.0  # records of final refusals a minute, and at once, of all agents together
+NOTICE_SHARE = 0.5  # of Slurm's KillWait for which an agent that is to end waits for a boundary; the rest is for files
 LARGE_JOB = 64  # nodes; above, progress and steps are told with the heartbeats
 
 
@@ -290,6 +291,7 @@ class Intake:
             progress_seconds=self._progress_seconds(job),
             layout=job.layout,
             run=f"{round(job.registered_at * 1e6):x}",
+            notice_seconds=NOTICE_SHARE * self._view.slurm.kill_wait,
         )
 
     def _progress_seconds(self, job: JobState) -> float:
@@ -321,11 +323,25 @@ class Intake:
             changed = list(agent.slots)
         if agent.status.cold:
             self._carry_out(registration.started_cold(state, agent, self._runtime(state).cold))
+        if message.noticed and not message.leaving:
+            self._note_notice(job, agent)
         if message.leaving:
             self._view.live.silenced(agent)
             if (left := members.check_leaving(self._view, job, agent)) is not None:
                 self._carry_out(Outcome(findings=[left]))
         self._note_changes(job, agent, changed)
+
+    def _note_notice(self, job: JobView, agent: AgentView) -> None:
+        """The agent's element is to end: it leaves at the next boundary."""
+        job.live.touched.add(agent.element)
+        if job.state.over or job.state.noticed.get(agent.element) == agent.agent:
+            return
+        job.live.touched.update(job.state.noticed)  # it may be the last one that others would have gone on with
+        agent.noticed_at, agent.shown = self._view.now, "" if self._view.slurm.used else "unknown"
+        reason = f"element {agent.element} on {agent.node} is to end: its ranks leave at the next boundary"
+        told = Outcome(hurry=True)
+        told.record(job.state, records.Noticed(element=agent.element, agent=agent.agent, reason=reason))
+        self._carry_out(told)
 
     def _refusal_of(self, state: JobState | None, message: wire.Status, key: str) -> wire.Message | None:
         """The answer to the last agent of an element whose job has ended or is left alone; None where its status

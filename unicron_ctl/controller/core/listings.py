@@ -48,6 +48,12 @@ class Listings:
         self._carry_out(confirmation.confirm_agents(self._view, listing, job))
         if job.over:
             return
+        for element in job.noticed:
+            agent = self._view.live.agent(job.job, element)
+            if agent is not None and agent.noticed_at is not None and listing.asked_at > agent.noticed_at:
+                info = listing.of(job.job).get(element)
+                agent.shown = info.state if info is not None else "gone"
+                self._view.job(job).live.touched.add(element)
         for agent in list(ended_agents(self._view, listing, job)):
             self._carry_out(self._intake.suspect(agent))
         self._turns.run_sensors(job, When.LISTING)

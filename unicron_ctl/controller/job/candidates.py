@@ -18,7 +18,7 @@ from unicron.transition.generations import layout
 def may_work(view: View, job: JobView, element: int) -> bool:
     """The plan, and the state of its node, let the element take part."""
     allotted, agent = job.state.allotted, job.agents.get(element)
-    if element in job.state.parted:
+    if element in job.state.parted or element in job.state.noticed:
         return False
     if agent is not None and (view.unfit(agent.node) or job.state.moves(element)):
         return False
@@ -117,9 +117,10 @@ def leavers(job: JobView) -> list[int]:
     """Members that are to leave, with those whose replica they break. The last replica never does: nobody else has the
     state."""
     state = job.state
-    if not state.leaving or state.plan is None:
+    departing = state.departing
+    if not departing or state.plan is None:
         return []
-    named = [slot for slot in state.members if state.element(slot) in state.leaving]
+    named = [slot for slot in state.members if state.element(slot) in departing]
     staying = set(remaining(state.plan.members, named, job.replica)) if named else set()
     return [slot for slot in state.members if slot not in staying] if staying else []
 

@@ -171,11 +171,12 @@ def _hopeless(view: View, job: JobView) -> Happening | None:
 def _change(view: View, job: JobView) -> Happening | None:
     """Newcomers that can be taken in, and elements that the plan takes away."""
     state = job.state
-    if not job.live.ready and not state.leaving:
+    departing = bool(state.leaving or state.noticed)
+    if not job.live.ready and not departing:
         return None
-    if not state.leaving and not _look_now(view, job, len(job.live.ready)):
+    if not departing and not _look_now(view, job, len(job.live.ready)):
         return None
-    if job.room <= 0 and not state.leaving and job.complete:
+    if job.room <= 0 and not departing and job.complete:
         return None  # whoever waits is a spare
     mode = mode_of(state)
     joiners, gone = newcomers(view, job, mode.join_delay(view.config)), leavers(job)

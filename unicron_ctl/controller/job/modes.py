@@ -119,7 +119,7 @@ class Restart:
     def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Happening | None:
         """There is no boundary: all stop, and who is to work begins a new world. The plan has weighed leavers."""
         state = job.state
-        good, reason = True, "the plan takes nodes away: the processes of the others start again"
+        good, reason = True, "nodes leave: the processes of the others start again"
         if not leavers:
             inside, more = len(state.inside), len(state.elements(joiners))
             good, reason = worth(inside, more, view.now - state.since, view.config)

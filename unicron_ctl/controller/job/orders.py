@@ -15,6 +15,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.ctl.protocol.ranges import MOST_DOORS
+from unicron.ctl.slurm.slurm_client import WORKS
 from unicron.transition.generations.layout import heads_of
 
 SAVING_LOOK_SECONDS = 0.2  # between two looks whether ranks still save
@@ -151,6 +152,8 @@ def due_orders(job: JobView, agent: AgentView, letter: Letter, now: float) -> It
     if job.state.ended:
         yield "end", ending(job.state.ended)
         return
+    if agent.status.noticed and (released := _released(job, agent)) is not None:
+        yield "released", released
     if _must_break(job.state, agent, letter):
         yield letter.break_key, letter.broken
     if stale := _withdrawn(job.state, agent, letter):
@@ -162,6 +165,17 @@ def due_orders(job: JobView, agent: AgentView, letter: Letter, now: float) -> It
         yield f"confirm {known.generation}", partial(letter.confirmed.share, agent)
     if agent.element in job.live.restarts:
         yield from _processes(job, agent, now)
+
+
+def _released(job: JobView, agent: AgentView) -> wire.Released | None:
+    """The word to an agent whose element is to end that it need not wait any more; None while it has to: for its ranks
+    to leave, or for Slurm to show whether it preempts the element or ends it."""
+    state = job.state
+    others = any(other.alive and not other.status.noticed for other in job.agents.values())
+    inside = any(slot in state.members or slot in state.joining for slot in agent.slots)
+    if not agent.shown or (others and inside):
+        return None
+    return wire.Released(out=others and bool(state.members), stay=agent.shown in WORKS)
 
 
 def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:

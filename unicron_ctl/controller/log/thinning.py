@@ -50,6 +50,7 @@ POLICIES: dict[type[Record], Kept] = {
     # ---- what people ask for later: jobs, failures, nodes, what was asked of Slurm
     **dict.fromkeys((records.JobRegistered, records.JobConfirmed, records.Reallocated, records.JobSetAside), LONG),
     **dict.fromkeys((records.AgentRegistered, records.AgentConfirmed, records.AgentGone, records.AgentBack), LONG),
+    records.Noticed: LONG,
     **dict.fromkeys((records.FailureDetected, records.FailureVerdict, records.FailureAction), LONG),
     **dict.fromkeys((records.LeaveOut, records.ActionFailed, records.NumberUsed, records.OfferWithdrawn), LONG),
     **dict.fromkeys((records.Reform, records.LayoutWanted, records.LayoutChosen), LONG),

@@ -69,6 +69,10 @@ class AgentView:
     """Its last status told of a process that is not on record as ready."""
     announced: dict[int, int] = field(default_factory=dict)
     """slot -> the incarnation that is on record as ready."""
+    noticed_at: float | None = None
+    """Since when its element is to end."""
+    shown: str = ""
+    """The state in which Slurm has shown the element since then."""
     images_at: str = ""
     token: str = ""
     """host:port at which it takes and gives images of the training state, and what that takes."""

@@ -116,6 +116,7 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.JobConfirmed: job_rules.job_confirmed,
     records.Reallocated: job_rules.reallocated,
     records.AgentConfirmed: job_rules.agent_confirmed,
+    records.Noticed: job_rules.noticed,
     records.AgentGone: job_rules.agent_gone,
     records.AgentBack: job_rules.agent_back,
     records.Avoided: slurm_rules.avoided,

@@ -35,6 +35,7 @@ def agent_registered(job: JobState, event: Event, record: records.AgentRegistere
     job.requeued.pop(record.element, None)
     if old is None or old.agent != record.agent:
         job.parted.pop(record.element, None)  # it may be another node
+        job.noticed.pop(record.element, None)
         for slot in record.slots:
             job.slots[slot] = SlotState()  # new processes: counting starts again
 
@@ -58,10 +59,15 @@ def agent_confirmed(job: JobState, event: Event, record: records.AgentConfirmed)
         agent.confirmed = True
 
 
+def noticed(job: JobState, event: Event, record: records.Noticed) -> None:
+    job.noticed[record.element] = record.agent
+
+
 def agent_gone(job: JobState, event: Event, record: records.AgentGone) -> None:
     agent = job.agents.get(record.element)
     if agent and agent.agent == record.agent:
         agent.gone = record.reason
+        job.noticed.pop(record.element, None)
 
 
 def agent_back(job: JobState, event: Event, record: records.AgentBack) -> None:

@@ -215,6 +215,8 @@ class JobState:
     slots: dict[int, SlotState] = field(default_factory=dict)
     allotted: list[int] | None = None
     leaving: list[int] = field(default_factory=list)
+    noticed: dict[int, str] = field(default_factory=dict)
+    """Elements that are to end soon, as their agents said, with these: they leave at the next boundary."""
     failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=FAILURES_KEPT))
     decisions: deque[Decided] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
     iteration: int = -1
@@ -352,6 +354,11 @@ class JobState:
     def node(self, slot: int) -> str:
         record = self.agents.get(self.element(slot))
         return record.node if record else ""
+
+    @property
+    def departing(self) -> set[int]:
+        """Elements that leave at the next boundary: the plan takes them away, or they are to end."""
+        return {*self.leaving, *self.noticed}
 
     def moves(self, element: int) -> bool:
         """The element's agent was told to leave its node."""

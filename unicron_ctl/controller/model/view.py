@@ -103,6 +103,8 @@ class SlurmView:
     """Slurm's PrivateData: kinds of things that users see of their own only."""
     domains: Mapping[str, str] = field(default_factory=dict)
     """node -> the leaf switch or block with which it fails; empty where Slurm knows no topology."""
+    kill_wait: float = 30.0
+    """Seconds from SIGTERM to SIGKILL when an element is to end."""
     expected: dict[str, list[int]] = field(default_factory=dict)
     """job -> elements that run or are about to, by the last placement."""
 

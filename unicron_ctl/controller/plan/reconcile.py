@@ -133,8 +133,25 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     actions += readmission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way, out)
     for job in list(view.state.jobs.values()):
         actions += _over(view, desk, listing, job, out)
+    actions += _preempted(view, listing)
     request_actions(view, desk.retries, actions, out)
     return out.merge([isolation.proven_bad(view)])
+
+
+def _preempted(view: View, listing: Listing) -> list[Action]:
+    """Elements that Slurm preempts and that have left their jobs: requeued, their nodes are free before the grace time
+    is over. Slurm starts them again when it can."""
+    found = []
+    for job in managed(view):
+        inside = set(job.inside)
+        for element in job.noticed if not job.settings.allocation else ():
+            agent, e = view.live.agent(job.job, element), listing.of(job.job).get(element)
+            if e is None or agent is None or element in inside or agent.shown not in WORKS or e.state != "RUNNING":
+                continue
+            found.append(
+                Action("requeue", job.job, element, e.node or "", "Slurm preempts it, and its ranks have left")
+            )
+    return found
 
 
 def _held_again(view: View, listing: Listing, out: Outcome) -> None:

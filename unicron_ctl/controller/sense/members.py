@@ -102,9 +102,10 @@ def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: 
 
 
 def taken_away(job: JobState, element: int) -> bool:
-    """The plan has taken the element's node, so its end is wanted. A member that is neither allotted nor leaving was
-    ended by Slurm."""
-    if job.allotted is None or element in job.allotted or element in job.leaving:
+    """The element's end is wanted: the plan has taken its node, or it was to end and has left. A member that is neither
+    allotted nor leaving was ended by Slurm."""
+    planned = job.allotted is None or element in job.allotted or element in job.leaving
+    if planned and element not in job.noticed:
         return False
     per_node = max(1, job.settings.ranks_per_node)
     mine = range(element * per_node, (element + 1) * per_node)

@@ -69,6 +69,7 @@ from unicron.ctl.controller.log.records.job_records import (
     JobConfirmed as JobConfirmed,
     AgentRegistered as AgentRegistered,
     AgentConfirmed as AgentConfirmed,
+    Noticed as Noticed,
     AgentGone as AgentGone,
     AgentBack as AgentBack,
     RanksReady as RanksReady,

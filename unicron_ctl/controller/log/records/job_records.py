@@ -66,6 +66,13 @@ class AgentConfirmed(Record, frozen=True, tag="agent_confirmed"):
     agent: str
 
 
+class Noticed(Record, frozen=True, tag="noticed"):
+    """The element is to end, as its agent says: its ranks leave at the next boundary."""
+
+    element: int
+    agent: str
+
+
 class AgentGone(Record, frozen=True, tag="agent_gone"):
     element: int
     agent: str

@@ -1,0 +1,126 @@
+"""Elements that are to end, as Slurm has told their agents: their ranks leave at the next boundary, and nobody computes
+anything again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron.ctl.protocol import wire
+
+
+def started(nodes: int = 3, **settings) -> tuple[World, list[FakeAgent]]:
+    world = World(FakeSlurm(nodes + 2))
+    world.slurm.submit("1", nodes)
+    agents = world.start_job(nodes=nodes, **settings)
+    world.run(3.0)
+    assert len(world.job().members) == nodes
+    world.iterate("1", 0)
+    return world, agents
+
+
+def notice(*agents: FakeAgent) -> None:
+    for agent in agents:
+        agent.noticed = True
+        agent.status()
+
+
+def boundary(world: World) -> None:
+    for agent in world.agents:
+        agent.take_offer()
+    world.run(0.5)
+
+
+def released(agent: FakeAgent) -> list[tuple[bool, bool]]:
+    """(out, stay) of each word that the agent need not wait any more."""
+    return [(message.out, message.stay) for message in agent.heard if isinstance(message, wire.Released)]
+
+
+def ends(world: World, *elements: int) -> None:
+    """Slurm ends these elements: somebody has cancelled them."""
+    for element in elements:
+        world.slurm.queue["1", element]["state"] = "COMPLETING"
+
+
+def test_the_ranks_leave_at_the_next_boundary_and_their_agent_is_released_then():
+    world, agents = started()
+    ends(world, 1)
+    notice(agents[1])
+    world.run(0.3)
+    assert world.job().phase == "offering" and set(world.job().members) == {0, 1, 2} and not released(agents[1])
+    boundary(world)
+    assert set(world.job().members) == {0, 2} and not world.job().failures
+    world.run(1.5)
+    assert released(agents[1])[:1] == [(True, False)] and not world.slurm.calls
+    agents[1].status("left by SIGTERM")
+    agents[1].silent = True
+    world.run(8.0)
+    assert not world.job().failures and set(world.job().members) == {0, 2} and not world.job().noticed
+    world.check_replay()
+
+
+def test_what_slurm_preempts_is_requeued_once_it_has_left_and_stays_until_then():
+    world, agents = started()
+    notice(agents[1])
+    world.run(0.3)
+    assert not world.slurm.calls
+    boundary(world)
+    world.run(1.5)
+    assert released(agents[1])[:1] == [(True, True)], "it would not be requeued if it ended by itself"
+    assert [call[:3] for call in world.slurm.calls][:1] == [("requeue", "1", 1)]
+
+
+def test_it_comes_back_with_another_agent():
+    world, agents = started()
+    notice(agents[1])
+    world.run(0.3)
+    boundary(world)
+    agents[1].status("left by SIGTERM")
+    agents[1].silent = True
+    world.run(2.0)
+    world.run(4.0)
+    again = FakeAgent(world, "1", 1, world.slurm.queue["1", 1]["node"], nodes=3)
+    again.register()
+    again.ready()
+    world.run(4.0)
+    boundary(world)
+    assert set(world.job().members) == {0, 1, 2}
+
+
+def test_where_all_are_to_end_nobody_waits():
+    world, agents = started()
+    ends(world, 0, 1, 2)
+    notice(*agents[:2])
+    world.run(0.1)
+    notice(agents[2])
+    world.run(1.5)
+    assert all(released(agent)[:1] == [(False, False)] for agent in agents)
+
+
+def test_an_agent_that_does_not_train_is_released_at_once():
+    world, _ = started()
+    world.slurm.submit("2", 2)
+    newcomer = FakeAgent(world, "2", 0, "n4", nodes=2, min_nodes=2)
+    other = FakeAgent(world, "2", 1, "n5", nodes=2, min_nodes=2)
+    for agent in (newcomer, other):
+        agent.register()
+    world.run(1.5)
+    notice(newcomer)
+    world.run(1.5)
+    assert released(newcomer)[:1] == [(False, True)]
+
+
+@pytest.mark.parametrize("dies", ["noticed", "other"])
+def test_a_loss_before_the_boundary_is_healed_as_ever(dies):
+    world, agents = started()
+    notice(agents[1])
+    world.run(0.3)
+    victim = agents[1] if dies == "noticed" else agents[2]
+    victim.die(victim.slots[0])
+    world.run(2.0)
+    assert victim.slots[0] not in world.job().members and len(world.job().failures) == 1
+    if dies == "other":
+        boundary(world)
+        world.run(1.5)
+        assert 1 not in world.job().members and (True, True) in released(agents[1])
+    world.check_replay()
