@@ -223,7 +223,6 @@ void wait_for_rank(int channel)
 	/* Slurm signals all tasks of a step: the agent passes on to the ranks what is for them, and says when they have ended. */
 	sigfillset(&all);
 	sigprocmask(SIG_BLOCK, &all, &before);
-	hand_over(channel);
 	for (;;) {
 		int ready = poll(watched, 2, begun ? -1 : START_MS);
 
@@ -242,6 +241,9 @@ void wait_for_rank(int channel)
 			begun = true;
 			watched[1].fd = (int) syscall(SYS_pidfd_open, (pid_t) atoi(text + 1), 0);
 			gone = watched[1].fd < 0 && errno == ESRCH;
+			break;
+		case TELL_HAND:
+			hand_over(channel);
 			break;
 		case TELL_RUN:
 			if (fd >= 0)

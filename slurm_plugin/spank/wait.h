@@ -6,12 +6,14 @@
 /*
  * Messages, each a packet whose first byte says what it is. From the agent's side:
  *   A pid      unicron-launch in the node's first task, before it becomes the agent
+ *   H          hand over what this task is: until the agent asks for it, nothing is on its way that would keep the task's output open
  *   R          run the command yourself, nothing protects it; with a descriptor: of a file with the environment for it
  *   E code     your rank has ended: with this exit status, or, below 0, by this signal
  * From the task: "cpus\ndevices", both with commas between, and three descriptors: its standard output and error, and a file with
  * its environment.
  */
 #define TELL_AGENT 'A'
+#define TELL_HAND 'H'
 #define TELL_RUN 'R'
 #define TELL_END 'E'
 

@@ -118,6 +118,7 @@ def test_tasks_do_not_outlive_their_agent(node: Node, launcher: Path) -> None:
         environment = os.environ | {"_UNICRON_TASK": str(theirs.fileno())}
         task = subprocess.Popen([launcher, "/the/agent", "true"], env=environment, pass_fds=[theirs.fileno()])
         mine.send(f"A{agent.pid}".encode())
+        mine.send(b"H")
         mine.recv(65536)
         assert task.poll() is None
         agent.kill()

@@ -62,6 +62,9 @@ class StepTasks:
         """All tasks of this node in their order, this one being the first; none where it is the only one. Raises
         TasksMissing."""
         deadline = time.monotonic() + seconds
+        for channel in self._channels:
+            with contextlib.suppress(OSError):  # its end is found below
+                channel.send(b"H")
         waiting = [self._receive(local, channel, deadline) for local, channel in enumerate(self._channels, 1)]
         own = StepTask(os.environ, frozenset(os.sched_getaffinity(0)), (), 1, 2)
         return [own, *waiting] if waiting else []
