@@ -1,6 +1,6 @@
 """A rank of an unmodified script hangs: seconds until the job's next step, under Unicron and under torchrun.
 
-    python -m benchmarks.plain_hang [--hangs sleep,deadlock,backward,stop,spin] [--step 0.1] [--short 10] [--limit 60]
+    python -m benchmarks.plain_hang [--hangs sleep,deadlock,backward,stop,spin] [--step 0.1] [--short 30] [--limit 60]
         [--rounds 1]
 
 The script (`tests/support/plain_hang.py`) is torch's DistributedDataParallel over gloo with four ranks; it knows
@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hangs", default="sleep,deadlock,backward,stop")
     parser.add_argument("--step", type=float, default=0.1)
-    parser.add_argument("--short", type=float, default=10.0, help="seconds of the short time-out")
+    parser.add_argument("--short", type=float, default=30.0, help="seconds of the short time-out")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that are waited for a next step")
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()

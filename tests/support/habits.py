@@ -34,7 +34,7 @@ def gaps(steps: int, seed: int) -> Iterator[Gap]:
             yield Gap(chance.uniform(60.0, 400.0), idle=False)  # an evaluation
         elif step % 1000 == 0:
             yield Gap(chance.uniform(5.0, 90.0), idle=chance.random() < 0.5, saves=True)
-        elif step % 3000 == 17:
+        elif step % 3000 == 1700:
             yield Gap(chance.uniform(3.0, 30.0), waits=True)  # the first batch
         elif step % 20_000 == 23:
             yield Gap(chance.uniform(10.0, 50.0), waits=True)  # an upload

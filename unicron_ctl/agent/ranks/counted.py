@@ -123,6 +123,7 @@ class Counted:
         self._generation, self._base = generation, base
         self._pid, self._done, self._at, self._waited, self._outside = 0, 0, time.monotonic_ns(), 0, 0
         self._began, self._usual = self._at, 0.0
+        self._idle = 0.0  # the longest that it did nothing, and waited for no answer, since its last step
         self._asked, self._answers = time.monotonic(), 0
         return self.page.environment
 
@@ -143,6 +144,8 @@ class Counted:
             self._base += self._done
             self._began = count.began if self._pid else self._began
             self._pid, self._done, self._waited, self._outside = count.pid, 0, 0, 0
+        if not status.waits:
+            self._idle = max(self._idle, status.idle)
         step = self._step(count) if count.done > self._done else None
         iteration, phase = self._base + count.done, "computing"
         if count.wait:
@@ -173,7 +176,10 @@ class Counted:
         self._waited, self._outside = count.waited_then, count.outside_then
         phases = dict.fromkeys(structs.PHASES, 0.0)
         phases["reduce"], phases["outside"] = waited, outside
-        phases["forward"] = max(0.0, seconds - waited - outside)  # all of its own; more is not known
+        own = max(0.0, seconds - waited - outside)
+        phases["data"] = min(own, self._idle) if own > STANDS else 0.0
+        phases["forward"] = own - phases["data"]  # more is not known
+        self._idle = 0.0
         return Step(
             generation=self._generation,
             iteration=self._base + count.done - 1,

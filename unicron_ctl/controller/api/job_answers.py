@@ -123,7 +123,7 @@ def _base(core: Core, state: JobState) -> schema.JobBase:
         waits=state.waits,
         nan_since=state.nan_since if state.nan_since >= 0 else None,
         goodput=state.goodput,
-        trained_seconds=state.trained,
+        trained_seconds=state.trained_seconds,
         lost_seconds=state.lost_seconds,
     )
 

@@ -160,7 +160,7 @@ def break_(job: JobState, event: Event, record: records.Break) -> None:
         if failure.record.member and failure.broken_at is None:
             failure.broken_at, failure.generation = event.time, event.generation
     if job.phase is not Phase.BREAKING:
-        again = min(job.trained, record.repeated * (job.seconds or 0.0))
+        again = min(job.trained_seconds, record.repeated * (job.seconds or 0.0))
         job.trained, job.lost_seconds = job.trained - again, job.lost_seconds + again
         job.restarts += bool(record.lost)
         job.tries = record.tries
@@ -320,11 +320,14 @@ def step(job: JobState, event: Event, record: records.Step) -> None:
 
 
 def _note_time(job: JobState, event: Event, record: records.Step) -> None:
-    """All time between two steps of a generation counts as trained; between those of two, one iteration does."""
-    since = event.time - job.stepped if job.stepped else record.seconds
-    trained = since if job.stepped_in == event.generation else min(since, record.seconds, job.seconds or math.inf)
-    job.trained, job.lost_seconds = job.trained + trained, job.lost_seconds + max(0.0, since - trained)
-    job.stepped, job.stepped_in = event.time, event.generation
+    """All time between two steps of a generation counts as trained; between those of two, one iteration does. Nothing
+    is summed up step by step: a log without most of them gives the same."""
+    if job.stepped_in != event.generation:
+        since = event.time - job.stepped if job.stepped else record.seconds
+        own = min(since, record.seconds, job.seconds or math.inf)
+        job.trained, job.lost_seconds = job.trained_seconds, job.lost_seconds + max(0.0, since - own)
+        job.stepping_since, job.stepped_in = event.time - own, event.generation
+    job.stepped = event.time
 
 
 def steady(job: JobState, event: Event, record: records.Steady) -> None:

@@ -229,11 +229,12 @@ class JobState:
     measured: dict[int, float] = field(default_factory=dict)
     """FLOP/s by number of nodes."""
     trained: float = 0.0
-    """Seconds from the first step to the last one that were not lost."""
+    """Seconds that were not lost, of the generations before the last one that has stepped."""
     lost_seconds: float = 0.0
     """Seconds between the last step of a generation and the first of the next one, and of iterations made again."""
+    stepping_since: float = 0.0
     stepped: float = 0.0
-    """When it stepped last; 0 before it has."""
+    """When the first iteration of the last generation that has stepped began, and when its last one ended; 0 before."""
     stepped_in: int = 0
     """The generation of that step."""
     worked: dict[int, Identity] = field(default_factory=dict)
@@ -389,8 +390,13 @@ class JobState:
     @property
     def goodput(self) -> float | None:
         """The share of the time from the first step to the last one that was not lost; None before there are two."""
-        whole = self.trained + self.lost_seconds
-        return self.trained / whole if whole > 0.0 else None
+        whole = self.trained_seconds + self.lost_seconds
+        return self.trained_seconds / whole if whole > 0.0 else None
+
+    @property
+    def trained_seconds(self) -> float:
+        """Seconds from the first step to the last one that were not lost."""
+        return self.trained + self.stepped - self.stepping_since
 
     @property
     def account(self) -> str:

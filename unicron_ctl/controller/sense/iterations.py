@@ -288,6 +288,7 @@ def _hung(
         if any(c.slot is not None and c.slot in outside and not _stopped(job, c.slot) for c in culprits):
             # Were it a long checkpoint, then the next one is not to end the same way.
             times.patience.longest_outside = max(times.patience.longest_outside, took)
+            times.patience.longest_idle = max(times.patience.longest_idle, took)
         _suspect(view, job, watch, culprits, long, out)
     else:
         said = f"{long}; all ranks wait in the same collective"

@@ -36,13 +36,15 @@ class Patience:
     early: its iterations before its monitor had learned. longest_warm_up: the longest iteration after a (re)start that
     was no recovery and in which newcomers took part: they compile. longest_regrouped: the same without newcomers.
     longest_outside: the longest time between two iterations, of any rank, since another rank may write the next
-    checkpoint. outside: slot -> how often it was seen there.
+    checkpoint. longest_idle: of plain programs, the longest that a process has done nothing there. outside: slot -> how
+    often it was seen there.
     """
 
     early: deque[float] = field(default_factory=lambda: deque(maxlen=16))
     longest_warm_up: float = 0.0
     longest_regrouped: float = 0.0
     longest_outside: float = 0.0
+    longest_idle: float = 0.0
     outside: Counter[int] = field(default_factory=Counter)
 
     def on_iteration(self, seconds: float, learned: bool, warm_up: bool, newcomers: bool = True) -> None:
@@ -105,7 +107,7 @@ class Patience:
         """How long the others wait for a plain program, and why not longer. It says nothing of what it does: this may
         be the next batch, or a checkpoint. So it has the script's full time while it computes, reads, writes or saves.
 
-        inside: the limit for an iteration, which holds for a process that does nothing at all, if no rank was ever away
+        inside: the limit for an iteration, which holds for a process that does nothing at all, if no rank ever did that
         for longer. learned: the job has shown its habits. starts: it is new, and may wait for data that are far away.
         """
         full = max(inside, config.hang_outside_seconds)
@@ -114,8 +116,8 @@ class Patience:
         idle = status.idle >= max(IDLE_SECONDS / 2, waited - HEARTBEATS * config.heartbeat_period)
         if not idle or status.phase == "stepped" or not (learned or starts):
             return full, ""
-        short = max(inside, AGAIN * self.longest_outside, IDLE_SECONDS)
-        if status.waits or starts:  # for somebody who may answer yet
-            short = max(short, config.hang_idle_seconds)
-        why = f"it does nothing there, and no rank was away for more than {self.longest_outside:.2f} s so far"
+        asks = status.waits or starts  # for somebody who may answer yet
+        longest, least = (self.longest_outside, config.hang_idle_seconds) if asks else (self.longest_idle, IDLE_SECONDS)
+        short = max(inside, AGAIN * longest, least)
+        why = f"it does nothing there, and no rank did that for more than {longest:.2f} s so far"
         return (short, why) if short < full else (full, "")

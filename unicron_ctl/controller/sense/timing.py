@@ -203,6 +203,9 @@ class JobTimes:
         if not reports and self.monitor.warming:
             return  # the time in which it started is none of its habits
         measured = [rank for rank in step.ranks if len(rank.phases) == len(COLUMNS)]
+        if not reports:
+            idle = [rank.phases[0] for rank in measured]
+            self.patience.longest_idle = max([self.patience.longest_idle, *idle])
         self.patience.on_outside(
             {r.slot: r.phases[-1] if reports else sum(r.phases) - r.phases[REDUCE] for r in measured}
         )

@@ -31,11 +31,11 @@ def test_all_time_between_steps_is_trained_and_between_generations_one_iteration
     assert state.goodput is None and state.account == ""
     for iteration in range(10):
         step(state, 100.0 + iteration, iteration, 1)
-    assert (state.trained, state.lost_seconds, state.goodput) == (10.0, 0.0, 1.0)
+    assert (state.trained_seconds, state.lost_seconds, state.goodput) == (10.0, 0.0, 1.0)
     step(state, 140.0, 10, 1)  # an evaluation is no loss
-    assert (state.trained, state.lost_seconds) == (41.0, 0.0)
+    assert (state.trained_seconds, state.lost_seconds) == (41.0, 0.0)
     step(state, 150.0, 11, 2, seconds=9.5)  # the first of new processes, which counts their start
-    assert (state.trained, state.lost_seconds) == (42.0, 9.0)
+    assert (state.trained_seconds, state.lost_seconds) == (42.0, 9.0)
     assert state.account == "12 iterations, goodput 82.4 %, 9.0 s lost in 0 failures"
 
 
@@ -44,9 +44,9 @@ def test_iterations_that_are_made_again_are_lost():
     for iteration in range(10):
         step(state, 100.0 + iteration, iteration, 1)
     broken(state, 110.0, repeated=4)
-    assert (state.trained, state.lost_seconds) == (6.0, 4.0)
+    assert (state.trained_seconds, state.lost_seconds) == (6.0, 4.0)
     broken(state, 110.5, repeated=50)
-    assert state.trained == pytest.approx(0.0), "never more than there was"
+    assert state.trained_seconds == pytest.approx(0.0), "never more than there was"
 
 
 def test_the_log_may_lose_the_steps_in_between():
@@ -55,4 +55,4 @@ def test_the_log_may_lose_the_steps_in_between():
         step(whole, 100.0 + iteration * 1.5, iteration, 1, 1.5)
         if iteration < 2 or iteration > 18:
             step(thin, 100.0 + iteration * 1.5, iteration, 1, 1.5)
-    assert (whole.trained, whole.lost_seconds) == (thin.trained, thin.lost_seconds)
+    assert whole.trained_seconds == thin.trained_seconds == 45.0 and whole.lost_seconds == thin.lost_seconds == 0.0
