@@ -135,6 +135,8 @@ class Simulation:
         """Replays the whole trace."""
         self._start()
         for when, event, number in self.events:
+            if self.policy.notice and event.notice >= ITERATION:
+                self._push(max(0.0, when - ITERATION), functools.partial(self._leave, number))
             self._push(when, functools.partial(self._trace_event, event, number))
         while self.queue and self.queue[0][0] < self.trace.until:
             when, _, act = heapq.heappop(self.queue)
@@ -236,6 +238,20 @@ class Simulation:
             return
         self.failures.append(self.now)
         self._hit(job, event)
+
+    def _leave(self, number: int) -> None:
+        """The node is about to be lost, as was announced: its job leaves it at an iteration boundary, and loses no
+        work. A job that recovers just then is hit by the loss itself."""
+        job = self.owner.get(number)
+        if number not in self.up or (job is not None and job.phase in (DETECT, TRANSITION)):
+            return
+        self.up.discard(number)
+        self.free.discard(number)
+        if job is not None:
+            self.drop(job, number)
+            if job.phase != IDLE:
+                self.resize(job, self.largest(job, len(job.nodes)), lost=False)
+                self.placement.on_join(self)
 
     def _hit(self, job: SimulatedJob, event: TraceEvent) -> None:
         if job.phase != DETECT:

@@ -33,7 +33,8 @@ class Policy:
         scenario's D_transition. checkpoint: seconds between checkpoints that a recovery falls back to; None: it
         doesn't.
     redo: iterations that a recovery computes again where it needs no checkpoint.
-    healthy: throughput without failures beside Megatron. graceful: a planned change loses no work.
+    healthy: throughput without failures beside Megatron. graceful: a planned change loses no work. notice: it leaves a
+    node at the last iteration boundary before an announced loss.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Policy:
     healthy: float = 1.0
     graceful: bool = True
     ahead: bool = False
+    notice: bool = False
     sources: tuple[str, ...] = field(default=())
 
 
@@ -58,7 +60,7 @@ _UNICRON_DETECT = {"node_health": 5.6, "process": 1.8, "exception": 0.3, "statis
 _UNICRON_TRANSITION = {1: None, 2: None, 3: 5.0}
 
 
-def _unicron(name: str, placement: str, ahead: bool = False) -> Policy:
+def _unicron(name: str, placement: str, ahead: bool = False, notice: bool = False) -> Policy:
     return Policy(
         name,
         placement,
@@ -66,6 +68,7 @@ def _unicron(name: str, placement: str, ahead: bool = False) -> Policy:
         _UNICRON_TRANSITION,
         redo=0.5,
         ahead=ahead,
+        notice=notice,
         sources=(
             "detection: Unicron [R]",
             "D_transition: the scenario's",
@@ -80,6 +83,7 @@ POLICIES = {
     for policy in (
         _unicron("unicron", "optimal"),
         _unicron("unicron-ahead", "optimal", ahead=True),
+        _unicron("unicron-notice", "optimal", notice=True),
         _unicron("equally", "equally"),
         _unicron("by_weight", "by_weight"),
         _unicron("by_size", "by_size"),

@@ -26,12 +26,14 @@ UNIX = 1e8  # seconds, 3 years: a trace that begins so late counts from 1970
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One line of a trace. cause: of a failure; None for a join."""
+    """One line of a trace. cause: of a failure; None for a join. notice: seconds before it at which it is known, as
+    when a spot instance is taken back."""
 
     seconds: float
     event: str
     node: str
     cause: Cause | None = None
+    notice: float = 0.0
 
     @property
     def failure(self) -> Cause:
@@ -48,6 +50,14 @@ class Trace:
     events: tuple[TraceEvent, ...]
     until: float
     name: str = "trace"
+
+
+def with_notice(trace: Trace, seconds: float) -> Trace:
+    """The trace, with nodes that leave announced so many seconds before. Raises PlanError."""
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise PlanError(f"a notice must be 0 seconds or more, not {seconds}")
+    leaves = (replace(e, notice=seconds) if e.cause and e.cause.severity == 1 else e for e in trace.events)
+    return replace(trace, events=tuple(leaves))
 
 
 def load(path: str | Path, until: float | None = None) -> Trace:

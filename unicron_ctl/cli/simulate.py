@@ -50,6 +50,7 @@ class Options:
     scenario: str | None
     nodes: int | None
     policy: tuple[str, ...]
+    notice: float | None
     until: float | None
     save_trace: str | None
     figure: str | None
@@ -95,6 +96,12 @@ class Options:
     metavar="NAME",
     help="Can be repeated; default: unicron. clairvoyant: an upper bound, since it knows the future.",
 )
+@click.option(
+    "--notice",
+    type=float,
+    metavar="SECONDS",
+    help="Nodes that leave have been announced so long before, as spot instances are; see the policy unicron-notice.",
+)
 @click.option("--until", type=float, metavar="SECONDS", help="End of the replay; default: a day after the last event.")
 @click.option("--save-trace", type=click.Path(), metavar="FILE", help="Write the trace as CSV.")
 @click.option("--figure", type=click.Path(), metavar="FILE", help="Draw WAF over time and the losses (.png or .svg).")
@@ -106,7 +113,8 @@ def command(**given: Any) -> None:
     options = Options(**given)
     if [bool(options.trace), bool(options.generate), bool(options.from_sacct)].count(True) != 1:
         raise click.UsageError("give one of --trace FILE, --generate NAME and --from-sacct FILE")
-    numbers = [value is not None for value in (options.days, options.seed, options.nodes, options.until)]
+    alone = (options.days, options.seed, options.nodes, options.notice, options.until)
+    numbers = [value is not None for value in alone]
     others = options.policy or options.scenario or options.html or options.save_trace or options.sources
     if options.from_sacct and (others or any(numbers)):
         raise click.UsageError("--from-sacct goes with --figure, --json, --checkpoint-minutes and --setup-minutes only")
@@ -130,11 +138,13 @@ def _replay_trace(options: Options) -> None:
     from unicron.planner.simulate import simulate
     from unicron.planner.simulate.cases import CASE, NODES, case
     from unicron.planner.simulate.policies import policy
-    from unicron.planner.simulate.trace import write
+    from unicron.planner.simulate.trace import with_notice, write
 
     policies = [policy(name) for name in options.policy or ("unicron",)]
     cluster = load_scenario(options.scenario) if options.scenario else case(CASE, options.nodes or NODES)
     trace = _trace(options, cluster.nodes)
+    if options.notice is not None:
+        trace = with_notice(trace, options.notice)
     if path := options.save_trace:
         _write_file(path, lambda: write(trace, path))
     results = [simulate(cluster, trace, each) for each in policies]

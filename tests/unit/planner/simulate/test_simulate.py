@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +21,7 @@ from unicron.planner.simulate.figure import draw, page
 from unicron.planner.simulate.generate import DAY, GENERATORS, counted, llama3, rsc1, trace_a, trace_b, unicron
 from unicron.planner.simulate.policies import ITERATION, policy
 from unicron.planner.simulate.splits import split
-from unicron.planner.simulate.trace import TraceEvent, make, write
+from unicron.planner.simulate.trace import TraceEvent, make, with_notice, write
 from unicron.planner.solver.solve import solve
 
 SYSTEMS = sorted(set(POLICIES) - {"clairvoyant"})  # that one is a bound
@@ -369,3 +370,21 @@ def test_pictures(tmp_path):
         draw(results, 7 * DAY, tmp_path / "no" / "a.png")
     text = page(results, 7 * DAY, "<title> & co")
     assert "&lt;title&gt; &amp; co" in text and "http" not in text and text.count("<svg") == 2
+
+
+def test_an_announced_loss_costs_no_detection_and_nothing_is_computed_again():
+    scenario = case(5, 16)
+    leaves = [TraceEvent(3600.0 * hour, "fail", f"n{hour}", CAUSES["node_failed"]) for hour in range(1, 4)]
+    comes = [replace(event, seconds=event.seconds + 1800.0, event="join", cause=None) for event in leaves]
+    told = with_notice(make([*leaves, *comes], 6 * 3600.0), 120.0)
+    knows, suffers = (simulate(scenario, told, policy(name)) for name in ("unicron-notice", "unicron"))
+    assert knows.lost["detection"] == knows.lost["recompute"] == 0.0 and not knows.failures
+    assert suffers.lost["detection"] > 0.0 and len(suffers.failures) == 3
+    assert knows.efficiency > suffers.efficiency
+    late = simulate(scenario, with_notice(told, ITERATION / 2), policy("unicron-notice"))
+    assert late.efficiency == suffers.efficiency, "a notice that is shorter than an iteration comes too late"
+
+
+def test_a_notice_is_seconds():
+    with pytest.raises(PlanError, match="a notice must be 0 seconds or more"):
+        with_notice(make([], 1.0), -1.0)
