@@ -136,7 +136,7 @@ class Simulation:
         self._start()
         for when, event, number in self.events:
             if self.policy.notice and event.notice >= ITERATION:
-                self._push(max(0.0, when - ITERATION), functools.partial(self._leave, number))
+                self._push(max(0.0, when - ITERATION), functools.partial(self._leave_node, number))
             self._push(when, functools.partial(self._trace_event, event, number))
         while self.queue and self.queue[0][0] < self.trace.until:
             when, _, act = heapq.heappop(self.queue)
@@ -239,7 +239,7 @@ class Simulation:
         self.failures.append(self.now)
         self._hit(job, event)
 
-    def _leave(self, number: int) -> None:
+    def _leave_node(self, number: int) -> None:
         """The node is about to be lost, as was announced: its job leaves it at an iteration boundary, and loses no
         work. A job that recovers just then is hit by the loss itself."""
         job = self.owner.get(number)
