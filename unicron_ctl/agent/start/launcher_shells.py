@@ -27,10 +27,13 @@ MOST_BYTES = 1 << 16  # that are read of a script
 _NAME = "|".join(re.escape(name) for name in sorted(NAMES))
 _MODULE = "|".join(re.escape(name) for name in sorted(MODULES))
 _WORD_START, _WORD_END = r"(?:^|[\s;&|()<>\"'`={}])", r"(?=$|[\s;&|()<>\"'`{}])"
-_LAUNCHER = re.compile(rf"{_WORD_START}(?:{_NAME}){_WORD_END}|-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
+_BEHIND = "|".join(sorted({"exec", *WRAPPERS}))
+# Where a command may begin: also in a quoted text, and in the value of a variable.
+_BEGIN = r"(?:^|[;&|(){}`\"'!]|\b(?:then|do|else|exec|time|if|while|until|eval)\s|(?:^|\s)[A-Za-z_]\w*=)\s*"
+_BEGIN += rf"(?:[A-Za-z_]\w*=\S*\s+)*(?:(?:{_BEHIND})\s[^;&|\"'\n]*?(?<=\s))?"
+_LAUNCHER = re.compile(rf"{_BEGIN}(?:{_NAME}){_WORD_END}|-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
 _BY_PATH = re.compile(rf"/(?:{_NAME}){_WORD_END}|/python[\d.]*\s[^;&|\n]*-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
 _CHANGES_PATH = re.compile(r"activate\b|\bmodule\s+(?:load|add)\b|\bPATH=", re.MULTILINE)
-_BEHIND = "|".join(sorted({"exec", *WRAPPERS}))
 _NOT_BY_FUNCTION = re.compile(
     rf"{_WORD_START}(?:{_BEHIND})\s[^;&|\n]*?(?:(?<![\w/-])(?:{_NAME}){_WORD_END}|-m\s+(?:{_MODULE}){_WORD_END})",
     re.MULTILINE,
@@ -47,7 +50,16 @@ for word in "$@"; do
         case $word in {modules}) exec {python} -I -m unicron.ctl.agent.start.entry run -- {name} "$@";; esac
         break
     fi
-    case $word in -*) before=$word;; *) break;; esac
+    case $word in
+        -*) before=$word;;
+        *.py)
+            if [ "${{SLURM_NODEID:-0}}" = 0 ] && [ ! -e {folder}/told ]; then
+                : > {folder}/told
+                echo "unicron: {name} $word runs as it is, unprotected; only the script's launcher is protected" >&2
+            fi
+            break;;
+        *) break;;
+    esac
 done
 rest=$PATH:
 PATH=
@@ -113,7 +125,9 @@ def _script(path: str, own: bool) -> str | None:
 
 
 def _without_comments(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    """The text without lines that are comments, each continued line as one."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    return "\n".join(lines).replace("\\\n", " ")
 
 
 def run_shell(command: Sequence[str], environment: Mapping[str, str]) -> int:

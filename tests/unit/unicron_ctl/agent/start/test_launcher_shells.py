@@ -25,6 +25,12 @@ from unicron.ctl.agent.start.not_taken import NotTaken
         ("# torchrun train.py\npython train.py", False),
         ("python train.py --launcher=my-torchrun", False),
         ("ls torchrun.log", False),
+        ("python train.py --strategy deepspeed --launcher torchrun", False),
+        ("echo start; python train.py --launcher='torchrun'", True),  # a quoted text may be a command
+        ("A='x:1' B=2 \\\n    torchrun --nproc-per-node 2 \\\n    train.py", True),
+        ("LAUNCHER=torchrun\n$LAUNCHER train.py", True),
+        ("if true; then numactl -l torchrun train.py; fi", True),
+        ("pip install accelerate deepspeed; python train.py", False),
     ],
 )
 def test_a_script_that_names_a_launcher(tmp_path: Path, text: str, found: bool) -> None:
@@ -81,7 +87,9 @@ def test_the_launchers_name_in_a_shell_means_the_agent(agent: Path, text: str) -
     assert agent.read_text() == f"2|{front} torchrun --nproc 2 train.py\n"
 
 
-def test_a_python_that_runs_no_launcher_is_the_users_own(agent: Path, tmp_path: Path) -> None:
+def test_a_python_that_runs_no_launcher_is_the_users_own_and_says_so(
+    agent: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     own = tmp_path / "bin"
     own.mkdir()
     (own / "python").write_text(f'#!/bin/sh\necho "own $@ $PATH" >> {tmp_path}/given\n')
@@ -90,6 +98,8 @@ def test_a_python_that_runs_no_launcher_is_the_users_own(agent: Path, tmp_path: 
     code = "python prepare.py; python -u -m torch.distributed.run t.py; python -m pkg torch.distributed.run; exit 3"
     assert launcher_shells.run_shell(["bash", "-c", code], environment) == 3
     said = agent.read_text().splitlines()
+    told = capfd.readouterr().err
+    assert told.count("unicron: ") == 1 and "unicron: python prepare.py runs as it is, unprotected" in told
     assert said[0] == f"own prepare.py {own}:/usr/bin:/bin" and said[2].startswith("own -m pkg torch")
     assert said[1] == "|-I -m unicron.ctl.agent.start.entry run -- python -u -m torch.distributed.run t.py"
 
