@@ -35,7 +35,9 @@ def escalate(
     where: dict[str, Any] = {"job": state.job, "slot": slot, "node": "" if slot == WHOLE_JOB else state.node(slot)}
     known: dict[str, Any] = {"uptime": uptime, "worked": worked or slot == WHOLE_JOB}
     size = max(1, len(state.agents))
-    known |= {"job_nodes": size, "apart": apart, "fresh": own_words and state.iteration < 0 and not state.steady}
+    # Steps of a plain program prove nothing: it may make the same few again and again.
+    fresh = own_words and not state.steady and (state.iteration < 0 or not state.mode.keeps_state)
+    known |= {"job_nodes": size, "apart": apart, "fresh": fresh}
     decision = escalation.decide(view.state.history, verdict, view.now, **where, **known)
     fault = as_fault(verdict, view.now, **where, uptime=uptime, worked=known["worked"])
     memory = records.Escalated(

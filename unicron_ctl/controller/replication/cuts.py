@@ -147,7 +147,7 @@ def behind(job: JobView) -> float:
     """Seconds of work that are done again when the job goes on from what living nodes have in memory; infinity where
     they have no whole state."""
     newest, times = newest_whole(strategy_of(job).stored(job)), [seconds for _, seconds, _ in job.state.recent]
-    if newest < 0 or not times:
+    if newest < 0 or not times or not job.state.mode.reports:  # a plain script's numbers are its own
         return math.inf
     return (job.state.iteration + 1 - newest) * sum(times) / len(times)
 
