@@ -16,7 +16,7 @@
 #define MOST_WORDS 1024
 
 static const struct { const char *variable, *value, *option; } defaults[] = {
-	{ "SBATCH_REQUEUE", "1", "--requeue" },
+	{ "SBATCH_REQUEUE", "", "--requeue" },
 	{ "SBATCH_OPEN_MODE", "append", "--open-mode" },
 	{ "SBATCH_NO_KILL", "set", "--no-kill" },
 	{ "SALLOC_NO_KILL", "set", NULL },
