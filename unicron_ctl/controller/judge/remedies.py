@@ -35,7 +35,7 @@ def escalate(
     where: dict[str, Any] = {"job": state.job, "slot": slot, "node": "" if slot == WHOLE_JOB else state.node(slot)}
     known: dict[str, Any] = {"uptime": uptime, "worked": worked or slot == WHOLE_JOB}
     size = max(1, len(state.agents))
-    # Steps of a plain program prove nothing: it may make the same few again and again.
+    # A plain program may make the same few steps again and again.
     fresh = own_words and not state.steady and (state.iteration < 0 or not state.mode.keeps_state)
     known |= {"job_nodes": size, "apart": apart, "fresh": fresh}
     decision = escalation.decide(view.state.history, verdict, view.now, **where, **known)

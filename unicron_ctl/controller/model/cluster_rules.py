@@ -86,8 +86,10 @@ def remember_fault(state: ClusterState, event: Event, record: records.FailureDet
 
 
 def remember_progress(state: ClusterState, event: Event, record: records.Record) -> None:
-    state.history.progressed(event.job)
     job = state.jobs.get(event.job)
+    if job and not job.mode.keeps_state and isinstance(record, records.Step):
+        return  # a plain program may make the same few steps again and again
+    state.history.progressed(event.job)
     for slot in state.history.acting(event.job) if job else ():
         if slot == WHOLE_JOB or (job and slot in job.members):
             state.history.recovered(event.job, slot, event.time)

@@ -12,6 +12,7 @@ from unicron.ctl.controller.job import injection, modes
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.ranges import LAUNCHES
+from unicron.ctl.protocol.structs import RankStep
 from unicron.ctl.settings.config import ControllerConfig
 
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
@@ -405,3 +406,19 @@ def test_hooks_of_ranks_cannot_be_asked_of_plain_programs():
     with pytest.raises(injection.NotInjected, match="restart mode, its ranks are plain programs"):
         injection.perform(world.core.view, world.core.view.job(world.job()), "exception:python")
     assert injection.perform(world.core.view, world.core.view.job(world.job()), "rank-kill")[0].job == "1"
+
+
+def test_steps_excuse_no_script_that_fails_alike_again_and_again():
+    """They are the same few after each start, as far as anybody knows."""
+    world = World()
+    agents = start(world, 2, min_nodes=2)
+    for _ in range(8):
+        if world.job().ended:
+            break
+        for agent in agents:
+            agent.report(world.job().iteration + 1, RankStep(agent.slots[0], [0], 1.0, None))
+        for agent in agents:
+            agent.die(agent.slots[0], code=1, lived=20.0, last_line="NameError: name 'lr' is not defined")
+        world.run(12.0)
+    assert world.job().iteration >= 1, "it has made steps"
+    assert world.job().ended.code == 1 and "NameError" in world.job().ended.reason
