@@ -1,0 +1,1 @@
+"""What preemptions with notice cost a job, on a real Slurm."""
