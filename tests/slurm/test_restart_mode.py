@@ -138,7 +138,7 @@ def test_by_default_a_training_is_protected_and_nothing_else(site: Site) -> None
 
     number = submitted("-N1", "--wrap", f"srun hostname; srun python {site.folder}/train.py; echo END $?")
     wait_for(lambda: site.controller.job(number).get("state") == "running", site.logs)
-    assert [job["job"] for job in site.controller.ask("jobs")] == [rigid, number]
+    assert {job["job"] for job in site.controller.ask("jobs")} == {rigid, number}
     (site.folder / "stop").touch()
     wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
     assert "rank 0 of 1" in (site.folder / f"slurm-{number}.out").read_text()
