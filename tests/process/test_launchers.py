@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.controller import Controller
-from tests.support.jobs import FOREVER, HERE, PLAIN, Job, json_lines
-from tests.support.processes import wait_for
+from tests.support.jobs import AGENT, FOREVER, HERE, PLAIN, Job, json_lines
+from tests.support.processes import call, outside_slurm, wait_for
 from unicron.ctl.cli.unicronctl import unicronctl
 
 pytestmark = pytest.mark.process
@@ -124,3 +124,22 @@ def test_a_script_with_a_session_behind_torchrun_is_healed_within_the_iteration(
         assert controller.job("82")["ledger_violations"] == 0
     finally:
         job.close()
+
+
+def test_a_launcher_that_cannot_be_read_runs_as_it_is(tmp_path: Path) -> None:
+    """One line says so; so does a shell for whose launchers no folder can be made."""
+    (tmp_path / "nsys").write_text('#!/bin/sh\necho "nsys $@"\n')
+    (tmp_path / "nsys").chmod(0o700)
+    environment = outside_slurm() | {"SLURM_JOB_ID": "90", "UNICRON": "1"}
+    environment["PATH"] = os.pathsep.join([str(tmp_path), environment["PATH"]])
+    behind = call(*AGENT, "run", "--", "nsys", "profile", "torchrun", "train.py", cwd=tmp_path, environment=environment)
+    assert behind.stdout == "nsys profile torchrun train.py\n" and behind.returncode == 0
+    assert behind.stderr.startswith("unicron: this step runs unprotected: its launcher stands behind nsys")
+    code = "torchrun() { echo mine; }; torchrun train.py; exit 3"
+    nowhere = environment | {"TMPDIR": "/nonexistent", "HOME": "/nonexistent"}
+    program = "import tempfile; tempfile._get_default_tempdir = lambda: '/nonexistent'\n"
+    program += "import sys; from unicron.ctl.agent.start.agent_main import main; main()"
+    words = [sys.executable, "-P", "-c", program, "run", "--", "bash", "-c", code]
+    shell = call(*words, cwd=tmp_path, environment=nowhere)
+    assert (shell.stdout, shell.returncode) == ("mine\n", 3)
+    assert "its launcher could not be read" in shell.stderr and shell.stderr.count("\n") == 1

@@ -100,13 +100,10 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     outside = dict(os.environ)
     if command and (why := untouched.why_by_shape(os.environ, others.count)):
         untouched.become(command, os.environ, why)
-    try:
-        if launcher_shells.launches(command):
-            check_tasks()
-            return launcher_shells.run_shell(command, os.environ)
-        rank_command, told_launcher = without_launcher(command)
-    except NotTaken as error:
-        untouched.become(command, outside, str(error))
+    replaced = replace_launcher(command, outside)
+    if isinstance(replaced, int):
+        return replaced
+    rank_command, told_launcher = replaced
     try:
         chosen, place, words, seconds = prepare(controller, mode, rank_command)
         from unicron.ctl.agent.start.unprotected import run_unprotected
@@ -160,6 +157,20 @@ def replace_variables(environment: Mapping[str, str]) -> None:
     if environment != os.environ:
         os.environ.clear()
         os.environ.update(environment)
+
+
+def replace_launcher(command: Sequence[str], outside: Mapping[str, str]) -> tuple[list[str], str] | int:
+    """(what each rank runs, what the job's log says of the launcher that is left out). A shell with a launcher in it is
+    run here: its exit status. A command whose launcher stays is executed, with the environment `outside`."""
+    try:
+        if launcher_shells.launches(command):
+            check_tasks()
+            return launcher_shells.run_shell(command, os.environ)
+        return without_launcher(command)
+    except NotTaken as error:
+        untouched.become(command, outside, str(error))
+    except Exception as error:  # no folder for the launchers' names, and whatever nobody has thought of
+        untouched.become(command, outside, f"its launcher could not be read: {reason(error)}")
 
 
 def check_tasks() -> None:

@@ -148,9 +148,12 @@ def run_shell(command: Sequence[str], environment: Mapping[str, str]) -> int:
 def count_launch(environment: Mapping[str, str]) -> str:
     """The number of this launch among those of the same shell, from 0. The shell's own launches come one after the
     other."""
-    with open(Path(environment[FOLDER], "count"), "ab") as file:
-        file.write(b".")
-        return str(file.tell() - 1)
+    try:
+        with open(Path(environment[FOLDER], "count"), "ab") as file:
+            file.write(b".")
+            return str(file.tell() - 1)
+    except OSError:  # the shell has ended, and left this one behind
+        return "0"
 
 
 def leave_shell(environment: Mapping[str, str]) -> dict[str, str]:
