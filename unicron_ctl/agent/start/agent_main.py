@@ -199,7 +199,8 @@ def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
     count = int(nodes) if nodes.isdecimal() else 1
     devices = sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia[0-9]*"))
     ranks = launchers.count_ranks(taken, environment, count, len(os.sched_getaffinity(0)), devices)
-    fewest = launchers.fewest_nodes(taken, count, int(spares) if spares.isdecimal() else 0)
+    array = "SLURM_ARRAY_TASK_ID" in environment
+    fewest = launchers.fewest_nodes(taken, count, int(spares) if spares.isdecimal() else 0, array)
     told = launchers.describe(taken, ranks)
     if (said := environment.get("UNICRON_RANKS_PER_NODE")) and said != str(ranks):
         told += f"; UNICRON_RANKS_PER_NODE={said} counts"

@@ -432,9 +432,10 @@ def count_ranks(taken: Taken, environment: Mapping[str, str], nodes: int, cpus: 
     raise NotTaken(f"{taken.launcher} starts {text!r} processes a node: write a number, gpu, cpu or auto")
 
 
-def fewest_nodes(taken: Taken, nodes: int, spares: int) -> int:
-    """The nodes that the launcher's world needs at least, 0 where it does not say. nodes: of the job. Raises
-    NotTaken."""
+def fewest_nodes(taken: Taken, nodes: int, spares: int, array: bool) -> int:
+    """The nodes that the launcher's world needs at least, 0 where it does not say. nodes: of the job. array: its nodes
+    come one by one; in one allocation `--nnodes 8` only repeats what sbatch was told, and the job may go on without a
+    lost node. Raises NotTaken."""
     least, most = taken.nodes
     if most <= 1:
         return 0  # each node's launcher was told of itself alone
@@ -445,7 +446,7 @@ def fewest_nodes(taken: Taken, nodes: int, spares: int) -> int:
         )
     if least > nodes:
         raise NotTaken(f"{taken.launcher} needs {least} nodes, and the job has {nodes}: ask Slurm for more")
-    return least
+    return least if array or least < most else 0
 
 
 def describe(taken: Taken, ranks: int) -> str:

@@ -196,13 +196,15 @@ def test_numbers_of_ranks_that_make_no_sense(line: str, why: str) -> None:
     [("1", 4, 0, 0), ("4", 4, 0, 4), ("2:4", 4, 0, 2), ("1:4", 4, 0, 1), ("2:9", 4, 0, 2), ("3", 4, 1, 3)],
 )
 def test_the_nodes_of_the_world(nnodes: str, job: int, spares: int, fewest: int) -> None:
-    assert fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), job, spares) == fewest
+    found = taken(f"torchrun --nnodes {nnodes} t.py")
+    assert fewest_nodes(found, job, spares, array=True) == fewest
+    assert fewest_nodes(found, job, spares, array=False) == (fewest if ":" in nnodes else 0)
 
 
 @pytest.mark.parametrize(("nnodes", "why"), [("2", "told of 2 nodes, and the job has 4"), ("5:8", "needs 5 nodes")])
 def test_a_launcher_that_was_told_of_other_nodes(nnodes: str, why: str) -> None:
     with pytest.raises(NotTaken, match=why):
-        fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 4, 0)
+        fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 4, 0, True)
 
 
 def test_submitits_own_command_is_known() -> None:
