@@ -143,12 +143,19 @@ def test_ports_are_free_and_new_each_time():
     assert len(set(seen)) == 50 and all(20000 <= each < 32000 for each in seen) and port.port is None
 
 
-def plain_rank(folder: Path, slot: int, *command: str) -> PlainRank:
-    return PlainRank(slot, 0, command, Counted(Folder(str(folder)), slot))
+@pytest.fixture
+def pages(tmp_path):
+    folder = Folder(str(tmp_path))
+    yield folder
+    folder.close()
 
 
-def test_a_slot_waits_runs_and_waits_again(tmp_path):
-    rank = plain_rank(tmp_path, 4, "sleep", "600")
+def plain_rank(pages: Folder, slot: int, *command: str) -> PlainRank:
+    return PlainRank(slot, 0, command, Counted(pages, slot))
+
+
+def test_a_slot_waits_runs_and_waits_again(pages):
+    rank = plain_rank(pages, 4, "sleep", "600")
     rank.start(0)
     assert (rank.status.state, rank.alive) == ("waiting", False)
     rank.enter_generation(3, 0, {"PATH": "/usr/bin:/bin"})
@@ -170,8 +177,8 @@ def test_a_slot_waits_runs_and_waits_again(tmp_path):
     assert not rank.break_(5) and (rank.status.state, rank.status.broken) == ("waiting", 5)
 
 
-def test_who_has_ended_well_is_needed_again_and_a_program_that_is_gone_counts_as_ended(tmp_path):
-    rank = plain_rank(tmp_path, 0, "true")
+def test_who_has_ended_well_is_needed_again_and_a_program_that_is_gone_counts_as_ended(pages):
+    rank = plain_rank(pages, 0, "true")
     rank.start(0)
     rank.enter_generation(1, 0, {"PATH": "/usr/bin:/bin"})
     assert rank.child.ended(10.0)
@@ -179,7 +186,7 @@ def test_who_has_ended_well_is_needed_again_and_a_program_that_is_gone_counts_as
     assert rank.status.state == "finished"
     rank.break_(1)
     assert (rank.status.state, rank.status.broken) == ("waiting", 1)
-    gone = plain_rank(tmp_path, 0, "/nonexistent/program")
+    gone = plain_rank(pages, 0, "/nonexistent/program")
     gone.start(0)
     gone.enter_generation(1, 0, {})
     assert gone.status.state == "exited" and gone.status.exit.code == 127
