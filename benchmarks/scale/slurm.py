@@ -82,6 +82,9 @@ class LiveSlurm(FakeSlurm):
     def private_data(self) -> frozenset[str]:
         return frozenset()
 
+    def kill_wait(self) -> float:
+        return 30.0
+
     def domains(self) -> dict[str, str]:
         return {}
 

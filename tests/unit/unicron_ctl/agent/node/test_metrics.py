@@ -39,9 +39,10 @@ def test_idle_is_who_neither_computes_nor_reads_or_writes(busy, idle):
 def test_a_new_process_in_a_slot_begins_anew():
     vitals = Vitals()
     rank = SimpleNamespace(slot=0, alive=True, status=structs.RankStatus(state="running", pid=os.getppid()))
+    rank.trainer = os.getppid()
     vitals.update([rank], 0.0)
     vitals.sample([rank], 0.0)
-    rank.status = structs.RankStatus(state="running", pid=os.getpid())
+    rank.status, rank.trainer = structs.RankStatus(state="running", pid=os.getpid()), os.getpid()
     vitals.update([rank], 100.0)
     assert rank.status.idle == 0.0 and "rank_cpu" not in vitals.sample([rank], 100.0)[0]
 

@@ -289,8 +289,9 @@ def test_nodes_are_counted_and_not_agents():
 
 
 def small_jobs_without_their_nodes(jobs: int) -> tuple[World, list[FakeAgent]]:
-    """Jobs of one node each, the 13th on that of the first; ten of twelve nodes are cut off, for Slurm, too."""
-    world = World(FakeSlurm(12), max_isolated_nodes=100)
+    """Jobs of one node each, the 13th on that of the first; ten of twelve nodes are cut off, for Slurm, too. There is a
+    node for each job."""
+    world = World(FakeSlurm(jobs), max_isolated_nodes=100)
     for job in range(1, jobs + 1):
         world.slurm.submit(str(job), 1)
     if jobs > 12:

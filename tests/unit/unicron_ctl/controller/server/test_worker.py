@@ -34,6 +34,9 @@ class SlowSlurm:
     def private_data(self) -> frozenset[str]:
         return frozenset()
 
+    def kill_wait(self) -> float:
+        return 30.0
+
     def domains(self) -> dict[str, str]:
         self.looks += 1
         if "topology" in self.refused:
