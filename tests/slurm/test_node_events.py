@@ -86,7 +86,7 @@ def test_the_kernels_word_moves_the_job_and_slurms_word_explains_lost_agents(clu
     def explained(element: int, word: str) -> bool:
         return any(f"{job.id}_{element} is {word}" in failure["reason"] for failure in failures(job, element))
 
-    wait_for(lambda: explained(2, "CANCELLED"), "Slurm's word on the cancelled element", now=job.controller.failures)
+    job.controller.wait(lambda: 2 not in job.controller.job().get("members", []), "the cancelled element has left")
     wait_for(lambda: explained(0, "FAILED"), "Slurm's word on the killed agent", now=job.controller.failures)
     assert failures(job, 0)[0]["cause"] == "killed_from_outside", failures(job, 0)
     assert len(failures(job, 1)) == 1, "the node that the job left is told of once"

@@ -183,8 +183,8 @@ def find(marks: Marks) -> list[Process]:
     return sorted(found.values(), key=lambda process: (order.index(process.kind), process.pid))
 
 
-def kill(process: Process) -> bool:
-    """SIGKILL to exactly this process, never to a later one with its number. False when it was gone already.
+def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> bool:
+    """A signal to exactly this process, never to a later one with its number. False when it was gone already.
 
     Raises PermissionError for another user's process.
     """
@@ -196,7 +196,7 @@ def kill(process: Process) -> bool:
         stat = _stat(process.pid)
         if stat is None or stat.started != process.started:
             return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        signal.pidfd_send_signal(descriptor, number)
         return True
     except ProcessLookupError:
         return False
@@ -212,6 +212,8 @@ def kill_all(look: Callable[[], Iterable[Process]], limit: float) -> list[Proces
     deadline = time.monotonic() + limit
     killed: dict[tuple[int, int], Process] = {}
     while remaining := list(look()):
+        for process in remaining:  # at once: none is to see another one's end, as an srun would its slurmstepd's
+            kill(process, signal.SIGSTOP)
         for process in remaining:
             if kill(process):
                 killed[process.pid, process.started] = process
