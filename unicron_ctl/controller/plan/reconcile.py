@@ -199,7 +199,8 @@ def _without_script(job: JobState, listing: Listing) -> bool:
     """Whether Slurm runs on what is left of an allocation whose first node, with the batch script on it, it has taken
     out: it ends such a job at its time limit only (seen with 22.05)."""
     elements = listing.of(job.job)
-    return bool(job.nodes) and 0 not in elements and any(e.state == "RUNNING" for e in elements.values())
+    running = [e for e in elements.values() if e.state == "RUNNING" and not another(job, e)]
+    return bool(job.nodes) and 0 not in elements and bool(running)
 
 
 def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:

@@ -175,3 +175,17 @@ def test_other_jobs_do_not_get_the_nodes_of_an_allocation():
     FakeAgent(world, "2", 0, "n4", nodes=4).register()
     world.run(3.0)
     assert world.core.state.assignment == {"2": 1}
+
+
+def test_another_job_of_the_same_id_is_not_ended_for_the_one_before():
+    """Defect: a new cluster counted its jobs from 1 again, and the second of them was cancelled at once."""
+    world, agents = cluster()
+    world.run(1.5)
+    trains(world, agents)
+    for agent in agents:
+        for slot in agent.slots:
+            agent.set(slot, state="finished")
+    world.run(3.0)
+    world.slurm.queue["1", 0] = entry("n[2-4]") | {"submitted": world.now + 60.0}
+    world.run(5.0)
+    assert not [call for call in world.slurm.calls if call[0] == "cancel"]
