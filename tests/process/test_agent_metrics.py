@@ -22,7 +22,8 @@ pytestmark = pytest.mark.process
 
 def test_a_real_process_is_stopped_idle_and_gone():
     child = subprocess.Popen(["sleep", "60"])
-    rank = SimpleNamespace(slot=3, alive=True, status=structs.RankStatus(state="running", pid=child.pid))
+    status = structs.RankStatus(state="running", pid=child.pid)
+    rank = SimpleNamespace(slot=3, alive=True, status=status, trainer=child.pid)
     vitals = Vitals()
     try:
         wait_for(lambda: state_of(child.pid) == "S", "its state")

@@ -98,12 +98,19 @@ class OfAll(Warm):
     patience = (LIMIT, LIMIT)
 
     def request_fork(
-        self, environment: Mapping[str, str], words: list[str] | None = None, stdout: int = 1
+        self,
+        environment: Mapping[str, str],
+        words: list[str] | None = None,
+        stdout: int = 1,
+        cpus: frozenset[int] = frozenset(),
+        surroundings: Surroundings | None = None,
     ) -> Coming | None:
+        if surroundings is not None:
+            stdout, cpus = surroundings.stdout, surroundings.cpus
         own = {name: value for name, value in environment.items() if not READ_IN_C.fullmatch(name)}
         early = {name: value for name, value in self.environment.items() if READ_IN_C.fullmatch(name)}
         script = environment.get("TINY_SCRIPT", str(SCRIPT))
-        return super().request_fork({**own, **early}, words or [script], stdout)
+        return super().request_fork({**own, **early}, words or [script], stdout, cpus)
 
 
 _warm: Warm | None = None
