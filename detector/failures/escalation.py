@@ -55,6 +55,7 @@ def decide(
     job_nodes: int = 1,
     apart: bool = False,
     fresh: bool = False,
+    stays: bool = False,
 ) -> Decision:
     """What to do about a verdict on a slot of a job on a node. Pure: record the outcome with ``History.record``.
 
@@ -62,13 +63,14 @@ def decide(
     ``job_nodes``: on how many nodes the job runs; a program that fails on one of several may have a bad node.
     ``apart``: the job trains without the slot, so its deaths say nothing of the job, however long an iteration takes.
     ``fresh``: the job has never finished an iteration, and the verdict is on the process's own words.
+    ``stays``: no other node can be tried, so only a fault of the node itself takes the slot off it.
     """
     fault = as_fault(verdict, now, job=job, slot=slot, node=node, uptime=uptime, worked=worked)
     state = history.state(job, slot, now)
     if verdict.action == REPORT:
         return Decision(Severity.SEV3, REPORT, f"{verdict.reason}; only reported", verdict.cause, Event.FAULT3, state)
     event, why = _event(history, fault, state, job_nodes, apart, fresh)
-    following, action = _step(state, event, fault.scope)
+    following, action = _step(state, event, fault.scope, stays)
     repeats = history.same_cause(job, slot, verdict.cause, now)
     # Where a node is to be left and there is no other one, the process is started again in place.
     wait = _backoff(history.policy, repeats) if action in (REATTEMPT, RESTART) or apart else 0.0
@@ -92,26 +94,30 @@ def as_fault(
     return Fault(now, job, slot, node, verdict.cause, verdict.scope, verdict.severity, uptime, worked)
 
 
-def action_failed(history: History, now: float, *, job: str, slot: int, why: str, moved: bool = False) -> Decision:
+def action_failed(
+    history: History, now: float, *, job: str, slot: int, why: str, moved: bool = False, stays: bool = False
+) -> Decision:
     """The action that ran for the slot timed out or failed: the next severity. ``why`` becomes part of the reason.
 
-    ``moved``: the slot is on another node already, where it has to come up: that node is new to the fault. Pure, too:
-    take it into the history with ``apply_failed``.
+    ``moved``: the slot is on another node already, where it has to come up: that node is new to the fault. ``stays``:
+    as in :func:`decide`. Pure, too: take it into the history with ``apply_failed``.
     """
     state = history.state(job, slot, now)
     if moved and state is State.ISOLATING:
         state = State.MOVED
     faults = history.by_slot.get((job, slot))
-    following, action = _step(state, Event.FAILED, faults[-1].scope if faults else "")
+    following, action = _step(state, Event.FAILED, faults[-1].scope if faults else "", stays)
     reason = f"{state.value} failed ({why}): {action}"
     return Decision(SEVERITY_OF_ACTION[action], action, reason, "action_failed", Event.FAILED, following)
 
 
-def _step(state: State, event: Event, scope: str) -> tuple[State, str]:
+def _step(state: State, event: Event, scope: str, stays: bool) -> tuple[State, str]:
     """The table's answer for a fault of that scope."""
     following, action = TABLE[state][event]
     blamed = scope == "hardware" or (event is Event.FLAPPING and scope in BLAMING)
-    return following, MOVE if action == ISOLATE and not blamed else action
+    if action != ISOLATE or blamed:
+        return following, action
+    return (State.RESTARTING, RESTART) if stays else (following, MOVE)
 
 
 def apply_failed(history: History, decision: Decision, now: float, *, job: str, slot: int) -> None:

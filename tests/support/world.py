@@ -435,7 +435,7 @@ class FakeSlurm:
         return Queue(found, len(self.queue))
 
     def elements(self, jobs: Collection[str] | None = None) -> list[ElementInfo]:
-        usual = {"user": "ann", "comment": "", "partition": "main", "priority": 1, "submitted": 1.0}
+        usual = {"user": "ann", "comment": "", "partition": "main", "priority": 1, "submitted": 1.0, "array": True}
         return [
             ElementInfo(
                 job=job,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unicron.ctl.controller.failure_detector.verdict import CLOSED
 from unicron.ctl.controller.judge import evidence
-from unicron.ctl.controller.judge.remedies import escalate, failure_of, inside_of, leave_node, start_rank
+from unicron.ctl.controller.judge.remedies import escalate, failure_of, inside_of, keeps_node, leave_node, start_rank
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.finding import Finding, What
 from unicron.ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, AgentRecord, Failure, JobState, Phase
@@ -221,8 +221,15 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
         decision = Decision(Severity.SEV2, MOVE, reason, "action_failed", state=after)
         cause = "exited_abnormally"
     else:
+        stays = keeps_node(view, state, slot)
         decision = escalation.action_failed(
-            view.state.history, view.now, job=state.job, slot=slot, why=finding.evidence, moved=finding.moved
+            view.state.history,
+            view.now,
+            job=state.job,
+            slot=slot,
+            why=finding.evidence,
+            moved=finding.moved,
+            stays=stays,
         )
         cause = faults[-1].cause if faults else "other_software_error"
     agent = job.agent(slot)

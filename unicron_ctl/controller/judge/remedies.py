@@ -37,7 +37,7 @@ def escalate(
     size = max(1, len(state.agents))
     # A plain program may make the same few steps again and again.
     fresh = own_words and not state.steady and (state.iteration < 0 or not state.mode.keeps_state)
-    known |= {"job_nodes": size, "apart": apart, "fresh": fresh}
+    known |= {"job_nodes": size, "apart": apart, "fresh": fresh, "stays": keeps_node(view, state, slot)}
     decision = escalation.decide(view.state.history, verdict, view.now, **where, **known)
     fault = as_fault(verdict, view.now, **where, uptime=uptime, worked=known["worked"])
     memory = records.Escalated(
@@ -51,6 +51,17 @@ def escalate(
         state=decision.state.value,
     )
     return decision, memory
+
+
+def keeps_node(view: View, job: JobState, slot: int) -> bool:
+    """Whether only a fault of the node takes the slot off it: Slurm gives one allocation no other node, and runs the
+    batch script of a plain job that is requeued from its start."""
+    if slot == WHOLE_JOB:
+        return False
+    if job.settings.allocation:
+        return not any(element not in job.inside for element in view.live.jobs[job.job].ready)
+    info = view.slurm.seen.of(job.job).get(job.element(slot)) if view.slurm.seen is not None else None
+    return info is not None and not info.array
 
 
 def failure_of(

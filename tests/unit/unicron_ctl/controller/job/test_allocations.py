@@ -11,6 +11,7 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model import allocation
 from unicron.ctl.slurm.slurm_client import ElementInfo
 
+ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 OF_ELEMENTS = {"requeue", "requeue_hold", "hold", "release", "pin", "start_now"}
 
 
@@ -38,7 +39,8 @@ def newcomer(world: World, element: int, node: str, nodes: int = 3, **settings) 
 
 
 def entry(node: str | None, state: str = "RUNNING", restarts: int = 0) -> dict:
-    return {"state": state, "node": node, "reason": "", "admin_comment": "", "restarts": restarts, "pin": None}
+    facts = {"reason": "", "admin_comment": "", "pin": None, "array": False}
+    return {"state": state, "node": node, "restarts": restarts, **facts}
 
 
 def trains(world: World, agents: list[FakeAgent]) -> None:
@@ -118,6 +120,54 @@ def test_an_agent_that_dies_does_not_come_back_and_nothing_waits_for_it():
     world.run(world.config.restart_seconds + 60.0)
     assert not OF_ELEMENTS & {call[0] for call in world.slurm.calls}
     assert not any(isinstance(event.record, records.ActionFailed) for event in world.log)
+
+
+def fail(world: World, agents: list[FakeAgent], code: int, text: str = "", times: int = 9) -> None:
+    """The first process of each node ends so as often as it is started."""
+    for _ in range(times):
+        for agent in agents:
+            if agent.ranks[agent.slots[0]].state != "exited":
+                agent.die(agent.slots[0], code, lived=5.0, last_line=text)
+        world.run(70.0)
+        for agent in agents:
+            agent.ready()
+        world.run(2.0)
+
+
+def test_a_program_that_crashes_again_and_again_ends_the_job_and_takes_no_node_out_of_it():
+    """Defect: the second crash took its node out, and the job went on with half of its world."""
+    world, agents = cluster(nodes=2)
+    world.run(1.5)
+    trains(world, agents)
+    fail(world, agents, -6)
+    job = world.job()
+    assert job.ended is not None and job.ended.code == 1
+    assert not job.avoid and {failure.record.action for failure in job.failures} == {"restart", "end_job"}
+    assert not world.core.state.withheld, "nobody calls an admin for it"
+    world.check_replay()
+
+
+def test_a_node_with_a_fault_of_its_hardware_is_left_out():
+    world, agents = cluster(nodes=4)
+    world.run(1.5)
+    trains(world, agents)
+    world.iterate("1", 0)
+    fail(world, agents[1:2], 1, ECC, times=2)
+    assert set(world.job().members) == {0, 2, 3} and "n2" in world.job().avoid
+
+
+@pytest.mark.parametrize(("text", "asked"), [("", set()), (ECC, {"requeue_hold"})])
+def test_a_plain_job_on_one_node_is_requeued_for_a_fault_of_its_node_only(text, asked):
+    """Defect: a second crash requeued it, and its batch script ran from the start."""
+    world = World(FakeSlurm(4))
+    world.slurm.queue["1", 0] = entry("n1")
+    agent = FakeAgent(world, "1", 0, "n1", nodes=1)
+    agent.register()
+    world.run(1.5)
+    trains(world, [agent])
+    world.iterate("1", 0)
+    fail(world, [agent], -6 if not text else 1, text, times=3)
+    assert {"requeue", "requeue_hold"} & {call[0] for call in world.slurm.calls} == asked
 
 
 def test_a_job_that_slurm_requeues_begins_on_its_new_nodes_under_the_same_id():
