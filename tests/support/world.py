@@ -125,7 +125,7 @@ class FakeAgent:
     def route(self) -> tuple[bytes, ...]:
         return (self.agent.encode(),)
 
-    def registration(self, **more: str) -> wire.Register:
+    def registration(self, **more: Any) -> wire.Register:
         """Its first message; more: what else it says of itself."""
         return wire.Register(
             job=self.job,

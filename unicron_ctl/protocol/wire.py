@@ -48,6 +48,7 @@ class Register(Message, tag="register"):
     settings: Settings
     credential: ranges.Credential = ""
     step: ranges.Step = 0  # rises by ranges.LAUNCHES with each srun of the batch script, by 1 with each launch in it
+    requeues: ranges.Count = 0  # how often Slurm has run the batch script of the whole job again
     trains: bool = True  # its command may train; else it is the job only until a later step of the script comes
     door: ranges.NoName = ""  # host:port at which other agents can see that this one lives
     peer: ranges.NoName = ""  # host:port on which other agents of the job reach this one, empty when they cannot

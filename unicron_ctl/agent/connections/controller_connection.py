@@ -149,6 +149,7 @@ class Line:
             slots=place.slots,
             settings=place.settings,
             step=place.step,
+            requeues=place.requeues,
             trains=place.trains,
             door=door,
             peer=peer,

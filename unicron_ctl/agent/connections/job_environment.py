@@ -33,7 +33,8 @@ LEAST_MEMORY_RATE = 0.1  # megabytes a second: the other side gives up what is s
 
 @dataclass(frozen=True)
 class Place:
-    """One agent's place in the cluster. A slot is element * ranks_per_node + local rank. tasks: Slurm's tasks of this
+    """One agent's place in the cluster. A slot is element * ranks_per_node + local rank. requeues: how often Slurm has
+    run the batch script of the whole job again; 0 for an element among others of an array. tasks: Slurm's tasks of this
     node in their order, where the step has several: the ranks stand for them. The first is this process."""
 
     job: str
@@ -42,6 +43,7 @@ class Place:
     address: str
     settings: Settings
     step: int = 0
+    requeues: int = 0
     trains: bool = True
     tasks: tuple[StepTask, ...] = ()
 
@@ -165,6 +167,7 @@ def read_place(
         address=environment.get("UNICRON_NODE_ADDRESS") or _address(controller),
         step=_step(environment) * ranges.LAUNCHES
         + int(number(environment, LAUNCH, "0", least=0, most=ranges.LAUNCHES - 1)),
+        requeues=0 if array and most > 1 else int(number(_set(environment), "SLURM_RESTART_COUNT", "0", least=0)),
         tasks=tuple(tasks),
         settings=Settings(
             name=environment.get("SLURM_JOB_NAME", job)[: ranges.NAME],

@@ -228,7 +228,7 @@ class Intake:
         seen = self._view.slurm.seen
         if registration.begins(self._view, message, info):
             before = self._view.state.jobs.get(message.job)
-            if before is not None and registration.takes_over(before, message):
+            if before is not None and not before.over:
                 for element in before.agents:  # nothing of that step is this one's
                     self._view.live.remove(message.job, element)
             self._carry_out(registration.begin_job(self._view, message, asker, info, seen))

@@ -4,7 +4,7 @@ Several `srun` in one batch script are trainings of their own under the same job
 their Slurm step. The job is of one step at a time: a later step waits until the one before has ended, then the job
 begins again. A step whose command trains nothing, a monitor in the background, is the job only until another one comes,
 and goes on unprotected then. An element that was requeued runs its script from the start, while the others are further:
-what they have behind them it does alone.
+what they have behind them it does alone. When Slurm requeues the whole job, its steps are counted anew.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def answer(
             return wire.Refused(reason=job.set_aside, final=True, apart=not released(job) and _others(view, message))
     if problem := _problem(message, None if begins(view, message, info) else job):  # a next step may be in another mode
         return wire.Refused(reason=problem, final=True, apart=_others(view, message))
-    if job is not None and job.ended and message.step <= job.step:
+    if job is not None and job.ended and message.step <= job.step and not requeued(job, message):
         return ending(job.ended)
     return _too_many(view, message, asker) if view.slurm.used and info is None else None
 
@@ -138,7 +138,7 @@ def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | 
         return None
     which = f"step {message.step // ranges.LAUNCHES} of job {message.job}"
     at = job.step // ranges.LAUNCHES
-    if takes_over(job, message):
+    if takes_over(job, message) or requeued(job, message):
         return None
     if not message.trains and job.trains:
         reason = f"{which} trains nothing, and step {at} is the job"
@@ -154,10 +154,15 @@ def takes_over(job: JobState, message: wire.Register) -> bool:
     return message.trains and not job.trains and not job.over and message.step > job.step
 
 
+def requeued(job: JobState, message: wire.Register) -> bool:
+    """Slurm has requeued the whole job since, and its script is at another step, or at the same one after its end."""
+    return message.requeues > job.requeues and (message.step != job.step or job.over)
+
+
 def begins(view: View, message: wire.Register, info: ElementInfo | None = None) -> bool:
     """The job starts with this agent: for the first time, with its next step, or because Slurm uses its id again."""
     job = view.state.jobs.get(message.job)
-    if job is None or another(job, info) or takes_over(job, message):
+    if job is None or another(job, info) or takes_over(job, message) or requeued(job, message):
         return True
     return job.over and message.step > job.step
 
@@ -170,7 +175,11 @@ def begin_job(
     out = Outcome()
     own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for somebody else
     owner, settings, submitted = asker.uid if own else None, message.settings, 0.0
-    nodes, restarts = list[str](), 0
+    nodes, restarts, runs = list[str](), 0, dict[int, float]()
+    before = view.state.jobs.get(message.job)
+    if before is not None and not another(before, info):
+        broken_off = requeued(before, message) and not before.over
+        runs = {**before.runs, before.step: before.registered_at} if broken_off else before.runs
     if info is not None and seen is not None:
         owner, submitted = info.uid, info.submitted
         most = max(1, min(settings.max_nodes, len(seen.of(message.job))))
@@ -186,6 +195,7 @@ def begin_job(
         submitted=submitted,
         nodes=nodes,
         restarts=restarts,
+        runs=runs,
     )
     out.records.append((message.job, 0, record))
     if settings.layouts:
@@ -211,6 +221,7 @@ def join(job: JobState, message: wire.Register, key: str, confirmed: bool = True
             confirmed=confirmed,
             peer=message.peer if reachable else "",
             peer_key=key or message.key,
+            requeues=message.requeues,
         )
         out.record(job, record, 0)
     elif known.gone:

@@ -18,12 +18,11 @@ ENDED_KEPT = 100  # jobs
 def job_registered(state: ClusterState, event: Event, record: records.JobRegistered) -> None:
     if event.job in state.jobs:  # its next step: the plan has forgotten it
         state.plan_inputs = ""
-    state.jobs[event.job] = JobState(
-        event.job, record.settings, event.time, since=event.time, step=record.step, uid=record.uid
-    )
-    state.jobs[event.job].submitted = record.submitted
-    state.jobs[event.job].trains = record.trains
-    state.jobs[event.job].nodes, state.jobs[event.job].nodes_of_restart = record.nodes, record.restarts
+    began = record.runs.get(record.step, event.time)
+    job = JobState(event.job, record.settings, began, since=event.time, step=record.step, uid=record.uid)
+    job.submitted, job.trains, job.runs = record.submitted, record.trains, dict(record.runs)
+    job.nodes, job.nodes_of_restart = record.nodes, record.restarts
+    state.jobs[event.job] = job
 
 
 def started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:

@@ -32,6 +32,7 @@ def agent_registered(job: JobState, event: Event, record: records.AgentRegistere
     agent = AgentRecord(record.agent, record.node, record.address, slots, door=record.door, key=record.key)
     agent.confirmed, agent.peer, agent.peer_key = record.confirmed, record.peer, record.peer_key
     job.agents[record.element] = agent
+    job.requeues = max(job.requeues, record.requeues)
     job.requeued.pop(record.element, None)
     if old is None or old.agent != record.agent:
         job.parted.pop(record.element, None)  # it may be another node

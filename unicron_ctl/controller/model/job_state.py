@@ -173,6 +173,7 @@ class JobState:
     job: str
     settings: Settings
     registered_at: float
+    """When its training began; a name for what it keeps in memory."""
     phase: Phase = Phase.FORMING
     since: float = 0.0
     generation: int = 0
@@ -251,6 +252,10 @@ class JobState:
     """Restart mode: the newest iteration whose state the worlds that are over have saved."""
     step: int = 0
     """The Slurm step that trains."""
+    requeues: int = 0
+    """How often Slurm had requeued the whole job when its agents were started."""
+    runs: dict[int, float] = field(default_factory=dict)
+    """step -> when its training began, of those that a requeue broke off: what they keep in memory is theirs again."""
     trains: bool = True
     """That step's command may train; else a later one takes its place."""
     waits: str = ""

@@ -12,7 +12,7 @@ class JobRegistered(Record, frozen=True, tag="job_registered"):
     step: the number of the srun in its batch script. uid: its owner's, by the credential of the agent that began it;
     None where nobody proves who he is, or an admin's agent began it. submitted: when, as Slurm shows it, in seconds
     since the epoch; 0 while Slurm has not confirmed the job. trains: its command may train, as its agent says.
-    nodes: of one allocation, in Slurm's order; restarts: how often Slurm had requeued it then."""
+    nodes: of one allocation, in Slurm's order; restarts: how often Slurm had requeued it then. runs: see `JobState`."""
 
     settings: Settings
     step: int = 0
@@ -21,6 +21,7 @@ class JobRegistered(Record, frozen=True, tag="job_registered"):
     submitted: float = 0.0
     nodes: list[str] = []
     restarts: int = 0
+    runs: dict[int, float] = {}
 
 
 class Reallocated(Record, frozen=True, tag="reallocated"):
@@ -45,7 +46,7 @@ class AgentRegistered(Record, frozen=True, tag="agent_registered"):
     """An agent was taken in.
 
     key: the agent's CURVE public key, to which its credential was bound; empty where nothing is encrypted.
-    confirmed: Slurm shows the element at work on this node, or is not used."""
+    confirmed: Slurm shows the element at work on this node, or is not used. requeues: as it says."""
 
     element: int
     agent: str
@@ -57,6 +58,7 @@ class AgentRegistered(Record, frozen=True, tag="agent_registered"):
     peer: str = ""
     peer_key: str = ""
     confirmed: bool = True
+    requeues: int = 0
 
 
 class AgentConfirmed(Record, frozen=True, tag="agent_confirmed"):

@@ -17,6 +17,12 @@ def test_steps_that_a_restart_only_uses_up_are_not_counted(first, step):
     assert read_place(SLURM | {"UNICRON_FIRST_STEP": first}, "tcp://127.0.0.1:7451").step == step * LAUNCHES
 
 
+@pytest.mark.parametrize(("most", "requeues"), [("1", 2), ("2", 0)])
+def test_only_a_requeue_of_the_whole_job_counts(most, requeues):
+    said = SLURM | {"SLURM_ARRAY_TASK_COUNT": most, "SLURM_RESTART_COUNT": "2"}
+    assert read_place(said, "tcp://127.0.0.1:7451").requeues == requeues
+
+
 @pytest.mark.parametrize("own", ["-5", "-6", "4294967291", "4294967290"])
 def test_a_batch_script_counts_as_the_first_step_whatever_number_slurm_gives_it(own):
     """From 26.05 on Slurm sets SLURM_STEP_ID for batch and interactive scripts, to a number of its own."""

@@ -9,6 +9,8 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.job.job_events import START_SECONDS
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model import allocation
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.ranges import LAUNCHES
 from unicron.ctl.slurm.slurm_client import ElementInfo
 
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
@@ -184,6 +186,44 @@ def test_a_job_that_slurm_requeues_begins_on_its_new_nodes_under_the_same_id():
     world.run(1.5)
     assert world.job().nodes == ["n1", "n3", "n4"] and world.job().nodes_of_restart == 1
     trains(world, again)
+    world.check_replay()
+
+
+def test_the_steps_of_a_job_that_slurm_requeues_are_counted_anew():
+    """Defect: the steps of its script were over for the job, and ran unprotected."""
+    world = World(FakeSlurm(4))
+    world.slurm.queue["1", 0] = entry("n1")
+
+    def begin(step: int, requeues: int) -> FakeAgent:
+        world.agents.clear()
+        agent = FakeAgent(world, "1", 0, "n1", nodes=1, name=f"step {step} of {requeues}")
+        agent.obedient = False  # it would register once more
+        world.to_core(agent, agent.registration(step=step * LAUNCHES, requeues=requeues))
+        agent.obedient = True
+        world.run(1.5)
+        agent.ready()
+        world.run(1.5)
+        assert world.job().phase == "running" and world.job().step == step * LAUNCHES and not agent.silent
+        return agent
+
+    def welcome(agent: FakeAgent) -> str:
+        return next(message.run for message in agent.heard if isinstance(message, wire.Welcome))
+
+    def finish(agent: FakeAgent) -> None:
+        agent.set(0, state="finished")
+        world.run(1.5)
+        assert world.job().ended
+
+    finish(begin(0, 0))
+    broken_off = begin(1, 0)
+    world.slurm.queue["1", 0]["restarts"] = 1
+    world.run(1.5)
+    again = begin(0, 1)
+    finish(again)
+    resumed = begin(1, 1)
+    assert welcome(resumed) == welcome(broken_off) != welcome(again), "what it kept in memory is its own"
+    finish(resumed)
+    finish(begin(0, 2))
     world.check_replay()
 
 

@@ -267,7 +267,7 @@ def test_a_list_of_nodes_is_read_once_however_many_agents_wait(monkeypatch):
 
     monkeypatch.setattr(allocation, "hosts", counted)
     world.slurm.submit("1", 1, uid=ANN, user="ann")
-    world.slurm.queue["1", 0].update(state="RUNNING", node="n[1-64]")
+    world.slurm.queue["1", 0].update(state="RUNNING", node="n[1-64]", array=False)
     agents = [obstinate(world, "1", element, f"n{element + 1}", nodes=64) for element in range(64)]
     for agent in agents:
         register(world, agent)
