@@ -323,6 +323,9 @@ class Agent:
     def _send_status(self, leaving: str = "") -> None:
         self._reports.status(self._store.port, leaving, self._ending.noticed)
         self._stand_in.carry_out()
+        within = (rank.status.generation for rank in self.ranks.values() if rank.status.state == "running")
+        if news := self._plans.on_entered(max(within, default=0)):
+            self.log.warn(news)
 
     def _from_controller(self) -> None:
         while self._net.line.socket.poll(0) and self.exit_code is None:
@@ -353,6 +356,7 @@ class Agent:
             case wire.Refused():
                 self._on_refused(message)
             case wire.Break():
+                self._plans.on_break(message.reason)
                 self._stand_in.participant.on_break(message)
                 self._to_ranks(message)
             case wire.Withdraw():

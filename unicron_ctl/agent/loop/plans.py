@@ -13,6 +13,11 @@ AT_WORK = frozenset({"entering", "running"})  # states of ranks
 RESTING = frozenset({"starting", "waiting"})  # of those that begin anew
 
 
+def counted(count: int, what: str) -> str:
+    """ "1 node", "2 nodes"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 class Saving(NamedTuple):
     """before(key): of an image, the nodes that come first to write it; None: it is not this node's. rests: nobody
     trains, as far as this node knows. prunes: older checkpoints go."""
@@ -31,6 +36,8 @@ class Plans:
     def __init__(self, slots: Collection[int]) -> None:
         self._slots, self._here = slots, min(slots) // len(slots)
         self._held: dict[int, wire.PlanShare] = {}  # by generation
+        self._broken_by = ""  # why the last generation broke, until the next one
+        self._entered, self._world = 0, ""  # the last generation that was entered here, and its size
 
     def add_plan(self, share: wire.PlanShare, generation: int) -> None:
         """The ranks are given it, or agreed on it already."""
@@ -41,6 +48,27 @@ class Plans:
     def share(self, generation: int) -> wire.PlanShare | None:
         """That plan, for a controller that has lost its log."""
         return self._held.get(generation)
+
+    def on_break(self, reason: str) -> None:
+        """The controller says why the generation is over."""
+        self._broken_by = reason
+
+    def on_entered(self, generation: int) -> str:
+        """This node's ranks are in a generation. Returns what the job's log is told of it: once, by the node of its
+        first member, and nothing of the first world."""
+        if generation <= self._entered:
+            return ""
+        why, before, self._entered = self._broken_by, self._world, generation
+        self._broken_by = self._world = ""
+        if generation not in self._held:
+            return ""  # the agents agreed on it, and have said so
+        plan = shared_plans.whole(self._held[generation])
+        nodes = len({slot // len(self._slots) for slot in plan.members})
+        self._world = f"{counted(len(plan.members), 'rank')} on {counted(nodes, 'node')}"
+        if generation == 1 or plan.members[0] not in self._slots:
+            return ""
+        changed = f" (before: {before})" if before not in ("", self._world) else ""
+        return f"generation {generation}: {self._world}{changed}: {'; '.join(filter(None, (why, plan.reason)))}"
 
     @property
     def _members(self) -> Sequence[int]:

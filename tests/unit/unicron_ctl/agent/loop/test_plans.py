@@ -95,3 +95,22 @@ def test_whose_ranks_begin_anew_comes_after_all_others() -> None:
     assert [node.all_other_writers(key) for node in nodes] == [(1,), (0,), (0, 1)]
     nodes[0].add_plan(share(2, [0]), 2)
     assert nodes[0].all_other_writers(key) == (), "there is nobody else"
+
+
+def test_the_job_s_log_is_told_of_each_new_world_once_and_why() -> None:
+    """Defect: the world was halved, and only `explain` said so."""
+    first, second = Plans([0, 1]), Plans([2, 3])
+
+    def news(generation: int, members: list[int], broken_by: str = "") -> list[str]:
+        for node in (first, second):
+            node.add_plan(share(generation, members), generation)
+            if broken_by:
+                node.on_break(broken_by)
+        return [line for node in (first, second) for line in (node.on_entered(generation), node.on_entered(generation))]
+
+    assert news(1, [0, 1, 2, 3]) == [""] * 4, "the first one is no news"
+    same = "generation 2: 4 ranks on 2 nodes: slot 2 exited with -6"
+    assert news(2, [0, 1, 2, 3], "slot 2 exited with -6") == [same, "", "", ""]
+    smaller = "generation 3: 2 ranks on 1 node (before: 4 ranks on 2 nodes): slot 0 is gone with its node n1"
+    assert news(3, [2, 3], "slot 0 is gone with its node n1") == ["", "", smaller, ""]
+    assert first.on_entered(0) == "" and second.on_entered(4) == "", "what the agents agree on they say themselves"
