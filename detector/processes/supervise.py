@@ -160,6 +160,7 @@ class Child:
         os.set_blocking(self.stderr, False)
         self.pid = process.pid
         self.pidfd = os.pidfd_open(self.pid)
+        self.terminated = False  # SIGTERM has reached it
         self._partial = b""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
@@ -218,6 +219,13 @@ class Child:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless it has reached the process already: its handler runs once."""
+        if not self.terminated:
+            self.terminated = True
+            self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)  # a stopped process cannot act on it
 
     def close(self) -> None:
         """Release the descriptors of an ended process."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import time
 import uuid
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from unicron.ctl.agent.ranks.ranks import Rank, package_path, stop_all
 from unicron.ctl.agent.snapshots.snapshots import open_snapshots
 from unicron.ctl.protocol import wire
 from unicron.detector.processes.rank_messages import Save, Saved, Step, Timing, ToRank
-from unicron.detector.processes.supervise import adopt_orphans
+from unicron.detector.processes.supervise import Child, adopt_orphans
 
 LOGS_SECONDS = 2.0  # without progress, for the files with the ranks' output
 STAY_SECONDS = 3600.0  # for Slurm to end a preempted element, which it would not requeue if that ended by itself
@@ -280,11 +281,16 @@ class Agent:
                 self._snapshots.files.request_checkpoint(self._states.isdisjoint(AT_WORK), self._snapshots.copies.whole)
                 self._to_all(Save())
             elif number in FORWARDED and not slurm_signals_all():
-                for rank in self.ranks.values():
-                    if rank.child is not None:
-                        rank.child.signal(number)
+                for child in self._children:
+                    child.signal(number)
             elif number in ENDING and self.exit_code is None:
+                for child in self._children if number == signal.SIGTERM and slurm_signals_all() else ():
+                    child.terminated = True
                 self._ending.on_signal(number, not self.registration.welcomed or self.place.settings.max_nodes == 1)
+
+    @property
+    def _children(self) -> list[Child]:
+        return [rank.child for rank in self.ranks.values() if rank.child is not None]
 
     @property
     def _states(self) -> set[str]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import socket
 import time
 from collections import deque
@@ -287,8 +286,7 @@ class RestartAgent(Agent):
                 continue
             if not rank.told and now >= self._term_at:
                 rank.told = True
-                rank.child.signal(signal.SIGTERM)
-                rank.child.signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
+                rank.child.terminate()
             elif rank.told and now >= self._kill_at:
                 rank.kill()
 

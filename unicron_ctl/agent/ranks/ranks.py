@@ -271,8 +271,7 @@ def stop_all(ranks: Sequence[Rank], seconds: float = STOP_SECONDS) -> None:
 def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> None:
     """SIGTERM, `seconds` to act on it, SIGKILL; nothing is reaped yet."""
     for child in children:
-        child.signal(signal.SIGTERM)
-        child.signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
+        child.terminate()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(not child.ended() for child in children):
         for child in children:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -120,8 +121,11 @@ class _Ranks:
         for number in self._signals.read():
             if number in ENDING:
                 self._patience = ENDING_SECONDS
-            for child in self._running if number in ENDING or not slurm_signals_all() else ():
-                child.signal(number)
+            reached = slurm_signals_all()
+            for child in self._running:
+                if not reached:
+                    child.signal(number)
+                child.terminated |= number == signal.SIGTERM
         for child in list(self._running):
             if child.stderr in ready and standard_error.full:
                 time.sleep(HOLD_SECONDS)

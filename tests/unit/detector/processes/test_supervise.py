@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 
 from tests.support.processes import wait_for
 from unicron.detector.processes.job_output import JobOutput
@@ -41,3 +43,32 @@ def test_a_process_has_the_output_and_the_cpus_of_its_own_task():
     assert os.read(out, 100).decode() == f"{{{cpu}}}\n" and os.read(err, 100) == b"oh\n"
     for descriptor in (out, its_out, err, its_err):
         os.close(descriptor)
+
+
+COUNTS = """import signal, sys, time
+terms = []
+signal.signal(signal.SIGTERM, lambda *_: terms.append(1))
+print("ready", file=sys.stderr, flush=True)
+while not terms:
+    time.sleep(0.01)
+time.sleep(0.5)
+sys.exit(len(terms))
+"""
+
+
+def test_sigterm_reaches_a_process_once_whoever_asks_for_its_end() -> None:
+    """Defect: a script's handler ran for Slurm's SIGTERM, and again for the agent's."""
+    child = Child([sys.executable, "-c", COUNTS], dict(os.environ))
+    wait_for(lambda: child.pass_stderr() and "ready" in child.tail(), "its handler is set")
+    child.terminate()
+    time.sleep(0.1)
+    child.terminate()
+    assert child.reap(60.0) == 1
+    child.close()
+    child = Child([sys.executable, "-c", COUNTS], dict(os.environ))
+    child.terminated = True  # by Slurm, which signals all processes of a step
+    child.terminate()
+    assert not child.ended(0.3)
+    child.signal(signal.SIGKILL)
+    assert child.reap(60.0) == -signal.SIGKILL
+    child.close()
