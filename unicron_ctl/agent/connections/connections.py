@@ -36,6 +36,7 @@ class Connections:
     def abandon(self) -> None:
         """Leaves no socket behind where the agent could not begin."""
         _abandon(self.context, self.ranks.folder)
+        self.ranks.remove()
 
 
 def connect(place: Place, address: str, environment: Mapping[str, str]) -> Connections:

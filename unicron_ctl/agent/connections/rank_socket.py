@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import msgspec
 import zmq
 
+from unicron.ctl.agent.connections.held_folders import let_go, try_hold
 from unicron.ctl.protocol import wire
 from unicron.detector.processes import rank_messages
 from unicron.detector.processes.rank_messages import FROM_RANK, FromRank, ToRank
 
 PLACES = ("/tmp", "/dev/shm")  # where an epilog looks for what is left
+FOR_RANKS = re.compile(r"unicron-\d+-\w{8}(?:-\w{8})?")  # names of folders with the ranks' socket, or their counters
 MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
 
 
@@ -27,6 +32,7 @@ class RankLine:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
         self.folder, self.endpoint = folder, f"ipc://{folder}/ranks"
+        self._held = try_hold(Path(folder))
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_BYTES)
         self.socket.bind(self.endpoint)
@@ -39,9 +45,17 @@ class RankLine:
         if os.path.exists(path):
             return False
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        let_go(self._held)
+        self._held = try_hold(Path(self.folder))
         self.socket.bind(f"{self.endpoint}.new")
         os.rename(f"{path}.new", path)
         return True
+
+    def remove(self) -> None:
+        """Leave nothing of it behind."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        let_go(self._held)
+        self._held = -1
 
     def receive(self) -> Iterator[tuple[bytes, bytes]]:
         """What has come: (who, message)."""
@@ -97,7 +111,7 @@ def socket_folder(job: str, environment: Mapping[str, str]) -> str:
     """
     prefix = f"unicron-{environment.get('SLURM_JOB_ID', job)}-"
     first: OSError | None = None
-    for parent in dict.fromkeys((environment.get("TMPDIR") or PLACES[0], *PLACES)):
+    for parent in places(environment):
         try:
             folder = tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))
         except OSError as error:
@@ -111,6 +125,11 @@ def socket_folder(job: str, environment: Mapping[str, str]) -> str:
             first = first or OSError(error.errno, error.strerror, parent)
         os.rmdir(folder)
     raise first or OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), PLACES[0])
+
+
+def places(environment: Mapping[str, str]) -> list[str]:
+    """Where such a folder may be."""
+    return list(dict.fromkeys((environment.get("TMPDIR") or PLACES[0], *PLACES)))
 
 
 def _try_socket(path: str) -> None:

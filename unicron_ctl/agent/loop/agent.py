@@ -7,7 +7,6 @@ controller says.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 import uuid
@@ -171,7 +170,7 @@ class Agent:
             ("close the line to the ranks", self._net.ranks.socket.close),
             ("close the line to the other agents", self._stand_in.close),
             ("close the sockets", partial(self._net.context.destroy, 500)),
-            ("remove the sockets", partial(shutil.rmtree, self._net.ranks.folder, ignore_errors=True)),
+            ("remove the sockets", self._net.ranks.remove),
             ("give the signals back", self._signals.close),
             ("close the door", self._witness.close),
             ("end the copies", self._snapshots.copies.close),

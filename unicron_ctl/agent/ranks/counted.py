@@ -12,10 +12,12 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from unicron.ctl.agent.connections.held_folders import let_go, try_hold
 from unicron.ctl.agent.ranks.ranks import stacks_file
 from unicron.ctl.protocol import structs
 from unicron.detector.processes import counters
@@ -38,6 +40,7 @@ class Folder:
             self.path = tempfile.mkdtemp(prefix=os.path.basename(ranks) + "-", dir=MEMORY)
         except OSError:
             self.path = tempfile.mkdtemp(prefix="counters-", dir=ranks)
+        self._held = try_hold(Path(self.path))
         self.autoload = f"{self.path}/torch"
         about = f"{self.autoload}/{counters.NAME}-{VERSION}.dist-info"
         os.makedirs(about)
@@ -52,6 +55,8 @@ class Folder:
     def close(self) -> None:
         """Remove them."""
         shutil.rmtree(self.path, ignore_errors=True)
+        let_go(self._held)
+        self._held = -1
 
 
 @dataclass

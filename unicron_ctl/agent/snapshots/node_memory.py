@@ -18,23 +18,21 @@ import glob
 import os
 import re
 import secrets
-import shutil
-import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from unicron.ctl.agent.connections import held_folders
+from unicron.ctl.agent.connections.held_folders import hold, open_own, remove_if_unheld, share_lock
 from unicron.ctl.agent.connections.job_environment import Place, memory_every
+from unicron.ctl.agent.connections.rank_socket import FOR_RANKS, places
 from unicron.transition.snapshot.image_format import FOLDER
 from unicron.transition.snapshot.shared_memory import AWAY
 
 BASE = "UNICRON_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"
-FORGOTTEN_SECONDS = 900.0  # without an agent; slurm_plugin/epilog.d has the same
 TOUCH_SECONDS = 10.0
-BUSY_SECONDS = 0.05  # before what was held in the moment of its removal is looked at again
-TRIES = 5  # to open a folder that others remove at the same time
 # Job, run, node, uid; an epilog knows the form. Where somebody else has taken the name, something is added to the run.
 _NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+(?:-[0-9a-f]+)?\.(.+)\.(\d+)")
 
@@ -46,25 +44,30 @@ class Memory:
         self.folder: Path | None = None
         self._place, self._complain = place, complain
         self._base = Path(environment.get(BASE) or SHARED_MEMORY)
-        self._wanted = memory_every(environment) > 0
+        self._places = [self._base, *map(Path, places(environment))]
+        self._wanted, self._run = memory_every(environment) > 0, ""
         self._descriptor = -1
         self._touched = 0.0
 
     def open(self, run: str) -> None:
         """The controller's word which training this is; the first one counts. Where no folder can be made, that is
         said, and the job goes on without."""
-        if not (self._wanted and run):
+        if not run or self._run:
             return
-        self._wanted = False
+        self._run = run
+        if self._wanted:
+            self._make(run)
+        self._free()
+
+    def _make(self, run: str) -> None:
         folder = self._base / f"unicron.{self._place.job}.{run}.{self._place.node}.{os.getuid()}"
         try:
             folder = _own_name(folder, run)
-            self._descriptor = _put_unfinished_away(folder, _hold(folder))
+            self._descriptor = _put_unfinished_away(folder, hold(folder))
             self.folder = folder
         except OSError as error:
             why = f"{error.strerror or error}: see {BASE}, or set UNICRON_MEMORY_EVERY=0"
             self._complain(f"no training state is kept in memory: couldn't make {folder} ({why})")
-        self._free()
 
     def _free(self) -> None:
         """What is unfinished in the own folder goes, and what jobs have left long ago. What else is in the own one
@@ -75,7 +78,7 @@ class Memory:
         seconds, too. Else they wait a little while (snapshot.shared_memory), and those that copy after each step try
         again later. Where the agent ends meanwhile, the next one removes the rest.
         """
-        arguments = self.folder, self._base, self._place.node, time.time()
+        arguments = self.folder, self._base, self._place.node, time.time(), self._places
         with contextlib.suppress(RuntimeError):  # no thread is to be had: the next agent removes it
             threading.Thread(target=_remove_all, args=arguments, name="unicron-sweep", daemon=True).start()
 
@@ -94,7 +97,7 @@ class Memory:
             os.utime(self.folder)
         except FileNotFoundError:
             with contextlib.suppress(OSError):
-                again = _hold(self.folder)
+                again = hold(self.folder)
                 os.close(self._descriptor)
                 self._descriptor = again
                 self._complain(f"somebody has removed {self.folder}, and the training state in it; it is made again")
@@ -109,7 +112,7 @@ class Memory:
             os.utime(self.folder)
             self.folder.rmdir()  # where nothing was kept
         if over:
-            _remove_if_unheld(self.folder, self._descriptor)
+            remove_if_unheld(self.folder, self._descriptor)
         os.close(self._descriptor)
         self.folder = None
 
@@ -125,64 +128,26 @@ def within(seconds: float, what: Callable[[], None]) -> None:
         thread.join(seconds)
 
 
-def _remove_all(folder: Path | None, base: Path, node: str, now: float) -> None:
+def _remove_all(folder: Path | None, base: Path, node: str, now: float, places: Iterable[Path]) -> None:
     """What was put away in `folder`, which ranks of this job want first, and what other jobs have left."""
     with contextlib.suppress(OSError):
         for path in list(folder.glob(f"{AWAY}*")) if folder is not None else ():
             path.unlink(missing_ok=True)
-    sweep(base, node, now)
+    sweep(base, node, now, places)
 
 
-def sweep(base: Path, node: str, now: float) -> list[Path]:
-    """Removes what jobs of this user have left on this node and nobody has held for FORGOTTEN_SECONDS. now: of the wall
-    clock."""
-    found = list(_leftovers(base, node, os.getuid(), now))
-    gone = [path for path in found if _remove(path, now)]
-    if len(gone) < len(
-        found
-    ):  # somebody may have looked just then whether they are held (unicron.transition.snapshot.shared_memory)
-        time.sleep(BUSY_SECONDS)
-        gone += [path for path in found if path not in gone and _remove(path, now)]
-    return gone
+def sweep(base: Path, node: str, now: float, places: Iterable[Path] = ()) -> list[Path]:
+    """Removes what agents of this user have left on this node (:func:`held_folders.sweep`): training state in `base`,
+    and folders for their ranks in `places`."""
 
+    def memory(name: str) -> bool:
+        match = _NAME.fullmatch(name)
+        return match is not None and (match[1], match[2]) == (node, str(os.getuid()))
 
-def _leftovers(base: Path, node: str, uid: int, now: float) -> Iterator[Path]:
-    with contextlib.suppress(OSError):
-        for path in base.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match is None or match[1] != node or match[2] != str(uid):
-                continue
-            with contextlib.suppress(OSError):
-                if _is_forgotten(path.lstat(), now):
-                    yield path
-
-
-def _is_forgotten(status: os.stat_result, now: float) -> bool:
-    return now - status.st_mtime > FORGOTTEN_SECONDS
-
-
-def _remove(path: Path, now: float) -> bool:
-    try:
-        descriptor = _open(path)
-    except OSError:
-        return False
-    try:
-        return _remove_if_unheld(path, descriptor, now)
-    finally:
-        os.close(descriptor)
-
-
-def _remove_if_unheld(path: Path, descriptor: int, now: float | None = None) -> bool:
-    """now: of the wall clock, for what is to go only if it is still forgotten: who has come back to it may be between
-    two locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if now is not None and not _is_forgotten(os.fstat(descriptor), now):
-            return False
-    except OSError:
-        return False
-    shutil.rmtree(path, ignore_errors=True)
-    return True
+    return [
+        *held_folders.sweep([base], memory, now),
+        *held_folders.sweep(places, lambda name: FOR_RANKS.fullmatch(name) is not None, now),
+    ]
 
 
 def _own_name(folder: Path, run: str) -> Path:
@@ -200,7 +165,7 @@ def _own_name(folder: Path, run: str) -> Path:
 def _is_others(folder: Path) -> bool:
     """Something is there, and it is no folder of this user's that nobody else can enter."""
     try:
-        os.close(_open(folder))
+        os.close(open_own(folder))
     except FileNotFoundError:
         return False
     except OSError:
@@ -222,45 +187,4 @@ def _put_unfinished_away(folder: Path, descriptor: int) -> int:
         for path in list(folder.glob("*.new")):
             if not path.name.startswith(AWAY):
                 path.rename(folder / f"{AWAY}{path.name}")
-    return descriptor if _share(folder, descriptor) else _hold(folder)
-
-
-def _hold(folder: Path) -> int:
-    """A descriptor of the folder, which is made if it has to be, with a shared lock on it. Raises OSError."""
-    for _ in range(TRIES):
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        try:
-            descriptor = _open(folder)
-        except FileNotFoundError:
-            continue
-        if _share(folder, descriptor):
-            return descriptor
-        time.sleep(0.01)
-    raise OSError("others keep removing it")
-
-
-def _share(folder: Path, descriptor: int) -> bool:
-    """Take a shared lock on the folder. False where somebody is removing it; the descriptor is closed then. Raises
-    OSError."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), folder.lstat()):
-            return True
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return False
-
-
-def _open(folder: Path) -> int:
-    """Raises PermissionError for a folder that is not this user's own: anybody may write where it lies."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    status = os.fstat(descriptor)
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        os.close(descriptor)
-        raise PermissionError(1, "it is another user's")
-    return descriptor
+    return descriptor if share_lock(folder, descriptor) else hold(folder)

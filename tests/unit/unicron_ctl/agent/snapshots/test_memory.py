@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
+from unicron.ctl.agent.connections import held_folders
+from unicron.ctl.agent.connections.held_folders import FORGOTTEN_SECONDS, try_hold
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.snapshots import last_checkpoint
-from unicron.ctl.agent.snapshots import node_memory as agent_memory
 from unicron.ctl.agent.snapshots.last_checkpoint import TURN_SECONDS, LastCheckpoint
-from unicron.ctl.agent.snapshots.node_memory import FORGOTTEN_SECONDS, Memory, sweep, within
+from unicron.ctl.agent.snapshots.node_memory import Memory, sweep, within
 from unicron.ctl.protocol import structs
 from unicron.ctl.system.errors import UserError
 from unicron.transition.snapshot import checkpoint_file, folders
@@ -142,6 +143,23 @@ def test_an_agent_removes_what_others_left_long_ago_and_nothing_that_is_held(mak
     keeper.close(over=False)
     age(paths[0], FORGOTTEN_SECONDS + 5)
     assert sweep(tmp_path, "n1", time.time()) == [paths[0]]
+
+
+def test_folders_of_agents_that_were_killed_are_removed_too(make, tmp_path: Path) -> None:
+    held, left, fresh, other = (
+        tmp_path / name
+        for name in ("unicron-1-abcd_fgh", "unicron-2-abcd_fgh-abcdefgh", "unicron-3-abcd_fgh", "unicron-agent")
+    )
+    for path in (held, left, fresh, other):
+        path.mkdir(mode=0o700)
+        (path / "ranks").touch()
+        age(path, 0 if path == fresh else FORGOTTEN_SECONDS + 5)
+    lock = try_hold(held)
+    assert sweep(tmp_path / "none", "n1", time.time(), [tmp_path]) == [left]
+    assert held.exists() and fresh.exists() and other.exists()
+    os.close(lock)
+    assert make(job="9", TMPDIR=str(tmp_path), UNICRON_MEMORY_EVERY="0").folder is None
+    wait_for(lambda: not held.exists(), "the next agent removes it, whether it keeps any state or not")
 
 
 def test_who_only_looks_whether_it_is_held_keeps_nobody_from_removing_it(tmp_path: Path, monkeypatch) -> None:
@@ -478,7 +496,7 @@ class Epilog:
     def __init__(self, folder: Path, monkeypatch):
         self.folder, self.came = folder, False
         self._flock = fcntl.flock
-        monkeypatch.setattr(agent_memory.fcntl, "flock", self)
+        monkeypatch.setattr(held_folders.fcntl, "flock", self)
 
     def __call__(self, descriptor: int, operation: int) -> None:
         assert operation != fcntl.LOCK_SH, "a wait without a limit"
@@ -531,14 +549,14 @@ def test_who_has_the_lock_meanwhile_is_not_waited_for(make, left_late: Path, mon
 
 
 def test_what_was_found_forgotten_and_is_in_use_by_now_stays(make, left_late: Path, monkeypatch) -> None:
-    seen = agent_memory._leftovers
+    seen = held_folders._leftovers
 
     def late(*arguments):
         found = list(seen(*arguments))
         os.utime(left_late)  # its element is back
         return found
 
-    monkeypatch.setattr(agent_memory, "_leftovers", late)
+    monkeypatch.setattr(held_folders, "_leftovers", late)
     assert not sweep(left_late.parent, "n1", time.time()) and left_late.exists()
 
 
