@@ -86,7 +86,7 @@ def hold(folder: Path) -> int:
 
 
 def try_hold(folder: Path) -> int:
-    """The same; -1 where no lock is to be had."""
+    """A descriptor as of :func:`hold`; -1 where no lock is to be had."""
     try:
         return hold(folder)
     except OSError:
