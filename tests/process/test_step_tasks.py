@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.test_spank import SOURCE
+from tests.support.plugin_site import SOURCE
 from tests.support.processes import wait_for
 from unicron.ctl.agent.connections.step_tasks import CHANNELS, StepTask, StepTasks, TasksMissing
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.test_restart_mode import Site
 from tests.support.jobs import PLAIN, json_lines
+from tests.support.plugin_site import Site
 from tests.support.processes import call, wait_for
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.test_spank import build
 from tests.support.links import NEEDS_ROOT, LinksCluster
+from tests.support.plugin_site import build
 from tests.support.processes import wait_for
 
 pytestmark = [pytest.mark.slurm, NEEDS_ROOT]

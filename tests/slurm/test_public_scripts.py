@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.test_restart_mode import Site
 from tests.support.jobs import json_lines
+from tests.support.plugin_site import Site
 from tests.support.processes import ROOT, call, wait_for
 
 SCRIPTS = ROOT / "tests" / "data" / "public_scripts"

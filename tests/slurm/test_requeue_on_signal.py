@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.test_restart_mode import Site
 from tests.support.jobs import HERE, json_lines
+from tests.support.plugin_site import Site
 from tests.support.processes import call, wait_for
 
 NODES, STEPS = 2, 100_000

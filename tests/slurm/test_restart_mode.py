@@ -4,62 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.test_spank import build
-from tests.support.controller import Controller
-from tests.support.jobs import PLAIN, json_lines
-from tests.support.processes import call, outside_slurm, wait_for
-from unicron.ctl.lab.cluster import LocalCluster
-
-SETTINGS = 'slurm = "command"\nslurm_poll_seconds = 0.5\n'
-
-
-class Site:
-    """A cluster with the plugin, the real agent and a controller."""
-
-    def __init__(self, folder: Path, nodes: int = 2):
-        self.folder = folder
-        assert build(folder / "build").returncode == 0
-        scripts = sysconfig.get_path("scripts")
-        self.environment = outside_slurm() | {"PLAIN_OUT": str(folder)}
-        programs = [scripts, self.environment["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"]
-        self.environment["PATH"] = os.pathsep.join(programs)
-        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=1, auth="none")
-        self.environment |= {"SLURM_CONF": str(self.cluster.layout.slurm_conf)}
-        self.controller = Controller(folder, SETTINGS, self.environment)
-        self.cluster.up()
-        plugin = (
-            f"optional {folder}/build/unicron.so agent={scripts}/unicron-agent controller={self.controller.address}\n"
-        )
-        (self.cluster.layout.etc_dir / "plugstack.conf").write_text(plugin)
-
-    def close(self) -> None:
-        self.controller.close()
-        self.cluster.down()
-
-    def steps(self, element: int) -> list[dict]:
-        return json_lines(self.folder / f"steps.{element}")
-
-    def world(self, after: int) -> dict:
-        """The last step of a world of two that is younger than generation `after`."""
-
-        def found() -> list[dict]:
-            return [step for step in self.steps(0) if step["size"] == 2 and step["generation"] > after]
-
-        return wait_for(lambda: len(found()) > 2 and found()[-1], self.logs)
-
-    def job(self, number: str) -> dict:
-        return self.controller.job(number)
-
-    def logs(self) -> str:
-        files = [*self.folder.glob("slurm-*.out"), self.folder / "unicrond.log"]
-        said = [f"{e['job']} {e['kind']}: {e.get('reason', '')}" for e in self.controller.events()]
-        return "\n".join([*(f"--- {file.name}\n{file.read_text()}" for file in files), "--- events", *said])
+from tests.support.jobs import PLAIN
+from tests.support.plugin_site import Site
+from tests.support.processes import call, wait_for
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ from pathlib import Path
 import msgpack
 import pytest
 
+from tests.support.plugin_site import SOURCE, build
 from tests.support.processes import wait_for
 from unicron.ctl.lab.cluster.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
 
-SOURCE = Path(__file__).resolve().parents[2] / "slurm_plugin" / "spank"
 CALL_LIMIT = 20.0  # seconds for one Slurm command
 
 # Records how it was called, then becomes the user's command, as `unicron-agent run --` would start it.
@@ -143,12 +143,6 @@ class Bench:
 
     def recorded(self, job: int | str) -> list[str]:
         return sorted(path.name for path in (self.folder / "seen").glob(f"{job}.*"))
-
-
-def build(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["make", "-s", "-C", str(SOURCE), f"O={folder}", *targets], capture_output=True, text=True, timeout=100
-    )
 
 
 @pytest.fixture(scope="module")

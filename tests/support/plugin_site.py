@@ -1,0 +1,65 @@
+"""A real Slurm with the plugin, the real agent and a controller, as a site has them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from tests.support.controller import Controller
+from tests.support.jobs import json_lines
+from tests.support.processes import ROOT, outside_slurm, wait_for
+from unicron.ctl.lab.cluster import LocalCluster
+
+SOURCE = ROOT / "slurm_plugin" / "spank"
+SETTINGS = 'slurm = "command"\nslurm_poll_seconds = 0.5\n'
+
+
+def build(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", "-s", "-C", str(SOURCE), f"O={folder}", *targets], capture_output=True, text=True, timeout=100
+    )
+
+
+class Site:
+    """A cluster with the plugin, the real agent and a controller."""
+
+    def __init__(self, folder: Path, nodes: int = 2):
+        self.folder = folder
+        assert build(folder / "build").returncode == 0
+        scripts = sysconfig.get_path("scripts")
+        self.environment = outside_slurm() | {"PLAIN_OUT": str(folder)}
+        programs = [scripts, self.environment["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"]
+        self.environment["PATH"] = os.pathsep.join(programs)
+        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=1, auth="none")
+        self.environment |= {"SLURM_CONF": str(self.cluster.layout.slurm_conf)}
+        self.controller = Controller(folder, SETTINGS, self.environment)
+        self.cluster.up()
+        plugin = (
+            f"optional {folder}/build/unicron.so agent={scripts}/unicron-agent controller={self.controller.address}\n"
+        )
+        (self.cluster.layout.etc_dir / "plugstack.conf").write_text(plugin)
+
+    def close(self) -> None:
+        self.controller.close()
+        self.cluster.down()
+
+    def steps(self, element: int) -> list[dict]:
+        return json_lines(self.folder / f"steps.{element}")
+
+    def world(self, after: int) -> dict:
+        """The last step of a world of two that is younger than generation `after`."""
+
+        def found() -> list[dict]:
+            return [step for step in self.steps(0) if step["size"] == 2 and step["generation"] > after]
+
+        return wait_for(lambda: len(found()) > 2 and found()[-1], self.logs)
+
+    def job(self, number: str) -> dict:
+        return self.controller.job(number)
+
+    def logs(self) -> str:
+        files = [*self.folder.glob("slurm-*.out"), self.folder / "unicrond.log"]
+        said = [f"{e['job']} {e['kind']}: {e.get('reason', '')}" for e in self.controller.events()]
+        return "\n".join([*(f"--- {file.name}\n{file.read_text()}" for file in files), "--- events", *said])
