@@ -1,0 +1,158 @@
+"""``python -m benchmarks.starts [--times N]``: what plugin and agent add to a step's start, on a real Slurm.
+
+By turns, inside one allocation each: `srun true` with the plugin and a job that asked for Unicron, and on a cluster
+without the plugin; then a training, from `srun` to its first step. Last, a script of `srun --ntasks-per-node=2` on two
+nodes, a rank of which is killed N times: seconds from the kill to the job's next step, with forked (warm) ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.marks import print_figure
+from tests.support.jobs import json_lines
+from tests.support.plugin_site import Site
+from tests.support.processes import wait_for
+from unicron.ctl.lab.cluster import LocalCluster
+
+NODES, TASKS, LIMIT = 2, 2, 120.0
+OLD_SECONDS = 21.0  # the processes of a younger world get 2 s to show an error of their own
+TRAIN = """
+import json, os, sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rank, generation = dist.get_rank(), int(os.environ.get("UNICRON_GENERATION", "0"))
+for step in range(int(sys.argv[1])):
+    time.sleep(0.05)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    if step == 0:
+        print("stepped", time.time(), flush=True)
+    with open(f"{os.environ['PLAIN_OUT']}/steps.{rank}", "a") as file:
+        line = {"rank": rank, "generation": generation, "pid": os.getpid()}
+        file.write(json.dumps(line) + "\\n")
+time.sleep(0.5)
+dist.destroy_process_group()
+"""
+# torch's variables, which Unicron sets and a script without it needs itself.
+ALONE = "env RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29555"
+
+
+def allocated(folder: Path, environment: dict[str, str], options: list[str], script: str) -> str:
+    """What a batch script prints that is run to its end."""
+    file = folder / "job.sh"
+    file.write_text(f"#!/bin/bash\n{script}")
+    command = ["sbatch", "--wait", "-N1", "--exclusive", "--gres=gpu:1", "-o", str(folder / "job.out"), *options]
+    done = subprocess.run(
+        [*command, str(file)], env=environment, cwd=folder, capture_output=True, text=True, timeout=LIMIT
+    )
+    said = (folder / "job.out").read_text() if (folder / "job.out").exists() else ""
+    if done.returncode:
+        sys.exit(f"the job failed: {done.stderr}{said}")
+    return said
+
+
+def step_seconds(times: int, command: str) -> str:
+    """A batch script that prints how long each of `times` steps took."""
+    lines = f"begun=$EPOCHREALTIME; srun {command} >/dev/null 2>&1; echo $begun $EPOCHREALTIME\n"
+    return f"for i in $(seq {times}); do\n{lines}done\n"
+
+
+def measure_starts(folder: Path, site: Site, bare: dict[str, str], times: int) -> None:
+    """`srun true` and a training, with and without, by turns."""
+    ours = ["--unicron", "--unicron-min-nodes=1"]
+    sides: list[tuple[dict[str, str], list[str]]] = [(site.environment, ours), (bare, [])]
+    empty: list[list[float]] = [[], []]
+    training: list[list[float]] = [[], []]
+    script = folder / "train.py"
+    script.write_text(TRAIN)
+    for _ in range(times):
+        for side, (environment, options) in enumerate(sides):
+            said = allocated(folder, environment, options, step_seconds(5, "true"))
+            pairs = [line.split() for line in said.splitlines() if line[:1].isdigit()]
+            empty[side] += [float(end) - float(begun) for begun, end in pairs]
+            before = "" if side == 0 else ALONE
+            words = f"echo begun $EPOCHREALTIME\nsrun {before} {sys.executable} {script} 1\n"
+            said = allocated(folder, environment, options, words)
+            at = dict(line.split()[:2] for line in said.splitlines() if line.startswith(("begun ", "stepped ")))
+            training[side].append(float(at["stepped"]) - float(at["begun"]))
+    ratio = statistics.median(empty[0]) / statistics.median(empty[1])
+    print(f"srun true: {statistics.median(empty[0]):.3f} s with, {statistics.median(empty[1]):.3f} s without")
+    print_figure("srun true, with plugin and agent over without", ratio, "", most=1.1)
+    with_it, without = map(statistics.median, training)
+    print(f"srun to the first step of a training: {with_it:.2f} s with, {without:.2f} s without")
+    print_figure("start of a training, with less without", with_it - without, "s", most=1.0)
+
+
+def newest(folder: Path) -> dict[int, dict]:
+    """The last line of each rank."""
+    found: dict[int, dict] = {}
+    for path in folder.glob("steps.*"):
+        found |= {int(line["rank"]): line for line in json_lines(path)}
+    return found
+
+
+def measure_kills(site: Site, times: int) -> None:
+    """A rank of an unmodified script is killed; all ranks step again."""
+    size = NODES * TASKS
+    words = ["sbatch", "--parsable", "--unicron", f"-N{NODES}", "--exclusive", "--wrap"]
+    (site.folder / "train.py").write_text(TRAIN)
+    words.append(f"srun --ntasks-per-node={TASKS} {sys.executable} train.py 1000000")
+    number = subprocess.run(words, env=site.environment, cwd=site.folder, capture_output=True, text=True, check=True)
+    taken = []
+
+    def whole(after: int) -> Callable[[], dict[int, dict] | None]:
+        def look() -> dict[int, dict] | None:
+            ranks = newest(site.folder)
+            return ranks if len(ranks) == size and all(line["generation"] > after for line in ranks.values()) else None
+
+        return look
+
+    ranks = wait_for(whole(0), site.logs, LIMIT)
+    for turn in range(times):
+        time.sleep(OLD_SECONDS)
+        generation = max(line["generation"] for line in ranks.values())
+        os.kill(newest(site.folder)[turn % size]["pid"], signal.SIGKILL)
+        begun = time.monotonic()
+        ranks = wait_for(whole(generation), site.logs, LIMIT)
+        taken.append(time.monotonic() - begun)
+    subprocess.run(["scancel", number.stdout.strip()], env=site.environment, check=True)
+    print("a rank of four killed, to the next step of all: " + ", ".join(f"{each:.2f}" for each in taken) + " s")
+    print_figure("a killed rank of --ntasks-per-node, to the next step", statistics.median(taken), "s", most=1.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=5, help="turns, and kills")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="unicron-starts-") as name:
+        folder = Path(name)
+        (folder / "site").mkdir()
+        site = Site(folder / "site", NODES)
+        bare = LocalCluster(folder / "bare", nodes=NODES, gpus_per_node=1, auth="none")
+        try:
+            bare.up()
+            environment = site.environment | {"SLURM_CONF": str(bare.layout.slurm_conf)}
+            measure_starts(folder, site, environment, options.times)
+            measure_kills(site, options.times)
+        finally:
+            site.close()
+            bare.down()
+
+
+if __name__ == "__main__":
+    main()
