@@ -2,8 +2,8 @@
 
 PLAIN_OUT: its folder. PLAIN_HANG: how it hangs (see HANGS), PLAIN_RANK: who, PLAIN_AT: in which step. PLAIN_STEP:
 seconds of a step; PLAIN_TIMEOUT: of the process group's time-out, where it is not to be torch's own. Rank 0 writes each
-step's time to PLAIN_OUT/steps, the rank that hangs the time when it begins to PLAIN_OUT/hung, and all end when there is
-PLAIN_OUT/stop, or after PLAIN_STEPS.
+step's time and its process to PLAIN_OUT/steps, the rank that hangs the time when it begins to PLAIN_OUT/hung, and all
+end when there is PLAIN_OUT/stop, or after PLAIN_STEPS.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
         optimizer.step()
         if rank == 0:
             with (out / "steps").open("a") as file:
-                file.write(f"{step} {time.time()}\n")
+                file.write(f"{step} {time.time()} {os.getpid()}\n")
             if (step + 1) % 10 == 0:
                 torch.save(
                     {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1},
