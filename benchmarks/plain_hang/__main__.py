@@ -1,23 +1,25 @@
 """A rank of an unmodified script hangs: seconds until the job's next step, under Unicron and under torchrun.
 
     python -m benchmarks.plain_hang [--hangs sleep,deadlock,backward,stop,spin] [--step 0.1] [--short 30] [--limit 60]
-        [--rounds 1]
+        [--rounds 1] [--ft-launcher PROGRAM]
 
 The script (`tests/support/plain_hang.py`) is torch's DistributedDataParallel over gloo with four ranks; it knows
 neither. Unicron has a real unicrond and two real agents with two ranks each, with its usual settings and torch's
 default time-out of 30 minutes. torchrun runs it with that time-out, for which only `--limit` seconds are waited, and
-with a short one, for which the script has to be changed. The systems take turns.
+with a short one, for which the script has to be changed; so does NVRx's ft_launcher where it is named. The systems take
+turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.support.controller import Controller
@@ -45,16 +47,16 @@ def unicron(folder: Path, settings: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, settings: dict[str, str]) -> Iterator[None]:
-    """The same ranks under torchrun, which starts all again when one fails.
+def launched(command: Sequence[str], folder: Path, settings: dict[str, str]) -> Iterator[None]:
+    """The same ranks under a launcher, which starts all again when one fails.
 
     Its ranks get a new store at each start: in the one that torchrun shares by default they find the dead world's
     addresses, and never come back.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=3"]
+    options = ["--standalone", "--nproc-per-node=4", "--max-restarts=3", str(SCRIPT)]
     environment = {**outside_slurm(), **settings, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen([*command, str(SCRIPT)], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen([*command, *options], env=environment, stdout=log, stderr=log)
     try:
         yield
     finally:
@@ -91,12 +93,17 @@ def main() -> None:
     parser.add_argument("--short", type=float, default=30.0, help="seconds of the short time-out")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that are waited for a next step")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--ft-launcher", metavar="PROGRAM", help="NVRx's, in an environment with a torch of its own")
     options = parser.parse_args()
-    systems = {
-        "unicron, default time-out": (unicron, {}),
-        f"torchrun, time-out of {options.short:g} s": (torchrun, {"PLAIN_TIMEOUT": str(options.short)}),
-        "torchrun, default time-out": (torchrun, {}),
-    }
+    launchers = {"torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+    if options.ft_launcher:
+        launchers["ft_launcher"] = [options.ft_launcher, "--ft-ignore-missing-cfg"]
+    systems: dict[str, tuple[Callable[..., contextlib.AbstractContextManager[None]], dict[str, str]]] = {}
+    systems["unicron, default time-out"] = unicron, {}
+    for name, command in launchers.items():
+        start = functools.partial(launched, command)
+        systems[f"{name}, time-out of {options.short:g} s"] = start, {"PLAIN_TIMEOUT": str(options.short)}
+        systems[f"{name}, default time-out"] = start, {}
     print(f"| hang, steps of {options.step:g} s | {' | '.join(systems)} |\n|{'---|' * (len(systems) + 1)}", flush=True)
     for hang in options.hangs.split(",") * options.rounds:
         cells = []
