@@ -29,6 +29,7 @@ from tests.support.processes import outside_slurm
 SCRIPT = HERE / "plain_hang.py"
 BEGIN_SECONDS = 120.0  # until the script hangs
 END_SECONDS = 10.0
+Start = Callable[[Path, dict[str, str]], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
@@ -98,21 +99,20 @@ def main() -> None:
     launchers = {"torchrun": [sys.executable, "-m", "torch.distributed.run"]}
     if options.ft_launcher:
         launchers["ft_launcher"] = [options.ft_launcher, "--ft-ignore-missing-cfg"]
-    systems: dict[str, tuple[Callable[..., contextlib.AbstractContextManager[None]], dict[str, str]]] = {}
-    systems["unicron, default time-out"] = unicron, {}
+    systems: dict[str, tuple[Start, dict[str, str]]] = {"unicron, default time-out": (unicron, {})}
     for name, command in launchers.items():
-        start = functools.partial(launched, command)
+        start: Start = functools.partial(launched, command)
         systems[f"{name}, time-out of {options.short:g} s"] = start, {"PLAIN_TIMEOUT": str(options.short)}
         systems[f"{name}, default time-out"] = start, {}
     print(f"| hang, steps of {options.step:g} s | {' | '.join(systems)} |\n|{'---|' * (len(systems) + 1)}", flush=True)
     for hang in options.hangs.split(",") * options.rounds:
         cells = []
-        for start, more in systems.values():
+        for begin, more in systems.values():
             with tempfile.TemporaryDirectory(prefix="unicron-bench-") as name:
                 out = Path(name) / "out"
                 out.mkdir()
                 settings = {"PLAIN_OUT": str(out), "PLAIN_HANG": hang, "PLAIN_STEP": str(options.step), **more}
-                with start(Path(name), settings):
+                with begin(Path(name), settings):
                     seconds = next_step(out, options.limit)
             cells.append(f"{seconds:.1f} s" if seconds is not None else f"over {options.limit:g} s")
         print(f"| {hang} | {' | '.join(cells)} |", flush=True)

@@ -122,13 +122,13 @@ def measure_kills(site: Site, times: int) -> None:
 
         return look
 
-    ranks = wait_for(whole(0), site.logs, LIMIT)
+    ranks = wait_for(whole(0), site.logs, LIMIT) or {}
     for turn in range(times):
         time.sleep(OLD_SECONDS)
         generation = max(line["generation"] for line in ranks.values())
         os.kill(newest(site.folder)[turn % size]["pid"], signal.SIGKILL)
         begun = time.monotonic()
-        ranks = wait_for(whole(generation), site.logs, LIMIT)
+        ranks = wait_for(whole(generation), site.logs, LIMIT) or {}
         taken.append(time.monotonic() - begun)
     subprocess.run(["scancel", number.stdout.strip()], env=site.environment, check=True)
     print("a rank of four killed, to the next step of all: " + ", ".join(f"{each:.2f}" for each in taken) + " s")
