@@ -27,11 +27,14 @@ static long read_count(spank_t sp, const char *name)
 
 /*
  * sbatch --no-kill is for the allocation alone. Without it srun ends its step when one of the nodes is lost, and the rest could not
- * go on.
+ * go on. An array's element is requeued as a whole.
  */
 void batch_set_variables(spank_t sp)
 {
-	if (read_count(sp, "SLURM_JOB_NUM_NODES") > 1)
+	char text[16];
+
+	if (read_count(sp, "SLURM_JOB_NUM_NODES") > 1 &&
+	    spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) != ESPANK_SUCCESS)
 		spank_setenv(sp, "SLURM_NO_KILL", "set", 0);
 }
 

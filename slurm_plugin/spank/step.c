@@ -61,7 +61,6 @@ void step_read(spank_t sp, struct step *step)
 	if (!read_number(sp, "SLURM_JOB_NUM_NODES", &step->job_nodes))
 		step->job_nodes = step->nodes;
 	read_number(sp, "UNICRON_RANKS_PER_NODE", &step->ranks);
-	step->element = spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) == ESPANK_SUCCESS;
 	step->hetero = spank_getenv(sp, "SLURM_HET_SIZE", text, sizeof(text)) == ESPANK_SUCCESS;
 	step->container = spank_getenv(sp, "SLURM_CONTAINER", text, sizeof(text)) == ESPANK_SUCCESS && text[0] != '\0';
 }
@@ -98,9 +97,6 @@ enum step_verdict step_judge(const struct step *step, bool asked, char reason[UN
 			 "submit one job, such as sbatch -N 4, in place of components");
 	else if (step->container)
 		snprintf(reason, UNICRON_REASON_MAX, "it runs in a container (--container), where no agent is");
-	else if (step->element && step->nodes > 1)
-		snprintf(reason, UNICRON_REASON_MAX, "it has %" PRId64 " nodes of an array's element: give each element one (--nodes=1)",
-			 step->nodes);
 	else if (step->nodes < step->job_nodes)
 		snprintf(reason, UNICRON_REASON_MAX, "it has %" PRId64 " of the job's %" PRId64 " nodes: a training has all of them",
 			 step->nodes, step->job_nodes);

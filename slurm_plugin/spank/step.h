@@ -18,7 +18,6 @@ struct step {
 	int64_t nodes;        /* of this step */
 	int64_t job_nodes;    /* of its allocation */
 	int64_t ranks;        /* UNICRON_RANKS_PER_NODE, 0 when it is not set */
-	bool element;         /* the allocation is a task of a job array */
 	bool container;       /* srun --container: the task's root is another one */
 	bool hetero;          /* of a heterogeneous job */
 };

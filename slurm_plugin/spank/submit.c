@@ -15,12 +15,13 @@
 #define MOST_BYTES 65536    /* of a command line, and of a script, whose options come first */
 #define MOST_WORDS 1024
 
-static const struct { const char *variable, *value, *option; } defaults[] = {
-	{ "SBATCH_REQUEUE", "", "--requeue" },
-	{ "SBATCH_OPEN_MODE", "append", "--open-mode" },
-	{ "SBATCH_NO_KILL", "set", "--no-kill" },
-	{ "SALLOC_NO_KILL", "set", NULL },
-	{ "SLURM_NO_KILL", "set", NULL },
+/* An array's element that has lost a node is requeued as a whole. */
+static const struct { const char *variable, *value, *option; bool of_allocation; } defaults[] = {
+	{ "SBATCH_REQUEUE", "", "--requeue", false },
+	{ "SBATCH_OPEN_MODE", "append", "--open-mode", false },
+	{ "SBATCH_NO_KILL", "set", "--no-kill", true },
+	{ "SALLOC_NO_KILL", "set", NULL, true },
+	{ "SLURM_NO_KILL", "set", NULL, true },
 };
 #define DEFAULTS (sizeof(defaults) / sizeof(*defaults))
 
@@ -62,8 +63,13 @@ static int asks(const char *word)
 	return (strncmp(word, "--unicron", 9) == 0 && (word[9] == '\0' || word[9] == '-') ? 1 : -1);
 }
 
+static bool is_array(const char *word)
+{
+	return (strncmp(word, "--array", 7) == 0 || strncmp(word, "-a", 2) == 0);
+}
+
 /* The options of a script's #SBATCH lines, up to its first command. */
-static void read_script_options(const char *script, bool *asked)
+static void read_script_options(const char *script, bool *asked, bool *array)
 {
 	while (*script != '\0') {
 		size_t length = strcspn(script, "\n");
@@ -74,23 +80,28 @@ static void read_script_options(const char *script, bool *asked)
 		if (strncmp(script, "#SBATCH", 7) == 0) {
 			snprintf(line, sizeof(line), "%.*s", (int) length, script);
 			strtok_r(line, " \t\r", &rest);
-			while ((word = strtok_r(NULL, " \t\r", &rest)) != NULL && word[0] != '#')
+			while ((word = strtok_r(NULL, " \t\r", &rest)) != NULL && word[0] != '#') {
 				if (asks(word) >= 0)
 					*asked = asks(word);
+				*array = *array || is_array(word);
+			}
 		}
 		script += length + (script[length] == '\n');
 	}
 }
 
-bool submit_asks(char *const command[], const char *script, bool asked_before)
+bool submit_asks(char *const command[], const char *script, bool asked_before, bool *array)
 {
 	bool asked = asked_before;
 
+	*array = getenv("SBATCH_ARRAY_INX") != NULL;
 	if (script != NULL)
-		read_script_options(script, &asked);
-	for (int i = 1; command[0] != NULL && command[i] != NULL && strcmp(command[i], "--") != 0; ++i)
+		read_script_options(script, &asked, array);
+	for (int i = 1; command[0] != NULL && command[i] != NULL && strcmp(command[i], "--") != 0; ++i) {
 		if (asks(command[i]) >= 0)
 			asked = asks(command[i]);
+		*array = *array || is_array(command[i]);
+	}
 	return (asked);
 }
 
@@ -115,15 +126,15 @@ static bool read_script(char text[MOST_BYTES + 1])
 void submit_set_defaults(void)
 {
 	const char *said = getenv("UNICRON"), *by_default = getenv("UNICRON_BY_DEFAULT");
-	bool script, before = said != NULL && strcmp(said, "1") == 0 && !(by_default != NULL && strcmp(by_default, "1") == 0);
+	bool script, array, before = said != NULL && strcmp(said, "1") == 0 && !(by_default != NULL && strcmp(by_default, "1") == 0);
 	static char text[MOST_BYTES + 1];
 
 	read_words();
 	script = read_script(text);
-	if (!submit_asks(words, script ? text : NULL, before))
+	if (!submit_asks(words, script ? text : NULL, before, &array))
 		return;
 	for (size_t i = 0; i < DEFAULTS; ++i)
-		mine[i] = getenv(defaults[i].variable) == NULL && setenv(defaults[i].variable, defaults[i].value, 1) == 0;
+		mine[i] = !(array && defaults[i].of_allocation) && getenv(defaults[i].variable) == NULL && setenv(defaults[i].variable, defaults[i].value, 1) == 0;
 }
 
 static bool is_said(const char *option)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * What healing needs of a job and users forget: --requeue, --open-mode=append and --no-kill. sbatch, salloc and srun read the variables
+ * What healing needs of a job and users forget: --requeue, --open-mode=append and, of one that is no array, --no-kill. sbatch, salloc and srun read the variables
  * that stand for these options right after slurm_spank_init, before the script and the command line, which therefore win.
  */
 #ifndef UNICRON_SUBMIT_H
@@ -14,7 +14,7 @@ void submit_set_defaults(void);
 /* From slurm_spank_init_post_opt: the variables are nobody else's. asked: the job did ask. Says which options are missing. */
 void submit_finish(bool asked);
 
-/* The same for a command line and a script's text, or NULL: does it ask for Unicron? For tests. */
-bool submit_asks(char *const words[], const char *script, bool asked_before);
+/* The same for a command line and a script's text, or NULL: does it ask for Unicron, and for an array? For tests. */
+bool submit_asks(char *const words[], const char *script, bool asked_before, bool *array);
 
 #endif

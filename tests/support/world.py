@@ -24,6 +24,7 @@ from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.ctl.settings.partitions import PartitionConfig
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Queue, SlurmError
+from unicron.ctl.slurm.squeue import names_of
 from unicron.detector.failures.classify import Classifier
 from unicron.transition.generations import layout
 
@@ -384,8 +385,9 @@ class FakeSlurm:
         self.failed: set[tuple[str, int]] = set()
         """Elements of which it has heard that their scripts failed, and that are COMPLETING on such a node."""
 
-    def submit(self, job: str, count: int, **facts: Any) -> None:
-        """`facts` are fields of ElementInfo that differ from the usual: partition="main" and so on."""
+    def submit(self, job: str, count: int, block: int = 1, **facts: Any) -> None:
+        """`facts` are fields of ElementInfo that differ from the usual: partition="main" and so on. block: nodes of an
+        element."""
         for element in range(count):
             self.queue[job, element] = {
                 "state": "PENDING",
@@ -394,22 +396,25 @@ class FakeSlurm:
                 "admin_comment": "",
                 "restarts": 0,
                 "pin": None,
+                "size": block,
                 **facts,
             }
         self.schedule()
 
     def free(self) -> list[str]:
-        used = {e["node"] for e in self.queue.values() if e["state"] in ("RUNNING", "COMPLETING")}
+        used = {n for e in self.queue.values() if e["state"] in ("RUNNING", "COMPLETING") for n in names_of(e["node"])}
         return [n for n, states in self.node_states.items() if states == {"IDLE"} and n not in used]
 
     def schedule(self) -> None:
         free = dict.fromkeys(self.free())
         for entry in self.queue.values():
             waits = "held" in entry["reason"].lower() or entry["reason"] == "BeginTime"
-            if free and entry["state"] == "PENDING" and not waits and (entry["pin"] is None or entry["pin"] in free):
-                node = entry["pin"] or next(iter(free))
-                del free[node]
-                entry.update(state="RUNNING", node=node, reason="")
+            names = names_of(entry["pin"]) if entry["pin"] else list(free)[: entry.get("size", 1)]
+            enough = len(names) == entry.get("size", 1) and free.keys() >= set(names)
+            if entry["state"] == "PENDING" and not waits and enough:
+                for name in names:
+                    del free[name]
+                entry.update(state="RUNNING", node=",".join(names), reason="")
 
     def nodes(self) -> list[NodeInfo]:
         return [
@@ -441,7 +446,11 @@ class FakeSlurm:
                 job=job,
                 element=element,
                 slurm_id=f"{job}{element}",
-                **{**usual, "name": f"job{job}", **{name: value for name, value in e.items() if name != "pin"}},
+                **{
+                    **usual,
+                    "name": f"job{job}",
+                    **{name: value for name, value in e.items() if name not in ("pin", "size")},
+                },
             )
             for (job, element), e in self.queue.items()
             if jobs is None or job in jobs
@@ -452,9 +461,10 @@ class FakeSlurm:
             raise SlurmError(self.refuse_down)
         self.node_states[node], self.reasons[node] = {"DOWN"}, reason
         for key, entry in self.queue.items():
-            if entry["node"] == node and key in self.failed:
+            here = node in names_of(entry["node"])
+            if here and key in self.failed:
                 entry.update(state="FAILED")
-            elif entry["node"] == node and entry["state"] in ("RUNNING", "COMPLETING"):
+            elif here and entry["state"] in ("RUNNING", "COMPLETING"):
                 began = entry["state"] == "RUNNING"  # else it was requeued before
                 entry.update(state="PENDING", node=None, reason="BeginTime", restarts=entry["restarts"] + began)
         self.schedule()

@@ -94,28 +94,30 @@ class Buckets:
             read_base, write_base = read_base + old_part, write_base + new_part
 
 
-def partner_shifts(nodes: Sequence[str], copies: int) -> list[int]:
+def partner_shifts(nodes: Sequence[str], copies: int, blocks: Sequence[str] = ()) -> list[int]:
     """How far from each shard's own rank its copies are: the partners of shard d are the ranks (d + shift) % count.
 
-    nodes: the node of each data-parallel rank. One shift for all, so that each rank sends and receives the same. The
-    shifts are those for which most shards have copies on nodes other than their own, and on different ones. Fewer than
-    `copies` where there are not so many other ranks.
+    nodes: the node of each data-parallel rank; blocks: the block that comes and goes as a whole, where nodes do so
+    together. One shift for all, so that each rank sends and receives the same. The shifts are those for which most
+    shards have copies in other blocks, then on nodes other than their own, and on different ones. Fewer than `copies`
+    where there are not so many other ranks.
     """
-    count = len(nodes)
+    count, blocks = len(nodes), blocks or nodes
     shifts: list[int] = []
 
-    def elsewhere(shift: int) -> tuple[int, int, int]:
-        apart = fresh = 0
+    def elsewhere(shift: int) -> tuple[int, int, int, int]:
+        outside = fresh = apart = 0
         for rank, node in enumerate(nodes):
-            partner = nodes[(rank + shift) % count]
-            apart += partner != node
-            fresh += partner not in {node, *(nodes[(rank + earlier) % count] for earlier in shifts)}
-        return fresh, apart, -shift
+            partner, having = (rank + shift) % count, [(rank + earlier) % count for earlier in (0, *shifts)]
+            outside += blocks[partner] not in {blocks[other] for other in having}
+            fresh += nodes[partner] not in {nodes[other] for other in having}
+            apart += nodes[partner] != node
+        return outside, fresh, apart, -shift
 
-    beside = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), 1)  # ranks of the first node
+    beside = next((rank for rank, block in enumerate(blocks) if block != blocks[0]), 1)  # ranks of the first block
     usual = [shift for shift in range(beside, count, beside)]
     while len(shifts) < min(copies, count - 1):
-        best, shift = (-1, -1, 0), 0
+        best, shift = (-1, -1, -1, 0), 0
         for candidate in dict.fromkeys([*usual[:TRIED], *range(1, count)][: count + TRIED]):
             if candidate not in shifts and (found := elsewhere(candidate)) > best:
                 best, shift = found, candidate

@@ -46,6 +46,7 @@ class ShardedState(LocalState):
         self._process, self._exchange = process, exchange
         self._copies = wanted_copies()
         self._per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._per_block = self._per_node * int(os.environ.get("UNICRON_BLOCK", "1"))
         self._slot, self._size = slot, size = process.slot, process.layout.size
         here: torch.device = next(state.model[0].parameters()).device
         memory = torch.device("cpu") if where is Where.HOST else here
@@ -104,8 +105,9 @@ class ShardedState(LocalState):
         self.wait_whole()
         self.shards.enter_generation(named(plan.generation, self._exchange.largest(secrets.randbits(MARK_BITS))))
         place = self._slot % self._size
-        nodes = [str(slots[place] // self._per_node) for slots in replicas(plan.members, self._size)]
-        self._shifts = sharding.partner_shifts(nodes, self._copies)
+        slots = [replica[place] for replica in replicas(plan.members, self._size)]
+        nodes, blocks = ([str(slot // ranks) for slot in slots] for ranks in (self._per_node, self._per_block))
+        self._shifts = sharding.partner_shifts(nodes, self._copies, blocks)
         if plan.boundary:  # first of all: a gather that is overlapped is not over at a boundary
             self.adopt(*self._exchange.furthest(before))
         if self._unread and plan.state is None and self._slot not in plan.joiners:

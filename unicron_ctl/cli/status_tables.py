@@ -125,10 +125,7 @@ def _notes(job: Job) -> list[str]:
         found.append(f"{job.waits}: see `unicronctl explain {job.job}`")
     for one in job.barred:
         found.append(f"{len(one.elements)} elements cannot start: {one.reason} ({one.words})")
-    if said := replicas(job):
-        found.append(said)
-    if said := spares(job):
-        found.append(said)
+    found += filter(None, (replicas(job), spares(job), blocks(job)))
     if job.silent:
         found.append(f"silent, not lost: element {', '.join(job.silent)}")
     if job.left_out:
@@ -187,6 +184,12 @@ def spares(job: JobBase) -> str:
     waiting = [f"element {one.element} ({one.node}): spare, {one.state}" for one in job.spares[:8]]
     more = f" and {len(job.spares) - 8} more" if len(job.spares) > 8 else ""
     return ", ".join(waiting) + more if waiting else "no spare waits"
+
+
+def blocks(job: JobBase) -> str:
+    """The elements that have several nodes each, with these; empty where they have one."""
+    more = f"; and {len(job.blocks) - 8} more" if len(job.blocks) > 8 else ""
+    return "; ".join(job.blocks[:8]) + more
 
 
 def not_finite(job: JobBase) -> str:
@@ -312,6 +315,8 @@ def _standing(data: Explanation) -> list[str]:
         lines.append(f"replicas: {said}")
     if said := spares(data):
         lines.append(f"spares: {said}")
+    if said := blocks(data):
+        lines.append(f"elements: {said}")
     if data.waits:
         lines.append(f"waits: {data.waits}")
     return lines

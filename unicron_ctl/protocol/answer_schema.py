@@ -129,7 +129,7 @@ class JobBase(msgspec.Struct, kw_only=True):
     standbys: slots of living ranks that complete none and have kept their state. spares_wanted: spares that were asked
     for; spares_ready: those that could come in now. lost_seconds: between the last step before a Break and the first
     after it, and of iterations that were made again; trained_seconds: all others from the first step to the last one;
-    goodput: their share.
+    goodput: their share. blocks: the elements that have several nodes each, with these.
     """
 
     job: str
@@ -154,6 +154,7 @@ class JobBase(msgspec.Struct, kw_only=True):
     goodput: float | None = None
     trained_seconds: float = 0.0
     lost_seconds: float = 0.0
+    blocks: Annotated[list[str], OWNER] = []
 
 
 class Job(JobBase, kw_only=True):

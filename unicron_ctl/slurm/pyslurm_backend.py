@@ -100,7 +100,7 @@ class PyslurmClient(CommandLineClient):
         record = self._record(job, element)
         if record is None or node is None:  # pyslurm takes an empty list for "no change"
             return super().pin(job, element, node)
-        self._modify(f"pin {job}_{element}", record, required_nodes=[node])
+        self._modify(f"pin {job}_{element}", record, required_nodes=node.split(","))
 
     def start_now(self, job: str, element: int) -> None:
         if (record := self._record(job, element)) is None:

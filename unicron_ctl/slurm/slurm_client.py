@@ -142,7 +142,8 @@ class ElementInfo:
     bytes may be in them. Only administrators write `admin_comment`. A text with an ellipsis at its end was longer.
     `brief`: only the whole queue showed it, so that its owner, its number and its texts are not known.
     `array`: it is a task of a job array. `allocation`: so many nodes are one allocation with it, which Slurm holds,
-    requeues and ends as a whole (:mod:`unicron.ctl.controller.model.allocation`).
+    requeues and ends as a whole. `block`: so many nodes are one element of the array
+    (:mod:`unicron.ctl.controller.model.allocation`).
     """
 
     job: str
@@ -173,11 +174,12 @@ class ElementInfo:
     brief: bool = False
     array: bool = False
     allocation: int = 1
+    block: int = 1
 
     @property
     def label(self) -> str:
         """The element's name: 7_2."""
-        return f"{self.job}_{self.element}" if self.job != SOMEBODY else "another job"
+        return f"{self.job}_{self.element // self.block}" if self.job != SOMEBODY else "another job"
 
     @property
     def held(self) -> bool:

@@ -243,9 +243,13 @@ def hosts(text: str) -> list[str]:
 
 
 def nodes_of(element: ElementInfo) -> Sequence[str]:
-    """The names of its nodes; of a job of several they are one host list."""
-    text = element.node or ""
-    return _names(text) if "[" in text or "," in text else [text] if text else []
+    """The names of its nodes; of an element of several they are one host list."""
+    return names_of(element.node)
+
+
+def names_of(text: str | None) -> Sequence[str]:
+    """The names in a host list; a long one is read once."""
+    return _names(text) if text and ("[" in text or "," in text) else [text] if text else []
 
 
 @lru_cache(maxsize=1024)

@@ -524,23 +524,27 @@ static void test_batch_scripts(void)
 /* Which submissions ask for Unicron, as far as that can be seen before Slurm reads their options. */
 static void test_submissions(void)
 {
-	static const struct { const char *words[4]; const char *script; bool before, asks; } cases[] = {
-		{ { "sbatch", "--unicron", "job.sh" }, NULL, false, true },
-		{ { "sbatch", "--unicron-min-nodes=2", "job.sh" }, NULL, false, true },
-		{ { "sbatch", "job.sh" }, "#!/bin/sh\n#SBATCH -N 4 --unicron\n", false, true },
-		{ { "sbatch", "job.sh" }, "#!/bin/sh\n\n# one\n#SBATCH --unicron-spares 1 # two\nsrun a\n", false, true },
-		{ { "sbatch", "job.sh" }, "#!/bin/sh\nsrun a\n#SBATCH --unicron\n", false, false },
-		{ { "sbatch", "job.sh" }, "#!/bin/sh\n##SBATCH --unicron\n#SBATCH -N1 # --unicron\n", false, false },
-		{ { "sbatch", "--no-unicron", "job.sh" }, "#!/bin/sh\n#SBATCH --unicron\n", false, false },
-		{ { "sbatch", "job.sh" }, "#!/bin/sh\n", true, true },
-		{ { "sbatch", "--no-unicron", "job.sh" }, "#!/bin/sh\n", true, false },
-		{ { "srun", "--unicronx", "a" }, NULL, false, false },
-		{ { "srun", "--", "--unicron" }, NULL, false, false },
-		{ { NULL }, NULL, false, false },
+	static const struct { const char *words[5]; const char *script; bool before, asks, array; } cases[] = {
+		{ { "sbatch", "--unicron", "job.sh" }, NULL, false, true, false },
+		{ { "sbatch", "--unicron-min-nodes=2", "job.sh" }, NULL, false, true, false },
+		{ { "sbatch", "job.sh" }, "#!/bin/sh\n#SBATCH -N 4 --unicron\n", false, true, false },
+		{ { "sbatch", "job.sh" }, "#!/bin/sh\n\n# one\n#SBATCH --unicron-spares 1 # two\nsrun a\n", false, true, false },
+		{ { "sbatch", "job.sh" }, "#!/bin/sh\nsrun a\n#SBATCH --unicron\n", false, false, false },
+		{ { "sbatch", "job.sh" }, "#!/bin/sh\n##SBATCH --unicron\n#SBATCH -N1 # --unicron\n", false, false, false },
+		{ { "sbatch", "--no-unicron", "job.sh" }, "#!/bin/sh\n#SBATCH --unicron\n", false, false, false },
+		{ { "sbatch", "job.sh" }, "#!/bin/sh\n", true, true, false },
+		{ { "sbatch", "--no-unicron", "job.sh" }, "#!/bin/sh\n", true, false, false },
+		{ { "srun", "--unicronx", "a" }, NULL, false, false, false },
+		{ { "srun", "--", "--unicron" }, NULL, false, false, false },
+		{ { "sbatch", "--unicron", "-a0-3", "job.sh" }, NULL, false, true, true },
+		{ { "sbatch", "job.sh" }, "#!/bin/sh\n#SBATCH --array=0-3 -N 4 --unicron\n", false, true, true },
+		{ { NULL }, NULL, false, false, false },
 	};
+	bool array;
 
 	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i)
-		if (submit_asks((char *const *) cases[i].words, cases[i].script, cases[i].before) != cases[i].asks) {
+		if (submit_asks((char *const *) cases[i].words, cases[i].script, cases[i].before, &array) != cases[i].asks ||
+		    array != cases[i].array) {
 			fprintf(stderr, "submission %zu\n", i);
 			abort();
 		}
@@ -551,23 +555,22 @@ static void test_judge(void)
 {
 	static const struct command trains = { COMMAND_TRAINS }, may = { COMMAND_MAY_TRAIN }, utility = { COMMAND_UTILITY };
 	static const struct { struct step step; enum step_verdict by_default, asked; } cases[] = {
-		{ { trains, 1, 1, 1, 1, 0, false, false, false }, STEP_PROTECTED, STEP_PROTECTED },
-		{ { trains, 1, 1, 4, 4, 0, false, false, false }, STEP_PROTECTED, STEP_PROTECTED },
-		{ { trains, 1, 1, 1, 1, 8, true, false, false }, STEP_PROTECTED, STEP_PROTECTED },
-		{ { may, 1, 1, 1, 1, 0, false, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
-		{ { utility, 1, 1, 1, 1, 0, true, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
-		{ { utility, 8, 8, 4, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
+		{ { trains, 1, 1, 1, 1, 0, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { trains, 1, 1, 4, 4, 0, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { trains, 1, 1, 1, 1, 8, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { may, 1, 1, 1, 1, 0, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
+		{ { utility, 1, 1, 1, 1, 0, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
+		{ { utility, 8, 8, 4, 4, 0, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
 		/* several tasks on a node: its ranks, where they are as many on each and no other number was said */
-		{ { trains, 8, 8, 4, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
-		{ { trains, 4, 4, 1, 1, 4, true, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
-		{ { trains, 8, 7, 4, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 4, 4, 4, 4, 8, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { may, 2, 2, 1, 1, 0, true, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 1, 1, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 1, 3, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 1, 2, 2, 0, true, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 1, 1, 1, 0, false, true, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 1, 1, 1, 0, false, false, true }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 8, 8, 4, 4, 0, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
+		{ { trains, 4, 4, 1, 1, 4, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
+		{ { trains, 8, 7, 4, 4, 0, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 4, 4, 4, 4, 8, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { may, 2, 2, 1, 1, 0, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 1, 4, 0, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 3, 4, 0, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 1, 1, 0, true, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 1, 1, 0, false, true }, STEP_UNTOUCHED, STEP_UNPROTECTED },
 	};
 	char said[UNICRON_REASON_MAX];
 

@@ -77,7 +77,7 @@ class Place:
     @property
     def label(self) -> str:
         """JOB_ELEMENT, as Slurm writes it."""
-        return f"{self.job}_{self.element}"
+        return f"{self.job}_{self.element // self.settings.block}"
 
 
 def number(
@@ -153,16 +153,22 @@ def read_place(
         ranks = str(len(tasks))
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
     per_node = int(number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1", most=ranges.MOST_RANKS))
-    most = int(number(environment, "SLURM_ARRAY_TASK_COUNT" if array else "SLURM_NNODES", "1"))
-    allocation = not array and most > 1
+    nodes = int(number(environment, "SLURM_NNODES", "1"))
+    allocation, block = not array and nodes > 1, nodes if array else 1
+    most = nodes * (int(number(environment, "SLURM_ARRAY_TASK_COUNT", "1")) if array else 1)
+    least = int(number(environment, "UNICRON_MIN_NODES", "1", most=ranges.MOST_ELEMENTS))
+    least = block if least == 1 else least  # the plugin's default says no more than that
+    if least % block:
+        more = least + block - least % block
+        said = f"UNICRON_MIN_NODES={least} counts nodes, and the array's elements have {block} each"
+        raise UserError(f"{said}: give a multiple of that, like {more}", WRONG_USE)
     model = read_model(environment)
     memory_every(environment)  # a mistake is said before the job runs without
     memory_rate(environment)
     return Place(
         job=job,
-        element=_place_in_allocation(environment, node)
-        if allocation
-        else int(number(environment, "SLURM_ARRAY_TASK_ID", "0", least=0)),
+        element=int(number(environment, "SLURM_ARRAY_TASK_ID", "0", least=0)) * block
+        + (_place_in_allocation(environment, node) if nodes > 1 else 0),
         node=node,
         address=environment.get("UNICRON_NODE_ADDRESS") or _address(controller),
         step=_step(environment) * ranges.LAUNCHES
@@ -173,7 +179,7 @@ def read_place(
             name=environment.get("SLURM_JOB_NAME", job)[: ranges.NAME],
             user=environment.get("SLURM_JOB_USER") or _own_name(),
             weight=number(environment, "UNICRON_WEIGHT", "1.0", float, ranges.LEAST_WEIGHT, ranges.MOST_WEIGHT),
-            min_nodes=int(number(environment, "UNICRON_MIN_NODES", "1", most=ranges.MOST_ELEMENTS)),
+            min_nodes=least,
             max_nodes=most,
             ranks_per_node=per_node,
             layouts=read_layouts(environment, per_node, most, model),
@@ -181,13 +187,14 @@ def read_place(
             copies=int(number(_set(environment), "UNICRON_STATE_COPIES", "1", least=0, most=ranges.MOST_COPIES)),
             spares=int(number(environment, "UNICRON_SPARES", "0", least=0, most=ranges.MOST_ELEMENTS)),
             allocation=allocation,
+            block=block,
             log_dir=str(log_folder(environment, job) or "")[: ranges.TEXT],
         ),
     )
 
 
 def _place_in_allocation(environment: Mapping[str, str], node: str) -> int:
-    """The place of the node in the job's allocation, as the controller counts (`model.allocation`). SLURM_NODEID may
+    """The place of the node in the allocation, as the controller counts (`model.allocation`). SLURM_NODEID may
     tell another one: srun's --distribution orders the nodes of a step."""
     names = hosts(environment.get("SLURM_JOB_NODELIST", ""))
     return names.index(node) if node in names else int(number(environment, "SLURM_NODEID", "0", least=0))

@@ -335,6 +335,7 @@ def rank_environment(
             "UNICRON_STACKS": stacks_file(endpoint, slot),
             "UNICRON_SLOT": str(slot),
             "UNICRON_MAX_RANKS": str(place.settings.max_nodes * place.settings.ranks_per_node),
+            "UNICRON_BLOCK": str(place.settings.block),
             "UNICRON_INCARNATION": str(incarnation),
             "RANK": "0",
             "WORLD_SIZE": "1",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.ranks.placeholders import fill_variables
+from unicron.ctl.slurm.squeue import hosts
 from unicron.ctl.system.errors import UserError
 from unicron.detector.health.program_output import TooMuchOutput, run_program
 
@@ -118,11 +119,11 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
     if place.settings.max_nodes == 1:
         return World(0, 1, ranks, place.address, port, place.job)
     if "SLURM_ARRAY_TASK_ID" in environment:
-        running = _settled(place.job, place.element)
+        running = _settled(place.job, place.element, place.settings.block)
         elements = sorted(running)
     else:
-        hosts = _answer(["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")])
-        running = dict(enumerate(hosts)) if len(hosts) == place.settings.max_nodes else {}
+        names = hosts(environment.get("SLURM_JOB_NODELIST", ""))
+        running = dict(enumerate(names)) if len(names) == place.settings.max_nodes else {}
         elements = list(running)
     if place.element not in running:
         raise UserError(
@@ -130,11 +131,12 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
             "others: find out why squeue and scontrol do not answer here"
         )
     first = _address(running[elements[0]])
-    names = tuple(running[element] for element in elements)
-    return World(elements.index(place.element), len(elements), ranks, first, port, place.job, names=names)
+    own = elements.index(place.element)
+    all_nodes = tuple(running[element] for element in elements)
+    return World(own, len(elements), ranks, first, port, place.job, names=all_nodes)
 
 
-def _settled(job: str, own: int) -> dict[int, str]:
+def _settled(job: str, own: int, block: int) -> dict[int, str]:
     """element -> node of the elements that run, `own` among them, once the answer has stood still; else the last one
     in time.
     """
@@ -142,7 +144,7 @@ def _settled(job: str, own: int) -> dict[int, str]:
     last: dict[int, str] = {}
     since = time.monotonic()
     while time.monotonic() < deadline:
-        now = _running(job)
+        now = _running(job, block)
         if now != last:
             last, since = now, time.monotonic()
         elif own in now and time.monotonic() - since >= SETTLE_SECONDS:
@@ -151,10 +153,11 @@ def _settled(job: str, own: int) -> dict[int, str]:
     return last
 
 
-def _running(job: str) -> dict[int, str]:
+def _running(job: str, block: int) -> dict[int, str]:
     lines = _answer(["squeue", "-h", "-r", "-j", job, "-t", "RUNNING", "-o", "%K %N"])
     words = [line.split() for line in lines]
-    return {int(pair[0]): pair[1] for pair in words if len(pair) == 2 and pair[0].isdigit()}
+    running = [(int(pair[0]), hosts(pair[1])) for pair in words if len(pair) == 2 and pair[0].isdigit()]
+    return {first * block + place: name for first, names in running for place, name in enumerate(names[:block])}
 
 
 def _address(node: str) -> str:

@@ -194,13 +194,13 @@ def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
         return list(command), ""
     check_tasks()
     environment[LAUNCHER] = taken.launcher
-    nodes = environment.get("SLURM_ARRAY_TASK_COUNT") or environment.get("SLURM_NNODES") or "1"
+    sizes = (environment.get(name, "1") for name in ("SLURM_ARRAY_TASK_COUNT", "SLURM_NNODES"))
+    elements, nodes = (int(size) if size.isdecimal() else 1 for size in sizes)
     spares = environment.get("UNICRON_SPARES", "0")
-    count = int(nodes) if nodes.isdecimal() else 1
     devices = sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia[0-9]*"))
-    ranks = launchers.count_ranks(taken, environment, count, len(os.sched_getaffinity(0)), devices)
+    ranks = launchers.count_ranks(taken, environment, elements * nodes, len(os.sched_getaffinity(0)), devices)
     array = "SLURM_ARRAY_TASK_ID" in environment
-    fewest = launchers.fewest_nodes(taken, count, int(spares) if spares.isdecimal() else 0, array)
+    fewest = launchers.fewest_nodes(taken, elements, nodes, int(spares) if spares.isdecimal() else 0, array)
     told = launchers.describe(taken, ranks)
     if (said := environment.get("UNICRON_RANKS_PER_NODE")) and said != str(ranks):
         told += f"; UNICRON_RANKS_PER_NODE={said} counts"

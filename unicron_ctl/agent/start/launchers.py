@@ -432,13 +432,13 @@ def count_ranks(taken: Taken, environment: Mapping[str, str], nodes: int, cpus: 
     raise NotTaken(f"{taken.launcher} starts {text!r} processes a node: write a number, gpu, cpu or auto")
 
 
-def fewest_nodes(taken: Taken, nodes: int, spares: int, array: bool) -> int:
-    """The nodes that the launcher's world needs at least, 0 where it does not say. nodes: of the job. array: its nodes
-    come one by one; in one allocation `--nnodes 8` only repeats what sbatch was told, and the job may go on without a
-    lost node. Raises NotTaken."""
-    least, most = taken.nodes
-    if most <= 1:
-        return 0  # each node's launcher was told of itself alone
+def fewest_nodes(taken: Taken, elements: int, block: int, spares: int, array: bool) -> int:
+    """The nodes that the launcher's world needs at least, 0 where it does not say. The job has so many elements of
+    `block` nodes each. array: they come one by one; in one allocation `--nnodes 8` only repeats what sbatch was told,
+    and the job may go on without a lost node. Raises NotTaken."""
+    (least, most), nodes = taken.nodes, elements * block
+    if most <= 1 or (array and most <= block):
+        return 0  # the launchers of each node, or element, were told of it alone
     if least == most and most not in (nodes, nodes - spares):
         raise NotTaken(
             f"{taken.launcher} was told of {most} nodes, and the job has {nodes}: write --nnodes {nodes}, or leave "
@@ -446,6 +446,7 @@ def fewest_nodes(taken: Taken, nodes: int, spares: int, array: bool) -> int:
         )
     if least > nodes:
         raise NotTaken(f"{taken.launcher} needs {least} nodes, and the job has {nodes}: ask Slurm for more")
+    least += -least % block if array else 0
     return least if array or least < most else 0
 
 

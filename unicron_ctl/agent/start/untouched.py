@@ -43,8 +43,6 @@ def why_by_shape(environment: Mapping[str, str], joined: int = 1) -> str:
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1")
     of_job = environment.get("SLURM_JOB_NUM_NODES") or nodes
     count = int(nodes) if nodes.isdecimal() else 1
-    if "SLURM_ARRAY_TASK_ID" in environment and count > 1:
-        return f"it has {count} nodes of an array's element: give each element one (--nodes=1)"
     if of_job.isdecimal() and count < int(of_job):
         return f"it has {count} of the job's {of_job} nodes: a training has all of them"
     return ""

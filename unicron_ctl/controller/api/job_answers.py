@@ -12,7 +12,7 @@ from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.job import spares
 from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.asker import Asker
-from unicron.ctl.controller.model.job_state import Failure, JobState, Phase
+from unicron.ctl.controller.model.job_state import AgentRecord, Failure, JobState, Phase
 from unicron.ctl.controller.plan.inputs import bounds, waiting, weight
 from unicron.ctl.protocol import answer_schema as schema
 
@@ -125,7 +125,20 @@ def _base(core: Core, state: JobState) -> schema.JobBase:
         goodput=state.goodput,
         trained_seconds=state.trained_seconds,
         lost_seconds=state.lost_seconds,
+        blocks=_blocks(state) if state.settings.block > 1 and not state.ended else [],
     )
+
+
+def _blocks(state: JobState) -> list[str]:
+    """The elements that have had agents, each with its nodes, and those of which the agent is gone."""
+    found: dict[int, list[AgentRecord]] = {}
+    for element, agent in sorted(state.agents.items()):
+        found.setdefault(state.block_of(element), []).append(agent)
+    return [
+        f"{state.job}_{block} {','.join(agent.node for agent in agents)}"
+        + "".join(f" ({agent.node}: {agent.gone})" for agent in agents if agent.gone)
+        for block, agents in found.items()
+    ]
 
 
 def _silent(core: Core, state: JobState) -> list[str]:

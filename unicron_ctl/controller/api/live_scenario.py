@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from unicron.ctl.controller.api import privacy
 from unicron.ctl.controller.api.questions import NoArguments
 from unicron.ctl.controller.core.core import Core
@@ -43,10 +45,14 @@ def _job(core: Core, i: planning.JobInput, usual: float, asker: Asker) -> Scenar
         node_names=sorted(a.node for a in core.view.live.jobs[i.job].agents.values() if a.alive) if full else [],
     )
     if i.layouts:
-        job.layouts = {name: {str(n): rate for n, rate in table.items()} for name, table in i.layouts.items()}
+        job.layouts = {name: _sizes(i, table) for name, table in i.layouts.items()}
         job.layout, job.transition = i.layout, {"restart": i.restart_seconds}
     else:
-        job.flops = {str(n): rate for n, rate in planning.throughput(i, usual).items()}
+        job.flops = _sizes(i, planning.throughput(i, usual))
     if saved := planning.spares(i, usual, core.config.mtbf_node_hours):
-        job.spares = {str(nodes): seconds for nodes, seconds in saved.items()}
+        job.spares = _sizes(i, saved)
     return job
+
+
+def _sizes(i: planning.JobInput, table: Mapping[int, float]) -> dict[str, float]:
+    return {str(nodes): rate for nodes, rate in planning.in_blocks(i, table).items()}

@@ -60,7 +60,7 @@ def _waiting(core: Core) -> dict[str, dict[str, str]]:
     for state in core.state.jobs.values():
         view = core.view.job(state)
         for element, how in (spares.standing(view) if not state.over else {}).items():
-            found.setdefault(view.agents[element].node, {})[f"{state.job}_{element}"] = how
+            found.setdefault(view.agents[element].node, {})[state.label(element)] = how
     return found
 
 

@@ -421,8 +421,9 @@ class Core:
         if self.view.slurm.error:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
             self.view.slurm.error = ""
-        listed = allocation.by_node(elements, self.state.jobs)
-        self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), list(listed))
+        rows = list(elements)
+        listed = list(allocation.by_node(rows, self.state.jobs))
+        self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), listed, rows)
         self._listings.on_listing(self.view.slurm.seen)
         self.advance_jobs()
 

@@ -444,7 +444,7 @@ class Intake:
         """Takes in a datagram of the plugin, which anybody may have sent: agent and Slurm are asked, no lease is
         shortened."""
         out, now = Outcome(), self._view.now
-        agent = self._view.live.agent(hint.job, hint.element)
+        agent = self._agent_of(hint)
         if hint.kind != "task_exit" or agent is None or not agent.alive:
             return out
         agent.task_status = hint.status
@@ -453,6 +453,15 @@ class Intake:
             out.hurry = True
             out.merge([self.suspect(agent)])
         return out
+
+    def _agent_of(self, hint: datagrams.Hint) -> AgentView | None:
+        """The agent of the task: a datagram has Slurm's own number of the element, and the node."""
+        job, live = self._view.state.jobs.get(hint.job), self._view.live
+        if job is None:
+            return None
+        numbers = range(job.settings.max_nodes) if job.settings.allocation else job.nodes_of_block(hint.element)
+        agents = [agent for number in numbers if (agent := live.agent(hint.job, number)) is not None]
+        return next((agent for agent in agents if len(numbers) == 1 or agent.node == hint.node), None)
 
     def suspect(self, agent: AgentView) -> Outcome:
         """Has an agent asked that somebody says has ended (`failure_detector.leases`)."""

@@ -169,7 +169,7 @@ def _record_doubt(evidence: Evidence, out: Outcome) -> None:
     if why and why != suspicion.recorded:
         suspicion.recorded = why
         answers = "; ".join(map(str, evidence.reached or suspicion.witnessed()))
-        who = f"{suspicion.job}_{suspicion.element} on {suspicion.node}"
+        who = f"{view.state.jobs[suspicion.job].label(suspicion.element)} on {suspicion.node}"
         reason = f"no message from {who}, which is not taken for lost: {why}" + (f" ({answers})" if answers else "")
         record = records.Silence(element=suspicion.element, node=suspicion.node, reason=reason)
         out.record(view.state.jobs[suspicion.job], record)

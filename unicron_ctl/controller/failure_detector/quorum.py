@@ -179,7 +179,7 @@ def shown_dead(view: View, job: JobState, element: int, since: float = 0.0) -> s
     if shown is None or (shown.state in HAS_PROCESSES and shown.node == record.node):
         return ""
     where = f" on {shown.node}" if shown.node else ""
-    return f"{info.name} answers Slurm, and {job.job}_{element} is {shown.state}{where}"
+    return f"{info.name} answers Slurm, and {job.label(element)} is {shown.state}{where}"
 
 
 def slurm_hears_nothing(view: View, node: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from unicron.ctl.controller.job import spares
 from unicron.ctl.controller.model.agent_view import CAN_ENTER, AgentView, keeps
-from unicron.ctl.controller.model.job_state import Identity
+from unicron.ctl.controller.model.job_state import Identity, JobState
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import View
 from unicron.ctl.protocol.structs import RankStatus
@@ -16,7 +16,14 @@ from unicron.transition.generations import layout
 
 # ---------------------------------------------------------------- who can come in
 def may_work(view: View, job: JobView, element: int) -> bool:
-    """The plan, and the state of its node, let the element take part."""
+    """The plan, and the state of its nodes, let the element take part. Its block does as a whole, or not at all."""
+    if job.state.settings.block == 1:
+        return _may_work(view, job, element)
+    mates = job.state.mates(element)
+    return all(mate in job.agents and job.agents[mate].alive and _may_work(view, job, mate) for mate in mates)
+
+
+def _may_work(view: View, job: JobView, element: int) -> bool:
     allotted, agent = job.state.allotted, job.agents.get(element)
     if element in job.state.parted or element in job.state.noticed:
         return False
@@ -46,7 +53,17 @@ def _in_layout(job: JobView, status: RankStatus) -> bool:
 
 def waiting_elements(view: View, job: JobView, forming: bool = False) -> list[int]:
     """Elements of which every rank can enter now."""
-    return [e for e in sorted(job.live.ready) if may_work(view, job, e) and _whole(job, job.agents[e], forming)]
+    found = (e for e in sorted(job.live.ready) if may_work(view, job, e) and _whole(job, job.agents[e], forming))
+    return in_whole_blocks(job.state, found)
+
+
+def in_whole_blocks(job: JobState, elements: Iterable[int], inside: Collection[int] = ()) -> list[int]:
+    """The elements whose whole block is among them. inside: elements of which some ranks train already."""
+    found = list(elements)
+    if job.settings.block == 1:
+        return found
+    there = {*found, *inside}
+    return [element for element in found if there.issuperset(job.mates(element))]
 
 
 def _whole(job: JobView, agent: AgentView, forming: bool = False) -> bool:
@@ -58,7 +75,8 @@ def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
     a whole."""
     if job.replica == 1:
         return spares.formers(job, (slot for element in whole for slot in job.agents[element].slots))
-    agents = (job.agents[element] for element in sorted(job.live.ready) if may_work(view, job, element))
+    ready = (element for element in sorted(job.live.ready) if may_work(view, job, element))
+    agents = (job.agents[element] for element in in_whole_blocks(job.state, ready))
     return spares.formers(job, (slot for agent in agents for slot in agent.slots if able(job, agent, slot, True)))
 
 
@@ -86,6 +104,7 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
             (found if waited >= delay else late)[element] = outside
     if late and state.mode.joins and not _coming(view, job):
         found = dict(sorted((found | late).items()))
+    found = {element: found[element] for element in in_whole_blocks(state, found, state.inside)}
     taken = spares.admitted(view, job, found) if found else ()
     chosen = [slot for element, slots in found.items() if element in taken for slot in slots]
     return layout.arranged(layout.compose(chosen, job.replica)[0])

@@ -185,7 +185,11 @@ def begin_job(
         most = max(1, min(settings.max_nodes, len(seen.of(message.job))))
         nodes, restarts = confirmation.nodes(seen, message.job)
         settings = msgspec.structs.replace(
-            settings, user=info.user or settings.user, max_nodes=most, allocation=bool(nodes)
+            settings,
+            user=info.user or settings.user,
+            max_nodes=most,
+            allocation=bool(nodes),
+            block=info.block,
         )
     record = records.JobRegistered(
         settings=settings,
@@ -268,6 +272,9 @@ def _problem(message: wire.Register, job: JobState | None) -> str:
     if per_node != job.settings.ranks_per_node:
         had = job.settings.ranks_per_node
         return f"job {message.job} has {had} ranks per node, this agent {per_node}: they must be the same"
+    if message.settings.block != job.settings.block:
+        had, here = job.settings.block, message.settings.block
+        return f"job {message.job} has elements of {had} nodes, this one {here}: give sbatch --nodes={had}"
     if message.settings.mode != job.settings.mode:
         had_mode, other, why = job.settings.mode, message.settings.mode, message.settings.mode_reason
         differs = f"job {message.job} is healed in {had_mode} mode, this agent would be in {other} mode ({why})"

@@ -6,6 +6,7 @@ element by the same offer as any newcomer, and the lost one is the spare when it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -32,11 +33,14 @@ def pick(
     order: Callable[[int], tuple[object, ...]] = lambda element: (element,),
 ) -> set[int]:
     """At most `room` elements of those in `found` (element -> its slots that can enter), those first that `order` puts
-    first; elements `inside` take no room. Where a replica spans several elements, only such as make whole ones."""
+    first; elements `inside` take no room. Where a replica or a block spans several elements, only such as make whole
+    ones."""
     taken = set(found).intersection(inside)
     if job.state.unit(job.replica) == 1:
         return taken | set(sorted(set(found) - taken, key=order)[: max(0, room)])
-    whole = layout.compose(chain.from_iterable(found.values()), job.replica)[0]
+    block = job.state.settings.block * job.per_node
+    size = math.lcm(job.replica, block) if block > job.per_node else job.replica
+    whole = layout.compose(chain.from_iterable(found.values()), size)[0]
     new = [{slot // job.per_node for slot in slots} - taken for slots in whole]
     chosen: set[int] = set()
     for elements in sorted(new, key=lambda elements: sorted(map(order, elements))):
@@ -91,7 +95,8 @@ def _lives(view: View, job: JobView, element: int, name: str, found: Collection[
     if agent is None or not agent.alive or agent.agent != name or element in job.state.inside or element in found:
         return False
     allotted = state.allotted is None or element in state.allotted
-    return allotted and element not in state.parted and not view.unfit(agent.node) and not state.moves(element)
+    stays = element not in state.parted and not view.unfit(agent.node) and not state.moves(element)
+    return allotted and stays and not state.torn(element)
 
 
 def late(view: View, job: JobView, element: int) -> str:
@@ -168,7 +173,7 @@ def misfit(job: JobView) -> str:
         return ""
     spares = f"{asked} spare{'s were' if asked > 1 else ' was'} asked for"
     if unit > 1:
-        return f"{spares}, and a replica spans {unit} elements: {job.wanted} of {settings.max_nodes} train"
+        return f"{spares}, and they come and go {unit} at a time: {job.wanted} of {settings.max_nodes} train"
     least = f"at least {settings.min_nodes} of {settings.max_nodes} elements have to train"
     return f"{spares}, but {least}: {given or 'none'} wait{'s' if given == 1 else ''}"
 

@@ -7,13 +7,21 @@ from unicron.ctl.controller.judge import evidence
 from unicron.ctl.controller.judge.remedies import escalate, failure_of, inside_of, keeps_node, leave_node, start_rank
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.finding import Finding, What
-from unicron.ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, AgentRecord, Failure, JobState, Phase
+from unicron.ctl.controller.model.job_state import (
+    AGENT_DIED,
+    NODE_ENDED,
+    WITH_BLOCK,
+    AgentRecord,
+    Failure,
+    JobState,
+    Phase,
+)
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.requests import LOST
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.nodes import isolation
 from unicron.ctl.controller.sense import fencing
-from unicron.ctl.controller.sense.members import given_up, taken_away
+from unicron.ctl.controller.sense.members import ended_with_block, given_up, taken_away
 from unicron.ctl.controller.sense.slurm_states import describe
 from unicron.detector.failures import escalation, escalation_table
 from unicron.detector.failures.escalation_table import ISOLATE, MOVE, NOTHING, REATTEMPT, RESTART
@@ -37,7 +45,7 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
         return out
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
     out.record(state, _node_lost(view, agent.node, element, lost))
-    text = f"{LOST}: lost heartbeat of {state.job}_{element}"
+    text = f"{LOST}: lost heartbeat of {state.label(element)}"
     isolation.take_out(view, state, element, agent.node, records.THIS_FAILURE, text, out)
     return out
 
@@ -52,7 +60,7 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     """The agent is gone, and its ranks with it. Its node answers, or stays under question (:mod:`ending_nodes`)."""
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
-    if agent is None or _quiet(view, job, agent, element, out):
+    if agent is None or _quiet(view, job, agent, element, out, ended_with_block(state, element)):
         return out
     live = view.live.agent(state.job, element)
     task = evidence.task_end(view.classifier, live.task_status if live is not None else None)
@@ -97,7 +105,7 @@ def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
             reason=f"{failure.record.reason}; then {lost}",
         )
         out.record(state, amended)
-    text = f"{LOST}: its slurmd was not reached after the agent of {state.job}_{element} ended"
+    text = f"{LOST}: its slurmd was not reached after the agent of {state.label(element)} ended"
     isolation.take_out(view, state, element, agent.node, failure.id if failure is not None else 0, text, out)
     return out
 
@@ -112,10 +120,11 @@ def member_missed(view: View, job: JobView, finding: Finding) -> Outcome:
     return out
 
 
-def _quiet(view: View, job: JobView, agent: AgentRecord, element: int, out: Outcome) -> str:
-    """Why its end is no failure; that it is gone is put on record."""
+def _quiet(view: View, job: JobView, agent: AgentRecord, element: int, out: Outcome, with_block: bool = False) -> str:
+    """Why its end is no failure; that it is gone is put on record. with_block: Slurm has ended it with its block."""
     state = job.state
     quiet = "taken away" if taken_away(state, element) else "put aside" if given_up(view, state, agent) else ""
+    quiet = quiet or (WITH_BLOCK if with_block else "")
     if not quiet and state.phase is not Phase.BREAKING and all(job.finished(slot) for slot in agent.slots):
         quiet = "finished"
     if quiet:
@@ -158,7 +167,9 @@ def agent_left(view: View, job: JobView, finding: Finding) -> Outcome:
     out, state = Outcome(hurry=True), job.state
     agent = state.agents[finding.element]
     finished = all(job.finished(slot) for slot in agent.slots)
-    if not finished and not taken_away(state, finding.element) and not given_up(view, state, agent):
+    with_block = ended_with_block(state, finding.element)
+    wanted = with_block or taken_away(state, finding.element) or given_up(view, state, agent)
+    if not finished and not wanted:
         said = f"the agent on {agent.node} ended: {finding.evidence}"
         verdict = view.classifier.cause("killed_from_outside", said)
         reason = f"{verdict.reason}; what becomes of its element is Slurm's to say"
@@ -167,7 +178,7 @@ def agent_left(view: View, job: JobView, finding: Finding) -> Outcome:
         why = f"is gone: its agent on {agent.node} ended ({finding.evidence})"
         gone = {slot: why for slot in inside if not job.finished(slot)}
         out.record(state, failure_of(job, "agent", inside or agent.slots, finding, verdict, decision, leave_out=gone))
-    reason = "finished" if finished else finding.evidence
+    reason = "finished" if finished else WITH_BLOCK if with_block else finding.evidence
     out.record(state, records.AgentGone(element=finding.element, agent=agent.agent, reason=reason))
     return out
 

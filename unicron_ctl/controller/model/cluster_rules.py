@@ -27,7 +27,8 @@ def job_registered(state: ClusterState, event: Event, record: records.JobRegiste
 
 def started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:
     """An element that runs is held no more, whoever released it."""
-    state.held.discard((event.job, record.element))
+    if (job := state.jobs.get(event.job)) is not None:
+        state.held.discard((event.job, job.block_of(record.element)))
 
 
 def node_resumed(state: ClusterState, event: Event, record: records.NodeResumed) -> None:

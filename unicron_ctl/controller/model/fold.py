@@ -17,6 +17,7 @@ from unicron.ctl.controller.model import node_state as node_rules
 from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.model.job_state import Decided
 from unicron.ctl.controller.model.node_state import NodeState
+from unicron.ctl.controller.model.requests import OF_ELEMENTS
 from unicron.ctl.controller.model.state_machine import PHASES
 
 
@@ -66,7 +67,7 @@ def fold(state: ClusterState, event: Event) -> None:
 
 def _fold_node(state: ClusterState, event: Event, rule: Callable[[NodeState, Event, Any], None]) -> None:
     name = getattr(event.record, "node", "")
-    if not name:
+    if not name or getattr(event.record, "action", "") in OF_ELEMENTS:
         return
     node = state.nodes.setdefault(name, NodeState())
     rule(node, event, event.record)

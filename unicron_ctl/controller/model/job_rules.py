@@ -33,7 +33,8 @@ def agent_registered(job: JobState, event: Event, record: records.AgentRegistere
     agent.confirmed, agent.peer, agent.peer_key = record.confirmed, record.peer, record.peer_key
     job.agents[record.element] = agent
     job.requeues = max(job.requeues, record.requeues)
-    job.requeued.pop(record.element, None)
+    if not any(mate in job.agents and job.agents[mate].gone for mate in job.mates(record.element)):
+        job.requeued.pop(job.block_of(record.element), None)
     if old is None or old.agent != record.agent:
         job.parted.pop(record.element, None)  # it may be another node
         job.noticed.pop(record.element, None)
@@ -69,6 +70,8 @@ def agent_gone(job: JobState, event: Event, record: records.AgentGone) -> None:
     if agent and agent.agent == record.agent:
         agent.gone = record.reason
         job.noticed.pop(record.element, None)
+        if record.reason != "finished":
+            leave_with_block(job, record.element)
 
 
 def agent_back(job: JobState, event: Event, record: records.AgentBack) -> None:
@@ -116,6 +119,13 @@ def _condemn(job: JobState, slots: dict[int, str]) -> None:
     for slot, why in slots.items():
         if (slot in job.members or slot in job.joining) and slot not in job.lost:
             job.condemned.setdefault(slot, why)
+
+
+def leave_with_block(job: JobState, element: int) -> None:
+    """Leaves out the other nodes of the element's block: a world takes or leaves a block as a whole."""
+    for mate in job.mates(element) if job.settings.block > 1 else ():
+        if mate != element and (agent := job.agents.get(mate)) is not None:
+            _condemn(job, dict.fromkeys(agent.slots, f"is on {agent.node}, whose block is not whole"))
 
 
 def leave_out(job: JobState, event: Event, record: records.LeaveOut) -> None:
@@ -216,6 +226,7 @@ def number_used(job: JobState, event: Event, record: records.NumberUsed) -> None
 def parted(job: JobState, event: Event, record: records.Parted) -> None:
     agent = job.agents.get(record.element)
     job.parted[record.element] = agent.agent if agent else ""
+    leave_with_block(job, record.element)
 
 
 def rejoined(job: JobState, event: Event, record: records.Rejoined) -> None:

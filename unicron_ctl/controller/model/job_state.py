@@ -20,8 +20,9 @@ from unicron.transition.generations.layout import replicas
 
 FAILURES_KEPT = 100
 DECISIONS_KEPT = 50
+WITH_BLOCK = "ended with its block"
 # How an agent is gone of which nothing more can be said; of one that left by itself `gone` is what it said.
-SETTLED = ("", "finished", "taken away", "put aside", "dead", "silent", "node ended")
+SETTLED = ("", "finished", "taken away", "put aside", "dead", "silent", "node ended", WITH_BLOCK)
 AGENT_DIED, NODE_ENDED = "agent died", "node ended"  # how an agent is gone: it died, and then its node ended, too
 
 
@@ -212,7 +213,7 @@ class JobState:
     avoid: dict[str, Avoided] = field(default_factory=dict)
     """node -> why the job's elements are not to start there."""
     requeued: dict[int, float] = field(default_factory=dict)
-    """element -> when Slurm was asked to start it again; until its next agent comes."""
+    """Slurm's element -> when Slurm was asked to start it again; until its next agents are there."""
     slots: dict[int, SlotState] = field(default_factory=dict)
     allotted: list[int] | None = None
     leaving: list[int] = field(default_factory=list)
@@ -301,9 +302,9 @@ class JobState:
         return self.plan.replica if self.plan is not None else 1
 
     def unit(self, replica: int) -> int:
-        """The fewest elements that hold whole replicas of so many ranks."""
+        """The fewest nodes that hold whole replicas of so many ranks, and whole blocks."""
         per_node = max(1, self.settings.ranks_per_node)
-        return math.lcm(replica, per_node) // per_node
+        return math.lcm(replica, per_node * self.settings.block) // per_node
 
     def wanted(self, replica: int) -> int:
         """Elements that are to train when all are there: all but the spares, in whole replicas of so many ranks.
@@ -340,6 +341,27 @@ class JobState:
     def element(self, slot: int) -> int:
         return slot // max(1, self.settings.ranks_per_node)
 
+    def block_of(self, element: int) -> int:
+        """Slurm's own number of what the element is a node of."""
+        return element // self.settings.block
+
+    def label(self, element: int) -> str:
+        """How Slurm names what the element is a node of."""
+        return f"{self.job}_{self.block_of(element)}"
+
+    def mates(self, element: int) -> range:
+        """The elements of its block, itself included."""
+        return self.nodes_of_block(self.block_of(element))
+
+    def nodes_of_block(self, block: int) -> range:
+        """The elements of a block."""
+        return range(block * self.settings.block, (block + 1) * self.settings.block)
+
+    def torn(self, element: int) -> bool:
+        """Its block has lost another of its nodes, or is to leave one: Slurm ends all of it."""
+        others = (self.agents.get(mate) for mate in self.mates(element) if mate != element)
+        return any(one is not None and (one.gone not in ("", "finished") or self._leaves(one)) for one in others)
+
     def agents_of(self, members: Mapping[int, Identity]) -> dict[int, str]:
         """By element."""
         per_node = max(1, self.settings.ranks_per_node)
@@ -364,13 +386,16 @@ class JobState:
     @property
     def departing(self) -> set[int]:
         """Elements that leave at the next boundary: the plan takes them away, or they are to end."""
-        return {*self.leaving, *self.noticed}
+        return {*self.leaving, *(mate for element in self.noticed for mate in self.mates(element))}
 
     def moves(self, element: int) -> bool:
         """The element's agent was told to leave its node."""
         record = self.agents.get(element)
-        mark = self.avoid.get(record.node) if record else None
-        return mark is not None and record is not None and mark.agent == record.agent
+        return record is not None and self._leaves(record)
+
+    def _leaves(self, record: AgentRecord) -> bool:
+        mark = self.avoid.get(record.node)
+        return mark is not None and mark.agent == record.agent
 
     def survivors(self) -> list[int]:
         """Members that the present Break does not go on without."""

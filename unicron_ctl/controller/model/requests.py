@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from unicron.ctl.slurm.squeue import names_of
 
 OURS = "unicron"  # how comments and reasons that this tool wrote begin
 HELD = f"{OURS}: held"  # how the AdminComment of an element begins that was held here
 RELEASED = f"{OURS}: released"
 LOST = f"{OURS}[node_problem]"  # how the reason of a node begins that was taken out of service because it was lost
-ON_NODES = ("down", "drain", "resume")  # actions that change a node; the others change an element
+ON_NODES = ("down", "drain", "resume")  # actions that change a node
+OF_ELEMENTS = ("requeue", "requeue_hold", "hold", "release", "pin", "start_now", "cancel")  # that change an element
 
 
 @dataclass(frozen=True)
 class Action:
-    """A call of the SlurmClient: down, drain, resume, requeue, requeue_hold, hold, release, pin, start_now, cancel."""
+    """A call of the SlurmClient: down, drain, resume, requeue, requeue_hold, hold, release, pin, start_now, cancel.
+
+    element: Slurm's own number of it. node: of an element of several nodes, their names with commas."""
 
     action: str
     job: str
@@ -32,6 +38,11 @@ class Action:
     def target(self) -> tuple[str, int]:
         """What it changes: actions on the same keep their order."""
         return (self.node, -1) if self.action in ON_NODES else (self.job, self.element)
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The names of its nodes."""
+        return names_of(self.node)
 
     @property
     def key(self) -> tuple[str, str, int, str]:

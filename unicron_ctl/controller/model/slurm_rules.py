@@ -7,7 +7,8 @@ from dataclasses import replace
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.model.cluster_state import HOLDS, REQUEUES, TAKES, ClusterState, Intent, Mark, Pin, Take
-from unicron.ctl.controller.model.job_state import Avoided, JobState
+from unicron.ctl.controller.model.job_rules import leave_with_block
+from unicron.ctl.controller.model.job_state import AgentRecord, Avoided, JobState
 from unicron.ctl.controller.model.node_state import OUT
 
 
@@ -74,12 +75,14 @@ def unpinned(state: ClusterState, event: Event, record: records.Unpinned) -> Non
 # ---------------------------------------------------------------- one job's elements
 def avoided(job: JobState, event: Event, record: records.Avoided) -> None:
     job.avoid[record.node] = Avoided(event.time, record.reason, record.agent, record.suspect)
+    if record.agent:
+        leave_with_block(job, record.element)
 
 
 def of_element(job: JobState, event: Event, record: records.SlurmAction) -> None:
     if record.action in REQUEUES:
         job.requeued[record.element] = event.time
-        if (agent := job.agents.get(record.element)) is not None:
+        for agent in _agents(job, record.element):
             agent.tries += 1
 
 
@@ -87,9 +90,13 @@ def of_element_failed(job: JobState, event: Event, record: records.SlurmFailed) 
     if record.action not in REQUEUES:
         return
     job.requeued.pop(record.element, None)
-    agent = job.agents.get(record.element)
-    if agent is None:
-        return
-    agent.tries -= 1
-    if job.moves(record.element):  # it stays where it is, and may work
-        job.avoid[agent.node] = replace(job.avoid[agent.node], agent="")
+    for agent in _agents(job, record.element):
+        agent.tries -= 1
+        mark = job.avoid.get(agent.node)
+        if mark is not None and mark.agent == agent.agent:  # it stays where it is, and may work
+            job.avoid[agent.node] = replace(mark, agent="")
+
+
+def _agents(job: JobState, element: int) -> list[AgentRecord]:
+    """The agents on the nodes of one of Slurm's elements."""
+    return [job.agents[number] for number in job.nodes_of_block(element) if number in job.agents]

@@ -29,17 +29,21 @@ WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reas
 
 @dataclass
 class Listing:
-    """What Slurm showed, and when it was asked (seconds since the epoch)."""
+    """What Slurm showed, and when it was asked (seconds since the epoch).
+
+    elements: one for each node of an element that has several. rows: each element as Slurm gives and takes it; the same
+    where none has several nodes.
+    """
 
     asked_at: float
     nodes: Sequence[NodeInfo]
     elements: Sequence[ElementInfo]
+    rows: Sequence[ElementInfo] = ()
 
     def __post_init__(self) -> None:
         self.by_name = {node.name: node for node in self.nodes}
-        self.by_job: dict[str, dict[int, ElementInfo]] = {}
-        for element in (element for element in self.elements if not element.brief):  # these say nothing of a job
-            self.by_job.setdefault(element.job, {})[element.element] = element
+        self.rows = self.rows or self.elements
+        self.by_job, self.rows_by_job = (_by_job(listed) for listed in (self.elements, self.rows))
         self._names: dict[str, Mapping[str, int]] = {}
         self._partitions: dict[str, frozenset[str]] = {}
         self.grounds: dict[frozenset[str], Any] = {}  # what `plan.reach` has worked out, by the jobs that it is for
@@ -71,7 +75,7 @@ class Listing:
     @cached_property
     def waiting(self) -> list[ElementInfo]:
         """Elements that wait for nodes and for nothing else, those first that come first."""
-        found = [e for e in self.elements if e.state == "PENDING" and not e.held and e.reason in WAITS_FOR_NODES]
+        found = [e for e in self.rows if e.state == "PENDING" and not e.held and e.reason in WAITS_FOR_NODES]
         return sorted(found, key=lambda e: (-e.priority, e.job, e.element))
 
     @cached_property
@@ -84,8 +88,19 @@ class Listing:
         return found
 
     def of(self, job: str) -> dict[int, ElementInfo]:
-        """The job's elements by number."""
+        """The job's elements by number, one for each node."""
         return self.by_job.get(job, {})
+
+    def rows_of(self, job: str) -> dict[int, ElementInfo]:
+        """The job's elements by Slurm's own number."""
+        return self.rows_by_job.get(job, {})
+
+
+def _by_job(listed: Sequence[ElementInfo]) -> dict[str, dict[int, ElementInfo]]:
+    found: dict[str, dict[int, ElementInfo]] = {}
+    for element in (element for element in listed if not element.brief):  # these say nothing of a job
+        found.setdefault(element.job, {})[element.element] = element
+    return found
 
 
 @dataclass

@@ -112,17 +112,18 @@ def _limit(done: str, count: int, seconds: float, most: int, name: str) -> str:
 
 def within_limits(view: View, actions: Collection[Action], out: Outcome) -> list[Action]:
     """The actions that no limit forbids. Where an element may not be taken from its node, nothing is started there."""
-    bounds, found, kept, said = Bounds(view), [], set(), set()
+    bounds, found, said = Bounds(view), [], set()
+    kept: set[str] = set()
     for action in actions:
         why = bounds.refuse(action)
         if why:
-            kept.add(action.node)
+            kept.update(action.nodes)
             if (which := (action.job, action.action)) not in said:
                 said.add(which)
                 record_withheld(view, action, why, out)
         else:
             found.append(action)
-    return [action for action in found if not action.node or action.node not in kept]
+    return [action for action in found if kept.isdisjoint(action.nodes)]
 
 
 def record_withheld(view: View, action: Action, why: str, out: Outcome) -> None:

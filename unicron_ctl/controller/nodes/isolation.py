@@ -49,7 +49,7 @@ def leave_node(
     False when that cannot or must not be done: the process is to be started again in place then. failure: whose remedy
     it is. suspect: the node may be at fault; else the job moves only if there is another node for it.
     """
-    here, mark = f"{job.job}_{agent.element}", job.avoid.get(agent.node)
+    here, mark = job.label(agent.element), job.avoid.get(agent.node)
     if view.slurm.seen is None or view.shown_node(job, agent.element) is None:
         return False
     info = view.slurm.seen.of(job.job).get(agent.element)
@@ -64,7 +64,7 @@ def leave_node(
     action = Action(
         "requeue_hold",
         job.job,
-        agent.element,
+        job.block_of(agent.element),
         agent.node,
         f"its job leaves {agent.node}: {reason}"[:400],
         f"{HELD} until there is another node than {agent.node}",
@@ -177,7 +177,7 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         shared = f"other jobs run there ({', '.join(others[:8])}{', ...' if len(others) > 8 else ''})"
         why = f"{why}; {shared}: drained, Slurm itself sets it down"
         text = f"{text}; other jobs run there: drained, Slurm itself sets it down"[:REASON_LENGTH]
-    action = Action("drain" if others else "down", job.job, element, node, why, text)
+    action = Action("drain" if others else "down", job.job, job.block_of(element), node, why, text)
     state, not_done = ("DRAIN", "drained") if others else ("DOWN", "set down")
     if barred := permission.withheld(view, action, out):
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {barred}"))

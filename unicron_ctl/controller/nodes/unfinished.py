@@ -82,7 +82,7 @@ def _node(view: View, name: str) -> Then:
 
 def _element(listing: Listing, key: Key, intent: Intent) -> Then:
     action, job, element, _ = key
-    known = listing.of(job).get(element)
+    known = listing.rows_of(job).get(element)
     if known is None:
         return Then.DONE if action == "cancel" else Then.UNDONE
     return _ELEMENTS[action](known, intent)

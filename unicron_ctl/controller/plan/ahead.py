@@ -124,4 +124,4 @@ def event_between(
 
 def _fixed(job: JobInput) -> tuple[float, ...]:
     """What no event changes."""
-    return job.nodes, job.min_nodes, job.max_nodes, job.working, job.wait_seconds, job.weight, job.unit
+    return job.nodes, job.min_nodes, job.max_nodes, job.working, job.wait_seconds, job.weight, job.unit, job.block

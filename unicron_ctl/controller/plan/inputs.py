@@ -7,18 +7,19 @@ from dataclasses import dataclass, replace
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model import permission
-from unicron.ctl.controller.model.job_state import AGENT_DIED, JobState
+from unicron.ctl.controller.model.job_state import AGENT_DIED, AgentRecord, JobState
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.controller.plan import job_layouts, planning
 from unicron.ctl.controller.plan.ahead import Aheads
 from unicron.ctl.controller.plan.eligible_nodes import Ground, Reach
-from unicron.ctl.controller.plan.placement import held_by_others, usable
+from unicron.ctl.controller.plan.placement import REQUEUE_SECONDS, held_by_others, usable, whole
 from unicron.ctl.controller.plan.planning import JobInput
 from unicron.ctl.controller.plan.pools import Pool, joined, pools
 from unicron.ctl.controller.plan.pools import plan as plan_pool
 from unicron.ctl.settings.partitions import ACT
 from unicron.ctl.slurm import pending_reasons
 from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, ElementInfo
+from unicron.ctl.slurm.squeue import nodes_of
 from unicron.planner.problem.gpus import BEST
 from unicron.planner.solver.plan import flops_text
 from unicron.planner.solver.solve import Plan
@@ -147,8 +148,8 @@ def reaches(view: View, jobs: Sequence[JobState], among: Around | None = None) -
         return {}
     there, found = among or around(view, listing, jobs), {}
     for job in jobs:
-        elements = listing.of(job.job).values()
-        here = [e.node for e in elements if e.node and e.state in OCCUPIES]
+        elements = listing.rows_of(job.job).values()
+        here = [name for e in elements if e.state in OCCUPIES for name in nodes_of(e)]
         found[job.job] = there.ground.reach(elements, there.good, here)
     return found
 
@@ -178,9 +179,14 @@ def _without_slurm(view: View, job: JobState) -> JobInput:
     return job_layouts.with_layouts(view, job, found, "", float("inf"))
 
 
-def dead_elements(job: JobState) -> frozenset[int]:
-    """Elements whose agent died, while nobody has found its node gone."""
-    return frozenset(element for element, agent in job.agents.items() if agent.gone == AGENT_DIED)
+def dead_elements(job: JobState, now: float) -> frozenset[int]:
+    """Elements whose agent died, while nobody has found its node gone. In a block also those whose agent has left and
+    does not come back: Slurm ends a block only with the last of its agents."""
+    dead = {element for element, agent in job.agents.items() if agent.gone == AGENT_DIED}
+    if job.settings.block > 1:
+        lately = {failure.record.element for failure in job.failures if now - failure.detected_at < REQUEUE_SECONDS}
+        dead |= {element for element, agent in job.agents.items() if agent.ended_early} - lately
+    return frozenset(dead)
 
 
 def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
@@ -188,16 +194,21 @@ def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
     again by itself; then it ended before its agent came, by what still lived on the lost node, for one. Where the node
     asked its processes to end first, as at a shutdown, Slurm only saw the script fail. An element that Slurm may not
     requeue is NODE_FAIL and has not been started again; one that never comes to have an agent is given up."""
-    agent = job.agents.get(e.element)
-    if agent is None or e.state not in ENDED_BADLY or agent.tries >= MOST_TRIES:
+    if e.state not in ENDED_BADLY:
         return False
-    return agent.gone == AGENT_DIED or (agent.lost and (e.restarts > 0 or e.state == "FAILED"))
+    again = e.restarts > 0 or e.state == "FAILED"
+    agents = [agent for agent in agents_of(job, e) if agent.tries < MOST_TRIES]
+    return any(agent.gone == AGENT_DIED or (agent.lost and again) for agent in agents)
 
 
 def ending(job: JobState, e: ElementInfo) -> bool:
     """Slurm shows that the element has ended, and its agent's end has not been judged: that says what becomes of it."""
-    agent = job.agents.get(e.element)
-    return agent is not None and not agent.gone and e.state in ENDED_BADLY
+    return e.state in ENDED_BADLY and any(not agent.gone for agent in agents_of(job, e))
+
+
+def agents_of(job: JobState, row: ElementInfo) -> list[AgentRecord]:
+    """The agents of one of Slurm's elements."""
+    return [job.agents[element] for element in job.nodes_of_block(row.element) if element in job.agents]
 
 
 def weight(view: View, job: JobState) -> float:
@@ -219,15 +230,16 @@ def owner(view: View, job: JobState, element: ElementInfo | None) -> str:
 
 
 def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInput:
-    """Never more nodes than the job has elements that could run."""
-    elements = listing.of(job.job).values()
-    possible = sum(
+    """Never more nodes than the job has in elements that could run."""
+    elements, block = listing.rows_of(job.job).values(), job.settings.block
+    possible = block * sum(
         1 for e in elements if e.state in OCCUPIES or _startable(view, e) or came_to_nothing(job, e) or ending(job, e)
     )
-    alive = sum(1 for e in elements if e.state == "RUNNING" and e.node in within.nodes)
-    here = {e.node for e in elements if e.state in OCCUPIES}
+    alive = block * sum(1 for e in elements if e.state == "RUNNING" and whole(e, within.nodes, block))
+    here = {name for e in elements if e.state in OCCUPIES for name in nodes_of(e)}
     fit = len(within.nodes - (view.avoided(job) - here))
-    most = max(1, min(job.settings.max_nodes, possible, max(fit, job.settings.min_nodes)))
+    most = min(job.settings.max_nodes, possible, max(fit, job.settings.min_nodes))
+    most = max(block, most - most % block)
     before = min(view.state.assignment.get(job.job, alive), most)
     measured_nodes = len(job.inside)
     rate = job.measured.get(measured_nodes, 0.0)
@@ -250,6 +262,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
         wait_seconds=_wait_seconds(view, listing, within) if job.settings.spares else 0.0,
         trained=job.generation > 0,
         owner=owner(view, job, next(iter(elements), None)),
+        block=block,
     )
     return job_layouts.with_layouts(view, job, found, _gres(listing, within), within.peak)
 
@@ -329,7 +342,7 @@ def waiting(view: View, job: JobState) -> list[Waiting]:
     """Why the job's pending elements have not started."""
     found: dict[tuple[str, str, bool], list[int]] = {}
     listing = view.slurm.seen
-    for e in listing.of(job.job).values() if listing is not None and not job.over else ():
+    for e in listing.rows_of(job.job).values() if listing is not None and not job.over else ():
         if e.state == "PENDING":
             ours = e.held and not held_by_others(e, view.state.held)
             words = "the plan has no node for it" if ours else pending_reasons.explained(e, view.now)

@@ -18,7 +18,7 @@ from unicron.ctl.controller.model.requests import HELD, RELEASED, Action
 from unicron.ctl.slurm import pending_reasons
 from unicron.ctl.slurm.pending_reasons import Bar
 from unicron.ctl.slurm.slurm_client import OCCUPIES, WORKS, ElementInfo, NodeInfo
-from unicron.ctl.slurm.squeue import nodes_of
+from unicron.ctl.slurm.squeue import names_of, nodes_of
 
 REQUEUE_SECONDS = 30.0  # between two requeues of an element that ended before its agent came
 KICK_SECONDS = 3.0  # a pinned element that still waits is told to start again
@@ -28,13 +28,14 @@ MOST_HOLDS = 100  # of one job at once: each is two calls of Slurm; the others f
 
 @dataclass(frozen=True)
 class Need:
-    """What a job is to have. members: its elements that train. dead: those whose agent died while the node lives.
-    ended: those that ended before their agent came again. ending: those that Slurm shows ended, of which nothing is
-    decided yet. leaving: chosen before to leave. home: the node that an element ran on last. lives: where an element's
-    agent is heard; also one that Slurm counts as ended and has not reached yet, so that it would launch no second copy
-    there, and drain the node. requeued: when Slurm was asked to start an element again whose agent has not come yet.
-    avoid: nodes where none is to start. reach: the nodes that its elements may be given; None for all. unit: so many
-    elements in a row hold whole replicas. least: with fewer elements it does not train."""
+    """What a job is to have, in elements of `block` nodes each. members: those that train. dead: those whose agent died
+    while the node lives. ended: those that ended before their agent came again. ending: those that Slurm shows ended,
+    of which nothing is decided yet. leaving: chosen before to leave. home: the nodes that an element ran on last.
+    lives: where an element's agents are heard; also those that Slurm counts as ended and has not reached yet, so that
+    it would launch no second copy there, and drain the node. requeued: when Slurm was asked to start an element again
+    whose agents have not come yet. avoid: nodes where none is to start. reach: the nodes that its elements may be
+    given; None for all. unit: so many elements in a row hold whole replicas. least: with fewer elements it does not
+    train."""
 
     job: str
     desired: int
@@ -43,14 +44,20 @@ class Need:
     ended: frozenset[int] = frozenset()
     ending: frozenset[int] = frozenset()
     leaving: tuple[int, ...] = ()
-    home: Mapping[int, str] = field(default_factory=dict)
-    lives: Mapping[int, str] = field(default_factory=dict)
+    home: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    lives: Mapping[int, frozenset[str]] = field(default_factory=dict)
     requeued: Mapping[int, float] = field(default_factory=dict)
     avoid: frozenset[str] = frozenset()
     why: str = ""
     reach: frozenset[str] | None = None
     unit: int = 1
     least: int = 1
+    block: int = 1
+
+    @property
+    def size(self) -> int:
+        """Nodes that it is to have."""
+        return self.desired * self.block
 
     def may_have(self, node: str) -> bool:
         return node not in self.avoid and (self.reach is None or node in self.reach)
@@ -78,6 +85,12 @@ def usable(
     return sorted(n.name for n in nodes if n.healthy and n.name not in put_aside and n.name not in foreign)
 
 
+def whole(element: ElementInfo, nodes: Collection[str], block: int) -> bool:
+    """All of its nodes are there, and are among these."""
+    names = nodes_of(element)
+    return len(names) == block and all(name in nodes for name in names)
+
+
 def held_by_others(element: ElementInfo, ours: Collection[tuple[str, int]]) -> bool:
     """A user or an admin holds it: it is not ours to release. ours: what the log says was held here."""
     return element.held and (element.job, element.element) not in ours
@@ -94,9 +107,10 @@ class _Place:
         put_aside: Collection[str],
         now: float,
         held: Collection[tuple[str, int]],
+        domains: Mapping[str, str],
     ) -> None:
         self.out = Placement()
-        self.now, self.pins, self.held = now, pins, held
+        self.now, self.pins, self.held, self.domains = now, pins, held, domains
         self.good = {n.name for n in nodes if n.healthy and n.name not in put_aside}
         self.asleep = {n.name for n in nodes if n.asleep}
         self.by_job: dict[str, dict[int, ElementInfo]] = {}
@@ -125,15 +139,14 @@ class _Place:
             pinned = (need.job, number) in self.pins
             if pinned and e.state in WORKS:
                 self.out.unpinned.append((need.job, number))
-            if number in need.ended or (number in need.dead and e.state in WORKS):
+            if why := self._why_again(need, e):
                 if not self._begins(need, e):
-                    why = "its agent died" if number in need.dead else "it ended before its agent came"
-                    self.act("requeue", e, e.node or "", f"{why}: start the element again")
+                    self.act("requeue", e, ",".join(nodes_of(e)), f"{why}: start the element again")
                 groups["limbo"].append(number)
             elif number in need.ending:
                 groups["limbo"].append(number)
             elif e.state in WORKS:
-                groups["working" if e.node in self.good else "limbo"].append(number)
+                groups["working" if whole(e, self.good, need.block) else "limbo"].append(number)
             elif e.state == "PENDING" and not held_by_others(e, self.held):
                 bar = Bar.NOTHING if e.held else pending_reasons.bar_of(e, self.now)
                 if bar is not Bar.NOTHING:
@@ -148,21 +161,32 @@ class _Place:
             found.sort()
         return groups
 
+    def _why_again(self, need: Need, e: ElementInfo) -> str:
+        """Why the element is to be started again; empty where it is not."""
+        if e.element in need.dead and e.state in WORKS:
+            return "its agent died"
+        if e.element in need.ended:
+            return "it ended before its agent came"
+        short = e.state == "RUNNING" and len(nodes_of(e)) < need.block
+        return f"it has {len(nodes_of(e))} of its {need.block} nodes" if short else ""
+
     def _begins(self, need: Need, e: ElementInfo) -> bool:
         """Slurm has begun it again since its agent died: what is starting is not ended once more."""
         asked = need.requeued.get(e.element)
-        if e.state in WORKS:
-            return asked is not None or e.node != need.home.get(e.element, e.node)
+        here = frozenset(nodes_of(e))
+        if e.state in WORKS and len(here) == need.block:
+            return asked is not None or here != need.home.get(e.element, here)
         return asked is not None and self.now - asked < REQUEUE_SECONDS
 
     def _pin_holds(self, e: ElementInfo) -> bool:
         pin = self.pins[e.job, e.element]
-        if pin.node not in self.good or e.held:
+        names = names_of(pin.node)
+        if e.held or not self.good.issuperset(names):
             return False
         age = self.now - pin.at
         if age > PIN_SECONDS:
             return False
-        self.taken.add(pin.node)
+        self.taken.update(names)
         if age > KICK_SECONDS:
             self.act("start_now", e, pin.node, f"it has waited {age:.0f} s for {pin.node}")
         return True
@@ -174,7 +198,27 @@ class _Place:
         self.act("pin", e, node, reason)
         if e.held:
             self.act("release", e, node, reason, RELEASED)
-        self.taken.add(node)
+        self.taken.update(names_of(node))
+
+    def choose(self, need: Need, e: ElementInfo, free: Sequence[str], needs: Sequence[Need]) -> str:
+        """The nodes on which the element is to start, of those that are free, with commas; empty where they are too
+        few. First those that it had, if all are free. Else those that fail together, with as many that it had as there
+        can be, and of a domain that they fill; of these what the fewest others can use, who may have no choice."""
+        lives, home = need.lives.get(e.element, ()), need.home.get(e.element, frozenset())
+        fit = [name for name in free if need.may_have(name) and name not in lives]
+        if len(fit) < need.block:
+            return ""
+        if len(home) == need.block and home.issubset(fit):
+            return ",".join(sorted(home))
+        ranked = sorted(fit, key=lambda name: (name not in home, sum(one.may_have(name) for one in needs)))
+        if need.block == 1:
+            return ranked[0]
+        near: dict[str, list[str]] = {}
+        for name in ranked:
+            near.setdefault(self.domains.get(name, ""), []).append(name)
+        enough = [names for names in near.values() if len(names) >= need.block]
+        best = min(enough, key=lambda names: (-len(home.intersection(names)), len(names)), default=ranked)
+        return ",".join(sorted(best[: need.block]))
 
 
 def place(
@@ -185,11 +229,12 @@ def place(
     put_aside: Collection[str] = (),
     now: float = 0.0,
     held: Collection[tuple[str, int]] = (),
+    domains: Mapping[str, str] = {},
 ) -> Placement:
     """What to do now so that every job gets its nodes. `needs` are the managed jobs; other jobs' elements only
-    occupy nodes. held: elements that were held here.
+    occupy nodes. held: elements that were held here. domains: node -> the switch or the block with which it fails.
     """
-    work = _Place(elements, nodes, pins, put_aside, now, held)
+    work = _Place(elements, nodes, pins, put_aside, now, held, domains)
     work.choose_leavers(needs)
     _give_free_nodes(work, needs)
     _change_nodes(work, needs)
@@ -217,7 +262,7 @@ def _hold(work: _Place, need: Need, wanted: Collection[int]) -> None:
     """
     soon = max(0, _missing(work, need)) if not need.avoid else 0
     kept = {*wanted, *(e.element for e in _candidates(work, need, soon))}
-    why = f"the plan gives {need.job} {need.desired} nodes and they are taken"
+    why = f"the plan gives {need.job} {need.size} nodes and they are taken"
     _hold_some(work, need, (number for number in work.groups[need.job]["waiting"] if number not in kept), why)
 
 
@@ -242,14 +287,14 @@ def _leavers(work: _Place, need: Need, needs: Sequence[Need]) -> list[int]:
     extra = len(working) - need.desired
     if extra <= 0:
         return []
-    block = Counter(number // need.unit for number in working)
+    unit = Counter(number // need.unit for number in working)
     short = [other for other in needs if other.job != need.job and _missing(work, other) > 0]
 
     def order(number: int) -> tuple[bool, bool, bool, bool, int]:
-        node = work.by_job[need.job][number].node or ""
-        useless = bool(short) and not any(other.may_have(node) for other in short)
-        whole = block[number // need.unit] == need.unit  # those that make no whole replicas go first
-        return number not in need.leaving, useless, number in need.members, whole, -number
+        names = nodes_of(work.by_job[need.job][number])
+        useless = bool(short) and not any(other.may_have(name) for other in short for name in names)
+        complete = unit[number // need.unit] == need.unit  # those that make no whole replicas go first
+        return number not in need.leaving, useless, number in need.members, complete, -number
 
     return sorted(sorted(working, key=order)[:extra])
 
@@ -295,14 +340,11 @@ def _give_free_nodes(work: _Place, needs: Sequence[Need]) -> None:
         for e in list(_candidates(work, need)):
             if _missing(work, need) <= 0:
                 break
-            fit = [node for node in free if need.may_have(node) and node != need.lives.get(e.element)]
-            if not fit:
+            node = work.choose(need, e, free, needs)
+            if not node:
                 continue
-            home = need.home.get(e.element, "")
-            # First what the fewest others can use: they may have no choice.
-            node = home if home in fit else min(fit, key=lambda name: sum(one.may_have(name) for one in needs))
-            free.remove(node)
-            work.start(e, node, f"{need.job} is to have {need.desired} nodes and {node} is free")
+            free = [name for name in free if name not in names_of(node)]
+            work.start(e, node, f"{need.job} is to have {need.size} nodes and {node} is free")
             work.act("start_now", e, node, "no need to wait: the node is free")
             work.started[need.job].add(e.element)
 
@@ -326,7 +368,7 @@ def _changed(work: _Place, need: Need, node: str, needs: Sequence[Need]) -> bool
         extra = _missing(work, other)
         if own is None or extra or work.leavers[other.job]:  # it is changing already, or has its own wants
             continue
-        taker = next((e for e in _candidates(work, other) if other.lives.get(e.element) != node), None)
+        taker = next((e for e in _candidates(work, other) if node not in other.lives.get(e.element, ())), None)
         if taker is None:
             work.leavers[other.job].append(own)
             return True
@@ -343,7 +385,8 @@ def _to_leave_for(work: _Place, need: Need, other: Need, node: str) -> int | Non
     One that does not train goes first. One that trains may leave before the newcomer has joined, so that as many as the
     job needs at least have to train without it.
     """
-    if other.job == need.job or max(other.unit, need.unit) > 1 or not other.may_have(node) or need.may_have(node):
+    larger = max(other.unit, need.unit, other.block, need.block) > 1
+    if other.job == need.job or larger or not other.may_have(node) or need.may_have(node):
         return None
     working = work.groups[other.job]["working"]
     own = [number for number in working if need.may_have(work.by_job[other.job][number].node or "")]
@@ -353,24 +396,50 @@ def _to_leave_for(work: _Place, need: Need, other: Need, node: str) -> int | Non
 
 
 def _take_nodes(work: _Place, needs: Sequence[Need]) -> None:
-    """Elements that have left (or never got in) give up their nodes, to whom the plan wants there first."""
+    """Elements that have left (or never got in) give up their nodes, to whom the plan wants there first. Whoever needs
+    the nodes of several waits for the last of these."""
+    free = sorted(work.good - work.taken)
+    donors: list[tuple[Need, ElementInfo]] = []
     for need in needs:
         for number in work.leavers[need.job]:
             if number in need.members:
                 continue
-            donor = work.by_job[need.job][number]
-            node = donor.node or ""
-            takers = (
-                next(_candidates(work, other), None)
-                for other in needs
-                if other.job != need.job and other.may_have(node) and _missing(work, other) > 0
-            )
-            taker = next(filter(None, takers), None)
-            if taker:
-                work.start(taker, node, f"the plan moves {node} from {need.job} to {taker.job}")
-                work.started[taker.job].add(taker.element)
-            to = f" for {taker.job}" if taker else ""
-            why = f"the plan gives {need.job} {need.desired} nodes" + (f": {need.why}" if need.why else "")
-            work.act("requeue_hold", donor, node, why, f"{HELD}, the plan took {node}{to}")
-            if taker:
-                work.act("start_now", taker, node, f"{node} is free for it now")
+            donors.append((need, work.by_job[need.job][number]))
+            free += nodes_of(donors[-1][1])
+            takers = []
+            for other in needs:
+                while found := _taker(work, other, need, free, needs):
+                    takers.append(found)
+                    free = [name for name in free if name not in names_of(found[1])]
+            if takers or not any(other.block > 1 and _missing(work, other) > 0 for other in needs):
+                _hand_over(work, donors, takers)
+                donors = []
+    _hand_over(work, donors, [])
+
+
+def _taker(
+    work: _Place, other: Need, donor: Need, free: Sequence[str], needs: Sequence[Need]
+) -> tuple[ElementInfo, str] | None:
+    """An element of the other job that is started on nodes that are free, or will be, and on which."""
+    if other.job == donor.job or _missing(work, other) <= 0:
+        return None
+    taker = next(_candidates(work, other), None)
+    node = work.choose(other, taker, free, needs) if taker is not None else ""
+    if taker is None or not node:
+        return None
+    work.start(taker, node, f"the plan moves {node} from {donor.job} to {taker.job}")
+    work.started[taker.job].add(taker.element)
+    return taker, node
+
+
+def _hand_over(
+    work: _Place, donors: Sequence[tuple[Need, ElementInfo]], takers: Sequence[tuple[ElementInfo, str]]
+) -> None:
+    """The donors' nodes are taken, and the takers start on them."""
+    jobs = ", ".join(dict.fromkeys(taker.job for taker, _ in takers))
+    for need, donor in donors:
+        node = ",".join(nodes_of(donor))
+        why = f"the plan gives {need.job} {need.size} nodes" + (f": {need.why}" if need.why else "")
+        work.act("requeue_hold", donor, node, why, f"{HELD}, the plan took {node}" + (f" for {jobs}" if jobs else ""))
+    for taker, node in takers:
+        work.act("start_now", taker, node, f"{node} is free for it now")

@@ -21,10 +21,11 @@ class JobInput:
     for every size that is to be trusted. reach: the nodes that it may be given. spare_nodes: those that growth leaves
     free. unit: nodes of whole replicas; others count as the next smaller multiple of it. layouts: for a job that can
     run in several, aggregate FLOP/s by layout and node count, in place of the rates; layout: the one that it is in.
-    restart_seconds: what it costs to start it in another one. working: how many of max_nodes train at most, 0 for all;
-    those above are hot spares, and without one a lost node's place stays empty for wait_seconds. owner: whose FLOP/s
-    its own are compared with; a job without one is compared with itself only. trained: it has begun, so that it may
-    have a state to lose; one that has not yet gives up nodes that are too few to begin with.
+    block: nodes of an element, which it gets and gives up together. restart_seconds: what it costs to start it in
+    another one. working: how many of max_nodes train at most, 0 for all; those above are hot spares, and without one a
+    lost node's place stays empty for wait_seconds. owner: whose FLOP/s its own are compared with; a job without one is
+    compared with itself only. trained: it has begun, so that it may have a state to lose; one that has not yet gives up
+    nodes that are too few to begin with.
     """
 
     job: str
@@ -46,6 +47,7 @@ class JobInput:
     wait_seconds: float = 0.0
     owner: str = ""
     trained: bool = True
+    block: int = 1
 
     @property
     def holds_state(self) -> bool:
@@ -75,6 +77,11 @@ def throughput(job: JobInput, per_node: float) -> dict[int, float]:
     """
     found = _by_nodes(job, per_node)
     return {count: found.get(count - count % job.unit, 0.0) for count in found} if job.unit > 1 else found
+
+
+def in_blocks(job: JobInput, found: Mapping[int, float]) -> dict[int, float]:
+    """The sizes that it can be given: whole blocks."""
+    return {count: rate for count, rate in found.items() if count % job.block == 0}
 
 
 def _by_nodes(job: JobInput, per_node: float) -> dict[int, float]:
@@ -117,8 +124,8 @@ def scenario(
         jobs=tuple(
             Job(
                 name=job.job,
-                flops={} if job.layouts else throughput(job, usual),
-                layouts=job.layouts,
+                flops={} if job.layouts else in_blocks(job, throughput(job, usual)),
+                layouts={name: in_blocks(job, table) for name, table in job.layouts.items()},
                 layout=job.layout if job.layouts else None,
                 transition={"restart": job.restart_seconds} if job.layouts else {},
                 weight=job.weight,
@@ -126,7 +133,7 @@ def scenario(
                 max_nodes=job.max_nodes,
                 nodes=min(job.nodes, job.max_nodes),
                 lost_worker=job.alive < job.nodes,
-                spares=spares(job, usual, mtbf_node_hours),
+                spares=in_blocks(job, spares(job, usual, mtbf_node_hours)),
                 owner=job.whose,
                 unit=job.unit,
                 keep=min(job.alive, job.unit) if job.trained else 0,

@@ -57,8 +57,9 @@ def _with_kept(pool: Pool, found: Plan) -> Plan:
     """Jobs whose spares the plan has no nodes for get them from those that are kept free."""
     given, reasons = dict(found.assignment), dict(found.reasons)
     for job in pool.jobs:
-        while job.trains <= given[job.job] < job.max_nodes and sum(given.values()) < len(pool.nodes):
-            more = {**given, job.job: given[job.job] + 1}
+        room = len(pool.nodes) - job.block
+        while job.trains <= given[job.job] < job.max_nodes and sum(given.values()) <= room:
+            more = {**given, job.job: given[job.job] + job.block}
             if crowd(pool, more):
                 break
             given = more

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model import permission
-from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.controller.model.agent_view import AgentView
+from unicron.ctl.controller.model.job_state import AgentRecord, JobState
 from unicron.ctl.controller.model.requests import HELD, Action, Poll
 from unicron.ctl.controller.model.submission import another
 from unicron.ctl.controller.model.view import Listing, Outcome, View
@@ -32,6 +33,7 @@ from unicron.ctl.controller.plan.placement import Need, Placement, held_by_other
 from unicron.ctl.controller.plan.pools import pools
 from unicron.ctl.controller.plan.slurm_actions import Retries, request_actions
 from unicron.ctl.slurm.slurm_client import OCCUPIES, WORKS
+from unicron.ctl.slurm.squeue import nodes_of
 from unicron.ctl.system.throttle import Throttle
 
 HURRY_SECONDS = 0.1
@@ -141,17 +143,17 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
 def _preempted(view: View, listing: Listing) -> list[Action]:
     """Elements that Slurm preempts and that have left their jobs: requeued, their nodes are free before the grace time
     is over. Slurm starts them again when it can."""
-    found = []
+    found = {}
     for job in managed(view):
-        inside = set(job.inside)
         for element in job.noticed if not job.settings.allocation else ():
-            agent, e = view.live.agent(job.job, element), listing.of(job.job).get(element)
-            if e is None or agent is None or element in inside or agent.shown not in WORKS or e.state != "RUNNING":
+            agent, block = view.live.agent(job.job, element), job.block_of(element)
+            e = listing.rows_of(job.job).get(block)
+            if e is None or agent is None or agent.shown not in WORKS or e.state != "RUNNING":
                 continue
-            found.append(
-                Action("requeue", job.job, element, e.node or "", "Slurm preempts it, and its ranks have left")
-            )
-    return found
+            if job.inside.isdisjoint(job.mates(element)):
+                why = "Slurm preempts it, and its ranks have left"
+                found[job.job, block] = Action("requeue", job.job, block, ",".join(nodes_of(e)), why)
+    return list(found.values())
 
 
 def _held_again(view: View, listing: Listing, out: Outcome) -> None:
@@ -161,7 +163,7 @@ def _held_again(view: View, listing: Listing, out: Outcome) -> None:
     it."""
     busy = {(job, element) for _, job, element, _ in view.state.intents}
     for key, at in view.state.once_held.items():
-        job, e = view.state.jobs.get(key[0]), listing.of(key[0]).get(key[1])
+        job, e = view.state.jobs.get(key[0]), listing.rows_of(key[0]).get(key[1])
         if job is None or e is None or not e.held or key in view.state.held or key in busy or listing.asked_at <= at:
             continue
         if e.admin_comment.startswith(HELD) and e.reason != "JobHeldUser":
@@ -170,7 +172,7 @@ def _held_again(view: View, listing: Listing, out: Outcome) -> None:
 
 
 def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome) -> list[Action]:
-    elements = listing.of(job.job).values()
+    elements = listing.rows_of(job.job).values()
     if job.ended and not job.submitted:
         return []
     if job.ended:
@@ -224,28 +226,40 @@ def _place(
     reasons: Mapping[str, str],
 ) -> Placement:
     state, within = view.state, reaches(view, jobs)
-    needs = [
-        Need(
+    needs = []
+    for job in jobs:
+        block, rows = job.settings.block, listing.rows_of(job.job).values()
+        need = Need(
             job=job.job,
-            desired=assignment.get(job.job, 0),
-            members=frozenset(job.elements({**job.members, **job.joining})),
-            dead=dead_elements(job),
-            ended=frozenset(e.element for e in listing.of(job.job).values() if came_to_nothing(job, e)),
-            ending=frozenset(e.element for e in listing.of(job.job).values() if ending(job, e)),
-            leaving=tuple(job.leaving),
-            home={element: agent.node for element, agent in job.agents.items()},
-            lives={element: agent.node for element, agent in view.job(job).agents.items() if agent.alive},
+            desired=assignment.get(job.job, 0) // block,
+            members=frozenset(map(job.block_of, job.elements({**job.members, **job.joining}))),
+            dead=frozenset(map(job.block_of, dead_elements(job, view.now))),
+            ended=frozenset(e.element for e in rows if came_to_nothing(job, e)),
+            ending=frozenset(e.element for e in rows if ending(job, e)),
+            leaving=tuple(map(job.block_of, job.leaving)),
+            home=_by_block(job, job.agents.items()),
+            lives=_by_block(job, ((e, agent) for e, agent in view.job(job).agents.items() if agent.alive)),
             requeued=job.requeued,
             avoid=view.avoided(job),
             why=reasons.get(job.job, ""),
             reach=within[job.job].nodes,
-            unit=unit_of(view, job),
-            least=job.settings.min_nodes,
+            unit=unit_of(view, job) // block,
+            least=-(-job.settings.min_nodes // block),
+            block=block,
         )
-        for job in jobs
-    ]
+        needs.append(need)
     waiting = state.out_of_service | view.suspicions.nodes().keys()
-    return place(needs, listing.elements, listing.nodes, state.pins, waiting, view.now, state.held)
+    domains = view.slurm.domains
+    return place(needs, listing.rows, listing.nodes, state.pins, waiting, view.now, state.held, domains)
+
+
+def _by_block(job: JobState, agents: Iterable[tuple[int, AgentRecord | AgentView]]) -> dict[int, frozenset[str]]:
+    """The agents' nodes by Slurm's element."""
+    found: dict[int, frozenset[str]] = {}
+    for element, agent in agents:
+        block = job.block_of(element)
+        found[block] = found.get(block, frozenset()) | {agent.node}
+    return found
 
 
 def keeping(view: View, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
@@ -284,8 +298,9 @@ def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState])
 
 def _allot(view: View, jobs: Sequence[JobState], found: Placement, out: Outcome) -> None:
     for job in jobs:
-        allotted, leaving = found.allotted[job.job], found.leaving[job.job]
+        parts = (found.allotted[job.job], found.leaving[job.job])
+        allotted, leaving = ([e for block in part for e in job.nodes_of_block(block)] for part in parts)
         view.slurm.expected[job.job] = allotted
         if job.allotted != allotted or job.leaving != leaving:
-            words = f"elements {allotted}" + (f", {leaving} leave at the next boundary" if leaving else "")
+            words = f"elements {parts[0]}" + (f", {parts[1]} leave at the next boundary" if leaving else "")
             out.record(job, records.Allotted(elements=allotted, leaving=leaving, reason=words))

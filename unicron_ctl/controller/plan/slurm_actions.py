@@ -87,8 +87,8 @@ def request_actions(view: View, retries: Retries, actions: Sequence[Action], out
     in place of what would have been.
     """
     if view.suspicions.doubt:
-        kept = {action.node for action in actions if action.action in STOPS}
-        actions = [a for a in actions if a.action not in STOPS and (not a.node or a.node not in kept)]
+        kept = {name for action in actions if action.action in STOPS for name in action.nodes}
+        actions = [a for a in actions if a.action not in STOPS and kept.isdisjoint(a.nodes)]
     todo = retries.without_delayed(actions, view.now)
     if todo := bounds.within_limits(view, todo, out):
         retries.note_requests(view, todo)
@@ -107,7 +107,7 @@ def _shown(view: View, target: Target) -> tuple[object, ...]:
     if element < 0:
         info = view.slurm.node(name)
         return (info.states, info.reason) if info is not None else ()
-    e = view.slurm.seen.of(name).get(element) if view.slurm.seen is not None else None
+    e = view.slurm.seen.rows_of(name).get(element) if view.slurm.seen is not None else None
     return (e.state, e.node, e.held, e.restarts) if e is not None else ()
 
 
@@ -117,7 +117,7 @@ def record_intents(view: View, run: Run) -> Outcome:
     listing = view.slurm.seen
     for action in run.actions:
         job = view.state.jobs.get(action.job)
-        known = listing.of(action.job).get(action.element) if listing is not None else None
+        known = listing.rows_of(action.job).get(action.element) if listing is not None else None
         record = records.SlurmAction(
             action=action.action,
             element=action.element,
@@ -138,7 +138,7 @@ def _for_failures(job: JobState, action: Action, out: Outcome) -> None:
     text = f"start element {element} on {action.node}" if action.action == "pin" else f"requeue {element}"
     for failure in job.failures:
         open_ = failure.restored_at is None and failure.record.kind_of_failure in ("node", "agent")
-        if failure.record.element == action.element and open_:
+        if job.block_of(failure.record.element) == action.element and open_:
             out.record(job, records.FailureAction(failure=failure.id, text=text))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import View
+from unicron.ctl.controller.replication.fail_together import domains_of, kinds_of
 from unicron.ctl.controller.replication.receivers import Away, targets_by_element
 from unicron.ctl.controller.replication.strategy import LEAD_SECONDS, Pace, ReplicationStrategy, Stored, with_memory
 from unicron.ctl.protocol import structs
@@ -51,9 +52,10 @@ class ScriptStates(ReplicationStrategy):
         self, view: View, job: JobView, waiting: Collection[int], away: Away
     ) -> dict[int, list[structs.Holder]]:
         able, inside, copies = with_memory(job), job.state.inside, job.state.settings.copies
-        if self.alike(job) and len({agent.node for agent in able if agent.element in inside}) > copies:
+        kind = kinds_of(job.state)[-1]
+        if self.alike(job) and len({kind(agent) for agent in able if agent.element in inside}) > copies:
             return {}
-        return targets_by_element(able, inside, copies, view.slurm.domains, inside_first=True, away=away)
+        return targets_by_element(able, inside, copies, domains_of(view, job.state), inside_first=True, away=away)
 
     def stored(self, job: JobView) -> list[Stored]:
         """A state of another world's size does not fit, but a world of that size may come back."""

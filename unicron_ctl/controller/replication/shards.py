@@ -15,6 +15,7 @@ from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import View
 from unicron.ctl.controller.replication import nearest
+from unicron.ctl.controller.replication.fail_together import domains_of, kinds_of
 from unicron.ctl.controller.replication.receivers import Away, targets_by_element
 from unicron.ctl.controller.replication.strategy import State, Stored, with_memory
 from unicron.ctl.controller.replication.whole_states import SessionStates
@@ -45,7 +46,8 @@ class Shards(SessionStates):
         if not missing_copies(job):
             return {}
         state = job.state
-        return targets_by_element(with_memory(job), state.inside, state.settings.copies, view.slurm.domains, away=away)
+        domains = domains_of(view, state)
+        return targets_by_element(with_memory(job), state.inside, state.settings.copies, domains, away=away)
 
     def without_memory(self, job: JobView) -> dict[int, list[str]]:
         """Each rank alone keeps its shard of a cut."""
@@ -80,19 +82,25 @@ class Shards(SessionStates):
 
 # ---------------------------------------------------------------- who has what
 def missing_copies(job: JobView) -> list[Part]:
-    """(place, shard) of those that fewer nodes hold than are wanted and could, as this generation's ranks keep them."""
-    plan, able = job.state.plan, {agent.node for agent in with_memory(job)}
+    """(place, shard) of those that fewer nodes, or blocks, hold than are wanted and could, as this generation's ranks
+    keep them."""
+    plan, copies = job.state.plan, job.state.settings.copies
     if plan is None:
         return []
+    kinds = [(kind, {kind(agent) for agent in with_memory(job)}) for kind in kinds_of(job.state)]
     found = []
     for place, slots in enumerate(zip(*layout.replicas(plan.members, job.replica), strict=True)):
-        elements = [str(job.state.element(slot)) for slot in slots]  # as the ranks choose their partners
-        nodes = [agent.node if (agent := job.agent(slot)) is not None else "" for slot in slots]
-        shifts = partner_shifts(elements, job.state.settings.copies)
-        for shard, node in enumerate(nodes):
-            holding = {node, *(nodes[(shard + shift) % len(nodes)] for shift in shifts)}
-            if len(holding) <= job.state.settings.copies and able - holding:
-                found.append((place, shard))
+        elements = [job.state.element(slot) for slot in slots]  # as the ranks choose their partners
+        agents = [job.agents.get(element) for element in elements]
+        blocks = [str(job.state.block_of(element)) for element in elements]
+        shifts = partner_shifts([str(element) for element in elements], copies, blocks)
+        for shard in range(len(slots)):
+            mine = [agents[(shard + shift) % len(slots)] for shift in (0, *shifts)]
+            for kind, able in kinds:
+                holding = {kind(agent) if agent is not None else "" for agent in mine}
+                if len(holding) <= copies and able - holding:
+                    found.append((place, shard))
+                    break
     return found
 
 
@@ -143,7 +151,7 @@ def _ways(
     """
     sources = with_memory(job)
     besides, without = untrained(sources, state.version), incomplete(sources, state.version)
-    load, ways = nearest.Load(), []
+    load, ways, domains = nearest.Load(), [], domains_of(view, job.state)
     for place in range(job.replica):
         able = [slot for slot in sorted(reports) if slot % job.replica == place]
         have = {shard for slot in able for shard in _held(reports[slot], state)}
@@ -155,7 +163,7 @@ def _ways(
             receiver = next((agent for agent in agents if agent.node in where), agents[shard % len(agents)])
             first = besides.get(place, {})
             source = first if first and receiver.node not in first else where
-            way = nearest.nearest([receiver], source, load, nearest.usual(job.alive()), view.slurm.domains)
+            way = nearest.nearest([receiver], source, load, nearest.usual(job.alive()), domains)
             assert way is not None  # there is a receiver, and a source
             ways.append(way)
     return ways

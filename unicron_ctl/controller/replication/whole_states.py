@@ -12,6 +12,7 @@ from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import View
 from unicron.ctl.controller.replication import nearest
+from unicron.ctl.controller.replication.fail_together import domains_of, kinds_of
 from unicron.ctl.controller.replication.forming import states
 from unicron.ctl.controller.replication.receivers import NOBODY, Away, targets_by_place
 from unicron.ctl.controller.replication.strategy import ReplicationStrategy, State, Stored, with_memory
@@ -45,7 +46,7 @@ class WholeStates(SessionStates):
         self, view: View, job: JobView, waiting: Collection[int], away: Away
     ) -> dict[int, list[structs.Holder]]:
         missing = missing_copies(job)
-        return targets(job, missing, view.slurm.domains, waiting, away) if missing else {}
+        return targets(job, missing, domains_of(view, job.state), waiting, away) if missing else {}
 
     def without_memory(self, job: JobView) -> dict[int, list[str]]:
         if not missing_copies(job):
@@ -79,7 +80,7 @@ class WholeStates(SessionStates):
         receivers = {slot: status for slot, status in reports.items() if job.state.element(slot) in able}
         for state in sorted(there, reverse=True):
             missing = [place for place in range(job.replica) if place not in ranks[state]]
-            ways = nearest.ways(job, receivers, missing, there[state], view.slurm.domains)
+            ways = nearest.ways(job, receivers, missing, there[state], domains_of(view, job.state))
             yield state, ways if ways or not missing else None
 
 
@@ -92,17 +93,23 @@ def trainers(job: JobView) -> dict[int, set[int]]:
 
 
 def missing_copies(job: JobView) -> dict[int, int]:
-    """place -> in how many more nodes' memory its state is to be than train it.
+    """place -> in how many more nodes' memory its state is to be than train it; of blocks likewise.
 
     Empty where enough nodes train each place, or nobody else has a memory. A cut is of use only as a whole: where one
     place needs copies all do, and a node that trains without a memory does not count then.
     """
-    nodes, wanted = {agent.node for agent in with_memory(job)}, 1 + job.state.settings.copies
-    trained = {place: {job.agents[e].node for e in found if e in job.agents} for place, found in trainers(job).items()}
-    if not job.live.remembers or not any(len(found) < wanted and nodes - found for found in trained.values()):
-        return {}
-    most, have = min(wanted, len(nodes)), {place: len(nodes & found) for place, found in trained.items()}
-    return {place: most - count for place, count in sorted(have.items()) if count < most}
+    missing: dict[int, int] = {}
+    for kind in kinds_of(job.state) if job.live.remembers else ():
+        able, wanted = {kind(agent) for agent in with_memory(job)}, 1 + job.state.settings.copies
+        trained = {
+            place: {kind(job.agents[e]) for e in found if e in job.agents} for place, found in trainers(job).items()
+        }
+        if not any(len(found) < wanted and able - found for found in trained.values()):
+            continue
+        most = min(wanted, len(able))
+        for place, found in trained.items():
+            missing[place] = max(missing.get(place, 0), most - len(able & found))
+    return {place: count for place, count in sorted(missing.items()) if count > 0}
 
 
 def targets(

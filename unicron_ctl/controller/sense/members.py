@@ -97,6 +97,7 @@ def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: 
         state.banished.get(slot) == identity
         or state.slot(slot).wanted > identity.incarnation
         or taken_away(state, agent.element)
+        or ended_with_block(state, agent.element)
         or (record is not None and given_up(view, state, record))
     )
 
@@ -105,11 +106,18 @@ def taken_away(job: JobState, element: int) -> bool:
     """The element's end is wanted: the plan has taken its node, or it was to end and has left. A member that is neither
     allotted nor leaving was ended by Slurm."""
     planned = job.allotted is None or element in job.allotted or element in job.leaving
-    if planned and element not in job.noticed:
-        return False
+    return (not planned or element in job.noticed) and not _trains(job, element)
+
+
+def ended_with_block(job: JobState, element: int) -> bool:
+    """Slurm ends the element with its block, of which another node was lost, and the job went on without it."""
+    return job.torn(element) and not _trains(job, element)
+
+
+def _trains(job: JobState, element: int) -> bool:
     per_node = max(1, job.settings.ranks_per_node)
     mine = range(element * per_node, (element + 1) * per_node)
-    return not any(slot in job.members and slot not in job.lost for slot in mine)
+    return any(slot in job.members and slot not in job.lost for slot in mine)
 
 
 def given_up(view: View, job: JobState, agent: AgentRecord) -> bool:

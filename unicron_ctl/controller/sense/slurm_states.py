@@ -27,7 +27,7 @@ def describe(element: ElementInfo) -> str:
     """7_1 is OUT_OF_MEMORY (exit code 0:125, OutOfMemory)."""
     more = [f"exit code {element.exit_code}" if element.exit_code not in ("", "0:0", "0") else "", element.reason]
     rest = ", ".join(part for part in more if part)
-    return f"Slurm: {element.job}_{element.element} is {element.state}" + (f" ({rest})" if rest else "")
+    return f"Slurm: {element.label} is {element.state}" + (f" ({rest})" if rest else "")
 
 
 def ended_agents(view: View, listing: Listing, job: JobState) -> Iterator[AgentView]:

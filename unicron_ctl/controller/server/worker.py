@@ -35,7 +35,7 @@ from unicron.ctl.slurm.slurm_client import (
     SlurmError,
     SlurmTimeout,
 )
-from unicron.ctl.slurm.squeue import hosts
+from unicron.ctl.slurm.squeue import nodes_of
 from unicron.ctl.system.errors import shortened
 from unicron.ctl.system.mailbox import Mailbox
 
@@ -107,7 +107,7 @@ class Others:
             self._seen = self._client.others(poll.jobs)
             self._read_at = time.monotonic()
             self._took = self._read_at - began
-        here = {e.node for e in own if e.node}
+        here = {name for e in own for name in nodes_of(e)}
         known = [e for e in self._seen.elements if e.job not in poll.jobs]
         if not fresh or self._seen.cut:
             known = self._by_nodes(nodes, known, here | self._before, fresh)
@@ -119,8 +119,8 @@ class Others:
     ) -> list[ElementInfo]:
         """What is idle by now is free, and what is in use by nobody who is known is somebody's."""
         idle = {node.name for node in nodes if not node.states & IN_USE} if not fresh else set()
-        kept = [e for e in known if e.state == "PENDING" or e.node not in idle]
-        there = {name for e in kept if e.node and e.state != "PENDING" for name in hosts(e.node)}
+        kept = [e for e in known if e.state == "PENDING" or not idle.issuperset(nodes_of(e))]
+        there = {name for e in kept if e.state != "PENDING" for name in nodes_of(e)}
         busy = (node.name for node in nodes if node.states & {"ALLOCATED", "MIXED"})
         return kept + [somebody(name) for name in busy if name not in there and name not in ours]
 

@@ -109,3 +109,16 @@ def test_partners_are_other_ranks(nodes, copies):
 )
 def test_copies_are_on_other_nodes(nodes, copies, shifts):
     assert partner_shifts(nodes, copies) == shifts
+
+
+@pytest.mark.parametrize(
+    ("nodes", "blocks", "copies", "shifts"),
+    [
+        ("abcd", "xxyy", 1, [2]),
+        ("aabbccdd", "xxxxyyyy", 2, [4, 2]),
+        ("abcdef", "xxyyzz", 2, [2, 4]),
+        ("ab", "xx", 1, [1]),
+    ],
+)
+def test_copies_are_in_other_blocks_first(nodes, blocks, copies, shifts):
+    assert partner_shifts(nodes, copies, blocks) == shifts

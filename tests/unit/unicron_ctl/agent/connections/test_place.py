@@ -66,3 +66,24 @@ def test_a_rate_of_copies_that_the_other_side_would_wait_for_is_read(said, rate)
 def test_a_rate_at_which_no_copy_arrives_is_refused_in_one_line(said):
     with pytest.raises(UserError, match=r"^UNICRON_MEMORY_RATE=[^\n]*unset it or give a value like 1000$"):
         read_place(ARRAY | {"UNICRON_MEMORY_RATE": said}, "tcp://127.0.0.1:7451")
+
+
+BLOCK = ARRAY | {"SLURM_ARRAY_TASK_ID": "2", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[7-8],m2"}
+
+
+@pytest.mark.parametrize(("node", "element"), [("n7", 6), ("n8", 7), ("m2", 8)])
+def test_each_node_of_an_arrays_element_has_a_number(node, element):
+    place = read_place(BLOCK | {"SLURMD_NODENAME": node}, "tcp://127.0.0.1:7451")
+    settings = place.settings
+    assert (place.element, place.label, settings.block, settings.allocation) == (element, "7_2", 3, False)
+    assert (settings.min_nodes, settings.max_nodes) == (3, 12), "both count nodes"
+
+
+@pytest.mark.parametrize(("said", "least"), [("1", 3), ("6", 6)])
+def test_the_least_is_whole_elements(said, least):
+    assert read_place(BLOCK | {"UNICRON_MIN_NODES": said}, "tcp://127.0.0.1:7451").settings.min_nodes == least
+
+
+def test_a_least_that_splits_an_element_is_refused_in_one_line():
+    with pytest.raises(UserError, match=r"^UNICRON_MIN_NODES=4 counts nodes[^\n]* have 3 each: [^\n]*like 6$"):
+        read_place(BLOCK | {"UNICRON_MIN_NODES": "4"}, "tcp://127.0.0.1:7451")

@@ -85,6 +85,13 @@ def test_without_slurms_programs_no_element_trains_alone(slurm, tmp_path, monkey
         static_world(read_place(array(1)), array(1))
 
 
+def test_all_nodes_of_elements_that_have_several_are_of_the_world(slurm):
+    slurm("#!/bin/sh\nprintf '2 n[7-8]\\n0 n[3-4]\\n'\n")
+    environment = array(2) | {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[7-8]", "SLURMD_NODENAME": "n8"}
+    world = static_world(read_place(environment), environment)
+    assert (world.node, world.nodes, world.master, world.names) == (3, 4, "10.0.0.3", ("n3", "n4", "n7", "n8"))
+
+
 def test_one_node_needs_no_answer(slurm):
     slurm("#!/bin/sh\nexit 1\n", "#!/bin/sh\nexit 1\n")
     for environment in (array(5, count=1, ranks=2), JOB | {"UNICRON_RANKS_PER_NODE": "2"}):
@@ -97,7 +104,7 @@ def test_a_plain_job_of_several_nodes_meets_at_its_first_node(slurm):
     environment = JOB | {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[3,7]"}
     world = static_world(read_place(environment), environment)
     assert (world.node, world.nodes, world.master) == (1, 2, "10.0.0.3")
-    lost = environment | {"SLURM_JOB_NODELIST": "n[3,8]"}
+    lost = environment | {"SLURM_JOB_NODELIST": "n3"}
     with pytest.raises(UserError, match="Slurm does not say which nodes job 131 has"):
         static_world(read_place(lost), lost)
 

@@ -197,14 +197,14 @@ def test_numbers_of_ranks_that_make_no_sense(line: str, why: str) -> None:
 )
 def test_the_nodes_of_the_world(nnodes: str, job: int, spares: int, fewest: int) -> None:
     found = taken(f"torchrun --nnodes {nnodes} t.py")
-    assert fewest_nodes(found, job, spares, array=True) == fewest
-    assert fewest_nodes(found, job, spares, array=False) == (fewest if ":" in nnodes else 0)
+    assert fewest_nodes(found, job, 1, spares, array=True) == fewest
+    assert fewest_nodes(found, 1, job, spares, array=False) == (fewest if ":" in nnodes else 0)
 
 
 @pytest.mark.parametrize(("nnodes", "why"), [("2", "told of 2 nodes, and the job has 4"), ("5:8", "needs 5 nodes")])
 def test_a_launcher_that_was_told_of_other_nodes(nnodes: str, why: str) -> None:
     with pytest.raises(NotTaken, match=why):
-        fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 4, 0, True)
+        fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 4, 1, 0, True)
 
 
 def test_submitits_own_command_is_known() -> None:

@@ -55,7 +55,6 @@ def trains(world: World, agents: list[FakeAgent]) -> None:
 def test_each_node_is_an_element_in_the_order_in_which_slurm_gave_it():
     assert by_node(listed("n[1-2],m3")) == {0: "n1", 1: "n2", 2: "m3"}
     assert by_node(listed("n1")) == {0: "n1"} and by_node(listed(None, "PENDING")) == {0: None}
-    assert by_node(listed("n[1-2]", array=True)) == {0: "n[1-2]"}, "a task of an array comes as a whole"
 
 
 def test_the_job_has_as_many_elements_as_nodes_and_all_of_them_train():
@@ -252,7 +251,7 @@ def test_an_allocation_without_its_batch_host_is_ended_when_the_training_is(left
             agent.set(slot, state="finished")
     world.run(5.0)
     assert world.job().ended is not None
-    assert (("cancel", "1", 1, "") in world.slurm.calls) is ended
+    assert (("cancel", "1", 0, "") in world.slurm.calls) is ended
 
 
 def test_other_jobs_do_not_get_the_nodes_of_an_allocation():

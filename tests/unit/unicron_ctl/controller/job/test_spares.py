@@ -287,7 +287,7 @@ def test_spares_are_rounded_to_whole_replicas():
     world, _ = started(nodes=6, wanted=1, replica=2)
     assert sorted(world.job().members) == [0, 1, 2, 3]
     said = [e.record.reason for e in world.log if e.kind == "spares"]
-    assert any("a replica spans 2 elements: 4 of 6 train" in reason for reason in said)
+    assert any("they come and go 2 at a time: 4 of 6 train" in reason for reason in said)
 
 
 def test_in_restart_mode_the_new_world_takes_the_spare_in_at_once():

@@ -43,14 +43,14 @@ def test_a_requeued_element_goes_before_held_ones_and_home_if_it_can():
         element("1", 0, "PENDING", reason="JobHeldAdmin", comment="unicron: x"),
         element("1", 1, "PENDING", reason="BeginTime", restarts=1),
     ]
-    found = place([Need("1", 1, home={1: "b"})], elements, [node("a"), node("b")])
+    found = place([Need("1", 1, home={1: frozenset("b")})], elements, [node("a"), node("b")])
     assert said(found) == ["pin 1_1 to b", "start_now 1_1"]
 
 
 def test_nothing_is_started_where_its_former_self_still_lives():
     """Defect, found by the soak on links: Slurm drained the node for a duplicate job id, and held the element."""
     elements = [element("1", 0, "PENDING", reason="BeginTime", restarts=1), element("1", 1, "PENDING")]
-    need = Need("1", 2, home={0: "a"}, lives={0: "a"})
+    need = Need("1", 2, home={0: frozenset("a")}, lives={0: frozenset("a")})
     assert said(place([need], elements, [node("a")])) == ["pin 1_1 to a", "start_now 1_1"]
     assert "pin 1_0 to b" in said(place([need], elements, [node("a"), node("b")]))
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.world import FakeAgent, World
 from unicron.ctl.controller.replication import cuts, fetching, whole_states
+from unicron.ctl.controller.replication.fail_together import domains_of
 from unicron.ctl.controller.replication.receivers import targets_by_element
 from unicron.ctl.controller.replication.strategies import WHOLE_STATES
 from unicron.ctl.protocol import ranges, structs, wire
@@ -55,11 +56,13 @@ def come(agents: list[Node]) -> None:
         agent.ready()
 
 
-def started(nodes: int, replica: int, ranks: int = 1, copies: int = 1) -> tuple[World, list[Node]]:
+def started(
+    nodes: int, replica: int, ranks: int = 1, copies: int = 1, block: int = 1, spares: int = 0
+) -> tuple[World, list[Node]]:
     world = World()
-    agents = [Node(world, e, ranks=ranks, nodes=nodes, replica=replica) for e in range(nodes)]
+    agents = [Node(world, e, ranks=ranks, nodes=nodes, replica=replica, spares=spares) for e in range(nodes)]
     for agent in agents:
-        agent.settings = wire.msgspec.structs.replace(agent.settings, copies=copies)
+        agent.settings = wire.msgspec.structs.replace(agent.settings, copies=copies, block=block)
         agent.register()
         agent.ready()
     world.run(0.3)
@@ -106,6 +109,23 @@ def test_several_replicas_in_one_node_are_one_copy():
 def test_two_copies_survive_any_two_nodes_and_never_lie_where_the_state_is():
     _, agents = started(nodes=4, replica=4, copies=2)
     assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1, 2], [3, 0], [3, 0], [1, 2]]
+
+
+def test_a_copy_goes_to_another_block():
+    """A block is lost as a whole. Behind two switches, to one behind the other."""
+    world, agents = started(nodes=6, replica=6, block=2)
+    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[2], [3], [4], [5], [0], [1]]
+    world.core.view.slurm.domains = {f"n{number}": "s1" if number < 5 else "s2" for number in range(1, 7)}
+    view = world.core.view.job(world.job())
+    found = whole_states.targets(view, dict.fromkeys(range(4), 1), domains_of(world.core.view, world.job()))
+    assert {to.element for targets in found.values() for to in targets} == {4, 5}
+
+
+def test_what_only_the_nodes_of_one_block_train_is_copied_to_another():
+    """Both train the same, and would be lost together. The other block waits as a spare."""
+    world, agents = started(nodes=4, replica=1, block=2, spares=2)
+    assert sorted(world.job().members) == [0, 1]
+    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[2], [], [], []]
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "copies"), [(3, 2, 1), (16, 8, 1), (4, 2, 2), (16, 8, 12)])

@@ -223,3 +223,14 @@ def test_a_cut_whose_copies_get_on_is_given_time():
     assert [order.iteration for order in agents[0].orders()] == [first]
     save_on(world, agents, CUT_LIMIT_SECONDS + 2.0, begin=last)
     assert len(agents[0].orders()) == 2
+
+
+def test_what_scripts_save_is_copied_to_another_block():
+    world, agents = started(4, block=2, min_nodes=2)
+    save_on(world, agents, 5.0)
+    assert [{to.element for order in agent.orders() for to in order.targets} for agent in agents] == [
+        {2},
+        {3},
+        {0},
+        {1},
+    ]

@@ -1,0 +1,48 @@
+"""An array whose elements have two nodes each, on a real Slurm: a world takes or leaves an element as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.test_allocation import power_off, slurm, submit, world
+from tests.slurm.test_restart_mode import Site
+from tests.support.jobs import PLAIN
+from tests.support.processes import call, wait_for
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path, nodes=6)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_block_leaves_with_its_lost_node_and_comes_back_whole(site: Site) -> None:
+    number = submit(site, "--array=0-2", "-N2", "--gres=gpu:1", "--exclusive", wrap=f"srun python {PLAIN}")
+    before = world(site, 6)
+    rows = slurm(site, "squeue", "-h", "-r", "-j", number, "-o", "%K %N").splitlines()
+    assert sorted(rows) == ["0 n[1-2]", "1 n[3-4]", "2 n[5-6]"]
+    job = site.job(number)
+    assert (job["nodes"], job["max_nodes"], job["min_nodes"]) == (6, 6, 2)
+    assert [(one["element"], one["node"]) for one in job["elements"]] == [(n, f"n{n + 1}") for n in range(6)]
+
+    power_off(site, "n4")
+    after = world(site, 4, before["generation"])
+    assert after["begun"] >= before["step"] and site.job(number)["members"] == [0, 1, 4, 5]
+    kinds = [event["kind_of_failure"] for event in site.controller.events("failure_detected")]
+    assert len([kind for kind in kinds if kind != "rank"]) == 1, site.logs()  # of n4 or n3: the other ends with it
+
+    site.cluster.power_on("n4")
+    slurm(site, "scontrol", "update", "nodename=n4", "state=resume")
+    last = world(site, 6, after["generation"])
+    assert last["begun"] >= after["step"] and site.job(number)["members"] == list(range(6))
+    shown = call("unicronctl", "status", "--controller", site.controller.address, environment=site.environment)
+    assert f"{number}_0 n1,n2; {number}_1 n3,n4; {number}_2 n5,n6" in shown.stdout, shown.stdout
+    (site.folder / "stop").touch()
+    wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
+    assert site.job(number)["ended"]["code"] == 0

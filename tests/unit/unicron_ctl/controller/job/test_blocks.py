@@ -1,0 +1,230 @@
+"""Arrays whose elements have several nodes: each node has a number of its own, Slurm is asked for the elements, and a
+world takes or leaves an element as a whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model import allocation
+from unicron.ctl.protocol import datagrams
+from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron.ctl.slurm.squeue import names_of
+
+
+def row(element: int, node: str | None, state: str = "RUNNING") -> ElementInfo:
+    return ElementInfo("1", element, f"1{element}", state, node, "", "job1", "ann", "", 0, array=True)
+
+
+def cluster(there: int = 7, elements: int = 3, block: int = 2, **settings) -> tuple[World, dict[int, FakeAgent]]:
+    """Job 1 has elements of two nodes, with an agent on each."""
+    world = World(FakeSlurm(there))
+    world.slurm.submit("1", elements, block)
+    agents: dict[int, FakeAgent] = {}
+    for element in range(elements):
+        come(world, agents, element, elements * block, **settings)
+    return world, agents
+
+
+def come(world: World, agents: dict[int, FakeAgent], element: int, nodes: int = 6, **settings) -> None:
+    """The agents of an element that Slurm runs."""
+    names = names_of(world.slurm.queue["1", element]["node"])
+    for place, name in enumerate(names):
+        number = len(names) * element + place
+        agent = agents[number] = FakeAgent(world, "1", number, name, nodes=nodes, **settings)
+        agent.settings.block, agent.settings.min_nodes = len(names), max(len(names), agent.settings.min_nodes)
+        agent.register()
+
+
+def trains(world: World, agents: dict[int, FakeAgent]) -> None:
+    world.run(1.5)
+    for agent in agents.values():
+        agent.ready()
+    world.run(2.0)
+    assert world.job().phase == "running" and len(world.job().members) == len(agents)
+
+
+def lose(world: World, agent: FakeAgent) -> None:
+    agent.silent = True
+    world.dead_nodes.add(agent.node)
+
+
+def end(world: World, agents: dict[int, FakeAgent], *numbers: int) -> None:
+    """Slurm ends these agents with their element."""
+    for number in numbers:
+        agents[number].status(leaving="stopped by SIGTERM")
+        agents[number].silent = agents[number].killed = True
+
+
+def joined(world: World) -> None:
+    """All six nodes train, two of them from the next boundary on."""
+    boundary(world)
+    assert set(world.job().members) == set(range(6))
+
+
+def boundary(world: World) -> None:
+    world.run(8.0)
+    for agent in world.agents:
+        if not agent.silent:
+            agent.take_offer()
+    world.run(2.0)
+
+
+def asked(world: World, *actions: str) -> list[tuple]:
+    return [call for call in world.slurm.calls if call[0] in actions]
+
+
+def failures(world: World) -> list[tuple[str, str]]:
+    return [(one.record.kind_of_failure, one.record.node) for one in world.job().failures]
+
+
+def test_each_node_of_an_element_has_a_number():
+    world = World(FakeSlurm(4))
+    rows = [row(0, "n[1-2]"), row(1, None, "PENDING"), row(3, "n4,n3")]
+    found = {each.element: each.node for each in allocation.by_node(rows, world.core.state.jobs)}
+    assert found == {0: "n1", 1: "n2", 2: None, 3: None, 6: "n4", 7: "n3"}
+    assert {each.label for each in allocation.by_node(rows, {})} == {"1_0", "1_1", "1_3"}
+    alone = [row(0, "n1"), row(2, None, "PENDING")]
+    assert [each.element for each in allocation.by_node(alone, {})] == [0, 2]
+
+
+def test_all_nodes_train_and_the_plan_counts_nodes():
+    world, agents = cluster()
+    trains(world, agents)
+    job = world.job()
+    assert (job.settings.block, job.settings.max_nodes, job.allotted) == (2, 6, list(range(6)))
+    assert world.core.state.assignment == {"1": 6}, "of seven nodes, for it has whole elements only"
+    assert not world.slurm.calls
+    world.check_replay()
+
+
+@pytest.mark.parametrize("lost", [2, 3])
+def test_an_element_leaves_with_its_lost_node_and_comes_back_whole(lost):
+    world, agents = cluster()
+    trains(world, agents)
+    lose(world, agents[lost])
+    world.run(8.0)
+    assert set(world.job().members) == {0, 1, 4, 5} and world.job().phase == "running"
+    down = [call[3] for call in asked(world, "down")]
+    assert down == [agents[lost].node]
+    mate = 5 - lost
+    end(world, agents, mate)
+    world.run(3.0)
+    assert failures(world) == [("node", agents[lost].node)], "its mate's end is a part of that"
+    pins = asked(world, "pin")
+    assert pins[-1] == ("pin", "1", 1, ",".join(sorted({agents[mate].node, "n7"}))), (
+        "where its mate was, and a free one"
+    )
+    come(world, agents, 1)
+    agents[2].ready()
+    world.run(2.0)
+    assert set(world.job().members) == {0, 1, 4, 5}, "one of its nodes alone does not come in"
+    agents[3].ready()
+    joined(world)
+    assert not asked(world, "requeue", "requeue_hold") and not world.job().requeued
+    world.check_replay()
+
+
+def test_an_element_whose_agent_died_is_requeued_as_a_whole_and_once():
+    world, agents = cluster()
+    trains(world, agents)
+    agents[4].silent = agents[4].killed = True
+    world.run(8.0)
+    assert set(world.job().members) == {0, 1, 2, 3}
+    assert [call[:3] for call in asked(world, "requeue")] == [("requeue", "1", 2)]
+    end(world, agents, 5)
+    world.run(3.0)
+    come(world, agents, 2)
+    world.run(5.0)
+    agents[4].ready()
+    agents[5].ready()
+    joined(world)
+    assert failures(world) == [("agent", "n5")]
+    assert len(asked(world, "requeue")) == 1
+    world.check_replay()
+
+
+def test_a_spare_element_takes_the_place_of_one_that_lost_a_node():
+    world, agents = cluster(there=6, spares=1)
+    world.run(1.5)
+    for agent in agents.values():
+        agent.ready()
+    world.run(2.0)
+    assert set(world.job().members) == {0, 1, 2, 3}, "one spare was asked for, and they come two at a time"
+    lose(world, agents[0])
+    boundary(world)
+    assert set(world.job().members) == {2, 3, 4, 5}
+    world.check_replay()
+
+
+def test_an_agent_that_leaves_alone_has_its_element_started_again():
+    """Slurm lets the element run on as long as one of its agents does."""
+    world, agents = cluster()
+    trains(world, agents)
+    end(world, agents, 4)
+    world.run(20.0)
+    assert set(world.job().members) == {0, 1, 2, 3} and not asked(world, "requeue")
+    world.run(15.0)
+    assert [call[:3] for call in asked(world, "requeue")] == [("requeue", "1", 2)]
+
+
+def test_both_nodes_of_an_element_that_are_lost_are_set_down():
+    world, agents = cluster()
+    trains(world, agents)
+    lose(world, agents[0])
+    lose(world, agents[1])
+    world.run(10.0)
+    assert set(world.job().members) == {2, 3, 4, 5}
+    assert {call[3] for call in asked(world, "down")} == {"n1", "n2"}
+    assert {node for _, node in failures(world)} == {"n1", "n2"}
+
+
+def test_an_element_that_has_too_few_nodes_is_started_again():
+    """With --no-kill Slurm lets it run on without the node."""
+    world, agents = cluster()
+    trains(world, agents)
+    world.slurm.queue["1", 1]["node"] = "n3"
+    world.run(3.0)
+    assert [call[:3] for call in asked(world, "requeue")] == [("requeue", "1", 1)]
+
+
+def test_a_job_that_must_shrink_gives_up_a_whole_element():
+    world, agents = cluster()
+    trains(world, agents)
+    world.slurm.submit("2", 3)
+    world.run(1.5)
+    heavy = FakeAgent(world, "2", 0, "n7", nodes=3, weight=50.0)
+    heavy.register()
+    world.run(2.0)
+    heavy.ready()
+    world.run(3.0)
+    assert world.core.state.assignment == {"1": 4, "2": 3}
+    assert world.job().leaving == [4, 5]
+    boundary(world)
+    assert set(world.job().members) == {0, 1, 2, 3}
+    assert asked(world, "requeue_hold")[0] == ("requeue_hold", "1", 2, "n5,n6")
+    assert {call[3] for call in asked(world, "pin") if call[1] == "2"} == {"n5", "n6"}
+    assert not any(isinstance(event.record, records.FailureDetected) for event in world.log)
+    world.check_replay()
+
+
+def test_an_element_of_another_size_is_refused_in_one_line():
+    world, agents = cluster()
+    trains(world, agents)
+    world.slurm.submit("1", 4, 2)
+    odd = FakeAgent(world, "1", 6, "n7", nodes=6)
+    odd.settings.block = 3
+    world.slurm.queue["1", 3] |= {"state": "RUNNING", "node": "n7,n6,n5", "reason": ""}
+    odd.register()
+    world.run(1.5)
+    said = [message.reason for who, message in world.sent if who == odd.agent and hasattr(message, "final")]
+    assert any("has elements of 2 nodes, this one 3: give sbatch --nodes=2" in reason for reason in said), said
+
+
+def test_a_datagram_is_of_the_agent_on_its_node():
+    world, agents = cluster()
+    trains(world, agents)
+    hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=1, node="n4", status=9)
+    world.core.intake.on_hint(hint)
+    assert [number for number, one in world.core.view.live.jobs["1"].agents.items() if one.task_status == 9] == [3]
