@@ -173,7 +173,7 @@ def read_place(
         address=environment.get("UNICRON_NODE_ADDRESS") or _address(controller),
         step=_step(environment) * ranges.LAUNCHES
         + int(number(environment, LAUNCH, "0", least=0, most=ranges.LAUNCHES - 1)),
-        requeues=0 if array and most > 1 else int(number(_set(environment), "SLURM_RESTART_COUNT", "0", least=0)),
+        requeues=0 if array and most > block else int(number(_set(environment), "SLURM_RESTART_COUNT", "0", least=0)),
         tasks=tuple(tasks),
         settings=Settings(
             name=environment.get("SLURM_JOB_NAME", job)[: ranges.NAME],
