@@ -63,12 +63,13 @@ def _shown(line: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a process's output goes, and on which CPUs it runs: by default where those of this process do.
+    """Where a process's input comes from, where its output goes, and on which CPUs it runs: by default as this process.
 
-    stdout: a descriptor. out, err: take what was read of its standard output, where that is a pipe, and of its standard
-    error. cpus: empty for those of this process.
+    stdin, stdout: descriptors. out, err: take what was read of its standard output, where that is a pipe, and of its
+    standard error. cpus: empty for those of this process.
     """
 
+    stdin: int | None = None
     stdout: int | None = None
     out: JobOutput = standard_output
     err: JobOutput = standard_error
@@ -101,7 +102,7 @@ class Forked:
 
 class Child:
     """One supervised process in a process group of its own. Its standard error passes through, and its last lines are
-    kept. keep: descriptors that it inherits; stdin: its own, this process's where none is given.
+    kept. keep: descriptors that it inherits.
 
     output: where what it writes goes. stdout: the reading end of its standard output, where it is a pipe."""
 
@@ -110,7 +111,6 @@ class Child:
         command: Sequence[str],
         environment: Mapping[str, str],
         keep: Sequence[int] = (),
-        stdin: int | None = None,
         surroundings: Surroundings = USUAL,
     ):
         parent = os.getpid()
@@ -122,7 +122,7 @@ class Child:
         process = subprocess.Popen(
             command,
             env=dict(environment),
-            stdin=stdin,
+            stdin=surroundings.stdin,
             stdout=surroundings.stdout,
             stderr=subprocess.PIPE,
             process_group=0,

@@ -303,7 +303,7 @@ class Zygote:
     def serve(self) -> list[str]:
         """Answer requests until the agent's end of the line closes; returns in each rank, with its command."""
         while True:
-            data, files, _, _ = socket.recv_fds(self._line, ANSWER_BYTES, 4)
+            data, files, _, _ = socket.recv_fds(self._line, ANSWER_BYTES, 5)
             if not data:
                 sys.exit(0)
             message = json.loads(data)
@@ -359,7 +359,7 @@ class Zygote:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         adopt(self._agent, between)
-        for number, stream in enumerate(streams[:2], 1):
+        for number, stream in enumerate(streams[:3]):
             os.dup2(stream, number)
             os.close(stream)
         self._line.close()
@@ -367,9 +367,9 @@ class Zygote:
         for number in self._deaf:
             if signal.getsignal(number) is signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
-        if not os.read(streams[2], 1):
+        if not os.read(streams[3], 1):
             os._exit(128 + signal.SIGKILL)  # the agent has given up waiting for it
-        os.close(streams[2])
+        os.close(streams[3])
         restore(os.environ, environment, self._written)
         if cpus:
             with contextlib.suppress(OSError):  # Slurm lets nobody out of the step's own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.controller import Controller
-from tests.support.jobs import PLAIN, Job, json_lines
-from tests.support.processes import is_alive, wait_for
+from tests.support.jobs import AGENT, PLAIN, Job, json_lines
+from tests.support.processes import LIMIT, ROOT, is_alive, outside_slurm, wait_for
 
 pytestmark = pytest.mark.process
 COMMAND = [sys.executable, str(PLAIN)]
@@ -74,6 +75,33 @@ def test_a_torch_script_goes_on_from_its_checkpoint_after_a_kill(controller, tmp
     assert (job["mode"], job["state"], job["iteration"], job["ended"]["code"]) == ("restart", "ended", -1, 0)
     blamed = [f for f in controller.events("failure_detected", job="60") if f["severity"] == 2]
     assert [f["kind_of_failure"] for f in blamed] == ["rank"], f"whoever died of it is not blamed: {blamed}"
+
+
+FROM_INPUT = """import os, pathlib
+rank, size, out = os.environ["RANK"], os.environ["WORLD_SIZE"], pathlib.Path(os.environ["PLAIN_OUT"])
+with open(out / "began", "a") as file:
+    file.write(f"{rank} of {size}\\n")
+if rank == "1" and not (out / "failed").exists():
+    (out / "failed").touch()
+    os._exit(3)
+"""
+
+
+def test_each_rank_reads_its_program_from_standard_input_and_again_after_a_failure(controller, tmp_path):
+    """Defect: rank 0 had it all, the next world had nothing, and the job was said to be complete."""
+    settings = {"PLAIN_OUT": str(tmp_path), "SLURM_JOB_ID": "69", "UNICRON_CONTROLLER": controller.address}
+    settings |= {"UNICRON_RANKS_PER_NODE": "2", "SLURMD_NODENAME": "n0", "UNICRON_NODE_ADDRESS": "127.0.0.1"}
+    done = subprocess.run(
+        [*AGENT, "run", "--", sys.executable, "-"],
+        input=FROM_INPUT.encode(),
+        env=outside_slurm() | settings,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    began = (tmp_path / "began").read_text().splitlines()
+    assert began.count("1 of 2") == 2 and began[-2:] in (["0 of 2", "1 of 2"], ["1 of 2", "0 of 2"]), began
 
 
 @pytest.fixture(scope="module")

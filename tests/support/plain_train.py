@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 OUT = Path(os.environ["PLAIN_OUT"])
+ELEMENT = "SLURM_ARRAY_TASK" + "_ID"  # an array whose script names the variable is a sweep
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -90,7 +91,7 @@ def main() -> None:
     world = Gloo() if os.environ.get("PLAIN_BACKEND") == "gloo" else Sockets()
     checkpoint = OUT / "checkpoint"
     step = begun = int(checkpoint.read_text()) if checkpoint.is_file() else 0
-    steps = OUT / f"steps.{os.environ.get('SLURM_ARRAY_TASK_ID') or os.environ['SLURMD_NODENAME']}"
+    steps = OUT / f"steps.{os.environ.get(ELEMENT) or os.environ['SLURMD_NODENAME']}"
     while True:
         of_ranks, at, stop = world.sums(RANK + 1, step, (OUT / "stop").exists())
         assert of_ranks == SIZE * (SIZE + 1) / 2 and at == SIZE * step, "all ranks of one world, at the same step"

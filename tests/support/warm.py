@@ -70,7 +70,7 @@ class Warm:
         """As :meth:`ZygoteClient.request_fork`; settled."""
         adopt_orphans()
         try:
-            coming = self.zygote.request_fork(environment, words, Surroundings(stdout, cpus=cpus))
+            coming = self.zygote.request_fork(environment, words, Surroundings(stdout=stdout, cpus=cpus))
             self.serve(lambda: coming is None or coming.settled)
         finally:
             adopt_orphans(False)

@@ -19,7 +19,8 @@ class Settings(msgspec.Struct, kw_only=True):
     copies: in how many other nodes' memory each part of the training state is to be. spares:
     elements that are to wait, ready, for a member to be lost (docs/design/hot-spares.md). allocation: its nodes are one
     allocation of Slurm's, and no array (docs/design/allocations.md). block: nodes of each of the array's elements
-    (docs/design/blocks.md). log_dir: the folder with a file for each rank's output, empty where there is none."""
+    (docs/design/blocks.md). log_dir: the folder with a file for each rank's output, empty where there is none. command:
+    a digest of what each rank of an array runs."""
 
     name: ranges.Kind
     user: ranges.Name
@@ -36,6 +37,7 @@ class Settings(msgspec.Struct, kw_only=True):
     allocation: bool = False
     block: ranges.Elements = 1
     log_dir: ranges.Text = ""
+    command: ranges.NoName = ""
 
 
 # ---------------------------------------------------------------- ranks

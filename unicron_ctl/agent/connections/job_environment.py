@@ -57,9 +57,9 @@ class Place:
         """This place of a job that is as large as the node."""
         return replace(self, settings=msgspec.structs.replace(self.settings, max_nodes=1))
 
-    def in_mode(self, mode: str, reason: str, trains: bool = True) -> Place:
-        """This place of a job that is healed in this mode. trains: its command may train."""
-        settings = msgspec.structs.replace(self.settings, mode=mode, mode_reason=reason[: ranges.TEXT])
+    def in_mode(self, mode: str, reason: str, trains: bool = True, command: str = "") -> Place:
+        """This place of a job that is healed in this mode. trains: its command may train. command: its digest."""
+        settings = msgspec.structs.replace(self.settings, mode=mode, mode_reason=reason[: ranges.TEXT], command=command)
         return replace(self, settings=settings, trains=trains)
 
     @property

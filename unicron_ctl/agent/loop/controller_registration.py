@@ -20,7 +20,7 @@ class Registration:
     door: where others see that this agent lives. peer: the address at which other agents speak to it.
 
     welcomed: the controller knows this agent. refusal: why it did not take it, the last time. alone: it says that the
-    others have done already what this step is for.
+    others have done already what this step is for. apart: it says so for good: the command is none of this job's.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Registration:
         self._outbox, self._polling = net.outbox, net.polling
         self._door, self._peer, self._copies = door, peer, copies
         self._tried = float("-inf")
-        self.welcomed = self.was_welcomed = self.alone = False
+        self.welcomed = self.was_welcomed = self.alone = self.apart = False
         self.refusal = ""
 
     def on_timer(self) -> None:
@@ -63,6 +63,7 @@ class Registration:
     def on_refused(self, message: wire.Refused) -> None:
         """The controller does not take this agent."""
         self.refusal, self.alone = message.reason, self.alone or message.alone
+        self.apart = message.alone and message.final
 
     def register_again(self) -> None:
         """The controller was restarted and does not know this agent any more."""
@@ -72,7 +73,7 @@ class Registration:
 
     def why_not(self, address: str) -> str:
         """Why this agent is not protected, in one line."""
-        if self._outbox.closed:
+        if self._outbox.closed or self.refusal:
             return self.refusal
-        said = self._line.problem or self.refusal
+        said = self._line.problem
         return f"no controller answers at {address}" + (f" ({said})" if said else "")

@@ -20,7 +20,7 @@ from unicron.ctl.agent.ranks import watchdog
 from unicron.ctl.consensus.restart_lease import Lease
 from unicron.ctl.protocol.reach import Reach, reach
 from unicron.ctl.system.mailbox import Mailbox
-from unicron.detector.processes.supervise import Child
+from unicron.detector.processes.supervise import Child, Surroundings
 
 REACH_SECONDS = 0.7  # for one door
 PASS_SECONDS = 2.0  # between two tries of all doors
@@ -126,7 +126,7 @@ class Fence:
             reading, writing = os.pipe()
             try:
                 command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__))]
-                self._dog = Child(command, os.environ, stdin=reading)
+                self._dog = Child(command, os.environ, surroundings=Surroundings(reading))
             except OSError:
                 os.close(writing)
                 raise

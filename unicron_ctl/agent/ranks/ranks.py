@@ -21,6 +21,7 @@ from unicron.ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter
 from unicron.ctl.protocol import ranges, structs
 from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.root_cause import one_line
+from unicron.detector.processes.job_input import standard_input
 from unicron.detector.processes.job_output import JobOutput
 from unicron.detector.processes.rank_messages import Fault, FromRank, Moved, Status
 from unicron.detector.processes.supervise import USUAL, Child, Surroundings
@@ -72,6 +73,7 @@ class Rank:
         self.slot, self.local, self.surroundings = slot, local, surroundings
         self._command, self._environment, self.starter = command, environment, starter
         self.logs: RankLogs | None = None
+        self._stdin: int | None = None  # of the next process
         self._stdout: tuple[int, int] | None = None  # reading and writing end of the next process's standard output
         self.child: Child | None = None
         self.coming: Coming | None = None
@@ -100,6 +102,7 @@ class Rank:
         try:
             piped = self.logs is not None and self.logs.output(self.local, environment).piped
             self._stdout = os.pipe() if piped else None
+            self._stdin = standard_input.open()
             self.coming = self.starter.request_fork(environment, surroundings=self._around())
         except OSError as error:
             self._failed(error)
@@ -109,7 +112,8 @@ class Rank:
 
     def _around(self) -> Surroundings:
         """What surrounds the next process."""
-        return replace(self.surroundings, stdout=self._stdout[1]) if self._stdout else self.surroundings
+        around = replace(self.surroundings, stdin=self._stdin)
+        return replace(around, stdout=self._stdout[1]) if self._stdout else around
 
     def arrive(self) -> None:
         """The process that is coming has settled: it begins, or is started cold."""
@@ -130,7 +134,7 @@ class Rank:
 
     def _failed(self, error: OSError | MemoryError) -> None:
         """What the node is short of may be free soon: it is tried again, and then counts as exited."""
-        self._close_stdout()
+        self._close_streams()
         why = getattr(error, "strerror", "") or str(error) or type(error).__name__
         passes = isinstance(error, MemoryError) or error.errno in PASSING
         if passes and (now := time.monotonic()) < self._tries_until:
@@ -147,6 +151,7 @@ class Rank:
             os.set_blocking(child.stdout, False)
             os.close(theirs)
             self._stdout = None
+        self._close_streams()
         self.status.pid, self.status.changed = child.pid, time.time()
 
     def _ends(self, code: int, why: str) -> None:
@@ -239,12 +244,12 @@ class Rank:
         if self.coming is not None:
             self.coming.drop()
             self.coming = None
-        self._close_stdout()
+        self._close_streams()
 
-    def _close_stdout(self) -> None:
-        for end in self._stdout or ():
+    def _close_streams(self) -> None:
+        for end in (*(self._stdout or ()), *([] if self._stdin is None else [self._stdin])):
             os.close(end)
-        self._stdout = None
+        self._stdin = self._stdout = None
 
 
 def last_words(tail: str) -> str:
@@ -291,7 +296,10 @@ def surroundings_of(place: Place) -> list[Surroundings]:
     first, *others = place.tasks
     return [
         Surroundings(cpus=first.cpus),
-        *(Surroundings(task.stdout, JobOutput(task.stdout), JobOutput(task.stderr), task.cpus) for task in others),
+        *(
+            Surroundings(None, task.stdout, JobOutput(task.stdout), JobOutput(task.stderr), task.cpus)
+            for task in others
+        ),
     ]
 
 

@@ -61,7 +61,7 @@ class WarmStart:
         """A warm process with what all ranks have in common of their environment; None where there is no zygote."""
         if self._zygote is None:
             return None
-        return self._zygote.request_fork(self._zygote.environment, words, Surroundings(stdout))
+        return self._zygote.request_fork(self._zygote.environment, words, Surroundings(stdout=stdout))
 
     # ------------------------------------------------------------ in the agent's loop
     def start_forked_ranks(self) -> None:

@@ -97,7 +97,7 @@ class Starter(Protocol):
 
     def request_fork(self, environment: Mapping[str, str], *, surroundings: Surroundings = USUAL) -> Coming | None:
         """A warm process with this environment; None where it has to start cold. Its standard
-        output stays open until it has settled."""
+        input and output stay open until it has settled."""
 
 
 class AlwaysCold:
@@ -180,7 +180,8 @@ class ZygoteClient:
         together (monotonic); a look at the files that begins after it counts for each of them."""
         assert self._line is not None
         coming.asked = now
-        stdout, cpus = coming.surroundings.stdout, sorted(coming.surroundings.cpus)
+        around, cpus = coming.surroundings, sorted(coming.surroundings.cpus)
+        streams = [own if given is None else given for own, given in enumerate((around.stdin, around.stdout))]
         request = json.dumps({"environment": dict(coming.environment), "words": coming.words, "cpus": cpus}).encode()
         message = json.dumps({"number": number, "asked": now}).encode()
         file = -1
@@ -189,7 +190,7 @@ class ZygoteClient:
             with open(file, "wb", closefd=False) as writing:
                 writing.write(request)
             with contextlib.suppress(OSError):
-                files = [file, 1 if stdout is None else stdout, *coming.theirs]
+                files = [file, *streams, *coming.theirs]
                 socket.send_fds(self._line, [message], files)
         finally:
             if file >= 0:

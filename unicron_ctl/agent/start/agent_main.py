@@ -99,7 +99,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     replace_variables(launcher_shells.leave_shell(os.environ))
     outside = dict(os.environ)
     if command and (why := untouched.why_by_shape(os.environ, others.count)):
-        untouched.become(command, os.environ, why)
+        untouched.become(command, outside, why)
     replaced = replace_launcher(command, outside)
     if isinstance(replaced, int):
         return replaced
@@ -115,7 +115,8 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     except Exception as error:
         replace_variables(outside)
         without_agent(["--", *command], reason(error))
-    why = untouched.why_by_ranks(place, chosen, os.environ)
+    why = untouched.why_sweep(os.environ, "its script", chosen.text)
+    why = why or untouched.why_by_ranks(place, chosen, os.environ)
     if why or not untouched.meant(chosen, place.settings.ranks_per_node, os.environ):
         untouched.become(command, outside, why)
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
@@ -135,14 +136,16 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         status = agent.run()
         around = [rank.surroundings for rank in agent.ranks.values()]
         flush(standard_output, standard_error, *(each.out for each in around), *(each.err for each in around))
-        place = place.alone() if agent.registration.alone else place
-        return run_unprotected(place, words, agent.registration.refusal) if status is None else status
-    agent.close()
-    standard_error.flush(FLUSH_SECONDS)
-    if agent.exit_code is not None:
-        return agent.exit_code
-    if agent.registration.alone:
-        return run_unprotected(place.alone(), words, agent.registration.refusal)
+        if status is not None:
+            return status
+    else:
+        agent.close()
+        standard_error.flush(FLUSH_SECONDS)
+        if agent.exit_code is not None:
+            return agent.exit_code
+    if agent.registration.apart:
+        untouched.become(command, outside, agent.registration.refusal)
+    place = place.alone() if agent.registration.alone else place
     return run_unprotected(place, words, agent.registration.why_not(address))
 
 
@@ -163,6 +166,9 @@ def replace_launcher(command: Sequence[str], outside: Mapping[str, str]) -> tupl
     """(what each rank runs, what the job's log says of the launcher that is left out). A shell with a launcher in it is
     run here: its exit status. A command whose launcher stays is executed, with the environment `outside`."""
     try:
+        shell = launcher_shells.shell_text(command)
+        if why := untouched.why_sweep(os.environ, "its shell script", shell or ""):
+            raise NotTaken(why)
         if launcher_shells.launches(command):
             check_tasks()
             return launcher_shells.run_shell(command, os.environ)
@@ -222,7 +228,8 @@ def prepare(
 
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
     place = read_place(os.environ, address, others.receive())
-    place = place.in_mode(chosen.name, chosen.reason, not only_helps(chosen.text))
+    digest = untouched.digest(command, os.environ)
+    place = place.in_mode(chosen.name, chosen.reason, not only_helps(chosen.text), digest)
     if place.settings.layouts and chosen.name != SESSION:
         said = f"{LAYOUTS} is for session mode, and this job is healed in {chosen.name} mode ({chosen.reason})"
         raise UserError(f"{said}: unset it, or say --unicron-mode=session", WRONG_USE)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from unicron.ctl.agent.connections.job_environment import LAUNCH
 from unicron.ctl.agent.start import bare
-from unicron.ctl.agent.start.launchers import ELSEWHERE, MODULES, NAMES, NOT_FOR_RANKS, SHELLS, WRAPPERS
+from unicron.ctl.agent.start.launchers import MODULES, NAMES, SHELLS, WRAPPERS
 from unicron.ctl.agent.start.not_taken import NotTaken
 
 FOLDER = "_UNICRON_LAUNCHERS"  # the folder at the front of PATH, for the agent that is started from it
@@ -76,20 +76,11 @@ exec {name} "$@"
 def launches(command: Sequence[str]) -> bool:
     """Whether the command is a shell, perhaps behind wrappers, whose text names a launcher. Raises NotTaken for one
     that would find the launcher without asking PATH."""
-    words = list(command)
-    at = 0
-    while at < len(words) - 1 and Path(words[at]).name in WRAPPERS:
-        at += 1
-        while at < len(words) - 1 and (words[at].startswith("-") or "=" in words[at] or words[at][:1].isdigit()):
-            at += 1
-    within = {Path(word).name for word in words[:at]}
-    text = _shell_text(words[at:])
+    text = shell_text(command)
     if text is None or not (_LAUNCHER.search(text) or _BY_PATH.search(text)):
         return False
     how = "its shell script starts the ranks by a launcher"
     told = "write `srun torchrun ...` or `srun python train.py` in the batch script"
-    if within & (ELSEWHERE | NOT_FOR_RANKS):
-        raise NotTaken(f"{how} behind {', '.join(sorted(within))}: {told}")
     if _BY_PATH.search(text):
         raise NotTaken(f"{how} that is named by its path: name it without a path, or {told}")
     if _CHANGES_PATH.search(text) and _NOT_BY_FUNCTION.search(text):
@@ -97,18 +88,33 @@ def launches(command: Sequence[str]) -> bool:
     return True
 
 
-def _shell_text(words: Sequence[str]) -> str | None:
-    """The text that a shell would run, without comments; None for a command that is no shell's."""
+def shell_text(command: Sequence[str]) -> str | None:
+    """The text that a shell would run, without comments; None for a command that is no shell's. Raises NotTaken for a
+    shell that reads it from its standard input, which it cannot read again."""
+    words = list(command)
+    while len(words) > 1 and Path(words[0]).name in WRAPPERS:
+        del words[0]
+        while len(words) > 1 and (words[0].startswith("-") or "=" in words[0] or words[0][:1].isdigit()):
+            del words[0]
     if not words:
         return None
     if Path(words[0]).name not in SHELLS:
         return _script(words[0], own=True) if "/" in words[0] or words[0].endswith(".sh") else None
-    for word, following in zip(words[1:], [*words[2:], ""], strict=False):
-        if re.fullmatch(r"-[a-z]*c", word):
-            return _without_comments(following)
-        if not word.startswith(("-", "+")):
-            return _script(word, own=False)
-    return None
+    del words[0]
+    letters = ""
+    while words and words[0][:1] in ("-", "+") and "s" not in letters:
+        option = words.pop(0)
+        if option in ("-", "--"):
+            break
+        long = option.startswith("--")
+        letters += "" if long else option[1:]
+        values = option in ("--rcfile", "--init-file") if long else option.count("o") + option.count("O")
+        del words[:values]
+    if words and "c" in letters:
+        return _without_comments(words[0])
+    if words and "s" not in letters:
+        return _script(words[0], own=False)
+    raise NotTaken("its shell reads from standard input what to run: write that to a file, and `srun bash FILE`")
 
 
 def _script(path: str, own: bool) -> str | None:

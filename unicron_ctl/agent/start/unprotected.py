@@ -22,6 +22,7 @@ from unicron.ctl.agent.ranks.static_world import outside_the_step, static_world
 from unicron.ctl.agent.start import bare
 from unicron.ctl.agent.start.resources import FOR_A_RANK, descriptors_short
 from unicron.ctl.system.errors import UserError
+from unicron.detector.processes.job_input import standard_input
 from unicron.detector.processes.job_output import standard_error, standard_output
 from unicron.detector.processes.supervise import Child, Surroundings, shell_status
 
@@ -59,6 +60,7 @@ def _base(place: Place, local: int) -> dict[str, str]:
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     try:
+        standard_input.give_back()
         bare.become(fill_words(command, environment), environment)
     except OSError as error:
         raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
@@ -90,18 +92,21 @@ class _Ranks:
     def _start(self, command: Sequence[str], environment: Mapping[str, str], local: int) -> Child:
         """Raises OSError."""
         output = self._logs.output(local, environment)
-        if not output.piped:
-            return Child(command, environment)
-        stdout, theirs = os.pipe()
+        stdin = standard_input.open()
+        stdout, theirs = os.pipe() if output.piped else (None, None)
         try:
-            child = Child(command, environment, surroundings=Surroundings(theirs))
+            child = Child(command, environment, surroundings=Surroundings(stdin, theirs))
         except OSError:
-            os.close(stdout)
+            if stdout is not None:
+                os.close(stdout)
             raise
         finally:
-            os.close(theirs)
-        os.set_blocking(stdout, False)
-        child.stdout, child.output = stdout, output
+            for descriptor in (stdin, theirs):
+                if descriptor is not None:
+                    os.close(descriptor)
+        if stdout is not None:
+            os.set_blocking(stdout, False)
+            child.stdout, child.output = stdout, output
         return child
 
     def run(self) -> int:

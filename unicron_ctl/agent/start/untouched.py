@@ -6,6 +6,7 @@ behind it by hand, and those that only the text of their script tells apart.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
@@ -16,13 +17,16 @@ from unicron.ctl.agent.start import bare
 from unicron.ctl.agent.start.command_mode import Mode
 from unicron.ctl.agent.start.launchers import USES_MPI
 from unicron.ctl.protocol.structs import SESSION
+from unicron.detector.processes.job_input import standard_input
 
 if TYPE_CHECKING:
     from unicron.ctl.agent.connections.job_environment import Place
 
 BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agent here, and nobody's --unicron
+SWEEP = "UNICRON_SWEEP"  # 0: an array is one training all the same; else the name of what shows that it is none
 _OF_THE_PLUGIN = ("UNICRON", BY_DEFAULT, "UNICRON_WEIGHT", "UNICRON_MIN_NODES", "UNICRON_MODE")
 # A script that finds its place in the world by what srun tells of its step, as submitit and Lightning do
+_READS_THE_ELEMENT = re.compile(r"\bSLURM_ARRAY_TASK_ID\b")
 _READS_THE_STEP = re.compile(r"\bSLURM_(?:PROCID|LOCALID|NODEID|NTASKS\w*|STEP\w*|TASKS_PER_NODE)\b|\bsubmitit\b")
 
 
@@ -46,6 +50,27 @@ def why_by_shape(environment: Mapping[str, str], joined: int = 1) -> str:
     if of_job.isdecimal() and count < int(of_job):
         return f"it has {count} of the job's {of_job} nodes: a training has all of them"
     return ""
+
+
+def why_sweep(environment: Mapping[str, str], script: str, text: str) -> str:
+    """Why the elements of this array are runs of their own; empty where they are one training. text: of this script.
+    The plugin has read the batch script (slurm_plugin/spank/batch.c)."""
+    said = environment.get(SWEEP, "")
+    if "SLURM_ARRAY_TASK_ID" not in environment or said == "0":
+        return ""
+    if not said and not _READS_THE_ELEMENT.search(text):
+        return ""
+    return (
+        f"{said or script} names SLURM_ARRAY_TASK_ID, as the runs of a sweep do: submit a sweep without --unicron, or "
+        f"export {SWEEP}=0 in the batch script if its array is one training"
+    )
+
+
+def digest(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """What tells the commands of an array's elements apart; empty for a job that is no array."""
+    if "SLURM_ARRAY_TASK_ID" not in environment or environment.get(SWEEP) == "0":
+        return ""
+    return hashlib.sha256("\0".join(command).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def why_by_ranks(place: Place, mode: Mode, environment: Mapping[str, str]) -> str:
@@ -87,6 +112,7 @@ def become(command: Sequence[str], environment: Mapping[str, str], why: str = ""
         print(f"unicron: this step runs unprotected: {why}", file=sys.stderr, flush=True)
     kept = {name: value for name, value in environment.items() if not by_default or name not in _OF_THE_PLUGIN}
     try:
+        standard_input.give_back()
         bare.become(command, kept)
     except OSError as error:
         print(f"unicron: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)

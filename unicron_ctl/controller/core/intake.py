@@ -351,7 +351,9 @@ class Intake:
             return None
         if state.ended:
             return ending(state.ended)
-        return wire.Refused(reason=state.set_aside, final=True) if registration.released(state) else None
+        if not registration.released(state):
+            return None
+        return wire.Refused(reason=state.set_aside, final=True, alone=state.sweep)
 
     def _revive_agent(self, job: JobView, agent: AgentView) -> None:
         """An agent whose lease had run out speaks again."""

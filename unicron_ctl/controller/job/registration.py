@@ -49,9 +49,13 @@ def answer(
     if job is not None and job.set_aside and not job.ended and not begins(view, message, info):
         known = job.agents.get(message.element)
         if released(job) or known is None or known.agent != message.agent:
-            return wire.Refused(reason=job.set_aside, final=True, apart=not released(job) and _others(view, message))
-    if problem := _problem(message, None if begins(view, message, info) else job):  # a next step may be in another mode
+            apart = not released(job) and not job.sweep and _others(view, message)
+            return wire.Refused(reason=job.set_aside, final=True, alone=job.sweep, apart=apart)
+    other = None if begins(view, message, info) else job  # a next step may be in another mode
+    if problem := _problem(message, other):
         return wire.Refused(reason=problem, final=True, apart=_others(view, message))
+    if problem := _other_command(message, other):
+        return wire.Refused(reason=problem, final=True, alone=True, apart=_others(view, message))
     if job is not None and job.ended and message.step <= job.step and not requeued(job, message):
         return ending(job.ended)
     return _too_many(view, message, asker) if view.slurm.used and info is None else None
@@ -63,8 +67,9 @@ def turned_away(view: View, route: Route, message: wire.Register, answered: wire
     out, job = Outcome(), view.state.jobs.get(message.job)
     if isinstance(answered, wire.Refused) and answered.apart and job is not None and _unformed(job) and not job.over:
         reason = f"element {message.element} on {message.node}: {answered.reason}. Until then nothing protects the job"
-        out.record(job, records.JobSetAside(input=f"the registration of agent {message.agent}", reason=reason))
-        answered = wire.Refused(reason=reason, final=True)
+        what = f"the registration of agent {message.agent}"
+        out.record(job, records.JobSetAside(input=what, reason=reason, sweep=answered.alone))
+        answered = wire.Refused(reason=reason, final=True, alone=answered.alone)
     out.sends.append(Send(route, answered))
     return out
 
@@ -157,6 +162,16 @@ def takes_over(job: JobState, message: wire.Register) -> bool:
 def requeued(job: JobState, message: wire.Register) -> bool:
     """Slurm has requeued the whole job since, and its script is at another step, or at the same one after its end."""
     return message.requeues > job.requeues and (message.step != job.step or job.over)
+
+
+def _other_command(message: wire.Register, job: JobState | None) -> str:
+    """Why an element of an array is a run of its own; empty where it runs what the others do."""
+    if job is None or message.settings.command == job.settings.command:
+        return ""
+    return (
+        "its command is another one than that of the other elements, as in a sweep: submit a sweep without --unicron, "
+        "or export UNICRON_SWEEP=0 in the batch script if its array is one training"
+    )
 
 
 def begins(view: View, message: wire.Register, info: ElementInfo | None = None) -> bool:

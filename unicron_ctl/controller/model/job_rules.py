@@ -362,4 +362,4 @@ def ledger_violation(job: JobState, event: Event, record: records.LedgerViolatio
 
 
 def set_aside(job: JobState, event: Event, record: records.JobSetAside) -> None:
-    job.set_aside = record.reason
+    job.set_aside, job.sweep = record.reason, record.sweep

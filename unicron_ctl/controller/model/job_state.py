@@ -267,6 +267,8 @@ class JobState:
     """When, as Slurm shows it; 0 while Slurm has not confirmed the job."""
     set_aside: str = ""
     """Why the controller leaves this job alone; its ranks train on."""
+    sweep: bool = False
+    """It is left alone, for its elements are runs of their own."""
     layout: str = ""
     """In which its ranks are started, where it has stated several."""
     relayout: str = ""

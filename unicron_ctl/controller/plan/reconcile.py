@@ -185,6 +185,9 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
                 list(elements)[:1],
             )
         return [Action("cancel", e.job, e.element, "", why) for e in over]
+    held = [e for e in elements if e.state == "PENDING" and e.held and not held_by_others(e, view.state.held)]
+    if job.set_aside and held:  # nothing plans for it any more
+        return [Action("release", e.job, e.element, "", f"job {job.job} is left alone") for e in held]
     here = any(agent.alive for agent in view.job(job).agents.values())
     coming = any(
         e.state in OCCUPIES or e.state == "PENDING" or came_to_nothing(job, e) or ending(job, e) for e in elements

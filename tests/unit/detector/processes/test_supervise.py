@@ -34,7 +34,7 @@ def test_a_progress_bar_and_a_long_line_are_kept_as_a_terminal_shows_them():
 def test_a_process_has_the_output_and_the_cpus_of_its_own_task():
     cpu = min(os.sched_getaffinity(0))
     (out, its_out), (err, its_err) = os.pipe(), os.pipe()
-    around = Surroundings(its_out, err=JobOutput(its_err), cpus=frozenset({cpu}))
+    around = Surroundings(stdout=its_out, err=JobOutput(its_err), cpus=frozenset({cpu}))
     show = "import os, sys; print(os.sched_getaffinity(0)); print('oh', file=sys.stderr)"
     child = Child([sys.executable, "-c", show], dict(os.environ), surroundings=around)
     wait_for(lambda: not child.pass_stderr(), "all was read")

@@ -42,11 +42,13 @@ class JobSetAside(Record, frozen=True, tag="job_set_aside"):
     """The controller leaves the job alone; its ranks train on. It cannot handle the job's input, or elements of the job
     do not fit together.
 
-    input: what was being handled, for a report; where: the end of the traceback.
+    input: what was being handled, for a report; where: the end of the traceback. sweep: its elements are runs of their
+    own.
     """
 
     input: str
     where: str = ""
+    sweep: bool = False
 
 
 class Observed(Record, frozen=True, tag="observed"):

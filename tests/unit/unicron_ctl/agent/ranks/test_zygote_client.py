@@ -40,7 +40,7 @@ class Standing:
         found = []
         while True:
             try:
-                data, files, _, _ = socket.recv_fds(self.line, ANSWER_BYTES, 4)
+                data, files, _, _ = socket.recv_fds(self.line, ANSWER_BYTES, 5)
             except BlockingIOError:
                 return found
             for file in files:

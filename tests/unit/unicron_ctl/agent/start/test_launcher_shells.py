@@ -42,7 +42,7 @@ def test_a_script_that_names_a_launcher(tmp_path: Path, text: str, found: bool) 
     assert launches(["nice", "-n", "3", "env", "A=1", "bash", "-c", text]) is found
 
 
-@pytest.mark.parametrize("command", ["torchrun train.py", "python torchrun.py", "bash", "bash /nonexistent", "bash -l"])
+@pytest.mark.parametrize("command", ["torchrun train.py", "python torchrun.py", "bash /nonexistent"])
 def test_other_commands(command: str) -> None:
     assert not launches(command.split())
 
@@ -54,6 +54,10 @@ def test_other_commands(command: str) -> None:
         (["bash", "-c", "$VENV/bin/python -u -m torch.distributed.run t.py"], "by its path"),
         (["bash", "-c", ". env/bin/activate; exec torchrun t.py"], "after PATH was changed"),
         (["bash", "-c", "conda activate e; numactl -l python -m torch.distributed.run t.py"], "after PATH was changed"),
+        (["bash"], "reads from standard input"),
+        (["bash", "-l"], "reads from standard input"),
+        (["nice", "bash", "-eo", "pipefail", "-s", "torchrun"], "reads from standard input"),
+        (["bash", "-eo", "pipefail", "-c", "/opt/bin/torchrun t.py"], "by its path"),
     ],
 )
 def test_a_launcher_that_would_not_be_found_is_refused(command: list[str], why: str) -> None:

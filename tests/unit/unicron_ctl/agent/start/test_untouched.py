@@ -7,7 +7,7 @@ import pytest
 from unicron.ctl.agent.connections.job_environment import read_place
 from unicron.ctl.agent.connections.step_tasks import StepTask
 from unicron.ctl.agent.start.command_mode import Mode
-from unicron.ctl.agent.start.untouched import meant, why_by_ranks, why_by_shape
+from unicron.ctl.agent.start.untouched import digest, meant, why_by_ranks, why_by_shape, why_sweep
 from unicron.ctl.protocol.structs import RESTART, SESSION
 
 DEFAULT = {"UNICRON_BY_DEFAULT": "1"}
@@ -56,6 +56,32 @@ def test_a_step_of_several_tasks_a_node(tasks: str, many: str) -> None:
 def test_a_step_of_several_nodes(environment: dict[str, str], why: str) -> None:
     found = why_by_shape(environment)
     assert why in found and bool(found) is bool(why)
+
+
+NAMES_IT = "lr = RATES[int(os.environ['SLURM_ARRAY_TASK_ID'])]"
+
+
+@pytest.mark.parametrize(
+    ("environment", "text", "says"),
+    [
+        (ELEMENT, NAMES_IT, "its script names SLURM_ARRAY_TASK_ID"),
+        (ELEMENT | {"UNICRON_SWEEP": "run.sh"}, PLAIN, "run.sh names SLURM_ARRAY_TASK_ID"),
+        (ELEMENT | {"UNICRON_SWEEP": "0"}, NAMES_IT, ""),
+        (ELEMENT, "folder = os.environ['SLURM_ARRAY_JOB_ID']", ""),
+        ({}, NAMES_IT, ""),
+        ({"UNICRON_SWEEP": "run.sh"}, NAMES_IT, ""),
+    ],
+)
+def test_an_array_whose_scripts_name_its_elements_is_a_sweep(environment: dict[str, str], text: str, says: str) -> None:
+    why = why_sweep(environment, "its script", text)
+    assert bool(why) is bool(says) and says in why
+
+
+def test_the_commands_of_an_arrays_elements_are_told_apart() -> None:
+    one, other = ["python", "train.py", "--lr", "1"], ["python", "train.py", "--lr", "2"]
+    assert digest(one, ELEMENT) == digest(list(one), ELEMENT) != digest(other, ELEMENT)
+    assert digest(["a b"], ELEMENT) != digest(["a", "b"], ELEMENT)
+    assert digest(one, {}) == digest(one, ELEMENT | {"UNICRON_SWEEP": "0"}) == ""
 
 
 def test_tasks_that_the_plugin_has_joined_are_one_agents() -> None:

@@ -55,6 +55,44 @@ def test_before_the_job_trains_all_of_it_is_let_go(with_slurm):
     world.check_replay()
 
 
+def test_elements_with_commands_of_their_own_are_no_one_job():
+    """Defect: a sweep of four became one world of the first two, and the others never ran."""
+    world = World(FakeSlurm(3))
+    assert world.slurm is not None
+    world.slurm.submit("1", 6)
+    agents = [FakeAgent(world, "1", element, f"n{element + 1}", nodes=6, min_nodes=2) for element in (0, 1)]
+    for element, agent in enumerate(agents):
+        agent.settings = msgspec.structs.replace(agent.settings, command=f"lr {element}")
+        agent.register()
+        world.run(1.5)
+    for agent in agents:
+        last = refusals(agent)[-1]
+        assert last.alone and not last.apart and "as in a sweep" in last.reason
+    late = FakeAgent(world, "1", 2, "n3", nodes=4)
+    late.settings = msgspec.structs.replace(late.settings, command="lr 0")
+    late.register()
+    assert refusals(late)[-1].alone, "it is left alone for good"
+    world.core.append("1", 0, records.SlurmAction(action="hold", element=4, node="", reason=""))
+    world.core.append("1", 0, records.SlurmDone(action="hold", element=4, node="", reason=""))
+    world.slurm.hold("1", 4, "")
+    world.run(10.0)
+    assert [e.held for e in world.slurm.elements() if e.state == "PENDING"] == [False] * 3, "each may run"
+    world.check_replay()
+
+
+def test_an_element_whose_command_has_changed_ends_while_the_others_train():
+    """A run's name with the time in it, say: alone it would write the same files as they do."""
+    world = World()
+    agents = world.start_job("1", nodes=3)
+    agents[2].silent = True
+    world.run(15.0)
+    odd = FakeAgent(world, "1", 2, "n3", nodes=3)
+    odd.settings = msgspec.structs.replace(odd.settings, command="another")
+    odd.register()
+    (told,) = refusals(odd)
+    assert told.apart and not world.job().set_aside
+
+
 def test_while_the_others_train_it_ends_and_they_go_on():
     world = World()
     agents = world.start_job("1", nodes=3)

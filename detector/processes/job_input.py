@@ -1,0 +1,159 @@
+"""The standard input of a job's command, for each process of its ranks from the beginning.
+
+`srun python - <<EOF` gives every task the program by a pipe, which can be read once. The ranks of a node, and each of
+them again after a failure, must all get the same. So this process reads the pipe as fast as the ranks do, keeps what it
+has read, and gives each process a pipe or a file of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+import threading
+
+MOST_BYTES = 64 << 20  # that are kept
+READ_BYTES = 1 << 16
+
+
+class JobInput:
+    """What comes by the descriptor `source`; `most` bytes of it are kept for processes that start later."""
+
+    def __init__(self, source: int, most: int = MOST_BYTES) -> None:
+        self._source, self._most = source, most
+        self._lock = threading.Lock()
+        self._kept = -1  # a file with what was read, or with the part of it that is behind `_first`
+        self._first = self._read = 0
+        self._ended = self._lost = False
+        self._given: dict[int, int] = {}  # the writing end of a process's pipe -> bytes that went into it
+        self._wake: tuple[int, int] | None = None  # of the thread, while it runs
+
+    def open(self) -> int | None:
+        """A descriptor by which one process reads the input from its beginning. The caller closes it. None where the
+        process may use this process's own: for a terminal and for /dev/null. Raises OSError."""
+        try:
+            kind = os.fstat(self._source).st_mode
+        except OSError:  # it is closed
+            return None
+        if stat.S_ISREG(kind):
+            return os.open(f"/proc/self/fd/{self._source}", os.O_RDONLY)
+        if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
+            return None
+        with self._lock:
+            if self._lost:
+                most = f"{self._most >> 20} MiB"
+                raise OSError(errno.EFBIG, f"its standard input is longer than {most}, and cannot be read again")
+            if self._kept < 0:
+                self._kept = os.memfd_create("unicron-input")
+            if self._ended:
+                return os.open(f"/proc/self/fd/{self._kept}", os.O_RDONLY)
+            return self._add_process()
+
+    def give_back(self) -> None:
+        """A program that this process becomes will read the input from its beginning. Raises OSError where that cannot
+        be, for a part was read and the rest has not come."""
+        with self._lock:
+            if self._read and not self._ended:
+                raise OSError(errno.ESPIPE, "a part of its standard input was read before")
+            begun = self._ended
+        if begun and (again := self.open()) is not None:
+            os.dup2(again, self._source)
+            os.close(again)
+
+    def _add_process(self) -> int:
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        self._given[writing] = 0
+        if self._wake is not None:
+            os.write(self._wake[1], b".")
+            return reading
+        try:
+            self._wake = os.pipe()
+            threading.Thread(target=self._serve, args=(self._wake[0],), name="unicron-input", daemon=True).start()
+        except (OSError, RuntimeError) as error:
+            self._wake = None
+            self._drop(writing)
+            os.close(reading)
+            raise OSError(errno.EAGAIN, f"its standard input could not be passed on: {error}") from None
+        return reading
+
+    # ------------------------------------------------------------ the thread
+    def _serve(self, wake: int) -> None:
+        """Pass the input on until no process wants more of it."""
+        while True:
+            with self._lock:
+                for writing in list(self._given):
+                    self._give(writing)
+                if not self._given:
+                    self._close_thread()
+                    return
+                poll = self._wanted(wake)
+            ready = [descriptor for descriptor, _ in poll.poll()]
+            if wake in ready:
+                os.read(wake, READ_BYTES)
+            if self._source in ready:
+                self._take()
+
+    def _close_thread(self) -> None:
+        for descriptor in self._wake or ():
+            os.close(descriptor)
+        self._wake = None
+
+    def _wanted(self, wake: int) -> select.poll:
+        """What to wait for. The input is read when a process has all that was read before, so that nothing is taken
+        from a stream that nobody reads; where it is no longer kept, when all processes have."""
+        poll = select.poll()
+        poll.register(wake, select.POLLIN)
+        at_end = [given == self._read for given in self._given.values()]
+        for (writing, _), done in zip(self._given.items(), at_end, strict=True):
+            poll.register(writing, 0 if done else select.POLLOUT)  # that nobody reads it any more is always told
+        if all(at_end) if self._full else any(at_end):
+            poll.register(self._source, select.POLLIN)
+        return poll
+
+    @property
+    def _full(self) -> bool:
+        """What comes now is not kept."""
+        return self._lost or self._read + READ_BYTES > self._most
+
+    def _take(self) -> None:
+        """Read what has come."""
+        try:
+            data = os.read(self._source, READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        with self._lock:
+            if not data:
+                self._ended = True
+                return
+            if self._full and all(given == self._read for given in self._given.values()):
+                self._lost, self._first = True, self._read
+                os.ftruncate(self._kept, 0)
+            os.pwrite(self._kept, data, self._read - self._first)
+            self._read += len(data)
+
+    def _give(self, writing: int) -> None:
+        """Write to a process's pipe what it takes now. Its end is closed when it has everything."""
+        try:
+            while (given := self._given[writing]) < self._read:
+                data = os.pread(self._kept, READ_BYTES, given - self._first)
+                self._given[writing] = given + os.write(writing, data)
+        except BlockingIOError:
+            return
+        except OSError:  # the process is gone
+            self._drop(writing)
+            return
+        poll = select.poll()
+        poll.register(writing, 0)
+        if self._ended or poll.poll(0):
+            self._drop(writing)
+
+    def _drop(self, writing: int) -> None:
+        del self._given[writing]
+        os.close(writing)
+
+
+standard_input = JobInput(0)
