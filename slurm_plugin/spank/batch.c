@@ -15,6 +15,7 @@
 #define STEPS 4                      /* restarts after which a step number comes again */
 #define STEP_MS (30 * 1000)          /* for Slurm to run one that does nothing */
 #define FIRST_STEP "UNICRON_FIRST_STEP"    /* agent/connections/job_environment.py takes it off the step's number */
+#define SWEEP "UNICRON_SWEEP"               /* agent/start/untouched.py */
 
 extern char **environ;
 
@@ -83,20 +84,25 @@ static void use_up_steps(spank_t sp)
 	spank_setenv(sp, FIRST_STEP, text, 1);
 }
 
-/* Says that the script's training has no agent where it is not srun that starts it. */
-static void tell_unprotected(spank_t sp)
+/* Tells what is not protected: what the script doesn't start by srun, and the runs of a sweep, whose agents hear of it. */
+static void look_at_script(spank_t sp)
 {
 	int argc = 0;
-	char **argv = NULL, word[64];
+	char **argv = NULL, text[32];
+	struct script script;
 
-	if (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) == ESPANK_SUCCESS && argc > 0 && argv != NULL &&
-	    script_trains_alone(argv[0], word))
-		dprintf(STDERR_FILENO, "unicron: this job's training is not protected, for its script runs `%s` without srun: "
-			"write `srun %s ...`\n", word, word);
+	if (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) != ESPANK_SUCCESS || argc < 1 || argv == NULL ||
+	    !script_read(argv[0], &script))
+		return;
+	if (!script.step)
+		dprintf(STDERR_FILENO, "unicron: nothing protects this job, for no srun in its script starts a training: "
+			"write `srun %s ...`\n", script.word[0] != '\0' ? script.word : "python train.py");
+	if (script.sweep[0] != '\0' && spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) == ESPANK_SUCCESS)
+		spank_setenv(sp, SWEEP, script.sweep, 0);
 }
 
 void batch_prepare(spank_t sp)
 {
-	tell_unprotected(sp);
+	look_at_script(sp);
 	use_up_steps(sp);
 }

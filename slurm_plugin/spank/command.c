@@ -17,18 +17,20 @@
 /* Programs of the system's that train nothing, whatever their arguments are. None of them runs another program,
  * except for awk: hear_awk. */
 static const char *const utilities[] = {
-	"[", "amd-smi", "awk", "basename", "cat", "chgrp", "chmod", "chown", "cksum", "cmp", "cp", "cut", "date", "dcgmi", "dd", "df",
-	"diff", "dig", "dirname", "dmesg", "du", "echo", "egrep", "expand", "expr", "false", "fgrep", "fold", "free", "getent", "git",
-	"grep", "groups", "gunzip", "gzip", "head", "host", "hostid", "hostname", "hostnamectl", "htop", "hwloc-ls", "ibdev2netdev",
-	"ibstat", "ibstatus", "id", "ifconfig", "install", "iostat", "ip", "ipcrm", "ipcs", "kill", "killall", "ldd", "less", "link",
-	"ln", "locale", "logger", "logname", "ls", "lsblk", "lscpu", "lsmem", "lsmod", "lsof", "lspci", "lstopo", "md5sum", "mkdir",
-	"mkfifo", "mktemp", "more", "mount", "mpstat", "mv", "netstat", "nproc", "nslookup", "nvidia-smi", "od", "paste", "pgrep",
-	"ping", "pkill", "printenv", "printf", "ps", "pwd", "quota", "rclone", "readlink", "realpath", "renice", "rm", "rmdir",
-	"rocm-smi", "rocminfo", "rsync", "sacct", "sar", "sattach", "sbcast", "scancel", "scontrol", "scp", "sed", "seq", "sha1sum",
-	"sha256sum", "sha512sum", "shred", "sinfo", "sort", "split", "sprio", "squeue", "ss", "sshare", "sstat", "stat", "stty", "sum",
-	"sync", "sysctl", "tac", "tail", "tar", "tee", "test", "top", "touch", "tr", "tree", "true", "truncate", "tty", "umount",
-	"uname", "uniq", "unlink", "unxz", "unzip", "unzstd", "uptime", "users", "vmstat", "wc", "wget", "curl", "whereis", "which",
-	"who", "whoami", "xz", "yes", "zip", "zstd",
+	"[", "amd-smi", "awk", "aws", "basename", "cat", "chgrp", "chmod", "chown", "cksum", "cmp", "cp", "curl", "cut",
+	"date", "dcgmi", "dd", "df", "diff", "dig", "dirname", "dmesg", "du", "echo", "egrep", "expand", "expr", "false",
+	"fgrep", "fold", "free", "getent", "git", "gpustat", "grep", "groups", "gsutil", "gunzip", "gzip", "head", "hexdump",
+	"hf", "host", "hostid", "hostname", "hostnamectl", "htop", "huggingface-cli", "hwloc-ls", "ibdev2netdev", "ibstat",
+	"ibstatus", "id", "ifconfig", "install", "iostat", "ip", "ipcrm", "ipcs", "kill", "killall", "ldd", "less", "link",
+	"ln", "locale", "logger", "logname", "ls", "lsblk", "lscpu", "lsmem", "lsmod", "lsof", "lspci", "lstopo", "md5sum",
+	"mkdir", "mkfifo", "mktemp", "mlflow", "more", "mount", "mpstat", "mv", "netstat", "nproc", "nslookup", "nvidia-smi",
+	"nvitop", "nvtop", "od", "paste", "pgrep", "pidstat", "ping", "pip", "pip3", "pkill", "printenv", "printf", "ps",
+	"pwd", "quota", "rclone", "readlink", "realpath", "renice", "rm", "rmdir", "rocm-smi", "rocminfo", "rsync", "s5cmd",
+	"sacct", "sar", "sattach", "sbcast", "scancel", "scontrol", "scp", "sed", "seq", "sha1sum", "sha256sum", "sha512sum",
+	"shred", "sinfo", "sleep", "sort", "split", "sprio", "squeue", "ss", "sshare", "sstat", "stat", "stty", "sum",
+	"sync", "sysctl", "tac", "tail", "tar", "tee", "tensorboard", "test", "timedatectl", "top", "touch", "tr", "tree",
+	"true", "truncate", "tty", "umount", "uname", "uniq", "unlink", "unxz", "unzip", "unzstd", "uptime", "users",
+	"uuidgen", "vmstat", "wandb", "wc", "wget", "whereis", "which", "who", "whoami", "xz", "yes", "zip", "zstd",
 };
 
 /* Programs that run the command in their arguments. */
@@ -41,6 +43,16 @@ static const char *const wrappers[] = {
 	"apptainer", "ch-run", "conda", "docker", "enroot", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "podman",
 	"podman-hpc", "poetry", "sarus", "shifter", "singularity", "uv", "uvx",
 };
+
+/* What a shell does itself. "." and source run a script: plain_command. */
+static const char *const builtins[] = {
+	":", "[[", "alias", "break", "case", "cd", "continue", "declare", "done", "esac", "exit", "export", "fi", "for", "function",
+	"hash", "in", "jobs", "let", "local", "ml", "module", "popd", "pushd", "read", "readonly", "return", "set", "shift", "shopt",
+	"trap", "type", "typeset", "ulimit", "umask", "unalias", "unset", "wait",
+};
+
+/* Words of a shell's behind which a command begins. */
+static const char *const keywords[] = { "!", "do", "elif", "else", "exec", "if", "then", "time", "until", "while" };
 
 static const char *const shells[] = { "ash", "bash", "csh", "dash", "fish", "ksh", "mksh", "sh", "tcsh", "zsh" };
 
@@ -142,23 +154,66 @@ static char *read_beginning(const char *path)
 	return (text);
 }
 
-static void hear_script(struct command *found, const char *path)
+static struct command command_within(char *const argv[], bool reads_text);
+
+/* Comments, and the ends of lines that go on in the next, become blanks. */
+static void blank_comments(char *text)
 {
-	char *text = read_beginning(path);
-
-	if (text == NULL)
-		return;
-	if (strncmp(text, "#!", 2) == 0) {      /* its interpreter is a command, too */
-		char *rest = text + 2, *line = strsep(&rest, "\n"), *inner;
-
-		for (char *word = strtok_r(line, " \t\r", &inner); word != NULL; word = strtok_r(NULL, " \t\r", &inner))
-			hear_word(found, word);
-		if (rest != NULL && found->kind != COMMAND_TRAINS)    /* the text of one of Python's says nothing more */
-			hear_text(found, rest);
-	} else {
-		hear_text(found, text);
+	for (char *at = text; *at != '\0'; ++at) {
+		if (strncmp(at, "\\\n", 2) == 0)
+			at[0] = at[1] = ' ';
+		else if (*at == '#' && (at == text || isspace((unsigned char) at[-1])))
+			memset(at, ' ', strcspn(at, "\n"));
 	}
-	free(text);
+}
+
+/* ${...} becomes a word, and the & of redirections a blank. */
+static void blank_syntax(char *text)
+{
+	for (char *at = text; *at != '\0'; ++at) {
+		if (strncmp(at, "${", 2) == 0)
+			memset(at + 1, '_', strcspn(at + 1, "} \t\n") + (at[1 + strcspn(at + 1, "} \t\n")] == '}'));
+		else if (*at == '&' && (at[1] == '>' || (at > text && strchr("<>", at[-1]) != NULL)))
+			*at = ' ';
+	}
+}
+
+/* The next command of a shell's text, as strtok_r has it; -1 at the end. Quotes and settings are not kept. */
+static int next_command(char *text, char **rest, char *words[MOST_WORDS + 1])
+{
+	char *line = strtok_r(text, "\n;&|(){}`", rest), *inner;
+	int count = 0;
+
+	if (line == NULL)
+		return (-1);
+	for (char *word = strtok_r(line, " \t\r\"'<>", &inner); word != NULL && count < MOST_WORDS;
+	     word = strtok_r(NULL, " \t\r\"'<>", &inner))
+		if (count > 0 || !(IS_ONE_OF(word, keywords) || strchr(word, '=') != NULL))
+			words[count++] = word;
+	words[count] = NULL;
+	return (count);
+}
+
+/* Whether all commands of a shell's text are utilities. One that trains is heard; the scripts that they run are read. */
+static bool hear_commands(struct command *found, char *text)
+{
+	char *words[MOST_WORDS + 1], *rest = NULL;
+	bool helps = true;
+	int count, left = MOST_COMMANDS;
+
+	blank_comments(text);
+	blank_syntax(text);
+	for (count = next_command(text, &rest, words); count >= 0 && left > 0 && found->kind != COMMAND_TRAINS;
+	     count = next_command(NULL, &rest, words), --left) {
+		struct command run = { .kind = COMMAND_UTILITY };
+
+		if (count > 0 && !IS_ONE_OF(words[0], builtins) && !isdigit((unsigned char) words[0][0]))
+			run = command_within(words, false);
+		helps = helps && run.kind == COMMAND_UTILITY;
+		if (run.kind == COMMAND_TRAINS)
+			*found = run;
+	}
+	return (helps && left > 0);
 }
 
 static void hear_copy(struct command *found, const char *text)
@@ -168,6 +223,33 @@ static void hear_copy(struct command *found, const char *text)
 	if (copy != NULL)
 		hear_text(found, copy);
 	free(copy);
+}
+
+/* What a shell would run. */
+static void hear_shell_text(struct command *found, char *text, bool reads_text)
+{
+	hear_copy(found, text);
+	if (found->kind != COMMAND_TRAINS)
+		found->kind = COMMAND_SHELL;
+	if (reads_text && found->kind != COMMAND_TRAINS && hear_commands(found, text))
+		found->kind = COMMAND_UTILITY;
+}
+
+static void hear_script(struct command *found, const char *path, bool reads_text)
+{
+	char *text = read_beginning(path);
+
+	if (text != NULL && strncmp(text, "#!", 2) == 0) {      /* its interpreter is a command, too */
+		char *rest = text + 2, *line = strsep(&rest, "\n"), *inner;
+
+		for (char *word = strtok_r(line, " \t\r", &inner); word != NULL; word = strtok_r(NULL, " \t\r", &inner))
+			hear_word(found, word);
+		if (rest != NULL && found->kind != COMMAND_TRAINS)    /* the text of one of Python's says nothing more */
+			hear_shell_text(found, rest, reads_text);
+	} else if (text != NULL) {
+		hear_shell_text(found, text, reads_text);
+	}
+	free(text);
 }
 
 /* The options of a shell that argv begins with: what follows them, and whether they hold -c. */
@@ -195,50 +277,18 @@ static char *const *skip_shell_options(char *const argv[], bool *has_text)
 	return (argv);
 }
 
-static struct command command_within(char *const argv[], bool reads_text);
-
-/* The commands in a shell's text, so that the scripts that they run are read. Quotes and settings are not kept. */
-static void hear_commands(struct command *found, const char *text)
-{
-	char *copy = strdup(text), *rest, *inner;
-	int left = MOST_COMMANDS;
-
-	for (char *line = copy ? strtok_r(copy, "\n;&|(){}`", &rest) : NULL; line != NULL && left > 0 && found->kind != COMMAND_TRAINS;
-	     line = strtok_r(NULL, "\n;&|(){}`", &rest), --left) {
-		static const char *const keywords[] = { "!", "do", "elif", "else", "if", "then", "until", "while" };
-		char *words[MOST_WORDS + 1];
-		int count = 0;
-
-		for (char *word = strtok_r(line, " \t\r\"'<>", &inner); word != NULL && count < MOST_WORDS;
-		     word = strtok_r(NULL, " \t\r\"'<>", &inner))
-			if (count > 0 || !(IS_ONE_OF(word, keywords) || strchr(word, '=') != NULL))
-				words[count++] = word;
-		words[count] = NULL;
-		if (count > 0) {
-			struct command run = command_within(words, false);
-
-			if (run.kind == COMMAND_TRAINS)
-				*found = run;
-		}
-	}
-	free(copy);
-}
-
 /* A shell's command: the text behind -c, or its script. */
 static void hear_shell(struct command *found, char *const argv[], bool reads_text)
 {
 	bool has_text;
-	char *const *words = skip_shell_options(argv + 1, &has_text);
+	char *const *words = skip_shell_options(argv + 1, &has_text), *text;
 
-	if (*words == NULL)
-		return;
-	if (!has_text) {
-		hear_script(found, *words);
-		return;
+	if (*words != NULL && !has_text) {
+		hear_script(found, *words, reads_text);
+	} else if (*words != NULL && (text = strdup(*words)) != NULL) {
+		hear_shell_text(found, text, reads_text);
+		free(text);
 	}
-	hear_copy(found, *words);
-	if (reads_text && found->kind != COMMAND_TRAINS)
-		hear_commands(found, *words);
 }
 
 /* Where a wrapper's command begins: options, numbers (of cores, of seconds) and settings come before it. */
@@ -298,7 +348,7 @@ static struct command plain_command(char *const argv[], bool reads_text)
 				if (strcmp(argv[i - 1], "-m") == 0)
 					hear_word(&found, argv[i]);
 		} else if (strchr(argv[0], '/') != NULL) {
-			hear_script(&found, argv[0]);
+			hear_script(&found, argv[0], reads_text);
 		}
 	}
 	return (found);
@@ -317,9 +367,11 @@ static void hear_inner_words(struct command *found, char *const argv[], char *co
 
 	for (++argv; found->kind != COMMAND_TRAINS && *argv != NULL; ++argv) {
 		if (is_text_option(argv[-1])) {
-			hear_copy(found, *argv);
-			if (reads_text && found->kind == COMMAND_MAY_TRAIN)
-				hear_commands(found, *argv);
+			char *text = strdup(*argv);
+
+			if (text != NULL)
+				hear_shell_text(found, text, reads_text);
+			free(text);
 			reads_text = false;
 		} else if (argv >= inner && !followed && IS_ONE_OF(base_name(*argv), shells)) {
 			followed = true;
@@ -362,18 +414,28 @@ struct command command_of(char *const argv[])
 }
 
 /* ---- batch scripts ---- */
-struct batch {
-	bool step;          /* an srun that may train, or something that may call one */
-	char word[64];      /* of the first training without srun; empty for none */
-};
+static void note_word(char kept[64], const char *word)
+{
+	if (kept[0] == '\0')
+		snprintf(kept, 64, "%.60s", word);
+}
 
-static bool names_srun(const char *path)
+static void hear_element(struct script *script, const char *text, const char *name)
+{
+	if (strstr(text, "SLURM_ARRAY_TASK_ID") != NULL)
+		note_word(script->sweep, name);
+}
+
+/* A file that a command of the batch script names. */
+static void hear_file(struct script *script, const char *path)
 {
 	char *text = read_beginning(path);
-	bool found = text != NULL && (strstr(text, "srun") != NULL || strstr(text, "unicron-agent") != NULL);
 
+	if (text == NULL)
+		return;
+	script->step = script->step || strstr(text, "srun") != NULL || strstr(text, "unicron-agent") != NULL;
+	hear_element(script, text, base_name(path));
 	free(text);
-	return (found);
 }
 
 /* srun's options may have values, so every word behind it is looked at: only a utility without a training is none. */
@@ -392,49 +454,42 @@ static bool is_training_step(char *const words[])
 	return (!utility);
 }
 
-static void hear_batch_command(struct batch *batch, char *const words[])
+static void hear_batch_command(struct script *script, char *const words[])
 {
-	struct command run = command_within(words, false);
+	bool step = false;
 
-	for (int i = 0; words[i] != NULL; ++i) {
-		if (strcmp(base_name(words[i]), "srun") == 0)
-			batch->step = batch->step || is_training_step(words + i + 1);
-		else if (strcmp(base_name(words[i]), "unicron-agent") == 0 || names_srun(words[i]))
-			batch->step = true;
-		else
-			continue;
-		return;
+	for (int i = 0; words[i] != NULL && !step; ++i) {
+		step = strcmp(base_name(words[i]), "srun") == 0;
+		if (step ? is_training_step(words + i + 1) : strcmp(base_name(words[i]), "unicron-agent") == 0)
+			script->step = true;
 	}
-	if (run.kind == COMMAND_TRAINS && batch->word[0] == '\0')
-		snprintf(batch->word, sizeof(batch->word), "%.60s", base_name(words[0]));
+	for (int i = 0; words[i] != NULL; ++i)
+		hear_file(script, words[i]);
+	if (!step && command_within(words, false).kind == COMMAND_TRAINS)
+		note_word(script->word, words[0]);
 }
 
-bool script_trains_alone(const char *path, char word[64])
+bool script_read(const char *path, struct script *script)
 {
-	static const char *const keywords[] = { "!", "do", "elif", "else", "exec", "if", "then", "time", "until", "while" };
-	struct batch batch = { .step = false };
-	char *text = read_beginning(path), *rest, *inner, *line;
+	char *text = read_beginning(path), *words[MOST_WORDS + 1], *rest = NULL, *line;
+	int count;
 
+	memset(script, 0, sizeof(*script));
 	if (text == NULL)
 		return (false);
-	for (line = text; (line = strstr(line, "\\\n")) != NULL;)    /* a line that goes on in the next */
-		line[0] = line[1] = ' ';
-	for (line = text; *line != '\0'; ++line)                      /* comments */
-		if (*line == '#' && (line == text || isspace((unsigned char) line[-1])))
-			memset(line, ' ', strcspn(line, "\n"));
-	for (line = strtok_r(text, "\n;&|(){}`", &rest); line != NULL; line = strtok_r(NULL, "\n;&|(){}`", &rest)) {
-		char *words[MOST_WORDS + 1];
-		int count = 0;
-
-		for (char *each = strtok_r(line, " \t\r\"'<>", &inner); each != NULL && count < MOST_WORDS;
-		     each = strtok_r(NULL, " \t\r\"'<>", &inner))
-			if (count > 0 || !(IS_ONE_OF(each, keywords) || strchr(each, '=') != NULL))
-				words[count++] = each;
-		words[count] = NULL;
-		if (count > 0)
-			hear_batch_command(&batch, words);
+	line = strndup(text, strcspn(text, "\n"));
+	if (line != NULL && strncmp(line, "#!", 2) == 0 && strstr(line, "python") != NULL) {
+		hear_file(script, path);
+		note_word(script->word, "python");
+	} else {
+		blank_comments(text);
+		hear_element(script, text, "its batch script");
+		blank_syntax(text);
+		for (count = next_command(text, &rest, words); count >= 0; count = next_command(NULL, &rest, words))
+			if (count > 0)
+				hear_batch_command(script, words);
 	}
+	free(line);
 	free(text);
-	strcpy(word, batch.word);
-	return (!batch.step && batch.word[0] != '\0');
+	return (true);
 }

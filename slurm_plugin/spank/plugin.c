@@ -106,6 +106,17 @@ CALLBACK slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 	return (0);
 }
 
+/* srun knows its step by now, and its tasks get this process's environment. */
+CALLBACK slurm_spank_local_user_init(spank_t sp, int ac, char **av)
+{
+	int argc = 0;
+	char **argv = NULL;
+
+	if (usable(ac, av) && choice.enabled && spank_get_item(sp, S_JOB_ARGV, &argc, &argv) == ESPANK_SUCCESS)
+		submit_say_options(argc);
+	return (0);
+}
+
 /* The step that is about to start, judged once, with its whole environment. */
 static void judge_step(spank_t sp)
 {

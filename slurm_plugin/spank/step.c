@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "step.h"
+#include "submit.h"
 
 static bool read_number(spank_t sp, const char *name, int64_t *value)
 {
@@ -62,6 +63,7 @@ void step_read(spank_t sp, struct step *step)
 		step->job_nodes = step->nodes;
 	read_number(sp, "UNICRON_RANKS_PER_NODE", &step->ranks);
 	step->hetero = spank_getenv(sp, "SLURM_HET_SIZE", text, sizeof(text)) == ESPANK_SUCCESS;
+	step->programs = spank_getenv(sp, UNICRON_SEVERAL_PROGRAMS, text, sizeof(text)) == ESPANK_SUCCESS;
 	step->container = spank_getenv(sp, "SLURM_CONTAINER", text, sizeof(text)) == ESPANK_SUCCESS && text[0] != '\0';
 }
 
@@ -90,9 +92,13 @@ enum step_verdict step_judge(const struct step *step, bool asked, char reason[UN
 	/* By default an agent changes nothing that MPI may need. */
 	if (!asked && (step->command.kind != COMMAND_TRAINS || step->tasks > 1))
 		return (STEP_UNTOUCHED);
-	if (step->tasks > 1 && why_no_ranks(step, reason))
+	if (step->programs)
+		snprintf(reason, UNICRON_REASON_MAX, "it has several programs (--multi-prog), and a training is one: srun each by itself");
+	else if (step->tasks > 1 && why_no_ranks(step, reason))
 		return (STEP_UNPROTECTED);
-	if (step->hetero)
+	else if (step->command.kind == COMMAND_SHELL)
+		snprintf(reason, UNICRON_REASON_MAX, "its shell text names no Python and no launcher: if it trains, srun the program that does");
+	else if (step->hetero)
 		snprintf(reason, UNICRON_REASON_MAX, "its job is heterogeneous, and each component is a job of its own: "
 			 "submit one job, such as sbatch -N 4, in place of components");
 	else if (step->container)

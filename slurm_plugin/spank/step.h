@@ -20,6 +20,7 @@ struct step {
 	int64_t ranks;        /* UNICRON_RANKS_PER_NODE, 0 when it is not set */
 	bool container;       /* srun --container: the task's root is another one */
 	bool hetero;          /* of a heterogeneous job */
+	bool programs;        /* srun --multi-prog */
 };
 
 enum step_verdict {

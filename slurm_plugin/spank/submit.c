@@ -165,3 +165,19 @@ void submit_finish(bool asked)
 		slurm_spank_log("unicron: couldn't read the script before sbatch did: if it doesn't have these options, a lost node ends "
 				"the job, or its log is written over; give sbatch%s", missing);
 }
+
+void submit_say_options(int arguments)
+{
+	int count = 0;
+
+	unsetenv(UNICRON_SAID_TASKS);
+	unsetenv(UNICRON_SEVERAL_PROGRAMS);
+	while (words[count] != NULL)
+		++count;
+	for (int i = 1; i <= count - arguments; ++i) {    /* the command itself, too: with --multi-prog srun counts one more */
+		if (strcmp(words[i], "--ntasks") == 0 || strncmp(words[i], "--ntasks=", 9) == 0 || strncmp(words[i], "-n", 2) == 0)
+			setenv(UNICRON_SAID_TASKS, "1", 1);
+		else if (strcmp(words[i], "--multi-prog") == 0)
+			setenv(UNICRON_SEVERAL_PROGRAMS, "1", 1);
+	}
+}

@@ -14,6 +14,13 @@ void submit_set_defaults(void);
 /* From slurm_spank_init_post_opt: the variables are nobody else's. asked: the job did ask. Says which options are missing. */
 void submit_finish(bool asked);
 
+/* What srun's own options say of its step, to the step's tasks. */
+#define UNICRON_SAID_TASKS "_UNICRON_SAID_TASKS"              /* -n: how many tasks; agent/connections/job_environment.py */
+#define UNICRON_SEVERAL_PROGRAMS "_UNICRON_SEVERAL_PROGRAMS"  /* --multi-prog */
+
+/* From slurm_spank_local_user_init. arguments: of its command, this included; its options come before them. */
+void submit_say_options(int arguments);
+
 /* The same for a command line and a script's text, or NULL: does it ask for Unicron, and for an array? For tests. */
 bool submit_asks(char *const words[], const char *script, bool asked_before, bool *array);
 

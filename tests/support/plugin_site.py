@@ -25,14 +25,14 @@ def build(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
 class Site:
     """A cluster with the plugin, the real agent and a controller."""
 
-    def __init__(self, folder: Path, nodes: int = 2):
+    def __init__(self, folder: Path, nodes: int = 2, gpus: int = 1):
         self.folder = folder
         assert build(folder / "build").returncode == 0
         scripts = sysconfig.get_path("scripts")
         self.environment = outside_slurm() | {"PLAIN_OUT": str(folder)}
         programs = [scripts, self.environment["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"]
         self.environment["PATH"] = os.pathsep.join(programs)
-        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=1, auth="none")
+        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=gpus, auth="none")
         self.environment |= {"SLURM_CONF": str(self.cluster.layout.slurm_conf)}
         self.controller = Controller(folder, SETTINGS, self.environment)
         self.cluster.up()

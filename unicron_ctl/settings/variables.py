@@ -26,6 +26,7 @@ OF_JOBS = (
     Variable("UNICRON_MIN_NODES", "the fewest nodes with which the job runs (`--unicron-min-nodes`)", "1"),
     Variable("UNICRON_WEIGHT", "the job's weight in the plan (`--unicron-weight`)", "1"),
     Variable("UNICRON_SPARES", "nodes that wait as hot spares (`--unicron-spares`)", "0"),
+    Variable("UNICRON_SWEEP", "`0`: a job array is one training, whatever its scripts name", "by their text"),
     Variable("UNICRON_LAYOUTS", "layouts in which the job can run", "one, the script's"),
     Variable("UNICRON_MODEL", "sizes of its model, for the planner", "none"),
     Variable("UNICRON_RANKS_PER_NODE", "ranks that the agent starts", "`SLURM_GPUS_ON_NODE`, else 1"),

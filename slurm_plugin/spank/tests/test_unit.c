@@ -369,7 +369,11 @@ static void test_commands(void)
 		{ "./a.out hostname", NULL, COMMAND_MAY_TRAIN },
 		{ "env -u cat ./a.out", NULL, COMMAND_MAY_TRAIN },
 		{ "numactl --cpunodebind=0 ./lammps", NULL, COMMAND_MAY_TRAIN },
-		{ "sh -c hostname", NULL, COMMAND_MAY_TRAIN },
+		{ "sh -c hostname", NULL, COMMAND_UTILITY },
+		{ "bash -c while@:;@do@nvidia-smi@>>log@2>&1;@sleep@10;@done", NULL, COMMAND_UTILITY },
+		{ "sh -c for@x@in@a@b;@do@cp@\"${HOME}/$x\"@/tmp@&@done;@wait", NULL, COMMAND_UTILITY },
+		{ "bash -c nvidia-smi;@./train", NULL, COMMAND_SHELL },
+		{ "bash -c $CMD", NULL, COMMAND_SHELL },
 		{ "pythonic", NULL, COMMAND_MAY_TRAIN },
 		{ "python train.py", NULL, COMMAND_TRAINS },
 		{ "/opt/env/bin/python3.11 -u train.py", NULL, COMMAND_TRAINS },
@@ -386,9 +390,10 @@ static void test_commands(void)
 		{ "env A=1 mpirun ./solver", NULL, COMMAND_TRAINS },
 		{ "bash FILE", "#!/bin/bash\nset -e\nexec python train.py\n", COMMAND_TRAINS },
 		{ "bash -e FILE", "cd work\nsource env.sh && torchrun train.py\n", COMMAND_TRAINS },
-		{ "FILE", "#!/bin/sh\nexec ./a.out\n", COMMAND_MAY_TRAIN },
+		{ "FILE", "#!/bin/sh\nexec ./a.out\n", COMMAND_SHELL },
+		{ "FILE", "#!/bin/sh\nset -e\nmkdir -p x # make it\ncp a x && exit 0\n", COMMAND_UTILITY },
 		{ "FILE", "#!/usr/bin/env python3\nimport torchrun\nmpirun = 1\n", COMMAND_TRAINS },
-		{ "sh FILE", "# python train.py was here\nhostname\n", COMMAND_MAY_TRAIN },
+		{ "sh FILE", "# python train.py was here\nhostname\n", COMMAND_UTILITY },
 		{ "bash -lc python$IFS", NULL, COMMAND_TRAINS },
 		{ "bash /nonexistent/file", NULL, COMMAND_MAY_TRAIN },
 		{ "bash", NULL, COMMAND_MAY_TRAIN },
@@ -405,10 +410,10 @@ static void test_commands(void)
 		{ "bash -magic python@-u@train", NULL, COMMAND_MAY_TRAIN },
 		{ "bash -euo", NULL, COMMAND_MAY_TRAIN },
 		{ "bash -c FILE", "#!/bin/sh\npython train.py\n", COMMAND_TRAINS },
-		{ "bash -c FILE", "#!/bin/sh\nexec ./a.out\n", COMMAND_MAY_TRAIN },
+		{ "bash -c FILE", "#!/bin/sh\nexec ./a.out\n", COMMAND_SHELL },
 		{ "bash -c cd@/tmp&&A=1@nice@bash@-eu@FILE", "torchrun train.py\n", COMMAND_TRAINS },
 		{ "sh -c if@true;then@.@FILE;fi", "python train.py\n", COMMAND_TRAINS },
-		{ "bash -c cat@FILE", "python train.py\n", COMMAND_MAY_TRAIN },
+		{ "bash -c cat@FILE", "python train.py\n", COMMAND_UTILITY },
 		{ "sudo -u me FILE", "#!/bin/sh\n./a.out\n", COMMAND_MAY_TRAIN },
 		{ "sudo -u me bash FILE", "python train.py\n", COMMAND_TRAINS },
 		{ "doas -u me python train.py", NULL, COMMAND_TRAINS },
@@ -421,7 +426,7 @@ static void test_commands(void)
 		{ "script -qec python@-u@train log", NULL, COMMAND_TRAINS },
 		{ "script -c A=1@python@-u@train", NULL, COMMAND_TRAINS },
 		{ "script -qc FILE log", "#!/bin/sh\npython train.py\n", COMMAND_TRAINS },
-		{ "script -qc hostname log", NULL, COMMAND_MAY_TRAIN },
+		{ "script -qc hostname log", NULL, COMMAND_UTILITY },
 		{ "xargs -n 1 grep . FILE", "python train.py\n", COMMAND_MAY_TRAIN },
 		{ "python3.11-dbg train.py", NULL, COMMAND_TRAINS },
 		{ "python3-config --libs", NULL, COMMAND_MAY_TRAIN },
@@ -481,43 +486,52 @@ static void test_many_wrappers(void)
 	}
 }
 
-/* Batch scripts whose training is not srun's to start, and the word that says so. */
+/* Batch scripts: whether srun starts a training, what else does, and what shows that the job is a sweep. */
 static void test_batch_scripts(void)
 {
-	static const struct { const char *text, *word; } cases[] = {
-		{ "#!/bin/bash\ntorchrun --nproc-per-node 8 train.py\n", "torchrun" },
-		{ "#!/bin/sh\nexport A=1\nexec python train.py\n", "python" },
-		{ "#!/bin/sh\nip=$(srun -N1 -n1 hostname)\nMASTER=$ip OMP_NUM_THREADS=4 accelerate launch train.py\n", "accelerate" },
-		{ "#!/bin/sh\n# srun would do\nif true; then numactl -N 0 python3 train.py; fi\n", "numactl" },
-		{ "#!/bin/sh\nmpirun -n 8 \\\n  python train.py\n", "mpirun" },
-		{ "#!/bin/sh\nsrun mkdir -p out; srun -w n1 date\npython train.py\n", "python" },
-		{ "#!/bin/sh\npython prepare.py\nsrun --mpi=pmix -c 4 python train.py\n", "" },
-		{ "#!/bin/sh\nsrun \\\n --ntasks=4 \\\n torchrun train.py\n", "" },
-		{ "#!/bin/sh\npip install x && python -c 1\nsrun bash -c \"$CMD\"\n", "" },
-		{ "#!/bin/sh\npython prepare.py\nsrun $CMD\n", "" },
-		{ "#!/bin/sh\npython prepare.py; /usr/bin/time srun ./train\n", "" },
-		{ "#!/bin/sh\nunicron-agent run -- python train.py\n", "" },
-		{ "#!/bin/sh\nhostname; sleep 5; ./train\n", "" },
-		{ "#!/bin/sh\npython launch.py\n. ./names_srun\n", "" },
-		{ "", "" },
+	static const struct { const char *text, *word; bool step; const char *sweep; } cases[] = {
+		{ "#!/bin/bash\ntorchrun --nproc-per-node 8 train.py\n", "torchrun", false, "" },
+		{ "#!/bin/sh\nexport A=1\nexec python train.py\n", "python", false, "" },
+		{ "#!/bin/sh\nip=$(srun -N1 -n1 hostname)\nMASTER=$ip OMP_NUM_THREADS=4 accelerate launch train.py\n", "accelerate", false, "" },
+		{ "#!/bin/sh\n# srun would do\nif true; then numactl -N 0 python3 train.py; fi\n", "numactl", false, "" },
+		{ "#!/bin/sh\nmpirun -n 8 \\\n  python train.py\n", "mpirun", false, "" },
+		{ "#!/bin/sh\nsrun mkdir -p out; srun -w n1 date\npython train.py\n", "python", false, "" },
+		{ "#!/bin/sh\npython prepare.py\nsrun --mpi=pmix -c 4 python train.py\n", "", true, "" },
+		{ "#!/bin/sh\nsrun \\\n --ntasks=4 \\\n torchrun train.py\n", "", true, "" },
+		{ "#!/bin/sh\npip install x && python -c 1\nsrun bash -c \"$CMD\"\n", "", true, "" },
+		{ "#!/bin/sh\npython prepare.py\nsrun $CMD\n", "", true, "" },
+		{ "#!/bin/sh\npython prepare.py; /usr/bin/time srun ./train\n", "", true, "" },
+		{ "#!/bin/sh\nunicron-agent run -- python train.py\n", "", true, "" },
+		{ "#!/bin/sh\nhostname; sleep 5; ./train\n", "", false, "" },
+		{ "#!/bin/sh\nmake train\n", "", false, "" },
+		{ "#!/bin/sh\n./x.py\n", "./x.py", false, "" },
+		{ "#!/usr/bin/env python3\nimport torch\n", "python", false, "" },
+		{ "#!/usr/bin/python\nimport submitit  # by srun\n", "", true, "" },
+		{ "#!/bin/sh\npython launch.py\n. ./names_srun\n", "", true, "names_srun" },
+		{ "#!/bin/sh\n#SBATCH --output=%A_%a # SLURM_ARRAY_TASK_ID\nsrun python train.py $SLURM_ARRAY_JOB_ID\n", "", true, "" },
+		{ "#!/bin/sh\nsrun python train.py --lr ${LRS[$SLURM_ARRAY_TASK_ID]}\n", "", true, "its batch script" },
+		{ "#!/bin/sh\nsrun python names_srun\n", "", true, "names_srun" },
+		{ "", "", false, "" },
 	};
-	char folder[] = "/tmp/unicron-test-XXXXXX", path[64], word[64];
+	char folder[] = "/tmp/unicron-test-XXXXXX", path[64];
+	struct script found;
 	FILE *file;
 
 	assert(mkdtemp(folder) != NULL && chdir(folder) == 0);
 	file = fopen("names_srun", "w");
-	assert(file != NULL && fputs("srun python train.py\n", file) >= 0 && fclose(file) == 0);
+	assert(file != NULL && fputs("srun python train.py $SLURM_ARRAY_TASK_ID\n", file) >= 0 && fclose(file) == 0);
 	snprintf(path, sizeof(path), "%s/script", folder);
 	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
 		file = fopen(path, "w");
 		assert(file != NULL && fputs(cases[i].text, file) >= 0 && fclose(file) == 0);
-		if (script_trains_alone(path, word) != (cases[i].word[0] != '\0') ||
-		    (cases[i].word[0] != '\0' && strcmp(word, cases[i].word) != 0)) {
-			fprintf(stderr, "script %zu: %s\n", i, word);
+		assert(script_read(path, &found));
+		if (found.step != cases[i].step || (!found.step && strcmp(found.word, cases[i].word) != 0) ||
+		    strcmp(found.sweep, cases[i].sweep) != 0) {
+			fprintf(stderr, "script %zu: %d %s %s\n", i, found.step, found.word, found.sweep);
 			abort();
 		}
 	}
-	assert(!script_trains_alone("/nonexistent", word));
+	assert(!script_read("/nonexistent", &found));
 	assert(unlink(path) == 0 && unlink("names_srun") == 0 && chdir("/") == 0 && rmdir(folder) == 0);
 }
 
@@ -553,24 +567,26 @@ static void test_submissions(void)
 /* Which steps get an agent, by default and when the user asked for it. */
 static void test_judge(void)
 {
-	static const struct command trains = { COMMAND_TRAINS }, may = { COMMAND_MAY_TRAIN }, utility = { COMMAND_UTILITY };
+	static const struct command trains = { COMMAND_TRAINS }, shell = { COMMAND_SHELL }, may = { COMMAND_MAY_TRAIN }, utility = { COMMAND_UTILITY };
 	static const struct { struct step step; enum step_verdict by_default, asked; } cases[] = {
-		{ { trains, 1, 1, 1, 1, 0, false, false }, STEP_PROTECTED, STEP_PROTECTED },
-		{ { trains, 1, 1, 4, 4, 0, false, false }, STEP_PROTECTED, STEP_PROTECTED },
-		{ { trains, 1, 1, 1, 1, 8, false, false }, STEP_PROTECTED, STEP_PROTECTED },
-		{ { may, 1, 1, 1, 1, 0, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
-		{ { utility, 1, 1, 1, 1, 0, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
-		{ { utility, 8, 8, 4, 4, 0, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
+		{ { trains, 1, 1, 1, 1, 0, false, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { trains, 1, 1, 4, 4, 0, false, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { trains, 1, 1, 1, 1, 8, false, false, false }, STEP_PROTECTED, STEP_PROTECTED },
+		{ { may, 1, 1, 1, 1, 0, false, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
+		{ { utility, 1, 1, 1, 1, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
+		{ { utility, 8, 8, 4, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
 		/* several tasks on a node: its ranks, where they are as many on each and no other number was said */
-		{ { trains, 8, 8, 4, 4, 0, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
-		{ { trains, 4, 4, 1, 1, 4, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
-		{ { trains, 8, 7, 4, 4, 0, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 4, 4, 4, 4, 8, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { may, 2, 2, 1, 1, 0, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 1, 1, 4, 0, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 1, 3, 4, 0, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 1, 1, 1, 0, true, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
-		{ { trains, 1, 1, 1, 1, 0, false, true }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 8, 8, 4, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
+		{ { trains, 4, 4, 1, 1, 4, false, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
+		{ { trains, 8, 7, 4, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 4, 4, 4, 4, 8, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { may, 2, 2, 1, 1, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 1, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 3, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 1, 1, 0, true, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 1, 1, 1, 1, 0, false, true, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { trains, 2, 2, 1, 1, 0, false, false, true }, STEP_UNTOUCHED, STEP_UNPROTECTED },
+		{ { shell, 1, 1, 1, 1, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNPROTECTED },
 	};
 	char said[UNICRON_REASON_MAX];
 

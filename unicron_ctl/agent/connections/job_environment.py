@@ -23,6 +23,7 @@ from unicron.ctl.system.addresses import canonical, endpoint, resolve
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
 LOGS = "UNICRON_LOG_DIR"
+SAID_TASKS = "_UNICRON_SAID_TASKS"  # srun was told how many tasks to start (slurm_plugin/spank/submit.c)
 LAUNCH = "_UNICRON_LAUNCH"  # which launch of a shell script this agent is (agent/start/launcher_shells.py)
 ADDRESS_SECONDS = 1.5  # for one of the controller's addresses to accept, where it has several
 # From here on step numbers are Slurm's own (slurm.h); as signed ones they are -16 to -1. From 26.05 on it gives one to
@@ -133,10 +134,13 @@ def _set(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_place(
-    environment: Mapping[str, str] = os.environ, controller: str = "", tasks: Sequence[StepTask] = ()
+    environment: Mapping[str, str] = os.environ,
+    controller: str = "",
+    tasks: Sequence[StepTask] = (),
+    by_gpus: bool = True,
 ) -> Place:
-    """The agent's place; `controller` is the address of its controller. tasks: see :class:`Place`. Raises UserError for
-    what makes no sense."""
+    """The agent's place; `controller` is the address of its controller. tasks: see :class:`Place`. by_gpus: one task
+    stands for a rank for each GPU. Raises UserError for what makes no sense."""
     job = environment.get("SLURM_ARRAY_JOB_ID") or environment.get("SLURM_JOB_ID")
     if not job:
         raise UserError(
@@ -147,7 +151,7 @@ def read_place(
     if not job.isascii() or not job.isdigit():
         raise UserError(f"SLURM_JOB_ID={job!r} is not a job id: start unicron-agent inside a Slurm job", WRONG_USE)
     array = "SLURM_ARRAY_TASK_ID" in environment
-    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "") if by_gpus and SAID_TASKS not in environment else ""
     ranks = environment.get("UNICRON_RANKS_PER_NODE") or (gpus if gpus not in ("", "0") else "1")
     if tasks:
         ranks = str(len(tasks))

@@ -20,7 +20,7 @@ from unicron.ctl.agent.ranks.static_world import LAUNCHER, SUBMITIT
 from unicron.ctl.agent.ranks.warm_commands import wanted
 from unicron.ctl.agent.start import launcher_shells, launchers, untouched
 from unicron.ctl.agent.start.bare import without_agent
-from unicron.ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, launched, only_helps
+from unicron.ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, is_python, launched, only_helps
 from unicron.ctl.agent.start.not_taken import NotTaken
 from unicron.ctl.agent.start.resources import shortage
 from unicron.ctl.protocol.structs import SESSION
@@ -131,7 +131,8 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         agent.close()
         return run_unprotected(place, words, f"the agent failed: {reason(error)}")
     if connected:
-        for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", told_launcher, place.warning)):
+        told_ranks = untouched.describe_ranks(place, os.environ)
+        for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", told_launcher, told_ranks, place.warning)):
             agent.log.inform(told)
         status = agent.run()
         around = [rank.surroundings for rank in agent.ranks.values()]
@@ -227,9 +228,9 @@ def prepare(
     from unicron.ctl.agent.connections.stated_layouts import LAYOUTS
 
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
-    place = read_place(os.environ, address, others.receive())
-    digest = untouched.digest(command, os.environ)
-    place = place.in_mode(chosen.name, chosen.reason, not only_helps(chosen.text), digest)
+    trains = is_python(command, launcher_shells.shell_text(command) or "") and not only_helps(chosen.text)
+    place = read_place(os.environ, address, others.receive(), by_gpus=trains)
+    place = place.in_mode(chosen.name, chosen.reason, trains, untouched.digest(command, os.environ))
     if place.settings.layouts and chosen.name != SESSION:
         said = f"{LAYOUTS} is for session mode, and this job is healed in {chosen.name} mode ({chosen.reason})"
         raise UserError(f"{said}: unset it, or say --unicron-mode=session", WRONG_USE)

@@ -4,7 +4,10 @@ of all processes in a new world, for any other program (docs/user-guide.md)."""
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +30,8 @@ _IMPORT = re.compile(
 _MEGATRON_LM = re.compile(
     r"^(?:from[ \t]+megatron\.training(?:\.\w+)*[ \t]+import|import[ \t]+megatron\.training)\b", re.MULTILINE
 )
+_PYTHON = re.compile(r"(?:^|[\s/\"'=;&|(])i?(?:python|pypy)[\d.]*t?(?=[\s\"');&|]|$)|\.(?:py|pyz|pex)\b", re.MULTILINE)
+MOST_PROGRAMS = 8  # of a command's words that may name the program, behind wrappers
 _MONITORS = {"GPUtil", "gpustat", "nvidia_smi", "prometheus_client", "psutil", "pynvml", "requests"}
 # Modules and calls by which a program of Python's runs another one
 _RUN_MORE = {"concurrent", "ctypes", "importlib", "multiprocessing", "pty", "runpy", "subprocess"}
@@ -88,6 +93,18 @@ def choose_mode(asked: str, where: str, command: Sequence[str], folder: Path, im
         return Mode(SESSION, f"{name} imports unicron")
     hint = "; it is Megatron-LM's, which session mode heals within the iteration, if asked for" if megatron_lm else ""
     return Mode(RESTART, f"{name} does not import unicron{hint}", text=text)
+
+
+def is_python(command: Sequence[str], text: str) -> bool:
+    """Whether the command names Python, or a program of Python's. text: what its shell runs, where it has one."""
+    if _PYTHON.search("\n".join([*command, text])):
+        return True
+    for word in command[:MOST_PROGRAMS]:
+        with contextlib.suppress(OSError), open(shutil.which(word) or os.devnull, "rb") as file:
+            first = file.readline(4096)
+            if first.startswith(b"#!") and b"python" in first:
+                return True
+    return False
 
 
 def launched(command: Sequence[str]) -> list[str]:

@@ -87,3 +87,17 @@ def test_the_least_is_whole_elements(said, least):
 def test_a_least_that_splits_an_element_is_refused_in_one_line():
     with pytest.raises(UserError, match=r"^UNICRON_MIN_NODES=4 counts nodes[^\n]* have 3 each: [^\n]*like 6$"):
         read_place(BLOCK | {"UNICRON_MIN_NODES": "4"}, "tcp://127.0.0.1:7451")
+
+
+@pytest.mark.parametrize(
+    ("said", "by_gpus", "ranks"),
+    [
+        ({}, True, 8),
+        ({}, False, 1),
+        ({"_UNICRON_SAID_TASKS": "1"}, True, 1),
+        ({"_UNICRON_SAID_TASKS": "1", "UNICRON_RANKS_PER_NODE": "4"}, True, 4),
+    ],
+)
+def test_a_task_is_a_rank_for_each_gpu_where_srun_was_told_no_number(said, by_gpus, ranks):
+    place = read_place(SLURM | {"SLURM_GPUS_ON_NODE": "8"} | said, "tcp://127.0.0.1:7451", by_gpus=by_gpus)
+    assert place.settings.ranks_per_node == ranks

@@ -1,10 +1,12 @@
-"""Scripts that surely train nothing, by what they import."""
+"""Scripts that surely train nothing, by what they import; commands that are Python's."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from unicron.ctl.agent.start.command_mode import only_helps
+from unicron.ctl.agent.start.command_mode import is_python, only_helps
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,23 @@ def test_monitors_and_helpers(text: str) -> None:
 )
 def test_what_may_train(text: str) -> None:
     assert not only_helps(text)
+
+
+@pytest.mark.parametrize(
+    ("command", "shell", "found"),
+    [
+        ("python train.py", "", True),
+        ("nice /opt/env/bin/python3.11 -m train", "", True),
+        ("bash run.sh", "cd x\nA=1 python -u train.py", True),
+        ("bash run.sh", "./solver pythonic", False),
+        ("./train.py", "", True),
+        ("numactl -N 0 FOLDER/console-script run", "", True),
+        ("FOLDER/shell-script", "", False),
+        ("./solver in.txt", "", False),
+    ],
+)
+def test_commands_of_pythons(tmp_path: Path, command: str, shell: str, found: bool) -> None:
+    for name, first in (("console-script", "#!/opt/env/bin/python3.11"), ("shell-script", "#!/bin/sh")):
+        (tmp_path / name).write_text(f"{first}\n")
+        (tmp_path / name).chmod(0o700)
+    assert is_python(command.replace("FOLDER", str(tmp_path)).split(), shell) is found
