@@ -84,7 +84,7 @@ class JobInput:
         while True:
             with self._lock:
                 for writing in list(self._given):
-                    self._give(writing)
+                    self._write_to(writing)
                 if not self._given:
                     self._close_thread()
                     return
@@ -93,7 +93,7 @@ class JobInput:
             if wake in ready:
                 os.read(wake, READ_BYTES)
             if self._source in ready:
-                self._take()
+                self._read_source()
 
     def _close_thread(self) -> None:
         for descriptor in self._wake or ():
@@ -117,7 +117,7 @@ class JobInput:
         """What comes now is not kept."""
         return self._lost or self._read + READ_BYTES > self._most
 
-    def _take(self) -> None:
+    def _read_source(self) -> None:
         """Read what has come."""
         try:
             data = os.read(self._source, READ_BYTES)
@@ -135,7 +135,7 @@ class JobInput:
             os.pwrite(self._kept, data, self._read - self._first)
             self._read += len(data)
 
-    def _give(self, writing: int) -> None:
+    def _write_to(self, writing: int) -> None:
         """Write to a process's pipe what it takes now. Its end is closed when it has everything."""
         try:
             while (given := self._given[writing]) < self._read:

@@ -66,8 +66,8 @@ def submit(site: Site, script: str, text: str, *options: str) -> str:
 
 
 def test_each_step_runs_as_it_is_meant(site: Site) -> None:
-    """Defects: helpers ran once a GPU; a restarted rank read an empty standard input and the job was complete; a monitor
-    took the agent; a sweep became one world, and what did not fit in it never ran."""
+    """Defects: helpers ran once a GPU; a restarted rank read an empty standard input and the job was complete; a
+    monitor took the agent; a sweep became one world, and what did not fit in it never ran."""
     (site.folder / "setup.sh").write_text("mkdir -p made\necho set up\n")
     (site.folder / "prepare.py").write_text(PREPARES)
     (site.folder / "train.py").write_text("import msgspec, " + RANK.replace("'rank", "'train").removeprefix("import "))
