@@ -438,20 +438,22 @@ static void hear_file(struct script *script, const char *path)
 	free(text);
 }
 
-/* srun's options may have values, so every word behind it is looked at: only a utility without a training is none. */
+/* An option of srun's may have the next word for itself, so the command is the first word behind that, or a utility before it. */
 static bool is_training_step(char *const words[])
 {
-	bool utility = false;
-
-	for (; *words != NULL; ++words) {
+	for (int i = 0; words[i] != NULL; ++i) {
+		bool is_value = i > 0 && words[i - 1][0] == '-' && strchr(words[i - 1], '=') == NULL;
 		struct command found = { .kind = COMMAND_MAY_TRAIN };
 
-		hear_word(&found, *words);
-		if (found.kind == COMMAND_TRAINS || IS_ONE_OF(base_name(*words), shells))
+		hear_word(&found, words[i]);
+		if (found.kind == COMMAND_TRAINS || IS_ONE_OF(base_name(words[i]), shells))
 			return (true);
-		utility = utility || IS_ONE_OF(base_name(*words), utilities);
+		if (IS_ONE_OF(base_name(words[i]), utilities))
+			return (false);
+		if (words[i][0] != '-' && !is_value)
+			return (true);
 	}
-	return (!utility);
+	return (true);
 }
 
 static void hear_batch_command(struct script *script, char *const words[])

@@ -504,6 +504,8 @@ static void test_batch_scripts(void)
 		{ "#!/bin/sh\nunicron-agent run -- python train.py\n", "", true, "" },
 		{ "#!/bin/sh\nhostname; sleep 5; ./train\n", "", false, "" },
 		{ "#!/bin/sh\nmake train\n", "", false, "" },
+		{ "#!/bin/sh\nsrun -N 1 -w n1 --mpi=pmix ./train -c echo\n", "", true, "" },
+		{ "#!/bin/sh\nsrun env A=1 python train.py\n", "", true, "" },
 		{ "#!/bin/sh\n./x.py\n", "./x.py", false, "" },
 		{ "#!/usr/bin/env python3\nimport torch\n", "python", false, "" },
 		{ "#!/usr/bin/python\nimport submitit  # by srun\n", "", true, "" },
