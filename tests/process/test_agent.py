@@ -479,9 +479,8 @@ NO_LINE, ONE_LINE = "", "unicron: this step runs unprotected: it has 8 tasks on 
 )
 def test_what_is_no_business_of_the_agents_runs_untouched(tmp_path, settings, said):
     """Defect: a task of an MPI step ended with 2 and did not run; a sweep's elements became one world."""
-    show = (
-        "import os; print(os.getpid(), sorted(n for n in os.environ if n in ('RANK', 'UNICRON'))); raise SystemExit(7)"
-    )
+    show = "import os, msgspec; print(os.getpid(), sorted(n for n in os.environ if n in ('RANK', 'UNICRON')))"
+    show += "; raise SystemExit(7)"
     done = run_agent(tmp_path, "run", "--", sys.executable, "-c", show, UNICRON="1", **settings)
     by_hand = "UNICRON_BY_DEFAULT" not in settings
     assert done.returncode == 7 and done.stdout.split(maxsplit=1)[1] == ("['UNICRON']\n" if by_hand else "[]\n")
