@@ -71,7 +71,8 @@ class Intake:
                         self._runtime(job).sensors.peers.on_metrics(agent, message, self._view.now)
             case wire.Reached():
                 if (agent := self._of_agent(route, key, message)) is not None:
-                    probes.on_reached(self._view.suspicions, agent, message)
+                    label = self._view.state.jobs[message.job].label(agent.element)
+                    probes.on_reached(self._view.suspicions, agent, label, message)
                     network_partitions.on_reached(self._view.live.jobs[message.job].survey, agent, message)
             case wire.Held():
                 if (agent := self._of_agent(route, key, message)) is not None:

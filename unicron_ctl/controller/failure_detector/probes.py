@@ -157,13 +157,14 @@ def slurmd_address(view: View, node: str) -> str:
 
 
 # ---------------------------------------------------------------- answers
-def on_reached(suspicions: Suspicions, agent: AgentView, message: wire.Reached) -> None:
-    """A witness's answer. One that was not asked, or to an earlier round, is ignored."""
+def on_reached(suspicions: Suspicions, agent: AgentView, label: str, message: wire.Reached) -> None:
+    """A witness's answer. One that was not asked, or to an earlier round, is ignored. label: Slurm's name of its
+    element."""
     key: Key = agent.job, agent.element
     suspicion = suspicions.rounds.get(message.number)
     if suspicion is not None and key in suspicion.asked and len(message.words) == len(suspicion.targets):
         door, slurmd = (Reach(word) if word in set(Reach) else Reach.UNKNOWN for word in message.words)
-        suspicion.answers[key] = Answer(f"{agent.job}_{agent.element} on {agent.node}", door, slurmd)
+        suspicion.answers[key] = Answer(f"{label} on {agent.node}", door, slurmd)
 
 
 def on_probe(suspicions: Suspicions, probe: Probe, place: int, found: Reach | None) -> None:

@@ -160,7 +160,7 @@ def test_a_witness_is_heard_that_was_asked_in_this_round(company: Company):
         suspicion.answers.clear()
         who = company.agent(element)
         message = wire.Reached(job="1", element=element, agent=agent.agent, number=number, words=list(words))
-        on_reached(view.suspicions, who, message)
+        on_reached(view.suspicions, who, f"1_{who.element}", message)
         return suspicion.answers.get(("1", element))
 
     assert hear("silent", "reached") == Answer("1_2 on n3", Reach.SILENT, Reach.REACHED)
