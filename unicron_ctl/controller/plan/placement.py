@@ -210,10 +210,13 @@ class _Place:
             return ""
         if len(home) == need.block and home.issubset(fit):
             return ",".join(sorted(home))
-        ranked = sorted(fit, key=lambda name: (name not in home, sum(one.may_have(name) for one in needs)))
+
+        def order(name: str) -> tuple[bool, int]:
+            return name not in home, sum(one.may_have(name) for one in needs)
+
         if need.block == 1:
-            return ranked[0]
-        near: dict[str, list[str]] = {}
+            return min(fit, key=order)
+        ranked, near = sorted(fit, key=order), dict[str, list[str]]()
         for name in ranked:
             near.setdefault(self.domains.get(name, ""), []).append(name)
         enough = [names for names in near.values() if len(names) >= need.block]

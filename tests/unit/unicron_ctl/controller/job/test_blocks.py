@@ -99,9 +99,9 @@ def test_all_nodes_train_and_the_plan_counts_nodes():
     world.check_replay()
 
 
-@pytest.mark.parametrize("lost", [2, 3])
-def test_an_element_leaves_with_its_lost_node_and_comes_back_whole(lost):
-    world, agents = cluster()
+@pytest.mark.parametrize(("lost", "replica"), [(2, 1), (3, 1), (2, 2)])
+def test_an_element_leaves_with_its_lost_node_and_comes_back_whole(lost, replica):
+    world, agents = cluster(replica=replica)
     trains(world, agents)
     lose(world, agents[lost])
     world.run(8.0)
@@ -116,7 +116,7 @@ def test_an_element_leaves_with_its_lost_node_and_comes_back_whole(lost):
     assert pins[-1] == ("pin", "1", 1, ",".join(sorted({agents[mate].node, "n7"}))), (
         "where its mate was, and a free one"
     )
-    come(world, agents, 1)
+    come(world, agents, 1, replica=replica)
     agents[2].ready()
     world.run(2.0)
     assert set(world.job().members) == {0, 1, 4, 5}, "one of its nodes alone does not come in"
