@@ -55,8 +55,8 @@ class Place:
         return [self.element * count + local for local in range(count)]
 
     def alone(self) -> Place:
-        """This place of a job that is as large as the node."""
-        return replace(self, settings=msgspec.structs.replace(self.settings, max_nodes=1))
+        """This place of a job that is as large as its element."""
+        return replace(self, settings=msgspec.structs.replace(self.settings, max_nodes=self.settings.block))
 
     def in_mode(self, mode: str, reason: str, trains: bool = True, command: str = "") -> Place:
         """This place of a job that is healed in this mode. trains: its command may train. command: its digest."""

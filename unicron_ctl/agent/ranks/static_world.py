@@ -118,12 +118,14 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
     ranks = place.settings.ranks_per_node
     if place.settings.max_nodes == 1:
         return World(0, 1, ranks, place.address, port, place.job)
-    if "SLURM_ARRAY_TASK_ID" in environment:
-        running = _settled(place.job, place.element, place.settings.block)
+    array, block = "SLURM_ARRAY_TASK_ID" in environment, place.settings.block
+    if array and place.settings.max_nodes > block:
+        running = _settled(place.job, place.element, block)
         elements = sorted(running)
     else:
         names = hosts(environment.get("SLURM_JOB_NODELIST", ""))
-        running = dict(enumerate(names)) if len(names) == place.settings.max_nodes else {}
+        least = place.element - place.element % block if array else 0
+        running = dict(enumerate(names, least)) if len(names) == place.settings.max_nodes else {}
         elements = list(running)
     if place.element not in running:
         raise UserError(

@@ -92,6 +92,15 @@ def test_all_nodes_of_elements_that_have_several_are_of_the_world(slurm):
     assert (world.node, world.nodes, world.master, world.names) == (3, 4, "10.0.0.3", ("n3", "n4", "n7", "n8"))
 
 
+def test_an_element_that_is_alone_is_a_world_of_its_own_nodes(slurm):
+    slurm("#!/bin/sh\nexit 1\n")
+    environment = array(2) | {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[3,7]", "SLURMD_NODENAME": "n7"}
+    world = static_world(read_place(environment).alone(), environment)
+    assert (world.node, world.nodes, world.master) == (1, 2, "10.0.0.3")
+    one = array(2)
+    assert static_world(read_place(one).alone(), one).nodes == 1
+
+
 def test_one_node_needs_no_answer(slurm):
     slurm("#!/bin/sh\nexit 1\n", "#!/bin/sh\nexit 1\n")
     for environment in (array(5, count=1, ranks=2), JOB | {"UNICRON_RANKS_PER_NODE": "2"}):
