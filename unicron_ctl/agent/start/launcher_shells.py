@@ -18,7 +18,7 @@ from pathlib import Path
 
 from unicron.ctl.agent.connections.job_environment import LAUNCH
 from unicron.ctl.agent.start import bare
-from unicron.ctl.agent.start.launchers import MODULES, NAMES, SHELLS, WRAPPERS
+from unicron.ctl.agent.start.launchers import MODULES, NAMES, SHELLS, WRAPPERS, only_command
 from unicron.ctl.agent.start.not_taken import NotTaken
 
 FOLDER = "_UNICRON_LAUNCHERS"  # the folder at the front of PATH, for the agent that is started from it
@@ -81,8 +81,10 @@ def launches(command: Sequence[str]) -> bool:
         return False
     how = "its shell script starts the ranks by a launcher"
     told = "write `srun torchrun ...` or `srun python train.py` in the batch script"
-    if _BY_PATH.search(text):
+    if _BY_PATH.search(text) and only_command(command) is None:  # else :func:`find_launcher` sees it
         raise NotTaken(f"{how} that is named by its path: name it without a path, or {told}")
+    if _BY_PATH.search(text):
+        return False
     if _CHANGES_PATH.search(text) and _NOT_BY_FUNCTION.search(text):
         raise NotTaken(f"{how} behind exec or a wrapper after PATH was changed: {told}")
     return True

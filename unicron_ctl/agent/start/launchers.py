@@ -314,7 +314,7 @@ def find_launcher(command: Sequence[str]) -> Found | None:
         if (here := _launcher_at(words, at, elsewhere)) is not None:
             name, rest, python = here
             return Found(name, words[:at], rest, python, environment)
-        if name in SHELLS and at == 0 and (inner := _only_command(words)) is not None:
+        if name in SHELLS and at == 0 and (inner := only_command(words)) is not None:
             words = inner
             continue
         if name in WRAPPERS or name in ELSEWHERE or name in NOT_FOR_RANKS:
@@ -370,7 +370,7 @@ def _launcher_at(words: Sequence[str], at: int, elsewhere: bool) -> tuple[str, l
     return name, words, python
 
 
-def _only_command(words: Sequence[str]) -> list[str] | None:
+def only_command(words: Sequence[str]) -> list[str] | None:
     """The words of `bash -c TEXT` whose text is one command without any of the shell's own syntax."""
     if len(words) < 3 or not all(re.fullmatch(r"-[a-z]*", word) for word in words[1:-1]):
         return None

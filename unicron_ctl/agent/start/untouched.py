@@ -70,7 +70,18 @@ def digest(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """What tells the commands of an array's elements apart; empty for a job that is no array."""
     if "SLURM_ARRAY_TASK_ID" not in environment or environment.get(SWEEP) == "0":
         return ""
-    return hashlib.sha256("\0".join(command).encode(errors="surrogateescape")).hexdigest()[:16]
+    text = "\0".join(_without_own_names(word, environment) for word in command)
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def _without_own_names(word: str, environment: Mapping[str, str]) -> str:
+    """A word of an element's command without what names the element's node, or its job in a path: a folder on the
+    node's disk makes no other training."""
+    for name in ("SLURM_TMPDIR", "TMPDIR", "SLURMD_NODENAME"):
+        if value := environment.get(name):
+            word = word.replace(value, f"${name}")
+    own = environment.get("SLURM_JOB_ID", "")
+    return re.sub(rf"(?<!\d){own}(?!\d)", "$SLURM_JOB_ID", word) if own and "/" in word else word
 
 
 def describe_ranks(place: Place, environment: Mapping[str, str]) -> str:

@@ -20,15 +20,16 @@ PLUGIN = Path(unicron.__file__).resolve().parent.parent / "slurm_plugin" / "span
 MODULE = "unicron.ctl.controller.unicrond"
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
+HANG_FLOOR_SECONDS = 5.0
 # The virtual nodes share this machine's cores: measured throughput would say that a node more is worth nothing, and an
-# iteration takes many times as long while another rank starts.
+# iteration takes several times as long while another rank starts.
 CONFIGURATION = """[controller]
 listen = "{listen}"
 auth = "none"
 slurm = "command"
 slurm_poll_seconds = 0.5
 throughput = "linear"
-hang_floor_seconds = 60.0
+hang_floor_seconds = {hang_floor}
 allow_inject = true
 
 [partition.default]
@@ -56,13 +57,16 @@ def search_path() -> str:
     )
 
 
-def spawn(folder: Path, layout: Layout, listen: str = "tcp://127.0.0.1:0") -> tuple[subprocess.Popen[bytes], str]:
+def spawn(
+    folder: Path, layout: Layout, listen: str = "tcp://127.0.0.1:0", hang_floor: float = HANG_FLOOR_SECONDS
+) -> tuple[subprocess.Popen[bytes], str]:
     """A unicrond with its files in `folder`, and its address. It asks Slurm only when a job registers, so it may be up
-    before the cluster, whose plugin must know its port. Raises UserError when it does not start.
+    before the cluster, whose plugin must know its port. hang_floor: its setting, in seconds. Raises UserError when it
+    does not start.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config, state = folder / "unicron.toml", folder / "controller"
-    config.write_text(CONFIGURATION.format(listen=listen))
+    config.write_text(CONFIGURATION.format(listen=listen, hang_floor=hang_floor))
     environment = os.environ | {
         "SLURM_CONF": str(layout.slurm_conf),
         "PATH": search_path(),

@@ -27,6 +27,7 @@ from unicron.ctl.system.errors import UserError
 ROOT = Path(unicron.__file__).resolve().parent.parent
 TEMPLATES = Path(unicron.__file__).parent / "sbatch_templates"
 SCRIPT_SECONDS = 120.0
+HANG_FLOOR_SECONDS = 60.0  # ten processes share the cores, and an iteration takes long while another rank starts
 # A model small enough that two cores train seven ranks of it and two reference runs.
 MODEL_OPTIONS = (
     "--num-layers",
@@ -84,7 +85,7 @@ class Stage:
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             layout = Layout(self.folder / "slurm")
-            self._controller, self.address = protection.spawn(self.folder, layout)
+            self._controller, self.address = protection.spawn(self.folder, layout, hang_floor=HANG_FLOOR_SECONDS)
             self.cluster = LocalCluster(
                 self.folder / "slurm",
                 nodes=self.nodes,

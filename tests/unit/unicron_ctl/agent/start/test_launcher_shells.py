@@ -11,6 +11,7 @@ import pytest
 
 from unicron.ctl.agent.start import launcher_shells
 from unicron.ctl.agent.start.launcher_shells import FOLDER, launches, leave_shell
+from unicron.ctl.agent.start.launchers import take_over
 from unicron.ctl.agent.start.not_taken import NotTaken
 
 
@@ -42,6 +43,13 @@ def test_a_script_that_names_a_launcher(tmp_path: Path, text: str, found: bool) 
     assert launches(["nice", "-n", "3", "env", "A=1", "bash", "-c", text]) is found
 
 
+def test_a_launcher_that_is_all_that_the_shell_runs_may_have_a_path() -> None:
+    command = ["bash", "-c", "/opt/bin/torchrun --nproc-per-node 2 train.py"]
+    assert not launches(command)
+    taken = take_over(command)
+    assert taken is not None and taken.ranks == "2" and taken.command[-1] == "train.py"
+
+
 @pytest.mark.parametrize("command", ["torchrun train.py", "python torchrun.py", "bash /nonexistent"])
 def test_other_commands(command: str) -> None:
     assert not launches(command.split())
@@ -50,7 +58,7 @@ def test_other_commands(command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        (["bash", "-c", "/opt/bin/torchrun train.py"], "by its path"),
+        (["bash", "-c", "cd x; /opt/bin/torchrun train.py"], "by its path"),
         (["bash", "-c", "$VENV/bin/python -u -m torch.distributed.run t.py"], "by its path"),
         (["bash", "-c", ". env/bin/activate; exec torchrun t.py"], "after PATH was changed"),
         (["bash", "-c", "conda activate e; numactl -l python -m torch.distributed.run t.py"], "after PATH was changed"),
