@@ -81,7 +81,7 @@ def launches(command: Sequence[str]) -> bool:
         return False
     how = "its shell script starts the ranks by a launcher"
     told = "write `srun torchrun ...` or `srun python train.py` in the batch script"
-    if _BY_PATH.search(text) and only_command(command) is None:  # else :func:`find_launcher` sees it
+    if _BY_PATH.search(text) and only_command(command) is None:  # else take_over sees it
         raise NotTaken(f"{how} that is named by its path: name it without a path, or {told}")
     if _BY_PATH.search(text):
         return False

@@ -80,8 +80,8 @@ def _without_own_names(word: str, environment: Mapping[str, str]) -> str:
     for name in ("SLURM_TMPDIR", "TMPDIR", "SLURMD_NODENAME"):
         if value := environment.get(name):
             word = word.replace(value, f"${name}")
-    own = environment.get("SLURM_JOB_ID", "")
-    return re.sub(rf"(?<!\d){own}(?!\d)", "$SLURM_JOB_ID", word) if own and "/" in word else word
+    jobs = "|".join(environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"))  # one has both alike
+    return re.sub(rf"(?<!\d)(?:{jobs})(?!\d)", "$SLURM_JOB_ID", word) if "/" in word else word
 
 
 def describe_ranks(place: Place, environment: Mapping[str, str]) -> str:

@@ -81,8 +81,12 @@ def test_the_commands_of_an_arrays_elements_are_told_apart() -> None:
     one, other = ["python", "train.py", "--lr", "1"], ["python", "train.py", "--lr", "2"]
     assert digest(one, ELEMENT) == digest(list(one), ELEMENT) != digest(other, ELEMENT)
     assert digest(["a b"], ELEMENT) != digest(["a", "b"], ELEMENT)
-    first, second = ({**ELEMENT, "SLURM_JOB_ID": job, "SLURMD_NODENAME": f"n{job}"} for job in ("41", "42"))
+    first, second = (
+        {**ELEMENT, "SLURM_ARRAY_JOB_ID": "41", "SLURM_JOB_ID": job, "SLURMD_NODENAME": f"n{job}"}
+        for job in ("41", "42")
+    )
     assert digest(["/tmp/41/python", "--host=n41"], first) == digest(["/tmp/42/python", "--host=n42"], second)
+    assert digest(["train.py", "--save=runs/gpt-41"], first) == digest(["train.py", "--save=runs/gpt-41"], second)
     assert digest(["python", "--seed", "41"], first) != digest(["python", "--seed", "42"], second)
     assert digest(one, {}) == digest(one, ELEMENT | {"UNICRON_SWEEP": "0"}) == ""
 
