@@ -339,7 +339,7 @@ def _obstacles(data: Explanation) -> list[str]:
         )
     if data.bounds:
         lines.append(f"bounds: {data.bounds}")
-    if data.plan_reason:
+    if data.plan_reason and data.planned_nodes is not None:
         lines.append(f"plan: {data.planned_nodes} nodes; {data.plan_reason} ({data.plan_trigger})")
     if data.alternative:
         lines.append(f"now: {data.alternative.text}")

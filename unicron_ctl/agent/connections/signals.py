@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import select
 import signal
 import subprocess
 from pathlib import Path
@@ -59,6 +60,13 @@ class SignalPipe:
             return os.read(self._read, 64)
         except BlockingIOError:
             return b""
+
+    def wait(self, seconds: float) -> bytes:
+        """The numbers of the signals that have come, or do so within `seconds`."""
+        poll = select.poll()
+        poll.register(self._read, select.POLLIN)
+        poll.poll(seconds * 1000)
+        return self.read()
 
     def close(self) -> None:
         """Everything is as it was before."""

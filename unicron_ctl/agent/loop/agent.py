@@ -41,6 +41,7 @@ from unicron.detector.processes.supervise import Child, adopt_orphans
 
 LOGS_SECONDS = 2.0  # without progress, for the files with the ranks' output
 STAY_SECONDS = 3600.0  # for Slurm to end a preempted element, which it would not requeue if that ended by itself
+SIGTERM_SECONDS = 0.1  # in which it reaches all processes of a step
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
 
 
@@ -269,6 +270,8 @@ class Agent:
 
     def _explain(self, rank: Rank) -> None:
         """What there is to know of the end of the rank's process."""
+        if rank.status.exit is not None and rank.status.exit.code == -signal.SIGTERM and not self._ending.noticed:
+            self._on_signal(self._signals.wait(SIGTERM_SECONDS))  # Slurm may have sent it to all processes of the step
         if rank.status.exit is not None and self._reports.node is not None:
             self._reports.node.explain(rank.status.exit)
         self._trials.ended(rank)

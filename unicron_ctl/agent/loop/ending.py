@@ -26,6 +26,7 @@ class Ending:
     exit_code: None until the element is over. noticed: it is to end, and waits for the next boundary. notice_seconds:
     how long it does so at most. stays: Slurm preempts it, and is to end it itself. trained: the controller says that
     the job is trained to its end.
+    leaves: what its ranks do when it is noticed, in words.
     final: nobody will go on with this job. save: writes the training state. stop_seconds: for ranks to act on SIGTERM.
 
     tell(leaving): sends a status that says why the agent is about to end.
@@ -38,6 +39,7 @@ class Ending:
         self.exit_code: int | None = None
         self.trained = self.final = False
         self._notice: tuple[int, float] | None = None
+        self.leaves = "its ranks leave at the next boundary"
         self.stays = False
         self.notice_seconds = 0.0
         self.save: Callable[[], None] = lambda: None
@@ -77,12 +79,12 @@ class Ending:
     def on_signal(self, number: int, alone: bool) -> None:
         """Somebody wants the element to end. Its ranks leave at the next boundary, so that the others compute nothing
         again; alone: there is no controller, or nobody else. A second signal ends the element at once."""
-        trains = any(rank.running for rank in self._ranks.values())
-        if alone or self._notice is not None or not self.notice_seconds or not trains:
+        through = all(rank.status.state == "finished" for rank in self._ranks.values())
+        if alone or self._notice is not None or not self.notice_seconds or through:
             self._stop(number)
             return
         self._notice = number, time.monotonic()
-        self._log.inform(f"{signal.Signals(number).name}: its ranks leave at the next boundary")
+        self._log.inform(f"{signal.Signals(number).name}: {self.leaves}")
         self._tell("")
 
     def on_released(self, message: wire.Released) -> None:
@@ -105,6 +107,7 @@ class Ending:
             self._stop(self._notice[0])
 
     def _stop(self, number: int) -> None:
+        self._notice = self._notice or (number, time.monotonic())
         self.stop_seconds, self.save = ENDING_SECONDS, self._saving()
         self.end_element(128 + number, f"stopped by {signal.Signals(number).name}")
 

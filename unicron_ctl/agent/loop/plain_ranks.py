@@ -177,6 +177,7 @@ class RestartAgent(Agent):
         self.ranks.update(self._plain)
         self._store = FreePort()
         self._snapshots.copies.plain = True
+        self._ending.leaves = "its processes end, and the others begin anew without them"
         self._fence = Fence(self._net.polling.watch, self._net.polling.unwatch)
         in_array = "SLURM_ARRAY_TASK_ID" in os.environ
         self._node_names = [] if in_array else hosts(os.environ.get("SLURM_JOB_NODELIST", ""))  # by element

@@ -210,12 +210,13 @@ class Rank:
         return self.status.pid
 
     def collect(self) -> None:
-        """The process has ended: record how. A rank that trained to the end stays finished, whatever came after."""
+        """The process has ended: record how. A rank that trained to the end stays finished, whatever came after. One
+        that SIGTERM has ended is not through, whatever its exit status."""
         assert self.child is not None
         code = self.child.reap(1.0)
         tail = self.child.tail()
         now = time.time()
-        if code == 0:
+        if code == 0 and not self.child.terminated:
             self.status.state = "finished"
         else:
             if self.status.state != "finished":

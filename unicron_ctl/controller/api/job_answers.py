@@ -67,7 +67,7 @@ def explanation(core: Core, state: JobState) -> schema.Explanation:
         log_dir=state.settings.log_dir,
         cold=view.cold() if not state.ended else {},
         forgets=view.forgets() if not state.ended else {},
-        plan_reason=report.reasons.get(state.job, "") if report else "",
+        plan_reason=report.reasons.get(state.job, "") if report and not state.over else "",
         plan_trigger=report.trigger if report else "",
         bounds=_bounds(core, state) if not state.over else "",
         waiting=[plain(one, schema.Waiting) for one in waiting(core.view, state)],

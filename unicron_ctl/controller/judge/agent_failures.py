@@ -62,6 +62,10 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     agent = state.agents.get(element)
     if agent is None or _quiet(view, job, agent, element, out, ended_with_block(state, element)):
         return out
+    if state.noticed.get(element) == agent.agent:
+        _leave_out(state, agent, f"is gone: its agent on {agent.node} was killed", out)
+        out.record(state, records.AgentGone(element=element, agent=agent.agent, reason="noticed"))
+        return out
     live = view.live.agent(state.job, element)
     task = evidence.task_end(view.classifier, live.task_status if live is not None else None)
     told = f" (a datagram, which proves nothing, says of its task: {task.reason})" if task else ""
@@ -162,14 +166,22 @@ def parted(view: View, job: JobView, finding: Finding) -> Outcome:
     return out
 
 
+def _leave_out(state: JobState, agent: AgentRecord, why: str, out: Outcome) -> None:
+    """The element was to end, so it is no failure that its ranks have not left before."""
+    if lost := dict.fromkeys(inside_of(state, agent.slots), why):
+        out.record(state, records.LeaveOut(failure=0, slots=lost))
+
+
 def agent_left(view: View, job: JobView, finding: Finding) -> Outcome:
     """An agent says that it ends by itself: its ranks finished, or Slurm stopped it."""
     out, state = Outcome(hurry=True), job.state
-    agent = state.agents[finding.element]
+    agent, live = state.agents[finding.element], job.agents.get(finding.element)
     finished = all(job.finished(slot) for slot in agent.slots)
     with_block = ended_with_block(state, finding.element)
     wanted = with_block or taken_away(state, finding.element) or given_up(view, state, agent)
-    if not finished and not wanted:
+    if not finished and live is not None and live.status.noticed:
+        _leave_out(state, agent, f"is gone: its agent on {agent.node} {finding.evidence}", out)
+    elif not finished and not wanted:
         said = f"the agent on {agent.node} ended: {finding.evidence}"
         verdict = view.classifier.cause("killed_from_outside", said)
         reason = f"{verdict.reason}; what becomes of its element is Slurm's to say"

@@ -30,7 +30,8 @@ def wanted_end(view: View, job: JobView, finding: Finding) -> Outcome:
         job.state,
         records.ExitNoted(slot=slot, agent=identity.agent, incarnation=identity.incarnation, code=end.code),
     )
-    if end.code and inside_of(job.state, finding.slots):
+    agent = job.agents.get(finding.element)
+    if (end.code or (agent is not None and agent.status.noticed)) and inside_of(job.state, finding.slots):
         out.record(job.state, records.LeaveOut(failure=0, slots={slot: _ended(end, finding)}))
     return out
 

@@ -6,6 +6,7 @@ inputs. Without a fresh listing nothing is decided.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +33,8 @@ from unicron.ctl.controller.plan.inputs import (
 from unicron.ctl.controller.plan.placement import Need, Placement, held_by_others, place
 from unicron.ctl.controller.plan.pools import pools
 from unicron.ctl.controller.plan.slurm_actions import Retries, request_actions
-from unicron.ctl.slurm.slurm_client import OCCUPIES, WORKS
+from unicron.ctl.controller.sense.slurm_states import describe
+from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, WORKS, ElementInfo
 from unicron.ctl.slurm.squeue import nodes_of
 from unicron.ctl.system.throttle import Throttle
 
@@ -43,6 +45,9 @@ LONGEST_PAUSE = 60.0  # between two listings
 MOST_FAILURES = 2  # failed listings in a row that make the pause longer: one more period each
 ASKED_SECONDS = 60.0  # for which Slurm is still asked about a job that has ended
 LATELY_SECONDS = 3600.0  # the same at the controller's start
+# How the elements of a job may end that has not trained to its end, the most telling first
+UNFINISHED = ("CANCELLED", "TIMEOUT", "DEADLINE", "PREEMPTED", *sorted(ENDED_BADLY))
+STOPPED = 128 + signal.SIGTERM  # exit code of a job that was stopped, as a shell shows it
 GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
 
 
@@ -195,9 +200,18 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
     if coming or (here and job.submitted):
         desk.missing_since.pop(job.job, None)
     elif view.now - desk.missing_since.setdefault(job.job, view.now) > GONE_SECONDS:
-        reason = "Slurm no longer runs any of its elements" if job.submitted else "Slurm does not show this job"
-        out.record(job, records.JobEnded(code=0, reason=reason, disowned=not job.submitted))
+        code, reason = _how_it_ended(elements) if job.submitted else (0, "Slurm does not show this job")
+        out.record(job, records.JobEnded(code=code, reason=reason, disowned=not job.submitted))
     return []
+
+
+def _how_it_ended(elements: Iterable[ElementInfo]) -> tuple[int, str]:
+    """(exit code, reason) of a job of which Slurm runs nothing any more."""
+    reason = "Slurm no longer runs any of its elements"
+    bad = min((e for e in elements if e.state in UNFINISHED), key=lambda e: UNFINISHED.index(e.state), default=None)
+    if bad is None:
+        return 0, reason
+    return 1 if bad.state in ENDED_BADLY else STOPPED, f"{reason}; {describe(bad)}"
 
 
 def _without_script(job: JobState, listing: Listing) -> bool:

@@ -96,6 +96,7 @@ def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: 
     return (
         state.banished.get(slot) == identity
         or state.slot(slot).wanted > identity.incarnation
+        or agent.status.noticed
         or taken_away(state, agent.element)
         or ended_with_block(state, agent.element)
         or (record is not None and given_up(view, state, record))

@@ -118,9 +118,27 @@ def test_a_loss_before_the_boundary_is_healed_as_ever(dies):
     victim = agents[1] if dies == "noticed" else agents[2]
     victim.die(victim.slots[0])
     world.run(2.0)
-    assert victim.slots[0] not in world.job().members and len(world.job().failures) == 1
+    assert victim.slots[0] not in world.job().members
+    assert len(world.job().failures) == (dies == "other"), "SIGTERM ends a plain program, and that is no failure"
     if dies == "other":
         boundary(world)
         world.run(1.5)
         assert 1 not in world.job().members and (True, True) in released(agents[1])
+    world.check_replay()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_job_that_is_cancelled_has_no_failures(killed):
+    """Defect: each of its agents counted as one."""
+    world, agents = started()
+    ends(world, 0, 1, 2)
+    notice(*agents)
+    world.run(0.3)
+    for agent in agents:
+        if killed:
+            agent.silent = agent.killed = True
+        else:
+            agent.status("stopped by SIGTERM")
+    world.run(10.0)
+    assert not world.job().failures and not world.job().members
     world.check_replay()

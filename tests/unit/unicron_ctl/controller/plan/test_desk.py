@@ -156,6 +156,18 @@ def test_a_job_of_which_slurm_shows_nothing_is_over_after_a_while(company: Compa
     assert not kinds(listed(company, desk), "job_ended") and desk.missing_since == {"3": NOW}
 
 
+@pytest.mark.parametrize(
+    ("state", "code"), [("CANCELLED", 143), ("TIMEOUT", 143), ("OUT_OF_MEMORY", 1), ("COMPLETED", 0)]
+)
+def test_a_job_that_slurm_has_ended_is_told_from_one_that_is_through(company: Company, state: str, code: int):
+    """Defect: a cancelled job had ended with 0."""
+    company.agent(job="3").expired, company.view.state.jobs["3"].submitted = True, 1.0
+    company.view.state.jobs["3"].agents[0].gone = "stopped by SIGTERM"
+    company.slurm.queue["3", 0].update(state=state)
+    (ended,) = kinds(listed(company, Desk(missing_since={"3": NOW - 20.0})), "job_ended")
+    assert ended.code == code and (state in ended.reason) == bool(code)
+
+
 def test_an_element_that_is_to_start_again_or_whose_end_is_not_judged_keeps_its_job(company: Company):
     record = company.view.state.jobs["3"].agents[0]
     company.agent(job="3").expired = True
