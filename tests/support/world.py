@@ -23,7 +23,7 @@ from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.ctl.settings.partitions import PartitionConfig
-from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Queue, SlurmError
+from unicron.ctl.slurm.slurm_client import UNSAID, ElementInfo, NodeInfo, Queue, SlurmError
 from unicron.ctl.slurm.squeue import names_of
 from unicron.detector.failures.classify import Classifier
 from unicron.transition.generations import layout
@@ -379,6 +379,7 @@ class FakeSlurm:
         self.queue: dict[tuple[str, int], dict] = {}
         self.calls: list[tuple] = []
         self.refuse = ""
+        self.site = UNSAID
         self.refuse_down = ""
         self.unheard: set[str] = set()
         """Nodes whose slurmd does not answer: what was requeued there is COMPLETING until the node is set down."""
@@ -607,7 +608,7 @@ class World:
                 if self.slurm.refuse:
                     core.on_slurm_error(self.slurm.refuse)
                 else:
-                    core.on_listing(self.slurm.nodes(), self.slurm.elements())
+                    core.on_listing(self.slurm.nodes(), self.slurm.elements(), self.slurm.site)
             case Run():
                 for action in request.actions:
                     self.slurm.calls.append((action.action, action.job, action.element, action.node))

@@ -410,6 +410,13 @@ class Released(Message, tag="released"):
     stay: bool = False
 
 
+class Grace(Message, tag="grace"):
+    """Slurm preempts the agent's element, and sends SIGTERM again so many seconds after the first one: until then it
+    may wait for the boundary."""
+
+    seconds: ranges.Seconds
+
+
 # ---------------------------------------------------------------- unicronctl -> controller
 class Ask(Message, tag="ask"):
     """A question or an order of `unicronctl`; the answer is an :class:`Answer`."""
@@ -431,7 +438,7 @@ ToController = (
 )
 # What only a registered agent says, beside its Status.
 OF_AGENTS = frozenset(("steps", "timing", "stack_trace", "inject_refused", "metrics", "node_event", "reached", "held"))
-_Orders = Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End | Released | Cut | Fetch
+_Orders = Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End | Released | Grace | Cut | Fetch
 ToAgent = Welcome | Ping | Pong | Reach | Recall | Refused | _Orders
 _encoder = msgspec.msgpack.Encoder()
 

@@ -87,7 +87,9 @@ class CommandLineClient:
             if "PartitionName" in fields:
                 count = fields.get("TotalNodes", "")
                 nodes = int(count) if count.isdigit() else 0
-                found.append(PartitionInfo(fields["PartitionName"], nodes, fields.get("State", "")))
+                grace = fields.get("GraceTime", "")
+                seconds = float(grace) if grace.isdigit() else 0.0
+                found.append(PartitionInfo(fields["PartitionName"], nodes, fields.get("State", ""), seconds))
         return found
 
     def hostnames(self, text: str) -> list[str]:
@@ -163,6 +165,9 @@ class CommandLineClient:
     def kill_wait(self) -> float:
         found = re.match(r"\d+", self._setting("KillWait"))
         return float(found[0]) if found else KILL_WAIT
+
+    def grace(self) -> dict[str, float]:
+        return {partition.name: partition.grace for partition in self.partitions() if partition.grace}
 
     def domains(self) -> dict[str, str]:
         return parse_topology(self._run(["scontrol", "--oneliner", "show", "topology"]))

@@ -73,11 +73,12 @@ class SlurmTimeout(SlurmError):
 
 @dataclass(frozen=True)
 class PartitionInfo:
-    """A partition: how many nodes it has, and its state (UP, DOWN, DRAIN, INACTIVE)."""
+    """A partition: how many nodes it has, its state (UP, DOWN, DRAIN, INACTIVE), and its GraceTime in seconds."""
 
     name: str
     nodes: int
     state: str
+    grace: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -203,11 +204,12 @@ class Queue:
 class Site:
     """Settings that seldom change. private: Slurm's PrivateData, kinds of things of which users see their own only.
     domains: node -> the leaf switch or block with which it fails. kill_wait: seconds from SIGTERM to SIGKILL when
-    something is to end."""
+    something is to end. grace: partition -> seconds from the first SIGTERM to that, when something is preempted."""
 
     private: frozenset[str] = frozenset()
     domains: Mapping[str, str] = field(default_factory=dict)
     kill_wait: float = 30.0
+    grace: Mapping[str, float] = field(default_factory=dict)
 
 
 UNSAID = Site()
@@ -233,6 +235,9 @@ class SlurmClient(Protocol):
 
     def kill_wait(self) -> float:
         """Slurm's KillWait, seconds: from SIGTERM to SIGKILL when an element is to end (slurm.conf(5))."""
+
+    def grace(self) -> dict[str, float]:
+        """partition -> its GraceTime, seconds: for which Slurm lets go on what it preempts (slurm.conf(5))."""
 
     def domains(self) -> dict[str, str]:
         """node -> what it fails with: its leaf switch, or its block. Empty where Slurm knows no topology."""

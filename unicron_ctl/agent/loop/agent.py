@@ -399,6 +399,8 @@ class Agent:
                 self._dumps.start_dump(message)
             case wire.End():
                 self._on_end(message)
+            case wire.Grace():
+                self._ending.notice_seconds = max(self._ending.notice_seconds, message.seconds)
             case wire.Released():
                 self._ending.on_released(message)
 

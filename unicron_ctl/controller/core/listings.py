@@ -53,6 +53,8 @@ class Listings:
             if agent is not None and agent.noticed_at is not None and listing.asked_at > agent.noticed_at:
                 info = listing.of(job.job).get(element)
                 agent.shown = info.state if info is not None else "gone"
+                agent.restarts = info.restarts if info is not None else 0
+                agent.grace = self._view.slurm.grace.get(info.partition, 0.0) if info is not None else 0.0
                 self._view.job(job).live.touched.add(element)
         for agent in list(ended_agents(self._view, listing, job)):
             self._carry_out(self._intake.suspect(agent))

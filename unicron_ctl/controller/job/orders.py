@@ -154,6 +154,8 @@ def due_orders(job: JobView, agent: AgentView, letter: Letter, now: float) -> It
         return
     if agent.status.noticed and (released := _released(job, agent)) is not None:
         yield "released", released
+    elif agent.status.noticed and agent.shown in WORKS and agent.grace:
+        yield "grace", wire.Grace(seconds=agent.grace)
     if _must_break(job.state, agent, letter):
         yield letter.break_key, letter.broken
     if stale := _withdrawn(job.state, agent, letter):
@@ -175,7 +177,8 @@ def _released(job: JobView, agent: AgentView) -> wire.Released | None:
     inside = any(slot in state.members or slot in state.joining for slot in agent.slots)
     if not agent.shown or (others and inside):
         return None
-    return wire.Released(out=others and bool(state.members), stay=agent.shown in WORKS)
+    out = others and (bool(state.members) or not state.mode.keeps_state)
+    return wire.Released(out=out, stay=agent.shown in WORKS)
 
 
 def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:

@@ -73,6 +73,10 @@ class AgentView:
     """Since when its element is to end."""
     shown: str = ""
     """The state in which Slurm has shown the element since then."""
+    restarts: int = 0
+    """How often Slurm had requeued it then."""
+    grace: float = 0.0
+    """Seconds for which its partition lets it go on if that is a preemption."""
     images_at: str = ""
     token: str = ""
     """host:port at which it takes and gives images of the training state, and what that takes."""

@@ -120,6 +120,8 @@ class SlurmView:
     """node -> the leaf switch or block with which it fails; empty where Slurm knows no topology."""
     kill_wait: float = 30.0
     """Seconds from SIGTERM to SIGKILL when an element is to end."""
+    grace: Mapping[str, float] = field(default_factory=dict)
+    """partition -> seconds from the first SIGTERM to that, when an element is preempted."""
     expected: dict[str, list[int]] = field(default_factory=dict)
     """job -> elements that run or are about to, by the last placement."""
 

@@ -147,15 +147,15 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
 
 def _preempted(view: View, listing: Listing) -> list[Action]:
     """Elements that Slurm preempts and that have left their jobs: requeued, their nodes are free before the grace time
-    is over. Slurm starts them again when it can."""
+    is over. Slurm starts them again when it can. Their agents may have ended all ranks and wait for that."""
     found = {}
     for job in managed(view):
-        for element in job.noticed if not job.settings.allocation else ():
-            agent, block = view.live.agent(job.job, element), job.block_of(element)
-            e = listing.rows_of(job.job).get(block)
-            if e is None or agent is None or agent.shown not in WORKS or e.state != "RUNNING":
+        for element, agent in view.job(job).agents.items() if not job.settings.allocation else ():
+            if not agent.status.noticed or agent.shown not in WORKS or not job.inside.isdisjoint(job.mates(element)):
                 continue
-            if job.inside.isdisjoint(job.mates(element)):
+            block = job.block_of(element)
+            e = listing.rows_of(job.job).get(block)
+            if e is not None and e.state == "RUNNING" and e.restarts == agent.restarts:  # it has not been requeued yet
                 why = "Slurm preempts it, and its ranks have left"
                 found[job.job, block] = Action("requeue", job.job, block, ",".join(nodes_of(e)), why)
     return list(found.values())

@@ -219,7 +219,7 @@ class Worker:
                 private, domains, self._looked = self._client.private_data(), self._site.domains, time.monotonic()
                 with contextlib.suppress(SlurmError):  # little hangs on it: what was known holds
                     domains = self._client.domains()
-                self._site = Site(private, domains, self._client.kill_wait())
+                self._site = Site(private, domains, self._client.kill_wait(), self._client.grace())
             site = self._site
         except SlurmError as error:
             message = str(error)

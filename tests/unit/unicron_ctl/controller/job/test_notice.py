@@ -3,10 +3,13 @@ anything again."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.protocol import wire
+from unicron.ctl.slurm.slurm_client import UNSAID
 
 
 def started(nodes: int = 3, **settings) -> tuple[World, list[FakeAgent]]:
@@ -68,6 +71,16 @@ def test_what_slurm_preempts_is_requeued_once_it_has_left_and_stays_until_then()
     world.run(1.5)
     assert released(agents[1])[:1] == [(True, True)], "it would not be requeued if it ended by itself"
     assert [call[:3] for call in world.slurm.calls][:1] == [("requeue", "1", 1)]
+
+
+def test_what_is_preempted_may_wait_for_the_grace_time_of_its_partition():
+    world, agents = started()
+    world.slurm.site = replace(UNSAID, grace={"main": 120.0})
+    notice(agents[1], agents[2])
+    ends(world, 2)
+    world.run(1.5)
+    told = [[m.seconds for m in agent.heard if isinstance(m, wire.Grace)][:1] for agent in agents]
+    assert told == [[], [120.0], []], "who is cancelled has KillWait"
 
 
 def test_it_comes_back_with_another_agent():

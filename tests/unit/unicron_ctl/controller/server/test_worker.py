@@ -37,6 +37,9 @@ class SlowSlurm:
     def kill_wait(self) -> float:
         return 30.0
 
+    def grace(self) -> dict[str, float]:
+        return {}
+
     def domains(self) -> dict[str, str]:
         self.looks += 1
         if "topology" in self.refused:
