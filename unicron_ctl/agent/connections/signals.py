@@ -61,7 +61,7 @@ class SignalPipe:
         except BlockingIOError:
             return b""
 
-    def wait(self, seconds: float) -> bytes:
+    def read_within(self, seconds: float) -> bytes:
         """The numbers of the signals that have come, or do so within `seconds`."""
         poll = select.poll()
         poll.register(self._read, select.POLLIN)
