@@ -271,7 +271,8 @@ class Agent:
     def _explain(self, rank: Rank) -> None:
         """What there is to know of the end of the rank's process."""
         if rank.status.exit is not None and rank.status.exit.code == -signal.SIGTERM and not self._ending.noticed:
-            self._on_signal(self._signals.read_within(SIGTERM_SECONDS))  # Slurm may have sent it to all processes of the step
+            # Slurm may have sent it to all processes of the step.
+            self._on_signal(self._signals.read_within(SIGTERM_SECONDS))
         if rank.status.exit is not None and self._reports.node is not None:
             self._reports.node.explain(rank.status.exit)
         self._trials.ended(rank)

@@ -80,9 +80,11 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
 
 def task_prolog(layout: Layout) -> str:
     """A script that gives each virtual node a shared memory of its own. The nodes share one /dev/shm, which would
-    outlive the cluster and a node's power failure."""
+    outlive the cluster and a node's power failure. A step's tasks have the batch script's, which is its node's."""
     return f"""#!/bin/sh
-[ -n "$UNICRON_MEMORY_DIR" ] || echo "export UNICRON_MEMORY_DIR={layout.memory_dir}/$SLURMD_NODENAME"
+case "$UNICRON_MEMORY_DIR" in
+"" | {layout.memory_dir}/*) echo "export UNICRON_MEMORY_DIR={layout.memory_dir}/$SLURMD_NODENAME" ;;
+esac
 """
 
 
