@@ -53,6 +53,39 @@ def test_an_element_that_is_requeued_goes_on_with_what_the_nodes_have_in_memory(
     assert controller.job()["ledger_violations"] == 0
 
 
+@pytest.mark.wide
+def test_an_allocation_that_loses_its_batch_host_goes_on_with_what_the_others_have_in_memory(
+    cluster: LocalCluster, controller: Controller, tmp_path: Path
+) -> None:
+    """Without --no-kill Slurm requeues the whole job, on other nodes."""
+    script, out = tmp_path / "job.sh", tmp_path / "out"
+    out.mkdir()
+    said = {"root": ROOT, "address": controller.address, "out": out, "iterations": FOREVER, "script": TINY}
+    text = SCRIPT.format(**said, agent=f"srun {' '.join(AGENT)}", python=AGENT[0])
+    script.write_text(text.replace(' TINY_LAYOUT="2 1 1"', ""))
+    options = ["-N2", "--exclusive", "--gres=gpu:1", "--requeue", "--open-mode=append", "-o", str(tmp_path / "out.txt")]
+    environment = outside_slurm() | cluster.env()
+
+    def slurm(*words: str) -> str:
+        done = call(*words, environment=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def trains(least: int) -> bool:
+        job = controller.job()
+        return bool(job) and (len(job["members"]), job["state"]) == (2, "running") and job["iteration"] >= least
+
+    number = slurm("sbatch", "--parsable", *options, str(script))
+    controller.wait(lambda: trains(5), "both train")
+    generation, node = controller.job()["generation"], slurm("squeue", "-h", "-j", number, "-o", "%B")
+    cluster.power_off(node)
+    slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=power")
+    controller.wait(lambda: controller.job()["generation"] > generation and trains(6), "on again")
+    assert slurm("squeue", "-h", "-j", number, "-O", "RestartCnt") == "1"
+    plan = next(e["plan"] for e in reversed(controller.events("plan")) if e["plan"]["members"] == [0, 1])
+    assert plan["iteration"] >= 5, "it begins where it was, and there are no files"
+
+
 def _copied(cluster: LocalCluster) -> list[int]:
     """The iterations of which there are copies: the last number in their names."""
     found = cluster.layout.memory_dir.glob("*/unicron.*/copy-*.image")
