@@ -214,7 +214,9 @@ def _stands_at(job: JobView, watch: IterationWatch) -> tuple[int, int] | None:
     state, least = job.state, watch.standing.least()
     if state.phase not in (Phase.RUNNING, Phase.OFFERING) or state.plan is None or least is None:
         return None
-    return state.plan.generation, max(least, state.iteration + 1)
+    # Iterations that are made again, from an older state, are behind the last one that was recorded.
+    newest = state.iteration + 1 if state.stepped_in == state.plan.generation else least
+    return state.plan.generation, max(least, newest)
 
 
 def _outside(watch: IterationWatch) -> set[int]:

@@ -131,6 +131,27 @@ def test_a_hang_right_after_a_long_first_iteration_and_a_recovery_is_found_by_th
     assert events(world, "hang")[0].record.culprits[0].slot == 1 and events(world, "hang")[0].time - began < 3.0
 
 
+def test_iterations_that_are_made_again_are_no_hang(trained):
+    """Defect: a job that had begun anew from an older state stood still for as long as it made up for that."""
+    world = trained
+    for agent in world.agents:
+        agent.die(agent.element, 1)
+    for agent in world.agents:
+        world.run(0.5)
+        agent.ready()
+    world.run(0.2)
+    assert world.job("1").plan.iteration == 0 and world.job("1").phase == "running"
+    for iteration in range(20):
+        hang(world, [1])  # for a moment: one is always the last
+        train(world, 1, first=iteration)
+    train(world, 5)
+    assert not events(world, "hang") and world.job("1").iteration == 24
+    began = world.now
+    hang(world, [1])
+    world.run(5.0)
+    assert events(world, "hang")[0].time - began < 3.0
+
+
 def test_a_newcomer_may_compile_as_long_as_the_first_ones_did(world):
     train(world, 1, seconds=13.0)
     train(world, 20)
