@@ -205,7 +205,8 @@ def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
     elements, nodes = (int(size) if size.isdecimal() else 1 for size in sizes)
     spares = environment.get("UNICRON_SPARES", "0")
     devices = sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia[0-9]*"))
-    ranks = launchers.count_ranks(taken, environment, elements * nodes, len(os.sched_getaffinity(0)), devices)
+    count = nodes if taken.nodes[1] == nodes > 1 else elements * nodes  # one of its element alone, or of the job
+    ranks = launchers.count_ranks(taken, environment, count, len(os.sched_getaffinity(0)), devices)
     array = "SLURM_ARRAY_TASK_ID" in environment
     fewest = launchers.fewest_nodes(taken, elements, nodes, int(spares) if spares.isdecimal() else 0, array)
     told = launchers.describe(taken, ranks)

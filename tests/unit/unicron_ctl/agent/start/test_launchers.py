@@ -201,6 +201,12 @@ def test_the_nodes_of_the_world(nnodes: str, job: int, spares: int, fewest: int)
     assert fewest_nodes(found, 1, job, spares, array=False) == (fewest if ":" in nnodes else 0)
 
 
+@pytest.mark.parametrize(("nnodes", "fewest"), [("2", 0), ("6", 6), ("3:6", 4)])
+def test_the_nodes_of_an_array_whose_elements_have_two(nnodes: str, fewest: int) -> None:
+    """Told of its element's nodes, a launcher says nothing of the job."""
+    assert fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 3, 2, 0, array=True) == fewest
+
+
 @pytest.mark.parametrize(("nnodes", "why"), [("2", "told of 2 nodes, and the job has 4"), ("5:8", "needs 5 nodes")])
 def test_a_launcher_that_was_told_of_other_nodes(nnodes: str, why: str) -> None:
     with pytest.raises(NotTaken, match=why):
