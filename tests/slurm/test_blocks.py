@@ -23,8 +23,10 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def test_a_block_leaves_with_its_lost_node_and_comes_back_whole(site: Site) -> None:
-    number = submit(site, "--array=0-2", "-N2", "--gres=gpu:1", "--exclusive", wrap=f"srun python {PLAIN}")
+    said = "echo no-kill: $SLURM_NO_KILL."
+    number = submit(site, "--array=0-2", "-N2", "--gres=gpu:1", "--exclusive", wrap=f"{said}; srun python {PLAIN}")
     before = world(site, 6)
+    assert "no-kill: .\n" in (site.folder / f"slurm-{number}_0.out").read_text(), "it ends as a whole"
     rows = slurm(site, "squeue", "-h", "-r", "-j", number, "-o", "%K %N").splitlines()
     assert sorted(rows) == ["0 n[1-2]", "1 n[3-4]", "2 n[5-6]"]
     job = site.job(number)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model import permission
-from unicron.ctl.controller.model.job_state import AGENT_DIED, AgentRecord, JobState
+from unicron.ctl.controller.model.job_state import AGENT_DIED, WITH_BLOCK, AgentRecord, JobState
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.controller.plan import job_layouts, planning
 from unicron.ctl.controller.plan.ahead import Aheads
@@ -198,7 +198,7 @@ def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
         return False
     again = e.restarts > 0 or e.state == "FAILED"
     agents = [agent for agent in agents_of(job, e) if agent.tries < MOST_TRIES]
-    return any(agent.gone == AGENT_DIED or (agent.lost and again) for agent in agents)
+    return any(agent.gone == AGENT_DIED or ((agent.lost or agent.gone == WITH_BLOCK) and again) for agent in agents)
 
 
 def ending(job: JobState, e: ElementInfo) -> bool:

@@ -151,7 +151,8 @@ def _preempted(view: View, listing: Listing) -> list[Action]:
     found = {}
     for job in managed(view):
         for element, agent in view.job(job).agents.items() if not job.settings.allocation else ():
-            if not agent.status.noticed or agent.shown not in WORKS or not job.inside.isdisjoint(job.mates(element)):
+            trains = not job.inside.isdisjoint(job.mates(element))
+            if not agent.status.noticed or agent.shown not in WORKS or trains or job.torn(element):
                 continue
             block = job.block_of(element)
             e = listing.rows_of(job.job).get(block)

@@ -169,6 +169,18 @@ def test_an_agent_that_leaves_alone_has_its_element_started_again():
     assert [call[:3] for call in asked(world, "requeue")] == [("requeue", "1", 2)]
 
 
+def test_an_element_that_slurm_ends_with_one_of_its_agents_is_started_again():
+    """srun --kill-on-bad-exit: Slurm ends the other agent before anybody has missed the first."""
+    world, agents = cluster()
+    trains(world, agents)
+    agents[4].silent = agents[4].killed = True
+    end(world, agents, 5)
+    world.slurm.queue["1", 2] |= {"state": "FAILED"}
+    world.run(8.0)
+    assert set(world.job().members) == {0, 1, 2, 3} and len(failures(world)) == 1
+    assert [call[:3] for call in asked(world, "requeue")] == [("requeue", "1", 2)]
+
+
 def test_both_nodes_of_an_element_that_are_lost_are_set_down():
     world, agents = cluster()
     trains(world, agents)
