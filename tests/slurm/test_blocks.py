@@ -37,7 +37,7 @@ def test_a_block_leaves_with_its_lost_node_and_comes_back_whole(site: Site) -> N
     after = world(site, 4, before["generation"])
     assert after["begun"] >= before["step"] and site.job(number)["members"] == [0, 1, 4, 5]
     kinds = [event["kind_of_failure"] for event in site.controller.events("failure_detected")]
-    assert len([kind for kind in kinds if kind != "rank"]) == 1, site.logs()  # of n4 or n3: the other ends with it
+    assert len([kind for kind in kinds if kind != "rank"]) <= 1, site.logs()  # the agent on n3 ends with the block
 
     site.cluster.power_on("n4")
     slurm(site, "scontrol", "update", "nodename=n4", "state=resume")
