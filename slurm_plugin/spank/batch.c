@@ -97,8 +97,12 @@ static void look_at_script(spank_t sp)
 	if (!script.step)
 		dprintf(STDERR_FILENO, "unicron: nothing protects this job, for no srun in its script starts a training: "
 			"write `srun %s ...`\n", script.word[0] != '\0' ? script.word : "python train.py");
+	/* The user's own word is 0. Any other is that of the script which has submitted this one. */
+	if (spank_getenv(sp, SWEEP, text, sizeof(text)) == ESPANK_SUCCESS && strcmp(text, "0") == 0)
+		return;
+	spank_unsetenv(sp, SWEEP);
 	if (script.sweep[0] != '\0' && spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) == ESPANK_SUCCESS)
-		spank_setenv(sp, SWEEP, script.sweep, 0);
+		spank_setenv(sp, SWEEP, script.sweep, 1);
 }
 
 void batch_prepare(spank_t sp)

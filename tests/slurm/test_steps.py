@@ -72,6 +72,7 @@ def test_each_step_runs_as_it_is_meant(site: Site) -> None:
     (site.folder / "prepare.py").write_text(PREPARES)
     (site.folder / "train.py").write_text("import msgspec, " + RANK.replace("'rank", "'train").removeprefix("import "))
     job = submit(site, "job.sh", JOB)
+    site.environment["UNICRON_SWEEP"] = "submit.sh"  # of a sweep that has submitted these
     sweep = submit(site, "sweep.sh", SWEEP.replace("$*", "*__import__('sys').argv"))
     hidden = site.folder / "hidden.sh"
     hidden.write_text("srun python train.py --lr $1 $SLURM_JOB_ID\n")

@@ -69,6 +69,13 @@ spank_err_t spank_setenv(spank_t sp, const char *name, const char *value, int ov
 	return (ESPANK_SUCCESS);
 }
 
+spank_err_t spank_unsetenv(spank_t sp, const char *name)
+{
+	(void) sp;
+	(void) name;
+	return (ESPANK_SUCCESS);
+}
+
 spank_err_t spank_get_item(spank_t sp, spank_item_t item, ...)
 {
 	va_list list;
