@@ -277,6 +277,13 @@ static char *const *skip_shell_options(char *const argv[], bool *has_text)
 	return (argv);
 }
 
+/* A shell script may run its arguments: exec "$@". */
+static void hear_arguments(struct command *found, char *const argv[])
+{
+	for (int i = 1; argv[0] != NULL && argv[i] != NULL; ++i)
+		hear_word(found, argv[i]);
+}
+
 /* A shell's command: the text behind -c, or its script. */
 static void hear_shell(struct command *found, char *const argv[], bool reads_text)
 {
@@ -289,6 +296,7 @@ static void hear_shell(struct command *found, char *const argv[], bool reads_tex
 		hear_shell_text(found, text, reads_text);
 		free(text);
 	}
+	hear_arguments(found, words);
 }
 
 /* Where a wrapper's command begins: options, numbers (of cores, of seconds) and settings come before it. */
@@ -349,6 +357,8 @@ static struct command plain_command(char *const argv[], bool reads_text)
 					hear_word(&found, argv[i]);
 		} else if (strchr(argv[0], '/') != NULL) {
 			hear_script(&found, argv[0], reads_text);
+			if (found.kind != COMMAND_MAY_TRAIN)
+				hear_arguments(&found, argv);
 		}
 	}
 	return (found);

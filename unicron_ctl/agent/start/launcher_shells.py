@@ -18,7 +18,7 @@ from pathlib import Path
 
 from unicron.ctl.agent.connections.job_environment import LAUNCH
 from unicron.ctl.agent.start import bare
-from unicron.ctl.agent.start.launchers import MODULES, NAMES, SHELLS, WRAPPERS, only_command
+from unicron.ctl.agent.start.launchers import MODULES, NAMES, SHELLS, WRAPPERS, find_launcher, only_command
 from unicron.ctl.agent.start.not_taken import NotTaken
 
 FOLDER = "_UNICRON_LAUNCHERS"  # the folder at the front of PATH, for the agent that is started from it
@@ -34,6 +34,7 @@ _BEGIN += rf"(?:[A-Za-z_]\w*=\S*\s+)*(?:(?:{_BEHIND})\s[^;&|\"'\n]*?(?<=\s))?"
 _LAUNCHER = re.compile(rf"{_BEGIN}(?:{_NAME}){_WORD_END}|-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
 _BY_PATH = re.compile(rf"/(?:{_NAME}){_WORD_END}|/python[\d.]*\s[^;&|\n]*-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
 _CHANGES_PATH = re.compile(r"activate\b|\bmodule\s+(?:load|add)\b|\bPATH=", re.MULTILINE)
+_RUNS_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*]")
 _NOT_BY_FUNCTION = re.compile(
     rf"{_WORD_START}(?:{_BEHIND})\s[^;&|\n]*?(?:(?<![\w/-])(?:{_NAME}){_WORD_END}|-m\s+(?:{_MODULE}){_WORD_END})",
     re.MULTILINE,
@@ -77,6 +78,10 @@ def launches(command: Sequence[str]) -> bool:
     """Whether the command is a shell, perhaps behind wrappers, whose text names a launcher. Raises NotTaken for one
     that would find the launcher without asking PATH."""
     text = shell_text(command)
+    if text is not None and _RUNS_ARGUMENTS.search(text):
+        starts = [at for at in range(1, len(command)) if Path(command[at]).name.startswith((*NAMES, "python"))]
+        words = next((command[at:] for at in starts if find_launcher(command[at:]) is not None), [])
+        text = f"{text}\nexec {shlex.join(words)}"
     if text is None or not (_LAUNCHER.search(text) or _BY_PATH.search(text)):
         return False
     how = "its shell script starts the ranks by a launcher"

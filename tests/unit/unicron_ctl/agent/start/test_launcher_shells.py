@@ -43,6 +43,17 @@ def test_a_script_that_names_a_launcher(tmp_path: Path, text: str, found: bool) 
     assert launches(["nice", "-n", "3", "env", "A=1", "bash", "-c", text]) is found
 
 
+def test_a_script_that_runs_its_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "wrapper.sh"
+    script.write_text('#!/bin/bash\nexport A=1\nexec "$@"\n')
+    script.chmod(0o700)
+    assert launches([str(script), "torchrun", "train.py"]) and launches(["bash", str(script), "torchrun", "train.py"])
+    assert launches([str(script), "python", "-u", "-m", "torch.distributed.run", "train.py"])
+    assert not launches([str(script), "python", "train.py", "--launcher=torchrun"])
+    script.write_text("#!/bin/bash\nexport A=1\n./prepare\n")
+    assert not launches([str(script), "torchrun"])
+
+
 def test_a_launcher_that_is_all_that_the_shell_runs_may_have_a_path() -> None:
     command = ["bash", "-c", "/opt/bin/torchrun --nproc-per-node 2 train.py"]
     assert not launches(command)
