@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.controller import Controller
-from tests.support.jobs import AGENT, FOREVER, TINY
+from tests.support.jobs import AGENT, FOREVER, PLAIN, TINY
 from tests.support.processes import ROOT, call, outside_slurm
 from unicron.ctl.lab.cluster import LocalCluster
 
@@ -27,7 +27,7 @@ CONFIG = (
 SCRIPT = """#!/bin/bash
 export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
 export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60
-export TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.02
+export PLAIN_OUT={out} TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.02
 exec srun {agent} run -- {python} {script}
 """
 
@@ -40,12 +40,16 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     made.down()
 
 
-def test_preempted_elements_leave_at_a_boundary_and_come_back(cluster: LocalCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [TINY, pytest.param(PLAIN, marks=pytest.mark.wide)])
+def test_preempted_elements_leave_at_a_boundary_and_come_back(
+    cluster: LocalCluster, tmp_path: Path, program: Path
+) -> None:
+    """A plain program dies of Slurm's SIGTERM; nobody has failed for it."""
     environment = outside_slurm() | cluster.env()
     controller = Controller(tmp_path, SETTINGS, environment)
     script, out = tmp_path / "job.sh", tmp_path / "out"
     out.mkdir()
-    said = {"root": ROOT, "address": controller.address, "out": out, "iterations": FOREVER, "script": TINY}
+    said = {"root": ROOT, "address": controller.address, "out": out, "iterations": FOREVER, "script": program}
     script.write_text(SCRIPT.format(**said, agent=" ".join(AGENT), python=AGENT[0]))
 
     def slurm(*words: str) -> str:
@@ -55,7 +59,12 @@ def test_preempted_elements_leave_at_a_boundary_and_come_back(cluster: LocalClus
 
     def trains(nodes: int) -> Any:
         job = controller.job()
-        return bool(job) and job["state"] == "running" and len(job["members"]) == nodes and job["iteration"] >= 1
+        return (
+            bool(job)
+            and job["state"] == "running"
+            and len(job["members"]) == nodes
+            and (program == PLAIN or job["iteration"] >= 1)
+        )
 
     try:
         options = ["-p", "spot", "-N1", "--gres=gpu:1", "--array=0-2", "--requeue", "--open-mode=append"]
@@ -74,5 +83,8 @@ def test_preempted_elements_leave_at_a_boundary_and_come_back(cluster: LocalClus
         assert job["failures"] == 0 and job["ledger_violations"] == 0, controller.failures()
         assert len(controller.events("noticed")) == TIMES
         slurm("scancel", number)
+        controller.wait(lambda: controller.job()["ended"], "it is over")
+        job = controller.job()
+        assert (job["ended"]["code"], job["failures"]) == (143, 0), (job, controller.failures())
     finally:
         controller.close()

@@ -51,6 +51,10 @@ def exited(view: View, job: JobView, finding: Finding) -> Outcome:
     own_words = (verdict.cause, verdict.rule) == (said.cause, said.rule)
     verdict = _own_word(state, verdict, end)
     decision, memory = _not_its_doing(view, state, verdict, end), None
+    if decision is not None and state.noticed:  # SIGTERM has ended the peer, which is no failure
+        out = wanted_end(view, job, finding)
+        start_rank(view, state, slot, identity.incarnation + 1, view.now, "a peer was to end", out)
+        return out
     decision = decision or faulty_micro_batches.failed_again(state, slot, finding.fault, verdict)
     if decision is None:
         decision, memory = escalate(view, job, slot, verdict, end.lived, _apart(state, slot), own_words)

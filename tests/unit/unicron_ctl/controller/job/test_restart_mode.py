@@ -422,3 +422,19 @@ def test_steps_excuse_no_script_that_fails_alike_again_and_again():
         world.run(12.0)
     assert world.job().iteration >= 1, "it has made steps"
     assert world.job().ended.code == 1 and "NameError" in world.job().ended.reason
+
+
+def test_plain_programs_that_end_with_a_preempted_peer_have_not_failed():
+    """Defect: Slurm's SIGTERM ends a plain program by itself, and that and what its peers made of it were failures."""
+    world = World()
+    agents = start(world, nodes=3)
+    agents[0].noticed = True
+    agents[0].die(0, code=-15)
+    agents[1].die(1, code=1, last_line="ConnectionResetError: Connection reset by peer")
+    agents[2].die(2, code=1, last_line="ConnectionResetError: Connection reset by peer")
+    agents[0].status("stopped by SIGTERM")
+    agents[0].silent = True
+    world.run(10)
+    assert not world.job().failures
+    assert sorted(world.job().members) == [1, 2] and world.job().phase == "running"
+    world.check_replay()
