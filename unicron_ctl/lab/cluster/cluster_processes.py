@@ -214,7 +214,8 @@ def kill_all(look: Callable[[], Iterable[Process]], limit: float) -> list[Proces
     while remaining := list(look()):
         for process in remaining:  # at once: none is to see another one's end, as an srun would its slurmstepd's
             kill(process, signal.SIGSTOP)
-        for process in remaining:
+        # Children first: the kernel wakes a stopped process whose parent has ended, and an srun then cancels its step.
+        for process in sorted(remaining, key=lambda process: (process.started, process.pid), reverse=True):
             if kill(process):
                 killed[process.pid, process.started] = process
         if time.monotonic() > deadline:
