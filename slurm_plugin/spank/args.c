@@ -36,7 +36,8 @@ static struct spank_option options[] = {
 	},
 	{
 		"unicron-min-nodes", "NODES",
-		"[unicron] fewest nodes on which this job may run: a whole number from 1 (default: 1); implies --unicron",
+		"[unicron] fewest nodes on which this job may run: a whole number from 1 (default: what the job's launcher says, else 1); "
+		"implies --unicron",
 		1, 0, option_min_nodes
 	},
 	{
@@ -295,10 +296,9 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
 
 	strcpy(choice->min_nodes, said.min_nodes);
 	text = job_getenv(sp, "UNICRON_MIN_NODES", buffer, sizeof(buffer));
-	if (choice->min_nodes[0] == '\0' && text != NULL && take_min_nodes(choice->min_nodes, "UNICRON_MIN_NODES", text) < 0)
+	if (choice->min_nodes[0] == '\0' && text != NULL && text[0] != '\0' &&
+	    take_min_nodes(choice->min_nodes, "UNICRON_MIN_NODES", text) < 0)
 		rv = -1;
-	if (choice->min_nodes[0] == '\0')
-		strcpy(choice->min_nodes, "1");
 
 	choice->mode = said.mode;
 	text = job_getenv(sp, "UNICRON_MODE", buffer, sizeof(buffer));

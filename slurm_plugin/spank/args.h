@@ -26,7 +26,7 @@ struct plugin_choice {
 	bool enabled;
 	bool spoken;                           /* the user said yes or no in some way: the default did not decide */
 	char weight[UNICRON_NUMBER_MAX];
-	char min_nodes[UNICRON_NUMBER_MAX];
+	char min_nodes[UNICRON_NUMBER_MAX];    /* empty: nobody said so, and the agent decides */
 	const char *mode;                      /* "auto", "session" or "restart" */
 	char spares[UNICRON_NUMBER_MAX];       /* empty: none */
 	char preload[UNICRON_PRELOAD_MAX];     /* modules; empty: the option was not given, the environment counts */

@@ -59,8 +59,9 @@ static void hand_on(void)
 		setenv("UNICRON", choice.enabled ? "1" : "0", 1);
 	if (choice.spoken && choice.enabled) {
 		setenv("UNICRON_WEIGHT", choice.weight, 1);
-		setenv("UNICRON_MIN_NODES", choice.min_nodes, 1);
 		setenv("UNICRON_MODE", choice.mode, 1);
+		if (choice.min_nodes[0] != '\0')
+			setenv("UNICRON_MIN_NODES", choice.min_nodes, 1);
 		if (choice.spares[0] != '\0')
 			setenv("UNICRON_SPARES", choice.spares, 1);
 		if (choice.preload[0] != '\0')
@@ -150,8 +151,9 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 	if (!choice.spoken)
 		spank_setenv(sp, "UNICRON_BY_DEFAULT", "1", 1);
 	spank_setenv(sp, "UNICRON_WEIGHT", choice.weight, 1);
-	spank_setenv(sp, "UNICRON_MIN_NODES", choice.min_nodes, 1);
 	spank_setenv(sp, "UNICRON_MODE", choice.mode, 1);
+	if (choice.min_nodes[0] != '\0')
+		spank_setenv(sp, "UNICRON_MIN_NODES", choice.min_nodes, 1);
 	if (choice.spares[0] != '\0')
 		spank_setenv(sp, "UNICRON_SPARES", choice.spares, 1);
 	if (choice.preload[0] != '\0')

@@ -34,11 +34,11 @@ def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]
 class Launched:
     """A job of two one-node elements with this command, whose script is `plain_train.py`."""
 
-    def __init__(self, folder: Path, controller: Controller, number: str, command: str):
+    def __init__(self, folder: Path, controller: Controller, number: str, command: str, **more: str):
         self.out = folder / f"out{number}"
         self.out.mkdir()
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        settings = {"PLAIN_OUT": str(self.out), "PATH": path, "UNICRON_MIN_NODES": str(NODES)}
+        settings = {"PLAIN_OUT": str(self.out), "PATH": path, **more}
         self.job = Job(folder, controller.address, number, NODES, shlex.split(command), **settings)
 
     def world(self, begun: int = 0) -> dict:
@@ -65,6 +65,7 @@ def test_torchrun_on_each_node_becomes_one_world_with_a_file_for_each_rank(
     launched = Launched(tmp_path, controller, "80", f"torchrun {options} --local-ranks-filter 1 {PLAIN}")
     try:
         first = launched.world()
+        assert controller.job("80")["min_nodes"] == NODES, "by its --nnodes"
         os.kill(first["pid"], signal.SIGKILL)
         launched.world(begun=1)
         assert launched.stop() == [0, 0], launched.job.logs
@@ -88,7 +89,7 @@ def test_a_shell_script_with_two_launchers_is_two_trainings(controller: Controll
         f"$LAUNCHER --nproc_per_node ${{N:-2}} {PLAIN}\nrm -f {tmp_path}/out81/stop\n"
         f"exec torchrun --nproc_per_node 2 --no-python {sys.executable} {PLAIN}\n"
     )
-    launched = Launched(tmp_path, controller, "81", f"bash {script}")
+    launched = Launched(tmp_path, controller, "81", f"bash {script}", UNICRON_MIN_NODES=str(NODES))
     try:
         launched.world()
         (launched.out / "stop").touch()

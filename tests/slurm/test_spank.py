@@ -197,7 +197,6 @@ def test_srun_runs_the_command_under_the_agent(bench: Bench) -> None:
         "UNICRON=1",
         "UNICRON_CONFIG=/etc/unicron/unicron.toml",
         f"UNICRON_CONTROLLER=tcp://127.0.0.1:{bench.listener.port}",
-        "UNICRON_MIN_NODES=1",
         "UNICRON_MODE=auto",
         "UNICRON_WEIGHT=2.5",
     ]

@@ -13,19 +13,21 @@ SESSION, RESTART = "session", "restart"  # modes of healing
 
 
 class Settings(msgspec.Struct, kw_only=True):
-    """What the submission says of the job. mode: session (its ranks speak this protocol) or restart (their agent
-    speaks it for them: plain programs, ended and started again as a whole), with the agent's reason. layouts: ways to
-    split the model, the preferred first ("TP2 PP2"), where there are several; model: its sizes, for the planner.
-    copies: in how many other nodes' memory each part of the training state is to be. spares:
-    elements that are to wait, ready, for a member to be lost (docs/design/hot-spares.md). allocation: its nodes are one
-    allocation of Slurm's, and no array (docs/design/allocations.md). block: nodes of each of the array's elements
-    (docs/design/blocks.md). log_dir: the folder with a file for each rank's output, empty where there is none. command:
-    a digest of what each rank of an array runs."""
+    """What the submission says of the job. min_stated: the owner, or the launcher in the command, has said min_nodes.
+    mode: session (its ranks speak this protocol) or restart (their agent speaks it for them: plain programs, ended and
+    started again as a whole), with the agent's reason. layouts: ways to split the model, the preferred first ("TP2
+    PP2"), where there are several; model: its sizes, for the planner. copies: in how many other nodes' memory each part
+    of the training state is to be. spares: elements that are to wait, ready, for a member to be lost
+    (docs/design/hot-spares.md). allocation: its nodes are one allocation of Slurm's, and no array
+    (docs/design/allocations.md). block: nodes of each of the array's elements (docs/design/blocks.md). log_dir: the
+    folder with a file for each rank's output, empty where there is none. command: a digest of what each rank of an
+    array runs."""
 
     name: ranges.Kind
     user: ranges.Name
     weight: ranges.Weight = 1.0
     min_nodes: ranges.Elements = 1
+    min_stated: bool = False
     max_nodes: ranges.Elements = 1
     ranks_per_node: ranges.RanksPerNode = 1
     mode: ranges.Mode = SESSION

@@ -23,7 +23,11 @@ _MEMORY = "[user guide](user-guide.md#memory-use)"
 OF_JOBS = (
     Variable("UNICRON_CONTROLLER", "the controller's address", "the plugin's"),
     Variable("UNICRON_MODE", "auto, session or restart", "auto"),
-    Variable("UNICRON_MIN_NODES", "the fewest nodes with which the job runs (`--unicron-min-nodes`)", "1"),
+    Variable(
+        "UNICRON_MIN_NODES",
+        "the fewest nodes with which the job runs (`--unicron-min-nodes`)",
+        "what the launcher says, else 1",
+    ),
     Variable("UNICRON_WEIGHT", "the job's weight in the plan (`--unicron-weight`)", "1"),
     Variable("UNICRON_SPARES", "nodes that wait as hot spares (`--unicron-spares`)", "0"),
     Variable("UNICRON_SWEEP", "`0`: a job array is one training, whatever its scripts name", "by their text"),

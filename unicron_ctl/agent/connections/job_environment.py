@@ -160,8 +160,9 @@ def read_place(
     nodes = int(number(environment, "SLURM_NNODES", "1"))
     allocation, block = not array and nodes > 1, nodes if array else 1
     most = nodes * (int(number(environment, "SLURM_ARRAY_TASK_COUNT", "1")) if array else 1)
-    least = int(number(environment, "UNICRON_MIN_NODES", "1", most=ranges.MOST_ELEMENTS))
-    least = block if least == 1 else least  # the plugin's default says no more than that
+    given = _set(environment)
+    least = int(number(given, "UNICRON_MIN_NODES", "1", most=ranges.MOST_ELEMENTS))
+    least = block if least == 1 else least  # as few as can be
     if least % block:
         more = least + block - least % block
         said = f"UNICRON_MIN_NODES={least} counts nodes, and the array's elements have {block} each"
@@ -184,6 +185,7 @@ def read_place(
             user=environment.get("SLURM_JOB_USER") or _own_name(),
             weight=number(environment, "UNICRON_WEIGHT", "1.0", float, ranges.LEAST_WEIGHT, ranges.MOST_WEIGHT),
             min_nodes=least,
+            min_stated="UNICRON_MIN_NODES" in given,
             max_nodes=most,
             ranks_per_node=per_node,
             layouts=read_layouts(environment, per_node, most, model),

@@ -31,6 +31,7 @@ from unicron.ctl.controller.sense.progress import ENTER_TRIES, offer_ignored, of
 
 FEW = 64  # elements that are looked through at each turn; many are now and then
 START_SECONDS = 60.0  # of a process, on a file system that is busy
+BEGIN_SECONDS = 600.0  # for all nodes of an allocation whose owner has stated no minimum; as long as torchrun waits
 KEPT = ("stopped", "standby")  # states of ranks that have a training state
 
 
@@ -136,7 +137,7 @@ def _ready(view: View, job: JobView) -> Happening | None:
         since = max(since, state.since + max((job.agents[e].longest_start for e in coming), default=0.0))
     settle, count = config.forming_settle_seconds, len(state.elements(slots))
     if state.settings.allocation and not state.generation:  # all of its nodes have started together
-        settle = max(settle, START_SECONDS)
+        settle = max(settle, START_SECONDS if state.settings.min_stated else BEGIN_SECONDS)
     if count >= state.settings.min_nodes and view.now - since >= settle and not (coming and _partial(view, job, slots)):
         said = f"{count} nodes are ready and no other came for {settle:g} s"
         return Happening(Event.READY, said, tuple(slots))

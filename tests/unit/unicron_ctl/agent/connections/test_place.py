@@ -79,6 +79,15 @@ def test_each_node_of_an_arrays_element_has_a_number(node, element):
     assert (settings.min_nodes, settings.max_nodes) == (3, 12), "both count nodes"
 
 
+@pytest.mark.parametrize(
+    ("said", "least", "stated"),
+    [({}, 1, False), ({"UNICRON_MIN_NODES": ""}, 1, False), ({"UNICRON_MIN_NODES": "1"}, 1, True)],
+)
+def test_the_owners_1_is_not_the_default(said, least, stated):
+    settings = read_place(ARRAY | said, "tcp://127.0.0.1:7451").settings
+    assert (settings.min_nodes, settings.min_stated) == (least, stated)
+
+
 @pytest.mark.parametrize(("said", "least"), [("1", 3), ("6", 6)])
 def test_the_least_is_whole_elements(said, least):
     assert read_place(BLOCK | {"UNICRON_MIN_NODES": said}, "tcp://127.0.0.1:7451").settings.min_nodes == least

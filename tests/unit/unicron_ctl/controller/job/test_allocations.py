@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron.ctl.controller.job import job_events
 from unicron.ctl.controller.job.job_events import START_SECONDS
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model import allocation
@@ -33,9 +34,9 @@ def cluster(nodes: int = 3, there: int = 4, mode: str = "restart", **settings) -
     return world, [newcomer(world, element, f"n{element + 1}", nodes, **settings) for element in range(nodes)]
 
 
-def newcomer(world: World, element: int, node: str, nodes: int = 3, **settings) -> FakeAgent:
+def newcomer(world: World, element: int, node: str, nodes: int = 3, stated: bool = False, **settings) -> FakeAgent:
     agent = FakeAgent(world, "1", element, node, nodes=nodes, **settings)
-    agent.settings.allocation = True
+    agent.settings.allocation, agent.settings.min_stated = True, stated
     agent.register()
     return agent
 
@@ -67,16 +68,33 @@ def test_the_job_has_as_many_elements_as_nodes_and_all_of_them_train():
     world.check_replay()
 
 
-def test_the_first_world_waits_for_the_slowest_node():
+@pytest.mark.parametrize(("stated", "seconds"), [(True, START_SECONDS), (False, 100.0)])
+def test_the_first_world_waits_for_the_slowest_node(stated, seconds, monkeypatch):
+    """A script that assumes all of its nodes fails in a smaller world: so the owner's 1 is not the default."""
+    monkeypatch.setattr(job_events, "BEGIN_SECONDS", 100.0)
+    for comes in (True, False):
+        world, agents = cluster(stated=stated)
+        world.run(1.5)
+        for agent in agents[:2]:
+            agent.ready()
+        world.run(seconds - 10.0)
+        assert world.job().phase == "forming"
+        if comes:
+            agents[2].ready()
+        world.run(1.0 if comes else 12.0)
+        assert len(world.job().members) == (3 if comes else 2)
+
+
+def test_the_first_world_waits_for_no_node_that_is_lost():
     world, agents = cluster()
     world.run(1.5)
     for agent in agents[:2]:
         agent.ready()
-    world.run(START_SECONDS - 10.0)
-    assert world.job().phase == "forming"
-    agents[2].ready()
-    world.run(1.0)
-    assert len(world.job().members) == 3
+    agents[2].silent = True
+    world.dead_nodes.add("n3")
+    world.slurm.queue["1", 0]["node"] = "n[1-2]"
+    world.run(START_SECONDS)
+    assert set(world.job().members) == {0, 1}
 
 
 def test_a_lost_node_is_drained_and_never_set_down_and_the_others_go_on():
