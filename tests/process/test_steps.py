@@ -53,7 +53,11 @@ def test_a_monitor_that_comes_later_runs_beside_the_job(controller, tmp_path):
         pid = controller.wait(lambda: controller.rank(0, "40").get("pid"), "the training is the job")
         settings = {"SLURM_STEP_ID": "1", "UNICRON_REGISTER_TIMEOUT": "60"}
         monitor = job.start(0, scripted(tmp_path / "monitor", MONITOR), **settings)
-        wait_for(lambda: "watching as rank 0" in monitor.log, lambda: f"it runs at once\n{monitor.log}", 45.0)
+        wait_for(
+            lambda: "watching as rank None" in monitor.log,
+            lambda: f"it runs at once, as without Unicron\n{monitor.log}",
+            45.0,
+        )
         assert "trains nothing, and step 0 is the job" in monitor.log
         assert controller.rank(0, "40")["pid"] == pid and training.alive
     finally:
