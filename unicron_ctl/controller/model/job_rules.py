@@ -63,6 +63,8 @@ def agent_confirmed(job: JobState, event: Event, record: records.AgentConfirmed)
 
 def noticed(job: JobState, event: Event, record: records.Noticed) -> None:
     job.noticed[record.element] = record.agent
+    if (agent := job.agents.get(record.element)) is not None:
+        agent.noticed = True
 
 
 def agent_gone(job: JobState, event: Event, record: records.AgentGone) -> None:

@@ -84,6 +84,8 @@ class AgentRecord:
     """Slurm has shown the element at work on this node."""
     tries: int = 0
     """How often Slurm was asked to start its element again."""
+    noticed: bool = False
+    """Slurm has asked its element to end."""
 
     @property
     def ended_early(self) -> bool:
@@ -389,6 +391,10 @@ class JobState:
     def departing(self) -> set[int]:
         """Elements that leave at the next boundary: the plan takes them away, or they are to end."""
         return {*self.leaving, *(mate for element in self.noticed for mate in self.mates(element))}
+
+    def was_noticed(self, element: int) -> bool:
+        """The element, or another node of its block, was asked to end, and has no new agent since."""
+        return any(mate in self.agents and self.agents[mate].noticed for mate in self.mates(element))
 
     def moves(self, element: int) -> bool:
         """The element's agent was told to leave its node."""

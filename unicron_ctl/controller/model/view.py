@@ -184,12 +184,13 @@ class View:
         return frozenset(found)
 
     def expected(self, job: JobState) -> list[int] | None:
-        """Elements that run or are about to; None while that is not known freshly enough."""
+        """Elements that run or are about to; None while that is not known freshly enough. Not those that were asked to
+        end: Slurm may have given their nodes away, and they may wait long for others."""
         seen = self.slurm.seen
         if not self.slurm.used or seen is None or job.job not in self.slurm.expected:
             return None
         late = seen.asked_at < self.job(job).live.last_arrival
-        return None if late else self.slurm.expected[job.job]
+        return None if late else [e for e in self.slurm.expected[job.job] if not job.was_noticed(e)]
 
 
 @dataclass(frozen=True)

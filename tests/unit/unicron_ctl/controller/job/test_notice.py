@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.protocol import wire
 from unicron.ctl.slurm.slurm_client import UNSAID
@@ -98,6 +99,38 @@ def test_it_comes_back_with_another_agent():
     world.run(4.0)
     boundary(world)
     assert set(world.job().members) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_plain_programs_do_not_wait_for_what_was_asked_to_end(taken):
+    """Defect: its element waited, pinned, for the node that the other job had got, and the others waited with it."""
+    world = World(FakeSlurm(3), forming_settle_seconds=80.0)
+    world.slurm.submit("1", 3)
+    agents = [PlainAgent(world, "1", element, f"n{element + 1}", nodes=3) for element in range(3)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(3.0)
+    assert len(world.job().members) == 3
+    if taken:
+        world.slurm.node_states["n3"] = {"IDLE", "PLANNED"}
+    notice(agents[2])
+    while world.slurm.queue["1", 2]["state"] == "RUNNING":
+        world.run(0.05)
+    agents[2].status("left by SIGTERM")
+    agents[2].silent = True
+    world.run(1.0)
+    assert world.job().phase == "running" and set(world.job().members) == {0, 1}
+    assert world.slurm.queue["1", 2]["pin"] == "n3"
+    assert world.slurm.queue["1", 2]["state"] == ("PENDING" if taken else "RUNNING")
+    world.slurm.node_states["n3"] = {"IDLE"}
+    world.run(40.0)
+    again = PlainAgent(world, "1", 2, "n3", nodes=3)
+    again.register()
+    again.ready()
+    world.run(12.0)
+    assert set(world.job().members) == {0, 1, 2} and not world.job().failures
+    world.check_replay()
 
 
 def test_where_all_are_to_end_nobody_waits():
