@@ -78,7 +78,7 @@ test-long: system-test venv plugin  ## the tests that take longest, the pure one
 test-others: SHAPES ?= not wide and not long
 test-others:     # of `make test`
 	$(WAITS) -n 2 -m "$(SHAPES) and not alone" tests/slurm
-	$(WAITS) -n 3 -m "$(SHAPES)" tests/process
+	$(WAITS) -n 4 -m "$(SHAPES)" tests/process
 
 test-demo: system-test venv plugin   ## what the demo proves: it needs both cores for itself
 	$(BIN)/python -m pytest -m alone tests/slurm

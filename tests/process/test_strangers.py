@@ -96,7 +96,7 @@ def frames_without_end(controller: Attacked, size: int) -> Callable[[], None]:
     return attack
 
 
-@pytest.mark.parametrize("size", [0, 1000, 1 << 20])
+@pytest.mark.parametrize("size", [1000, *(pytest.param(size, marks=pytest.mark.wide) for size in (0, 1 << 20))])
 def test_a_message_of_endless_frames_is_not_held(controller: Attacked, size: int) -> None:
     assert attacked(controller, frames_without_end(controller, size)) < MOST_GROWTH
     assert "more than one frame" in controller.log, "it is said once why the connection was closed"

@@ -71,7 +71,9 @@ SHARDED, OVERLAP = "--use-distributed-optimizer ", "--overlap-grad-reduce --ddp-
         pytest.param(4, TP + PP + SHARDED, marks=pytest.mark.wide),
         pytest.param(4, TP + SHARDED + OVERLAP + "--overlap-param-gather", marks=pytest.mark.long),
         pytest.param(4, INTERLEAVED + SHARDED + OVERLAP + "--overlap-param-gather", marks=pytest.mark.long),
-        (2, PP + "--decoder-first-pipeline-num-layers 3 --calculate-per-token-loss"),
+        pytest.param(
+            2, PP + "--decoder-first-pipeline-num-layers 3 --calculate-per-token-loss", marks=pytest.mark.wide
+        ),
     ],
 )
 def test_one_seed_gives_one_training_in_every_layout(dataset, reference, ranks, options):

@@ -46,7 +46,9 @@ def _ask_to_end(cluster: LocalCluster, node: str) -> None:
     _kill(cluster, node)
 
 
-@pytest.mark.parametrize("end", [_kill, pytest.param(_ask_to_end, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "end", [pytest.param(_kill, marks=pytest.mark.wide), pytest.param(_ask_to_end, marks=pytest.mark.long)]
+)
 def test_a_node_whose_ports_refuse_for_good_is_replaced(
     end: Callable[[LocalCluster, str], None], patient: LocalCluster, tmp_path: Path
 ) -> None:

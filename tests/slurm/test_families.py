@@ -48,6 +48,7 @@ def test_a_cluster_of_ipv6_only(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.wide
 def test_a_head_whose_first_address_is_dead(tmp_path: Path) -> None:
     """Its name leads to an address of IPv6 before that of IPv4."""
     with LinksCluster(tmp_path, nodes=2, family=BOTH) as links:

@@ -86,6 +86,7 @@ def gently(cluster: LocalCluster, controller: Controller) -> None:
     assert reads <= 4 * (listings + 1), asked
 
 
+@pytest.mark.wide
 def test_an_array_that_may_run_two_at_once_makes_nobody_ask_slurm_all_the_time(
     cluster: LocalCluster, start: Start
 ) -> None:

@@ -21,7 +21,7 @@ SETTINGS = 'slurm = "command"\nslurm_poll_seconds = 0.5\nthroughput = "linear"\n
 CONFIG = (
     "PreemptType=preempt/partition_prio",
     "PreemptMode=REQUEUE",
-    "PartitionName=spot Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=10 OverSubscribe=EXCLUSIVE",
+    "PartitionName=spot Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=4 OverSubscribe=EXCLUSIVE",
     "PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF OverSubscribe=EXCLUSIVE",
 )
 SCRIPT = """#!/bin/bash
