@@ -287,11 +287,13 @@ class Refused(Message, tag="refused"):
 
 
 class Break(Message, tag="break"):
-    """All generations up to `generation` are over: stop at a known point and report."""
+    """All generations up to `generation` are over: stop at a known point and report. killed: all that is lost was
+    killed from outside, so no rank has an error of its own to show."""
 
     generation: ranges.Count
     lost: ranges.Slots
     reason: ranges.Reason
+    killed: bool = False
 
 
 class Withdraw(Message, tag="withdraw"):

@@ -223,7 +223,7 @@ class RestartAgent(Agent):
         if isinstance(message, wire.Plan):
             self._enter_world(message)
         elif isinstance(message, wire.Break):
-            self._break(message.generation, bool(message.lost))
+            self._break(message)
 
     def _to_all(self, message: wire.Message | ToRank) -> None:
         """Programs hear nothing of the agent; what they save looks for a note beside the images."""
@@ -234,7 +234,7 @@ class RestartAgent(Agent):
     def _enter_world(self, plan: wire.Plan) -> None:
         outside = [rank for rank in self.ranks.values() if rank.slot not in plan.members]
         if outside:  # a world without this node
-            self._break(plan.generation - 1, False)
+            self._break(wire.Break(generation=plan.generation - 1, lost=[], reason="a world without this node"))
             return
         ready = [
             rank
@@ -265,13 +265,12 @@ class RestartAgent(Agent):
         self._store.start()
         self._send_status()
 
-    def _break(self, generation: int, lost: bool) -> None:
+    def _break(self, message: wire.Break) -> None:
         self._next = None
-        if any([rank.break_(generation) for rank in self._plain.values()]):
+        if any([rank.break_(message.generation) for rank in self._plain.values()]):
             now = time.monotonic()
-            young = lost and now - self._began < YOUNG_SECONDS
-            self._term_at = now + (OWN_END_SECONDS if young else 0.0)
-            self._kill_at = self._term_at + (STOP_SECONDS if lost else PLANNED_SECONDS)
+            self._term_at = now + own_end_seconds(message, now - self._began)
+            self._kill_at = self._term_at + (STOP_SECONDS if message.lost else PLANNED_SECONDS)
         self._press()
         self._send_status()
 
@@ -348,6 +347,11 @@ class RestartAgent(Agent):
         through = all(rank.status.state == "finished" for rank in self.ranks.values())
         if self._ending.trained or not through or silent:
             super()._end_if_over(now)
+
+
+def own_end_seconds(message: wire.Break, age: float) -> float:
+    """How long the processes of a world, `age` seconds old, may go on to end by themselves."""
+    return OWN_END_SECONDS if message.lost and not message.killed and age < YOUNG_SECONDS else 0.0
 
 
 def world_of(plan: wire.Plan, place: Place, names: Sequence[str] = ()) -> World:

@@ -43,7 +43,7 @@ class Letter:
         self.plan_key = f"plan {self.plan.generation}" if self.plan is not None else ""
         self._blocked = blocked
         lost = sorted(job.lost.keys() | blocked)
-        self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why)
+        self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why, killed=job.lost_to_kills)
         # Who else is lost changes nothing for those who stop, unless it is one of their replica.
         self.break_key = f"break {job.broken} {len(lost) if job.replica > 1 else bool(lost)}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import signal
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
@@ -408,6 +409,18 @@ class JobState:
     def survivors(self) -> list[int]:
         """Members that the present Break does not go on without."""
         return [slot for slot in self.members if slot not in self.lost]
+
+    @property
+    def lost_to_kills(self) -> bool:
+        """Whether every rank that the present Break goes on without was killed by SIGKILL, or is gone with its agent or
+        node: what nothing in a program raises."""
+        found = {slot: False for slot in self.lost}
+        for failure in self.failures:
+            record = failure.record
+            if failure.generation == self.broken:
+                outside = record.kind_of_failure in ("node", "agent") or record.exit_code == -signal.SIGKILL
+                found.update((slot, outside) for slot in record.slots if slot in found)
+        return bool(found) and all(found.values())
 
     def groups(self) -> list[list[int]]:
         """The members by replicas; all together where these are not known."""

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron.ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
 from unicron.ctl.cli import status_tables
 from unicron.ctl.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS
 from unicron.ctl.controller.job import injection, modes
@@ -48,6 +49,30 @@ def test_a_dead_process_leads_to_a_new_world_of_all():
     assert failure.record.slots == [1] and failure.resumed_at and failure.restored_at
     assert agents[1].ranks[1].incarnation == 1 and agents[0].ranks[0].incarnation == 0
     world.check_replay()
+
+
+@pytest.mark.parametrize(
+    ("ends", "killed"), [((-9,), True), ((1,), False), ((-6,), False), ((-9, 1), False), ((None,), True)]
+)
+def test_only_after_a_kill_from_outside_there_is_no_error_to_wait_for(ends, killed):
+    """The second world counts: the first one lost a rank by its own error."""
+    world = World()
+    agents = start(world)
+    for codes in ((1,), ends):
+        for agent, code in zip(agents[1:], codes, strict=False):
+            if code is None:
+                agent.silent = True
+                world.dead_nodes.add(agent.node)
+            else:
+                agent.die(agent.slots[0], code)
+        world.run(12.0)
+    breaks = [message for message in agents[0].heard if isinstance(message, wire.Break)]
+    last = max(message.generation for message in breaks)
+    assert {message.killed for message in breaks if message.generation == last} == {killed}
+    assert not breaks[0].killed
+    after = breaks[-1]
+    assert own_end_seconds(after, 5.0) == (0.0 if killed else OWN_END_SECONDS)
+    assert own_end_seconds(after, YOUNG_SECONDS) == 0.0
 
 
 @pytest.mark.parametrize("mode", ["restart", "session"])
