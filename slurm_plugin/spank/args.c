@@ -10,13 +10,12 @@
 static struct plugin_args said = { .last = -1 };
 
 static int option_unicron(int val, const char *optarg, int remote);
-static int option_weight(int val, const char *optarg, int remote);
-static int option_min_nodes(int val, const char *optarg, int remote);
-static int option_mode(int val, const char *optarg, int remote);
-static int option_spares(int val, const char *optarg, int remote);
-static int option_preload(int val, const char *optarg, int remote);
-
-static const char *const modes[] = { "auto", "session", "restart" };
+static int option_value(int val, const char *optarg, int remote);
+static bool is_weight(const char *text);
+static bool is_from_1(const char *text);
+static bool is_mode(const char *text);
+static bool is_from_0(const char *text);
+static bool is_modules(const char *text);
 
 static struct spank_option options[] = {
 	{
@@ -32,33 +31,49 @@ static struct spank_option options[] = {
 	{
 		"unicron-weight", "WEIGHT",
 		"[unicron] weight of this job when nodes are shared out: a number above 0 (default: 1.0); implies --unicron",
-		1, 0, option_weight
+		1, ARGS_WEIGHT, option_value
 	},
 	{
 		"unicron-min-nodes", "NODES",
 		"[unicron] fewest nodes on which this job may run: a whole number from 1 (default: what the job's launcher says, else 1); "
 		"implies --unicron",
-		1, 0, option_min_nodes
+		1, ARGS_MIN_NODES, option_value
 	},
 	{
 		"unicron-mode", "MODE",
 		"[unicron] how failures are healed: session (the script uses unicron.Session), restart (any program, all "
 		"processes start again) or auto (by the text of the script; the default); implies --unicron",
-		1, 0, option_mode
+		1, ARGS_MODE, option_value
 	},
 	{
 		"unicron-spares", "COUNT",
 		"[unicron] elements of the array that wait ready to replace a lost one: a whole number from 0 (default: 0); "
 		"implies --unicron",
-		1, 0, option_spares
+		1, ARGS_SPARES, option_value
 	},
 	{
 		"unicron-preload", "MODULES",
 		"[unicron] Python modules that ranks find imported when they start, with commas between (default: those that "
 		"the script imports at its top); implies --unicron",
-		1, 0, option_preload
+		1, ARGS_PRELOAD, option_value
 	},
 	SPANK_OPTIONS_TABLE_END
+};
+
+/* variable: read where the option was not given, except for that of the modules, which the agent checks. */
+static const struct {
+	const char *option, *variable;
+	bool is_read;
+	const char *standard;
+	bool (*fits)(const char *text);
+	const char *advice, *example;
+} values[ARGS_VALUES] = {
+	[ARGS_WEIGHT] = { "--unicron-weight", "UNICRON_WEIGHT", true, "1.0", is_weight, "a number above 0", "2.5" },
+	[ARGS_MIN_NODES] = { "--unicron-min-nodes", "UNICRON_MIN_NODES", true, "", is_from_1, "a whole number from 1", "2" },
+	[ARGS_MODE] = { "--unicron-mode", "UNICRON_MODE", true, "auto", is_mode, "auto, session or restart", NULL },
+	[ARGS_SPARES] = { "--unicron-spares", "UNICRON_SPARES", true, "", is_from_0, "a whole number from 0", "1" },
+	[ARGS_PRELOAD] = { "--unicron-preload", "UNICRON_PRELOAD", false, "", is_modules,
+			   "names of modules with commas between", "torch,megatron.core" },
 };
 
 int args_register(spank_t sp)
@@ -72,100 +87,73 @@ int args_register(spank_t sp)
 	return (0);
 }
 
-int args_check_weight(const char *text)
+/* A text of these characters alone, and of at least one of them. */
+static bool consists_of(const char *text, const char *characters)
+{
+	return (text[0] != '\0' && text[strspn(text, characters)] == '\0');
+}
+
+static bool is_weight(const char *text)
 {
 	double value;
 	char *end;
 
 	/* The character set keeps out what strtod would take besides: spaces, hexadecimal numbers, "inf" and "nan". */
-	if (text[0] == '\0' || strlen(text) >= UNICRON_NUMBER_MAX || text[strspn(text, "0123456789.eE+-")] != '\0')
-		return (-1);
+	if (!consists_of(text, "0123456789.eE+-") || strlen(text) >= UNICRON_NUMBER_MAX)
+		return (false);
 	value = strtod(text, &end);
-	return ((*end == '\0' && isfinite(value) && value > 0) ? 0 : -1);
+	return (*end == '\0' && isfinite(value) && value > 0);
 }
 
-/* A whole number from `least`. */
-static int check_count(const char *text, long least)
+static bool is_count(const char *text, long least)
 {
 	long value;
 
-	if (text[0] == '\0' || strlen(text) >= UNICRON_NUMBER_MAX || text[strspn(text, "0123456789")] != '\0')
-		return (-1);
+	if (!consists_of(text, "0123456789") || strlen(text) >= UNICRON_NUMBER_MAX)
+		return (false);
 	errno = 0;
 	value = strtol(text, NULL, 10);
-	return ((errno == 0 && value >= least && value <= INT32_MAX) ? 0 : -1);
+	return (errno == 0 && value >= least && value <= INT32_MAX);
 }
 
-int args_check_min_nodes(const char *text)
+static bool is_from_1(const char *text)
 {
-	return (check_count(text, 1));
+	return (is_count(text, 1));
 }
 
-int args_check_spares(const char *text)
+static bool is_from_0(const char *text)
 {
-	return (check_count(text, 0));
+	return (is_count(text, 0));
 }
 
-const char *args_find_mode(const char *text)
+static bool is_mode(const char *text)
 {
-	for (size_t i = 0; text != NULL && i < sizeof(modes) / sizeof(*modes); ++i)
-		if (strcmp(text, modes[i]) == 0)
-			return (modes[i]);
-	return (NULL);
+	return (strcmp(text, "auto") == 0 || strcmp(text, "session") == 0 || strcmp(text, "restart") == 0);
+}
+
+static bool is_modules(const char *text)
+{
+	return (consists_of(text, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.,"));
+}
+
+bool args_check(enum args_value which, const char *text)
+{
+	return (strlen(text) < UNICRON_VALUE_MAX && values[which].fits(text));
+}
+
+const char *args_variable(enum args_value which)
+{
+	return (values[which].variable);
 }
 
 /* `name` is how the user knows the value: an option or an environment variable. */
-static int take_weight(char target[UNICRON_NUMBER_MAX], const char *name, const char *text)
+static int take_value(enum args_value which, char target[UNICRON_VALUE_MAX], const char *name, const char *text)
 {
-	if (text == NULL || args_check_weight(text) < 0) {
-		slurm_error("unicron: couldn't use %s=%s: write a number above 0, such as %s=2.5", name, text ? text : "", name);
-		return (-1);
-	}
-	strcpy(target, text);
-	return (0);
-}
+	const char *example = values[which].example;
 
-static int take_min_nodes(char target[UNICRON_NUMBER_MAX], const char *name, const char *text)
-{
-	if (text == NULL || args_check_min_nodes(text) < 0) {
-		slurm_error("unicron: couldn't use %s=%s: write a whole number from 1, such as %s=2", name, text ? text : "",
-			    name);
-		return (-1);
-	}
-	strcpy(target, text);
-	return (0);
-}
-
-static int take_spares(char target[UNICRON_NUMBER_MAX], const char *name, const char *text)
-{
-	if (text == NULL || args_check_spares(text) < 0) {
-		slurm_error("unicron: couldn't use %s=%s: write a whole number from 0, such as %s=1", name, text ? text : "",
-			    name);
-		return (-1);
-	}
-	strcpy(target, text);
-	return (0);
-}
-
-static int take_mode(const char **target, const char *name, const char *text)
-{
-	const char *mode = args_find_mode(text);
-
-	if (mode == NULL) {
-		slurm_error("unicron: couldn't use %s=%s: write auto, session or restart", name, text ? text : "");
-		return (-1);
-	}
-	*target = mode;
-	return (0);
-}
-
-static int take_preload(char target[UNICRON_PRELOAD_MAX], const char *name, const char *text)
-{
-	static const char allowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.,";
-
-	if (text == NULL || text[0] == '\0' || strlen(text) >= UNICRON_PRELOAD_MAX || text[strspn(text, allowed)] != '\0') {
-		slurm_error("unicron: couldn't use %s=%.80s: write names of modules with commas between, such as "
-			    "%s=torch,megatron.core", name, text ? text : "", name);
+	if (text == NULL || !args_check(which, text)) {
+		slurm_error("unicron: couldn't use %s=%.80s: write %s%s%s%s%s", name, text ? text : "", values[which].advice,
+			    example ? ", such as " : "", example ? name : "", example ? "=" : "", example ? example : "");
 		return (-1);
 	}
 	strcpy(target, text);
@@ -186,34 +174,9 @@ static int option_unicron(int val, const char *optarg, int remote)
 }
 
 /* On the compute node a bad value cannot come from the user any more; to fail there would only cost the job. */
-static int option_weight(int val, const char *optarg, int remote)
+static int option_value(int val, const char *optarg, int remote)
 {
-	(void) val;
-	return (take_weight(said.weight, "--unicron-weight", optarg) < 0 && !remote ? -1 : 0);
-}
-
-static int option_min_nodes(int val, const char *optarg, int remote)
-{
-	(void) val;
-	return (take_min_nodes(said.min_nodes, "--unicron-min-nodes", optarg) < 0 && !remote ? -1 : 0);
-}
-
-static int option_mode(int val, const char *optarg, int remote)
-{
-	(void) val;
-	return (take_mode(&said.mode, "--unicron-mode", optarg) < 0 && !remote ? -1 : 0);
-}
-
-static int option_spares(int val, const char *optarg, int remote)
-{
-	(void) val;
-	return (take_spares(said.spares, "--unicron-spares", optarg) < 0 && !remote ? -1 : 0);
-}
-
-static int option_preload(int val, const char *optarg, int remote)
-{
-	(void) val;
-	return (take_preload(said.preload, "--unicron-preload", optarg) < 0 && !remote ? -1 : 0);
+	return (take_value(val, said.values[val], values[val].option, optarg) < 0 && !remote ? -1 : 0);
 }
 
 /* The variable's value in the job's environment: that of this process before the job exists, Slurm's copy afterwards. */
@@ -259,10 +222,25 @@ static int option_switch(int environment)
 	return (said.last);
 }
 
+/* One of the values: the option, the variable, the default. -1 for a variable that makes no sense. */
+static int choose_value(spank_t sp, enum args_value which, char target[UNICRON_VALUE_MAX])
+{
+	char buffer[UNICRON_VALUE_MAX];
+	const char *text;
+	int rv = 0;
+
+	strcpy(target, said.values[which]);
+	if (target[0] == '\0' && values[which].is_read &&
+	    (text = job_getenv(sp, values[which].variable, buffer, sizeof(buffer))) != NULL && text[0] != '\0')
+		rv = take_value(which, target, values[which].variable, text);
+	if (target[0] == '\0')
+		strcpy(target, values[which].standard);
+	return (rv);
+}
+
 int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
 {
-	char buffer[64];
-	const char *text;
+	bool any = false;
 	int environment, option;
 	int rv = 0;
 
@@ -273,45 +251,14 @@ int args_choose(spank_t sp, bool by_default, struct plugin_choice *choice)
 		rv = -1;
 	}
 	option = option_switch(environment);
-
-	choice->spoken = true;
-	if (option >= 0)
-		choice->enabled = option;
-	else if (environment >= 0)
-		choice->enabled = environment;
-	else if (said.weight[0] != '\0' || said.min_nodes[0] != '\0' || said.mode != NULL || said.spares[0] != '\0' ||
-		 said.preload[0] != '\0')
-		choice->enabled = true;
-	else {
-		choice->enabled = by_default;
-		choice->spoken = false;
+	for (enum args_value which = 0; which < ARGS_VALUES; ++which) {
+		any = any || said.values[which][0] != '\0';
+		if (choose_value(sp, which, choice->values[which]) < 0)
+			rv = -1;
 	}
 
-	strcpy(choice->weight, said.weight);
-	text = job_getenv(sp, "UNICRON_WEIGHT", buffer, sizeof(buffer));
-	if (choice->weight[0] == '\0' && text != NULL && take_weight(choice->weight, "UNICRON_WEIGHT", text) < 0)
-		rv = -1;
-	if (choice->weight[0] == '\0')
-		strcpy(choice->weight, "1.0");
-
-	strcpy(choice->min_nodes, said.min_nodes);
-	text = job_getenv(sp, "UNICRON_MIN_NODES", buffer, sizeof(buffer));
-	if (choice->min_nodes[0] == '\0' && text != NULL && text[0] != '\0' &&
-	    take_min_nodes(choice->min_nodes, "UNICRON_MIN_NODES", text) < 0)
-		rv = -1;
-
-	choice->mode = said.mode;
-	text = job_getenv(sp, "UNICRON_MODE", buffer, sizeof(buffer));
-	if (choice->mode == NULL && text != NULL && text[0] != '\0' && take_mode(&choice->mode, "UNICRON_MODE", text) < 0)
-		rv = -1;
-	if (choice->mode == NULL)
-		choice->mode = modes[0];
-
-	strcpy(choice->spares, said.spares);
-	text = job_getenv(sp, "UNICRON_SPARES", buffer, sizeof(buffer));
-	if (choice->spares[0] == '\0' && text != NULL && text[0] != '\0' && take_spares(choice->spares, "UNICRON_SPARES", text) < 0)
-		rv = -1;
-	strcpy(choice->preload, said.preload);
+	choice->spoken = option >= 0 || environment >= 0 || any;
+	choice->enabled = option >= 0 ? option : environment >= 0 ? environment : any || by_default;
 	return (rv);
 }
 

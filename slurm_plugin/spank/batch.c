@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "batch.h"
-#include "command.h"
+#include "script.h"
 
 #define STEPS 4                      /* restarts after which a step number comes again */
 #define STEP_MS (30 * 1000)          /* for Slurm to run one that does nothing */

@@ -1,18 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <ctype.h>
-#include <fcntl.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "command.h"
+#include "shell_text.h"
 
-#define SCRIPT_BYTES 65536    /* that are read of a script */
 #define MOST_WRAPPERS 16      /* that are looked through, one inside another */
 #define MOST_COMMANDS 64      /* of a shell's -c whose scripts are read */
-#define MOST_WORDS 64         /* of one of them */
 
 /* Programs of the system's that train nothing, whatever their arguments are. None of them runs another program,
  * except for awk: hear_awk. */
@@ -51,9 +46,6 @@ static const char *const builtins[] = {
 	"trap", "type", "typeset", "ulimit", "umask", "unalias", "unset", "wait",
 };
 
-/* Words of a shell's behind which a command begins. */
-static const char *const keywords[] = { "!", "do", "elif", "else", "exec", "if", "then", "time", "until", "while" };
-
 static const char *const shells[] = { "ash", "bash", "csh", "dash", "fish", "ksh", "mksh", "sh", "tcsh", "zsh" };
 
 /* Programs that start the ranks of a node, all of them to train. The agent reads what they are told, or leaves them alone. */
@@ -67,30 +59,6 @@ static const char *const launcher_modules[] = {
 	"accelerate.commands.launch", "deepspeed.launcher.runner", "torch.distributed.elastic", "torch.distributed.launch",
 	"torch.distributed.run",
 };
-
-#define IS_ONE_OF(word, list) is_one_of(word, list, sizeof(list) / sizeof((list)[0]))
-
-static bool is_one_of(const char *word, const char *const *list, size_t count)
-{
-	for (size_t i = 0; i < count; ++i)
-		if (strcmp(word, list[i]) == 0)
-			return (true);
-	return (false);
-}
-
-static const char *base_name(const char *path)
-{
-	const char *slash = strrchr(path, '/');
-
-	return (slash ? slash + 1 : path);
-}
-
-static bool ends_with(const char *word, const char *end)
-{
-	size_t length = strlen(word), of_end = strlen(end);
-
-	return (length > of_end && strcmp(word + length - of_end, end) == 0);
-}
 
 /* python, python3, python3.11, python3.11-dbg, pypy3, ipython; or a script of Python's. */
 static bool is_python(const char *word)
@@ -110,10 +78,19 @@ static bool is_python(const char *word)
 	return (ends_with(name, ".py") || ends_with(name, ".pyz") || ends_with(name, ".pex"));
 }
 
+enum command_kind command_of_word(const char *word)
+{
+	const char *name = base_name(word);
+
+	if (IS_ONE_OF(name, launchers) || IS_ONE_OF(word, launcher_modules) || is_python(word))
+		return (COMMAND_TRAINS);
+	return (IS_ONE_OF(name, shells) ? COMMAND_SHELL : IS_ONE_OF(name, utilities) ? COMMAND_UTILITY : COMMAND_MAY_TRAIN);
+}
+
 /* Adds what one word of a command says of it. */
 static void hear_word(struct command *found, const char *word)
 {
-	if (IS_ONE_OF(base_name(word), launchers) || IS_ONE_OF(word, launcher_modules) || is_python(word))
+	if (command_of_word(word) == COMMAND_TRAINS)
 		found->kind = COMMAND_TRAINS;
 }
 
@@ -133,67 +110,6 @@ static void hear_text(struct command *found, char *text)
 	}
 }
 
-/* The beginning of a file, to be freed; NULL when it is no ordinary file that can be read. */
-static char *read_beginning(const char *path)
-{
-	struct stat about;
-	char *text = NULL;
-	ssize_t got = -1;
-	int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
-
-	if (fd < 0)
-		return (NULL);
-	if (fstat(fd, &about) == 0 && S_ISREG(about.st_mode) && (text = malloc(SCRIPT_BYTES + 1)) != NULL)
-		got = read(fd, text, SCRIPT_BYTES);
-	close(fd);
-	if (got < 0 || memchr(text, '\0', (size_t) got) != NULL) {
-		free(text);
-		return (NULL);
-	}
-	text[got] = '\0';
-	return (text);
-}
-
-static struct command command_within(char *const argv[], bool reads_text);
-
-/* Comments, and the ends of lines that go on in the next, become blanks. */
-static void blank_comments(char *text)
-{
-	for (char *at = text; *at != '\0'; ++at) {
-		if (strncmp(at, "\\\n", 2) == 0)
-			at[0] = at[1] = ' ';
-		else if (*at == '#' && (at == text || isspace((unsigned char) at[-1])))
-			memset(at, ' ', strcspn(at, "\n"));
-	}
-}
-
-/* ${...} becomes a word, and the & of redirections a blank. */
-static void blank_syntax(char *text)
-{
-	for (char *at = text; *at != '\0'; ++at) {
-		if (strncmp(at, "${", 2) == 0)
-			memset(at + 1, '_', strcspn(at + 1, "} \t\n") + (at[1 + strcspn(at + 1, "} \t\n")] == '}'));
-		else if (*at == '&' && (at[1] == '>' || (at > text && strchr("<>", at[-1]) != NULL)))
-			*at = ' ';
-	}
-}
-
-/* The next command of a shell's text, as strtok_r has it; -1 at the end. Quotes and settings are not kept. */
-static int next_command(char *text, char **rest, char *words[MOST_WORDS + 1])
-{
-	char *line = strtok_r(text, "\n;&|(){}`", rest), *inner;
-	int count = 0;
-
-	if (line == NULL)
-		return (-1);
-	for (char *word = strtok_r(line, " \t\r\"'<>", &inner); word != NULL && count < MOST_WORDS;
-	     word = strtok_r(NULL, " \t\r\"'<>", &inner))
-		if (count > 0 || !(IS_ONE_OF(word, keywords) || strchr(word, '=') != NULL))
-			words[count++] = word;
-	words[count] = NULL;
-	return (count);
-}
-
 /* Whether all commands of a shell's text are utilities. One that trains is heard; the scripts that they run are read. */
 static bool hear_commands(struct command *found, char *text)
 {
@@ -208,7 +124,7 @@ static bool hear_commands(struct command *found, char *text)
 		struct command run = { .kind = COMMAND_UTILITY };
 
 		if (count > 0 && !IS_ONE_OF(words[0], builtins) && !isdigit((unsigned char) words[0][0]))
-			run = command_within(words, false);
+			run = command_of(words, false);
 		helps = helps && run.kind == COMMAND_UTILITY;
 		if (run.kind == COMMAND_TRAINS)
 			*found = run;
@@ -393,7 +309,7 @@ static void hear_inner_words(struct command *found, char *const argv[], char *co
 }
 
 /* A user chooses how many words and wrappers there are, and slurmstepd runs this: each word is visited a few times at the most. */
-static struct command command_within(char *const argv[], bool reads_text)
+struct command command_of(char *const argv[], bool reads_text)
 {
 	struct command found = { .kind = COMMAND_MAY_TRAIN };
 	char *const *command = argv, *const *inner = NULL;
@@ -416,92 +332,4 @@ static struct command command_within(char *const argv[], bool reads_text)
 		found.kind = COMMAND_MAY_TRAIN;
 	hear_inner_words(&found, argv, inner, reads_text);
 	return (found);
-}
-
-struct command command_of(char *const argv[])
-{
-	return (command_within(argv, true));
-}
-
-/* ---- batch scripts ---- */
-static void note_word(char kept[64], const char *word)
-{
-	if (kept[0] == '\0')
-		snprintf(kept, 64, "%.60s", word);
-}
-
-static void hear_element(struct script *script, const char *text, const char *name)
-{
-	if (strstr(text, "SLURM_ARRAY_TASK_ID") != NULL)
-		note_word(script->sweep, name);
-}
-
-/* A file that a command of the batch script names. */
-static void hear_file(struct script *script, const char *path)
-{
-	char *text = read_beginning(path);
-
-	if (text == NULL)
-		return;
-	script->step = script->step || strstr(text, "srun") != NULL || strstr(text, "unicron-agent") != NULL;
-	hear_element(script, text, base_name(path));
-	free(text);
-}
-
-/* An option of srun's may have the next word for itself, so the command is the first word behind that, or a utility before it. */
-static bool is_training_step(char *const words[])
-{
-	for (int i = 0; words[i] != NULL; ++i) {
-		bool is_value = i > 0 && words[i - 1][0] == '-' && strchr(words[i - 1], '=') == NULL;
-		struct command found = { .kind = COMMAND_MAY_TRAIN };
-
-		hear_word(&found, words[i]);
-		if (found.kind == COMMAND_TRAINS || IS_ONE_OF(base_name(words[i]), shells))
-			return (true);
-		if (IS_ONE_OF(base_name(words[i]), utilities))
-			return (false);
-		if (words[i][0] != '-' && !is_value)
-			return (true);
-	}
-	return (true);
-}
-
-static void hear_batch_command(struct script *script, char *const words[])
-{
-	bool step = false;
-
-	for (int i = 0; words[i] != NULL && !step; ++i) {
-		step = strcmp(base_name(words[i]), "srun") == 0;
-		if (step ? is_training_step(words + i + 1) : strcmp(base_name(words[i]), "unicron-agent") == 0)
-			script->step = true;
-	}
-	for (int i = 0; words[i] != NULL; ++i)
-		hear_file(script, words[i]);
-	if (!step && command_within(words, false).kind == COMMAND_TRAINS)
-		note_word(script->word, words[0]);
-}
-
-bool script_read(const char *path, struct script *script)
-{
-	char *text = read_beginning(path), *words[MOST_WORDS + 1], *rest = NULL, *line;
-	int count;
-
-	memset(script, 0, sizeof(*script));
-	if (text == NULL)
-		return (false);
-	line = strndup(text, strcspn(text, "\n"));
-	if (line != NULL && strncmp(line, "#!", 2) == 0 && strstr(line, "python") != NULL) {
-		hear_file(script, path);
-		note_word(script->word, "python");
-	} else {
-		blank_comments(text);
-		hear_element(script, text, "its batch script");
-		blank_syntax(text);
-		for (count = next_command(text, &rest, words); count >= 0; count = next_command(NULL, &rest, words))
-			if (count > 0)
-				hear_batch_command(script, words);
-	}
-	free(line);
-	free(text);
-	return (true);
 }

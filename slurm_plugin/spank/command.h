@@ -19,16 +19,10 @@ struct command {
 	enum command_kind kind;
 };
 
-struct command command_of(char *const argv[]);
+/* reads_text: a shell's text that runs utilities alone is a utility, for which the scripts that it names are read. */
+struct command command_of(char *const argv[], bool reads_text);
 
-/* What a batch script, with the files that its commands name, says. */
-struct script {
-	bool step;          /* an srun that may train, or something that may call one */
-	char word[64];      /* of the first training without srun; empty for none */
-	char sweep[64];     /* what names SLURM_ARRAY_TASK_ID; empty for nothing */
-};
-
-/* False where there is none to be read. */
-bool script_read(const char *path, struct script *script);
+/* What one word says, as the first of a command or behind others. */
+enum command_kind command_of_word(const char *word);
 
 #endif

@@ -57,16 +57,9 @@ static void hand_on(void)
 {
 	if (choice.spoken)
 		setenv("UNICRON", choice.enabled ? "1" : "0", 1);
-	if (choice.spoken && choice.enabled) {
-		setenv("UNICRON_WEIGHT", choice.weight, 1);
-		setenv("UNICRON_MODE", choice.mode, 1);
-		if (choice.min_nodes[0] != '\0')
-			setenv("UNICRON_MIN_NODES", choice.min_nodes, 1);
-		if (choice.spares[0] != '\0')
-			setenv("UNICRON_SPARES", choice.spares, 1);
-		if (choice.preload[0] != '\0')
-			setenv("UNICRON_PRELOAD", choice.preload, 1);
-	}
+	for (enum args_value which = 0; choice.spoken && choice.enabled && which < ARGS_VALUES; ++which)
+		if (choice.values[which][0] != '\0')
+			setenv(args_variable(which), choice.values[which], 1);
 }
 
 /* Here, for slurmd's contain_spank runs the later callbacks in a process whose descriptors the tasks do not inherit. */
@@ -150,14 +143,9 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 	spank_setenv(sp, "UNICRON", "1", 1);
 	if (!choice.spoken)
 		spank_setenv(sp, "UNICRON_BY_DEFAULT", "1", 1);
-	spank_setenv(sp, "UNICRON_WEIGHT", choice.weight, 1);
-	spank_setenv(sp, "UNICRON_MODE", choice.mode, 1);
-	if (choice.min_nodes[0] != '\0')
-		spank_setenv(sp, "UNICRON_MIN_NODES", choice.min_nodes, 1);
-	if (choice.spares[0] != '\0')
-		spank_setenv(sp, "UNICRON_SPARES", choice.spares, 1);
-	if (choice.preload[0] != '\0')
-		spank_setenv(sp, "UNICRON_PRELOAD", choice.preload, 1);
+	for (enum args_value which = 0; which < ARGS_VALUES; ++which)
+		if (choice.values[which][0] != '\0')
+			spank_setenv(sp, args_variable(which), choice.values[which], 1);
 	if (config.controller[0] != '\0')
 		spank_setenv(sp, "UNICRON_CONTROLLER", config.controller, 0);
 	if (config.file[0] != '\0')

@@ -47,7 +47,7 @@ void step_read(spank_t sp, struct step *step)
 	memset(step, 0, sizeof(*step));
 	step->command.kind = COMMAND_MAY_TRAIN;
 	if (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) == ESPANK_SUCCESS && argc > 0 && argv != NULL)
-		step->command = command_of(argv);
+		step->command = command_of(argv, true);
 	step->tasks = 1;
 	/* A list that was cut short still tells of its beginning, and this node's own count is known in any case. */
 	rc = spank_getenv(sp, "SLURM_STEP_TASKS_PER_NODE", text, sizeof(text));

@@ -21,6 +21,7 @@
 #include "config.h"
 #include "msgpack.h"
 #include "notify.h"
+#include "script.h"
 #include "step.h"
 #include "submit.h"
 
@@ -206,15 +207,15 @@ static void test_numbers(void)
 	static const char *bad_nodes[] = { "", "0", "-1", "1.5", "+1", " 1", "99999999999", "x", "1e2" };
 
 	for (size_t i = 0; i < sizeof(good) / sizeof(*good); ++i)
-		assert(args_check_weight(good[i]) == 0);
+		assert(args_check(ARGS_WEIGHT, good[i]));
 	for (size_t i = 0; i < sizeof(bad) / sizeof(*bad); ++i)
-		assert(args_check_weight(bad[i]) < 0);
-	assert(args_check_min_nodes("1") == 0 && args_check_min_nodes("2147483647") == 0);
+		assert(!args_check(ARGS_WEIGHT, bad[i]));
+	assert(args_check(ARGS_MIN_NODES, "1") && args_check(ARGS_MIN_NODES, "2147483647"));
 	for (size_t i = 0; i < sizeof(bad_nodes) / sizeof(*bad_nodes); ++i)
-		assert(args_check_min_nodes(bad_nodes[i]) < 0);
-	assert(args_check_spares("0") == 0 && args_check_spares("2147483647") == 0);
+		assert(!args_check(ARGS_MIN_NODES, bad_nodes[i]));
+	assert(args_check(ARGS_SPARES, "0") && args_check(ARGS_SPARES, "2147483647"));
 	for (size_t i = 0; i < sizeof(bad_nodes) / sizeof(*bad_nodes); ++i)
-		assert(args_check_spares(bad_nodes[i]) < 0 || strcmp(bad_nodes[i], "0") == 0);
+		assert(!args_check(ARGS_SPARES, bad_nodes[i]) || strcmp(bad_nodes[i], "0") == 0);
 }
 
 static void test_addresses(void)
@@ -321,43 +322,43 @@ static void test_choice(void)
 	setenv("UNICRON_WEIGHT", "3", 1);
 	setenv("UNICRON_MIN_NODES", "4", 1);
 	assert(args_choose(NULL, false, &choice) == 0 && !choice.enabled);
-	assert(strcmp(choice.weight, "3") == 0 && strcmp(choice.min_nodes, "4") == 0);
+	assert(strcmp(choice.values[ARGS_WEIGHT], "3") == 0 && strcmp(choice.values[ARGS_MIN_NODES], "4") == 0);
 	assert(option("unicron-weight", "5", 0) == 0 && args_choose(NULL, false, &choice) == 0);
-	assert(choice.enabled && strcmp(choice.weight, "5") == 0);
+	assert(choice.enabled && strcmp(choice.values[ARGS_WEIGHT], "5") == 0);
 	assert(option("unicron-weight", "bad", 0) == -1 && option("unicron-min-nodes", "0", 0) == -1);
 	assert(option("unicron-weight", "bad", 1) == 0 && option("unicron-min-nodes", NULL, 1) == 0);
 	setenv("UNICRON_MIN_NODES", "x", 1);
-	assert(args_choose(NULL, false, &choice) == -1 && choice.min_nodes[0] == '\0');
+	assert(args_choose(NULL, false, &choice) == -1 && choice.values[ARGS_MIN_NODES][0] == '\0');
 	unsetenv("UNICRON_WEIGHT");
 	unsetenv("UNICRON_MIN_NODES");
 	args_reset();
-	assert(args_choose(NULL, false, &choice) == 0 && strcmp(choice.mode, "auto") == 0 && choice.min_nodes[0] == '\0');
+	assert(args_choose(NULL, false, &choice) == 0 && strcmp(choice.values[ARGS_MODE], "auto") == 0 && choice.values[ARGS_MIN_NODES][0] == '\0');
 	setenv("UNICRON_MODE", "session", 1);
-	assert(args_choose(NULL, false, &choice) == 0 && !choice.enabled && strcmp(choice.mode, "session") == 0);
+	assert(args_choose(NULL, false, &choice) == 0 && !choice.enabled && strcmp(choice.values[ARGS_MODE], "session") == 0);
 	assert(option("unicron-mode", "restart", 0) == 0 && args_choose(NULL, false, &choice) == 0);
-	assert(choice.enabled && strcmp(choice.mode, "restart") == 0);
+	assert(choice.enabled && strcmp(choice.values[ARGS_MODE], "restart") == 0);
 	assert(option("unicron-mode", "Restart", 0) == -1 && option("unicron-mode", NULL, 0) == -1);
 	assert(option("unicron-mode", "fast", 1) == 0);
 	args_reset();
 	setenv("UNICRON_MODE", "fast", 1);
-	assert(args_choose(NULL, false, &choice) == -1 && strcmp(choice.mode, "auto") == 0);
+	assert(args_choose(NULL, false, &choice) == -1 && strcmp(choice.values[ARGS_MODE], "auto") == 0);
 	unsetenv("UNICRON_MODE");
 	args_reset();
 
-	assert(args_choose(NULL, false, &choice) == 0 && !choice.enabled && choice.spares[0] == '\0');
+	assert(args_choose(NULL, false, &choice) == 0 && !choice.enabled && choice.values[ARGS_SPARES][0] == '\0');
 	setenv("UNICRON_SPARES", "2", 1);
-	assert(args_choose(NULL, false, &choice) == 0 && !choice.enabled && strcmp(choice.spares, "2") == 0);
+	assert(args_choose(NULL, false, &choice) == 0 && !choice.enabled && strcmp(choice.values[ARGS_SPARES], "2") == 0);
 	assert(option("unicron-spares", "1", 0) == 0 && args_choose(NULL, false, &choice) == 0);
-	assert(choice.enabled && strcmp(choice.spares, "1") == 0);
+	assert(choice.enabled && strcmp(choice.values[ARGS_SPARES], "1") == 0);
 	assert(option("unicron-spares", "-1", 0) == -1 && option("unicron-spares", "one", 1) == 0);
 	args_reset();
 	setenv("UNICRON_SPARES", "one", 1);
-	assert(args_choose(NULL, false, &choice) == -1 && choice.spares[0] == '\0');
+	assert(args_choose(NULL, false, &choice) == -1 && choice.values[ARGS_SPARES][0] == '\0');
 	unsetenv("UNICRON_SPARES");
 	args_reset();
 
 	assert(option("unicron-preload", "torch,megatron.core", 0) == 0 && args_choose(NULL, false, &choice) == 0);
-	assert(choice.enabled && strcmp(choice.preload, "torch,megatron.core") == 0);
+	assert(choice.enabled && strcmp(choice.values[ARGS_PRELOAD], "torch,megatron.core") == 0);
 	assert(option("unicron-preload", "torch; rm", 0) == -1 && option("unicron-preload", "", 0) == -1);
 	assert(option("unicron-preload", NULL, 1) == 0);
 	args_reset();
@@ -466,7 +467,7 @@ static void test_commands(void)
 			words[count++] = word;
 		}
 		words[count] = NULL;
-		found = command_of(words);
+		found = command_of(words, true);
 		if (found.kind != cases[i].kind) {
 			fprintf(stderr, "%s: kind %d\n", cases[i].line, found.kind);
 			abort();
@@ -491,7 +492,7 @@ static void test_many_wrappers(void)
 			words[k] = (char *) "nice";
 		words[cases[i].count] = (char *) cases[i].command;
 		alarm(60);
-		assert(command_of(words).kind == cases[i].kind);
+		assert(command_of(words, true).kind == cases[i].kind);
 		alarm(0);
 		free(words);
 	}

@@ -1,0 +1,17 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef UNICRON_SCRIPT_H
+#define UNICRON_SCRIPT_H
+
+#include <stdbool.h>
+
+/* What a batch script, with the files that its commands name, says. */
+struct script {
+	bool step;          /* an srun that may train, or something that may call one */
+	char word[64];      /* of the first training without srun; empty for none */
+	char sweep[64];     /* what names SLURM_ARRAY_TASK_ID; empty for nothing */
+};
+
+/* False where there is none to be read. */
+bool script_read(const char *path, struct script *script);
+
+#endif
