@@ -85,6 +85,12 @@ class LiveSlurm(FakeSlurm):
     def kill_wait(self) -> float:
         return 30.0
 
+    def grace(self) -> dict[str, float]:
+        return {}
+
+    def shrinks(self) -> int:
+        return 0
+
     def domains(self) -> dict[str, str]:
         return {}
 

@@ -90,3 +90,33 @@ def test_a_spare_inside_takes_the_place_of_a_lost_node(site: Site) -> None:
     (site.folder / "stop").touch()
     wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
     assert site.job(number)["ended"]["code"] == 0
+
+
+@pytest.mark.wide
+def test_an_allocation_gives_a_node_back_to_the_job_that_is_to_have_it(site: Site) -> None:
+    words = ("-N3", "--exclusive", "--unicron-min-nodes=2", "--unicron-weight=0.1")
+    wrap = f"srun python {PLAIN}; echo srun ended with $?"
+    number = submit(site, *words, "--output=first.out", wrap=wrap)
+    before = world(site, 3)
+    other = site.folder / "other"
+    other.mkdir()
+    site.environment["PLAIN_OUT"] = str(other)
+    array = submit(site, "--array=0-1", "-N1", "--exclusive", wrap=f"srun python {PLAIN}")
+
+    def at_work(job: str) -> str:
+        return slurm(site, "squeue", "-h", "-r", "-t", "RUNNING", "-j", job, "-o", "%N")
+
+    wait_for(lambda: set(at_work(array).split()) == {"n3", "n4"} and site.job(array)["nodes"] == 2, site.logs)
+    assert at_work(number) == "n[1-2]"
+    after = world(site, 2, before["generation"])
+    assert after["begun"] >= before["step"] and not site.job(number)["failures"]
+    asked = [event for event in site.controller.events("slurm_action") if event["job"] == number]
+    assert [(event["action"], event["node"], event["slurm_reason"]) for event in asked] == [("shrink", "n3", "n1,n2")]
+    words = ("unicronctl", "explain", number, "--controller", site.controller.address)
+    explained = call(*words, environment=site.environment)
+    assert "only once without slurmdbd" in explained.stdout, explained
+    for folder in (site.folder, other):
+        (folder / "stop").touch()
+    for job in (number, array):
+        wait_for(lambda job=job: site.job(job)["state"] == "ended", site.logs)
+    wait_for(lambda: "srun ended with 0" in (site.folder / "first.out").read_text(), site.logs)

@@ -24,7 +24,7 @@ from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.ctl.settings.partitions import PartitionConfig
 from unicron.ctl.slurm.slurm_client import UNSAID, ElementInfo, NodeInfo, Queue, SlurmError
-from unicron.ctl.slurm.squeue import names_of
+from unicron.ctl.slurm.squeue import hosts, names_of
 from unicron.detector.failures.classify import Classifier
 from unicron.transition.generations import layout
 
@@ -380,7 +380,7 @@ class FakeSlurm:
         self.calls: list[tuple] = []
         self.refuse = ""
         self.site = UNSAID
-        self.refuse_down = ""
+        self.refuse_down = self.refuse_shrink = ""
         self.unheard: set[str] = set()
         """Nodes whose slurmd does not answer: what was requeued there is COMPLETING until the node is set down."""
         self.failed: set[tuple[str, int]] = set()
@@ -492,6 +492,13 @@ class FakeSlurm:
         restarts = entry["restarts"] + (entry["state"] != "PENDING")
         held = "job requeued in held state"
         entry.update(state="PENDING", node=None, reason=held, admin_comment=comment, restarts=restarts)
+        self.schedule()
+
+    def shrink(self, job: str, nodes: str) -> None:
+        if self.refuse_shrink:
+            raise SlurmError(self.refuse_shrink)
+        assert set(names_of(nodes)) < set(hosts(self.queue[job, 0]["node"]))
+        self.queue[job, 0].update(node=nodes)
         self.schedule()
 
     def hold(self, job: str, element: int, comment: str) -> None:

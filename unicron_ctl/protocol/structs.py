@@ -19,9 +19,9 @@ class Settings(msgspec.Struct, kw_only=True):
     PP2"), where there are several; model: its sizes, for the planner. copies: in how many other nodes' memory each part
     of the training state is to be. spares: elements that are to wait, ready, for a member to be lost
     (docs/design/hot-spares.md). allocation: its nodes are one allocation of Slurm's, and no array
-    (docs/design/allocations.md). block: nodes of each of the array's elements (docs/design/blocks.md). log_dir: the
-    folder with a file for each rank's output, empty where there is none. command: a digest of what each rank of an
-    array runs."""
+    (docs/design/allocations.md); no_kill: its srun goes on without a node. block: nodes of each of the array's elements
+    (docs/design/blocks.md). log_dir: the folder with a file for each rank's output, empty where there is none. command:
+    a digest of what each rank of an array runs."""
 
     name: ranges.Kind
     user: ranges.Name
@@ -37,6 +37,7 @@ class Settings(msgspec.Struct, kw_only=True):
     copies: ranges.Copies = 1
     spares: ranges.Spares = 0
     allocation: bool = False
+    no_kill: bool = False
     block: ranges.Elements = 1
     log_dir: ranges.Text = ""
     command: ranges.NoName = ""

@@ -24,6 +24,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "resume": ("drain", "down"),
     "requeue": ("requeue",),
     "requeue_hold": ("move",),
+    "shrink": ("move",),
     "hold": ("hold",),
     "release": ("hold",),
     "pin": ("pin",),

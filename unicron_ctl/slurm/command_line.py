@@ -37,6 +37,7 @@ _STATE_SYMBOLS = {
 ANSWER_SECONDS = 3.0  # a slurmd that runs answers Slurm's ping within this time: 0.5 to 0.7 s were seen (24.11)
 SLURMD_PORT = 6818  # slurmd's own default
 KILL_WAIT = 30.0  # slurm.conf's default, seconds
+SHRINKS = 1_000_000  # where nothing limits how often a job gives nodes back
 SETTINGS_SECONDS = 60.0  # for which Slurm's configuration is taken to stay as it is
 FEWEST_ALIKE = 256  # pending elements of an array that share a record and are read; with more nodes, two a node
 LARGE = 5000  # elements, of which a row each with all texts would be megabytes
@@ -169,6 +170,11 @@ class CommandLineClient:
     def grace(self) -> dict[str, float]:
         return {partition.name: partition.grace for partition in self.partitions() if partition.grace}
 
+    def shrinks(self) -> int:
+        if "disable_job_shrink" in self._setting("SchedulerParameters"):
+            return 0
+        return SHRINKS if "slurmdbd" in self._setting("AccountingStorageType") else 1
+
     def domains(self) -> dict[str, str]:
         return parse_topology(self._run(["scontrol", "--oneliner", "show", "topology"]))
 
@@ -261,6 +267,9 @@ class CommandLineClient:
 
     def pin(self, job: str, element: int, node: str | None) -> None:
         self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"ReqNodeList={node or ''}"])
+
+    def shrink(self, job: str, nodes: str) -> None:
+        self._change(["scontrol", "update", f"JobId={job}", f"NodeList={nodes}"])
 
     def start_now(self, job: str, element: int) -> None:
         self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"StartTime={self._soon(job, element)}"])

@@ -204,12 +204,14 @@ class Queue:
 class Site:
     """Settings that seldom change. private: Slurm's PrivateData, kinds of things of which users see their own only.
     domains: node -> the leaf switch or block with which it fails. kill_wait: seconds from SIGTERM to SIGKILL when
-    something is to end. grace: partition -> seconds from the first SIGTERM to that, when something is preempted."""
+    something is to end. grace: partition -> seconds from the first SIGTERM to that, when something is preempted.
+    shrinks: how often Slurm takes nodes from a running job when it is asked to."""
 
     private: frozenset[str] = frozenset()
     domains: Mapping[str, str] = field(default_factory=dict)
     kill_wait: float = 30.0
     grace: Mapping[str, float] = field(default_factory=dict)
+    shrinks: int = 0
 
 
 UNSAID = Site()
@@ -238,6 +240,10 @@ class SlurmClient(Protocol):
 
     def grace(self) -> dict[str, float]:
         """partition -> its GraceTime, seconds: for which Slurm lets go on what it preempts (slurm.conf(5))."""
+
+    def shrinks(self) -> int:
+        """How often Slurm takes nodes from a running job when it is asked to: never with disable_job_shrink, and only
+        once without slurmdbd."""
 
     def domains(self) -> dict[str, str]:
         """node -> what it fails with: its leaf switch, or its block. Empty where Slurm knows no topology."""
@@ -273,6 +279,10 @@ class SlurmClient(Protocol):
 
     def pin(self, job: str, element: int, node: str | None) -> None:
         """Lets a pending element start on this node and no other; None takes that back."""
+
+    def shrink(self, job: str, nodes: str) -> None:
+        """Leaves a running job that is no array these nodes of its own, names with commas. What still runs on the
+        others is killed, and srun fails then (docs/design/allocations.md)."""
 
     def start_now(self, job: str, element: int) -> None:
         """Ends the wait that Slurm imposes on a requeued element."""

@@ -193,6 +193,7 @@ def read_place(
             copies=int(number(_set(environment), "UNICRON_STATE_COPIES", "1", least=0, most=ranges.MOST_COPIES)),
             spares=int(number(environment, "UNICRON_SPARES", "0", least=0, most=ranges.MOST_ELEMENTS)),
             allocation=allocation,
+            no_kill=allocation and bool(environment.get("SLURM_NO_KILL")),
             block=block,
             log_dir=str(log_folder(environment, job) or "")[: ranges.TEXT],
         ),

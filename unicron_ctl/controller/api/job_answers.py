@@ -13,7 +13,7 @@ from unicron.ctl.controller.job import spares
 from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.model.job_state import AgentRecord, Failure, JobState, Phase
-from unicron.ctl.controller.plan.inputs import bounds, waiting, weight
+from unicron.ctl.controller.plan.inputs import bounds, fixed, waiting, weight
 from unicron.ctl.protocol import answer_schema as schema
 
 
@@ -77,8 +77,11 @@ def explanation(core: Core, state: JobState) -> schema.Explanation:
 
 
 def _bounds(core: Core, state: JobState) -> str:
+    if why := fixed(core.view, state):
+        return f"its {state.settings.max_nodes} nodes are one allocation, which the plan leaves as it is: {why}"
     if state.settings.allocation:
-        return f"its {state.settings.max_nodes} nodes are one allocation, which the plan leaves as it is"
+        least = state.settings.min_nodes
+        return f"it is one allocation: the plan may take nodes from it, down to {least}, and cannot give it any"
     return bounds(core.view, state, _planned_with(core, state))
 
 
@@ -186,7 +189,7 @@ def _elements(core: Core, state: JobState) -> list[schema.Element]:
 def _planned_with(core: Core, state: JobState) -> list[JobState]:
     """The jobs that are planned for together with this one."""
     acts = permission.acts(core.view, state)
-    jobs = (job for job in core.state.jobs.values() if not job.over and not job.settings.allocation)
+    jobs = (job for job in core.state.jobs.values() if not job.over and not fixed(core.view, job))
     return [job for job in jobs if permission.acts(core.view, job) is acts]
 
 

@@ -10,14 +10,14 @@ from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.plan import planning
-from unicron.ctl.controller.plan.inputs import inputs, usable_nodes
+from unicron.ctl.controller.plan.inputs import fixed, inputs, usable_nodes
 from unicron.ctl.protocol.answer_schema import Scenario, ScenarioCluster, ScenarioJob
 
 
 def scenario(core: Core, store: Store, question: NoArguments, asker: Asker) -> Scenario:
     """The planner's input of this moment, in the structure of a scenario file (planner/problem/scenario.py)."""
     config, seen = core.config, core.view.slurm.seen
-    running = [state for state in core.state.jobs.values() if not state.over and not state.settings.allocation]
+    running = [state for state in core.state.jobs.values() if not state.over and not fixed(core.view, state)]
     found = inputs(core.view, running)
     rates = [i.rate / i.measured_nodes for i in found if i.rate and i.measured_nodes]
     usual = sum(rates) / len(rates) if rates else planning.UNMEASURED

@@ -417,6 +417,7 @@ class Core:
         """Takes in a fresh listing. took: seconds that Slurm's programs needed for it."""
         self.view.slurm.private, self.view.slurm.domains = site.private, site.domains
         self.view.slurm.kill_wait, self.view.slurm.grace = site.kill_wait, site.grace
+        self.view.slurm.shrinks = site.shrinks
         self.slurm.listed(self.now, self.config.slurm_poll_seconds, took)
         if self.view.slurm.error:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))

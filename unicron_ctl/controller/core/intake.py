@@ -448,9 +448,12 @@ class Intake:
         shortened."""
         out, now = Outcome(), self._view.now
         agent = self._agent_of(hint)
-        if hint.kind != "task_exit" or agent is None or not agent.alive:
+        if hint.kind != "task_exit" or agent is None:
             return out
         agent.task_status = hint.status
+        if not agent.alive:
+            out.hurry = hint.job in self._view.state.jobs and self._view.state.jobs[hint.job].gives_back(agent.element)
+            return out
         if now - agent.repeated.get("hint", -HINT_SECONDS) >= HINT_SECONDS and self._hints.allows("", now):
             agent.repeated["hint"] = now
             out.hurry = True

@@ -12,7 +12,7 @@ from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.controller.plan import reconcile
-from unicron.ctl.controller.plan.inputs import around, inputs, replan
+from unicron.ctl.controller.plan.inputs import around, fixed, inputs, replan
 from unicron.ctl.controller.sense.sensors import When
 from unicron.ctl.controller.sense.slurm_states import ended_agents
 
@@ -71,13 +71,16 @@ class Listings:
         brief = {element.job for element in listing.elements if element.brief}
         jobs = confirmation.confirmed_jobs(view, reconcile.managed(view))
         jobs = [job for job in jobs if listing.of(job.job) or job.job not in brief]
-        fixed = [job for job in jobs if job.settings.allocation]
-        self._carry_out(reconcile.keeping(view, listing, fixed))
-        jobs = [job for job in jobs if not job.settings.allocation]
+        kept = [job for job in jobs if fixed(view, job)]
+        self._carry_out(reconcile.keeping(view, listing, kept))
+        jobs = [job for job in jobs if job not in kept]
         planned = [job for job in jobs if permission.acts(view, job)]
         if planned:
             self._carry_out(replan(view, planned, desk.aheads))
             self._carry_out(reconcile.placing(view, desk, listing, planned))
+        for job in planned:
+            live = view.job(job).live
+            live.touched.update(element for element in live.agents if job.gives_back(element))
         watched = [job for job in jobs if job not in planned]
         self._carry_out(reconcile.watching(view, desk, listing, watched))
-        self._dirty.update(job.job for job in (*jobs, *fixed))
+        self._dirty.update(job.job for job in (*jobs, *kept))

@@ -152,6 +152,9 @@ def due_orders(job: JobView, agent: AgentView, letter: Letter, now: float) -> It
     if job.state.ended:
         yield "end", ending(job.state.ended)
         return
+    if job.state.gives_back(agent.element):
+        yield "end", wire.End(code=0, reason=f"the plan gives {agent.node} back to Slurm: this agent ends")
+        return
     if agent.status.noticed and (released := _released(job, agent)) is not None:
         yield "released", released
     elif agent.status.noticed and agent.shown in WORKS and agent.grace:

@@ -14,7 +14,8 @@ from unicron.detector.failures.fault_history import History
 TAKES_KEPT = 5000
 REQUEUES = ("requeue", "requeue_hold")
 HOLDS = ("hold", "requeue_hold")
-TAKES = (*REQUEUES, "hold")  # actions that take something from a job
+GIVES_BACK = (*REQUEUES, "shrink")  # actions that take nodes from a job
+TAKES = (*GIVES_BACK, "hold")  # actions that take something from a job
 
 
 @dataclass(frozen=True)

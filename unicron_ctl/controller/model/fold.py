@@ -122,6 +122,7 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.AgentBack: job_rules.agent_back,
     records.Avoided: slurm_rules.avoided,
     records.SlurmAction: slurm_rules.of_element,
+    records.SlurmDone: slurm_rules.of_element_done,
     records.SlurmFailed: slurm_rules.of_element_failed,
     records.RanksReady: job_rules.ranks_ready,
     records.RankStart: job_rules.rank_start,

@@ -212,6 +212,10 @@ class JobState:
     """Of a job that is one allocation of several nodes: the node of each element."""
     nodes_of_restart: int = 0
     """How often Slurm had requeued the job when it gave it these nodes."""
+    shrunk: int = 0
+    """How often Slurm has taken nodes out of that allocation because the plan gave them back."""
+    unshrinkable: str = ""
+    """Why Slurm refused that."""
     agents: dict[int, AgentRecord] = field(default_factory=dict)
     avoid: dict[str, Avoided] = field(default_factory=dict)
     """node -> why the job's elements are not to start there."""
@@ -396,6 +400,12 @@ class JobState:
     def was_noticed(self, element: int) -> bool:
         """The element, or another node of its block, was asked to end, and has no new agent since."""
         return any(mate in self.agents and self.agents[mate].noticed for mate in self.mates(element))
+
+    def gives_back(self, element: int) -> bool:
+        """The plan takes the element's node out of the job's allocation, and the others have gone on without it."""
+        if not self.settings.allocation or self.allotted is None or element in (*self.allotted, *self.leaving):
+            return False
+        return element not in self.inside and element not in self.elements(self.joining)
 
     def moves(self, element: int) -> bool:
         """The element's agent was told to leave its node."""

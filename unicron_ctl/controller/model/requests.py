@@ -12,27 +12,30 @@ HELD = f"{OURS}: held"  # how the AdminComment of an element begins that was hel
 RELEASED = f"{OURS}: released"
 LOST = f"{OURS}[node_problem]"  # how the reason of a node begins that was taken out of service because it was lost
 ON_NODES = ("down", "drain", "resume")  # actions that change a node
-OF_ELEMENTS = ("requeue", "requeue_hold", "hold", "release", "pin", "start_now", "cancel")  # that change an element
+OF_ELEMENTS = ("requeue", "requeue_hold", "hold", "release", "pin", "start_now", "cancel", "shrink")  # of an element
 
 
 @dataclass(frozen=True)
 class Action:
-    """A call of the SlurmClient: down, drain, resume, requeue, requeue_hold, hold, release, pin, start_now, cancel.
+    """A call of the SlurmClient: down, drain, resume, requeue, requeue_hold, hold, release, pin, start_now, cancel,
+    shrink.
 
-    element: Slurm's own number of it. node: of an element of several nodes, their names with commas."""
+    element: Slurm's own number of it. node: of several nodes, their names with commas; of a shrink, those that leave.
+    text: the comment or node reason that Slurm is given; of a shrink, the nodes that stay."""
 
     action: str
     job: str
     element: int
     node: str
     reason: str
-    text: str = ""  # comment or node reason that Slurm is given
+    text: str = ""
 
     @property
     def label(self) -> str:
         """What is done, for people."""
         what = self.node if self.action in ON_NODES else f"{self.job}_{self.element}"
-        return f"{self.action} {what}" + (f" to {self.node}" if self.action == "pin" else "")
+        word = {"pin": f" to {self.node}", "shrink": f" by {self.node}"}.get(self.action, "")
+        return f"{self.action} {what}{word}"
 
     @property
     def target(self) -> tuple[str, int]:

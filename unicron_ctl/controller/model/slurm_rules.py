@@ -86,7 +86,13 @@ def of_element(job: JobState, event: Event, record: records.SlurmAction) -> None
             agent.tries += 1
 
 
+def of_element_done(job: JobState, event: Event, record: records.SlurmDone) -> None:
+    job.shrunk += record.action == "shrink"
+
+
 def of_element_failed(job: JobState, event: Event, record: records.SlurmFailed) -> None:
+    if record.action == "shrink":
+        job.unshrinkable = record.reason
     if record.action not in REQUEUES:
         return
     job.requeued.pop(record.element, None)

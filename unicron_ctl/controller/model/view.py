@@ -122,6 +122,8 @@ class SlurmView:
     """Seconds from SIGTERM to SIGKILL when an element is to end."""
     grace: Mapping[str, float] = field(default_factory=dict)
     """partition -> seconds from the first SIGTERM to that, when an element is preempted."""
+    shrinks: int = 0
+    """How often Slurm takes nodes from a running job when it is asked to."""
     expected: dict[str, list[int]] = field(default_factory=dict)
     """job -> elements that run or are about to, by the last placement."""
 

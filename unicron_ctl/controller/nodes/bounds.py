@@ -1,4 +1,5 @@
-"""How much may be taken: nodes out of service, elements requeued and held. Every limit is over a stretch of time.
+"""How much may be taken: nodes out of service, elements requeued and held, nodes given back. Every limit is over a
+stretch of time.
 
 A detector that is wrong about one node is wrong about many: a bad rule, or a fault of the switch, must not take the
 cluster out of service. At a limit the controller stops taking, says so, and goes on with what takes nothing.
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from unicron.ctl.controller.log import records
-from unicron.ctl.controller.model.cluster_state import REQUEUES, Mark
+from unicron.ctl.controller.model.cluster_state import GIVES_BACK, Mark
 from unicron.ctl.controller.model.requests import Action
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.settings.config import ControllerConfig
@@ -78,18 +79,18 @@ class Bounds:
             if age >= max(MINUTE, window):
                 break
             self._minute[take.action] += age < MINUTE
-            self._requeued[take.job] += take.action in REQUEUES and age < window
+            self._requeued[take.job] += take.action in GIVES_BACK and age < window
 
     def refuse(self, action: Action) -> str:
         """Why this must not be asked for now; empty when it may be, and then it counts."""
         why, name = "", action.action
-        if name in REQUEUES:
-            why = self._of_job(action.job) or self._of_all(REQUEUES, "max_requeues_per_minute")
+        if name in GIVES_BACK:
+            why = self._of_job(action.job) or self._of_all(GIVES_BACK, "max_requeues_per_minute")
         elif name == "hold":
             why = self._of_all(("hold",), "max_holds_per_minute")
         if not why:
             self._minute[name] += 1
-            self._requeued[action.job] += name in REQUEUES
+            self._requeued[action.job] += name in GIVES_BACK
         return why
 
     def _of_job(self, job: str) -> str:

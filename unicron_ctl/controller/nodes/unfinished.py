@@ -17,6 +17,7 @@ from unicron.ctl.controller.model.node_state import OUT
 from unicron.ctl.controller.model.requests import ON_NODES, Action
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.slurm.slurm_client import OCCUPIES, ElementInfo
+from unicron.ctl.slurm.squeue import names_of, nodes_of
 
 Key = tuple[str, str, int, str]
 
@@ -42,9 +43,16 @@ def _requeued_and_held(e: ElementInfo, intent: Intent) -> Then:
     return _requeued(e, intent)
 
 
+def _shrunk(e: ElementInfo, intent: Intent) -> Then:
+    if e.state != "RUNNING":
+        return Then.UNDONE
+    return Then.DONE if set(nodes_of(e)) <= set(names_of(intent.reason)) else Then.AGAIN
+
+
 _ELEMENTS: dict[str, Callable[[ElementInfo, Intent], Then]] = {
     "requeue": _requeued,
     "requeue_hold": _requeued_and_held,
+    "shrink": _shrunk,
     "hold": lambda e, intent: Then.DONE if e.held else Then.UNDONE,
     "release": lambda e, intent: Then.UNDONE if e.held else Then.DONE,
     "pin": lambda e, intent: Then.UNDONE if e.state == "PENDING" else Then.DONE,  # Slurm's listing does not show it

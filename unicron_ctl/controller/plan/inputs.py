@@ -118,6 +118,37 @@ def _prepare(view: View, found: Sequence[Pool], assignment: dict[str, int], ahea
     aheads.close_others([pool.jobs for pool in found])
 
 
+def fixed(view: View, job: JobState) -> str:
+    """Why the plan leaves the nodes of a job that is one allocation as they are; empty for one that may shrink, and for
+    an array."""
+    settings, rules = job.settings, permission.of_job(view, job.job)
+    if not settings.allocation:
+        return ""
+    if not 1 < settings.min_nodes < settings.max_nodes:  # 1 is the plugin's default, and so says nothing
+        return f"it may shrink with --unicron-min-nodes from 2 to {settings.max_nodes - 1}"
+    if not settings.no_kill:
+        return "its srun is not known to run with --no-kill, and would end with the first node"
+    if job.unshrinkable:
+        return f"Slurm refused to shrink it: {job.unshrinkable}"
+    if job.shrunk >= view.slurm.shrinks:
+        return f"Slurm lets it shrink {_often(view.slurm.shrinks)}"
+    if rules.mode == ACT and not rules.may("shrink"):
+        return rules.refusal("shrink")
+    listed = view.slurm.seen.of(job.job) if view.slurm.seen is not None else {}
+    if 0 not in listed or any(e.state != "RUNNING" for e in listed.values()):
+        return "Slurm does not show it at work with its first node, on which its batch script runs"
+    return "" if job.generation else "it has not begun to train"
+
+
+def _often(count: int) -> str:
+    return "only once without slurmdbd" if count else "never (disable_job_shrink in SchedulerParameters)"
+
+
+def elements_of(listing: Listing, job: JobState) -> Mapping[int, ElementInfo]:
+    """What the plan gives the job and takes from it: Slurm's elements, or the nodes of its one allocation."""
+    return listing.of(job.job) if job.settings.allocation else listing.rows_of(job.job)
+
+
 def usable_nodes(view: View, listing: Listing, jobs: Sequence[JobState]) -> list[str]:
     """The nodes that can be given to these jobs."""
     managed = [job.job for job in jobs]
@@ -148,9 +179,12 @@ def reaches(view: View, jobs: Sequence[JobState], among: Around | None = None) -
         return {}
     there, found = among or around(view, listing, jobs), {}
     for job in jobs:
-        elements = listing.rows_of(job.job).values()
+        elements = elements_of(listing, job).values()
         here = [name for e in elements if e.state in OCCUPIES for name in nodes_of(e)]
-        found[job.job] = there.ground.reach(elements, there.good, here)
+        reach = there.ground.reach(elements, there.good, here)
+        if job.settings.allocation:  # it gets no other node
+            reach = replace(reach, nodes=reach.nodes.intersection(here), barred={})
+        found[job.job] = reach
     return found
 
 
@@ -231,7 +265,7 @@ def owner(view: View, job: JobState, element: ElementInfo | None) -> str:
 
 def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInput:
     """Never more nodes than the job has in elements that could run."""
-    elements, block = listing.rows_of(job.job).values(), job.settings.block
+    elements, block = elements_of(listing, job).values(), job.settings.block
     possible = block * sum(
         1 for e in elements if e.state in OCCUPIES or _startable(view, e) or came_to_nothing(job, e) or ending(job, e)
     )
@@ -239,6 +273,9 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
     here = {name for e in elements if e.state in OCCUPIES for name in nodes_of(e)}
     fit = len(within.nodes - (view.avoided(job) - here))
     most = min(job.settings.max_nodes, possible, max(fit, job.settings.min_nodes))
+    if job.settings.allocation:  # an agent that has ended never comes back
+        ended = {agent.node for agent in job.agents.values() if agent.gone}
+        most = alive = len(within.nodes - ended)
     most = max(block, most - most % block)
     before = min(view.state.assignment.get(job.job, alive), most)
     measured_nodes = len(job.inside)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from unicron.ctl.controller.model.cluster_state import Pin
@@ -35,7 +35,8 @@ class Need:
     it would launch no second copy there, and drain the node. requeued: when Slurm was asked to start an element again
     whose agents have not come yet. avoid: nodes where none is to start. reach: the nodes that its elements may be
     given; None for all. unit: so many elements in a row hold whole replicas. least: with fewer elements it does not
-    train."""
+    train. allocation: the nodes of a job that is one allocation, in Slurm's order. stays: elements whose nodes it does
+    not give back. empty: those on whose nodes nothing of it runs any more."""
 
     job: str
     desired: int
@@ -53,6 +54,9 @@ class Need:
     unit: int = 1
     least: int = 1
     block: int = 1
+    allocation: tuple[str, ...] = ()
+    stays: frozenset[int] = frozenset()
+    empty: frozenset[int] = frozenset()
 
     @property
     def size(self) -> int:
@@ -299,7 +303,7 @@ def _leavers(work: _Place, need: Need, needs: Sequence[Need]) -> list[int]:
         complete = unit[number // need.unit] == need.unit  # those that make no whole replicas go first
         return number not in need.leaving, useless, number in need.members, complete, -number
 
-    return sorted(sorted(working, key=order)[:extra])
+    return sorted(sorted((number for number in working if number not in need.stays), key=order)[:extra])
 
 
 def _missing(work: _Place, need: Need) -> int:
@@ -402,13 +406,11 @@ def _take_nodes(work: _Place, needs: Sequence[Need]) -> None:
     """Elements that have left (or never got in) give up their nodes, to whom the plan wants there first. Whoever needs
     the nodes of several waits for the last of these."""
     free = sorted(work.good - work.taken)
-    donors: list[tuple[Need, ElementInfo]] = []
+    donors: list[tuple[Need, list[ElementInfo]]] = []
     for need in needs:
-        for number in work.leavers[need.job]:
-            if number in need.members:
-                continue
-            donors.append((need, work.by_job[need.job][number]))
-            free += nodes_of(donors[-1][1])
+        for gifts in _gifts(work, need):
+            donors.append((need, gifts))
+            free += [name for e in gifts for name in nodes_of(e)]
             takers = []
             for other in needs:
                 while found := _taker(work, other, need, free, needs):
@@ -418,6 +420,15 @@ def _take_nodes(work: _Place, needs: Sequence[Need]) -> None:
                 _hand_over(work, donors, takers)
                 donors = []
     _hand_over(work, donors, [])
+
+
+def _gifts(work: _Place, need: Need) -> list[list[ElementInfo]]:
+    """The elements that the job can give up now, those together that one call of Slurm takes: all that are to leave an
+    allocation, once nothing runs on their nodes any more."""
+    job, leavers = work.by_job.get(need.job, {}), work.leavers[need.job]
+    if not need.allocation:
+        return [[job[number]] for number in leavers if number not in need.members]
+    return [[job[number] for number in leavers]] if leavers and need.empty.issuperset(leavers) else []
 
 
 def _taker(
@@ -436,13 +447,18 @@ def _taker(
 
 
 def _hand_over(
-    work: _Place, donors: Sequence[tuple[Need, ElementInfo]], takers: Sequence[tuple[ElementInfo, str]]
+    work: _Place, donors: Sequence[tuple[Need, Sequence[ElementInfo]]], takers: Sequence[tuple[ElementInfo, str]]
 ) -> None:
     """The donors' nodes are taken, and the takers start on them."""
     jobs = ", ".join(dict.fromkeys(taker.job for taker, _ in takers))
-    for need, donor in donors:
-        node = ",".join(nodes_of(donor))
+    for need, gifts in donors:
+        donor, names = gifts[0], [name for e in gifts for name in nodes_of(e)]
+        node = ",".join(names)
         why = f"the plan gives {need.job} {need.size} nodes" + (f": {need.why}" if need.why else "")
+        if need.allocation:
+            staying = ",".join(name for name in need.allocation if name not in names)
+            work.act("shrink", replace(donor, element=0), node, why, staying)
+            continue
         work.act("requeue_hold", donor, node, why, f"{HELD}, the plan took {node}" + (f" for {jobs}" if jobs else ""))
     for taker, node in takers:
         work.act("start_now", taker, node, f"{node} is free for it now")

@@ -24,6 +24,7 @@ from unicron.ctl.controller.plan.inputs import (
     came_to_nothing,
     dead_elements,
     ending,
+    fixed,
     inputs,
     key_of,
     plan_for,
@@ -48,6 +49,9 @@ LATELY_SECONDS = 3600.0  # the same at the controller's start
 # How the elements of a job may end that has not trained to its end, the most telling first
 UNFINISHED = ("CANCELLED", "TIMEOUT", "DEADLINE", "PREEMPTED", *sorted(ENDED_BADLY))
 STOPPED = 128 + signal.SIGTERM  # exit code of a job that was stopped, as a shell shows it
+# After the last word of an agent that has left, where nobody says that its task has ended: it may still write files
+# for a minute (agent.loop.agent.FILES_SECONDS)
+ENDS_SECONDS = 75.0
 GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
 
 
@@ -246,6 +250,9 @@ def _place(
     state, within = view.state, reaches(view, jobs)
     needs = []
     for job in jobs:
+        if job.settings.allocation:
+            needs.append(_need_of_allocation(view, listing, job, assignment, reasons, within[job.job].nodes))
+            continue
         block, rows = job.settings.block, listing.rows_of(job.job).values()
         need = Need(
             job=job.job,
@@ -268,7 +275,56 @@ def _place(
         needs.append(need)
     waiting = state.out_of_service | view.suspicions.nodes().keys()
     domains = view.slurm.domains
-    return place(needs, listing.rows, listing.nodes, state.pins, waiting, view.now, state.held, domains)
+    return place(needs, _rows(listing, jobs), listing.nodes, state.pins, waiting, view.now, state.held, domains)
+
+
+def _rows(listing: Listing, jobs: Sequence[JobState]) -> Sequence[ElementInfo]:
+    """Slurm's elements, and the nodes of those jobs that are one allocation."""
+    split = {job.job: listing.of(job.job).values() for job in jobs if job.settings.allocation}
+    whole = [e for e in listing.rows if e.job not in split] if split else listing.rows
+    return [*whole, *(e for nodes in split.values() for e in nodes)]
+
+
+def _need_of_allocation(
+    view: View,
+    listing: Listing,
+    job: JobState,
+    assignment: Mapping[str, int],
+    reasons: Mapping[str, str],
+    reach: frozenset[str],
+) -> Need:
+    """What a job is to have that is one allocation: it gives nodes back, but never that of its batch script, and gets
+    none."""
+    listed = listing.of(job.job)
+    idle = (
+        0 in job.agents and job.agents[0].gone
+    )  # its node stays all the same, and is none of those that are to be had
+    return Need(
+        job=job.job,
+        desired=assignment.get(job.job, 0),
+        members=frozenset(job.elements({**job.members, **job.joining})),
+        ending=frozenset({0} if idle else ()),
+        leaving=tuple(job.leaving),
+        why=reasons.get(job.job, ""),
+        reach=reach,
+        unit=unit_of(view, job),
+        least=job.settings.min_nodes,
+        allocation=tuple(name for _, e in sorted(listed.items()) for name in nodes_of(e)),
+        stays=frozenset({0} | (listed.keys() - job.agents.keys())),
+        empty=frozenset(number for number in listed if _has_ended(view, job, number)),
+    )
+
+
+def _has_ended(view: View, job: JobState, element: int) -> bool:
+    """Nothing of an allocation's element runs any more: its agent has gone, and its task with it. A task that Slurm kills
+    would make srun fail."""
+    record, agent = job.agents.get(element), view.live.agent(job.job, element)
+    if record is None or not record.gone:
+        return False
+    if agent is not None and agent.agent == record.agent and agent.task_status is not None:
+        return True
+    heard = agent.last_heard if agent is not None else view.started_at
+    return view.now - heard > ENDS_SECONDS
 
 
 def _by_block(job: JobState, agents: Iterable[tuple[int, AgentRecord | AgentView]]) -> dict[int, frozenset[str]]:
@@ -280,25 +336,23 @@ def _by_block(job: JobState, agents: Iterable[tuple[int, AgentRecord | AgentView
     return found
 
 
-def keeping(view: View, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
-    """Jobs that are one allocation: they use all nodes that Slurm leaves them, and the plan counts these as taken."""
+def keeping(view: View, listing: Listing, jobs: Sequence[JobState], why: str = "") -> Outcome:
+    """Jobs that the plan leaves as they are: they use all nodes that Slurm leaves them. why: in place of each job's
+    own."""
     out = Outcome()
     for job in jobs:
         elements = listing.of(job.job)
         view.slurm.expected[job.job] = sorted(n for n, e in elements.items() if e.state in WORKS)
+        if job.allotted is not None and set(job.allotted) != set(elements):  # it was planned for before
+            reason = f"{why or fixed(view, job)}: all elements may work"
+            out.record(job, records.Allotted(elements=sorted(elements), leaving=[], reason=reason))
     return out
 
 
 def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
     """Jobs whose partition the plan may not touch: they use what Slurm gives them, and what the plan would do with
     them is said when it changes."""
-    out = Outcome()
-    for job in jobs:
-        elements = listing.of(job.job)
-        view.slurm.expected[job.job] = sorted(n for n, e in elements.items() if e.state in WORKS)
-        if job.allotted is not None and set(job.allotted) != set(elements):  # it was planned for before
-            reason = "the plan is not carried out in its partition: all elements may work"
-            out.record(job, records.Allotted(elements=sorted(elements), leaving=[], reason=reason))
+    out = keeping(view, listing, jobs, "the plan is not carried out in its partition")
     found = pools(inputs(view, jobs))
     if (key := key_of(found) if jobs else "") == desk.watched:
         return out

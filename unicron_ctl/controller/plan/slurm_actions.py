@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model import permission
-from unicron.ctl.controller.model.cluster_state import REQUEUES
+from unicron.ctl.controller.model.cluster_state import GIVES_BACK
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.node_state import OUT
 from unicron.ctl.controller.model.requests import Action, Run
@@ -22,7 +22,7 @@ RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again befor
 NO_EFFECT_SECONDS = 2.0  # the same where Slurm took it, and nothing has come of it
 LONGEST_RETRY = 300.0
 STARTS = ("pin", "release", "start_now")  # steps of one thing that is wanted: the element's start
-STOPS = (*REQUEUES, *OUT)  # actions that end what runs, or keep a node from what would
+STOPS = (*GIVES_BACK, *OUT)  # actions that end what runs, or keep a node from what would
 
 Target = tuple[str, int]  # (job, element), or (node, -1)
 

@@ -219,7 +219,9 @@ class Worker:
                 private, domains, self._looked = self._client.private_data(), self._site.domains, time.monotonic()
                 with contextlib.suppress(SlurmError):  # little hangs on it: what was known holds
                     domains = self._client.domains()
-                self._site = Site(private, domains, self._client.kill_wait(), self._client.grace())
+                self._site = Site(
+                    private, domains, self._client.kill_wait(), self._client.grace(), self._client.shrinks()
+                )
             site = self._site
         except SlurmError as error:
             message = str(error)
@@ -293,6 +295,8 @@ def perform(client: SlurmClient, action: Action) -> None:
             client.release(action.job, action.element, action.text)
         case "pin":
             client.pin(action.job, action.element, action.node)
+        case "shrink":
+            client.shrink(action.job, action.text)
         case "start_now":
             client.start_now(action.job, action.element)
         case "cancel":

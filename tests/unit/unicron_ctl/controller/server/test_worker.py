@@ -37,6 +37,9 @@ class SlowSlurm:
     def kill_wait(self) -> float:
         return 30.0
 
+    def shrinks(self) -> int:
+        return 0
+
     def grace(self) -> dict[str, float]:
         return {}
 
