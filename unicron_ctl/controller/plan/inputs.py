@@ -144,6 +144,12 @@ def _often(count: int) -> str:
     return "only once without slurmdbd" if count else "never (disable_job_shrink in SchedulerParameters)"
 
 
+def ended_in_allocation(job: JobState) -> dict[int, AgentRecord]:
+    """Agents of an allocation that have ended, by element: nothing trains there again. Not those whose ranks have
+    trained to the end: they stay members, and the batch script may go on with their nodes."""
+    return {element: agent for element, agent in job.agents.items() if agent.gone and element not in job.inside}
+
+
 def elements_of(listing: Listing, job: JobState) -> Mapping[int, ElementInfo]:
     """What the plan gives the job and takes from it: Slurm's elements, or the nodes of its one allocation."""
     return listing.of(job.job) if job.settings.allocation else listing.rows_of(job.job)
@@ -273,8 +279,8 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
     here = {name for e in elements if e.state in OCCUPIES for name in nodes_of(e)}
     fit = len(within.nodes - (view.avoided(job) - here))
     most = min(job.settings.max_nodes, possible, max(fit, job.settings.min_nodes))
-    if job.settings.allocation:  # an agent that has ended never comes back
-        ended = {agent.node for agent in job.agents.values() if agent.gone}
+    if job.settings.allocation:
+        ended = {agent.node for agent in ended_in_allocation(job).values()}
         most = alive = len(within.nodes - ended)
     most = max(block, most - most % block)
     before = min(view.state.assignment.get(job.job, alive), most)

@@ -23,6 +23,7 @@ from unicron.ctl.controller.plan.ahead import Aheads
 from unicron.ctl.controller.plan.inputs import (
     came_to_nothing,
     dead_elements,
+    ended_in_allocation,
     ending,
     fixed,
     inputs,
@@ -296,9 +297,7 @@ def _need_of_allocation(
     """What a job is to have that is one allocation: it gives nodes back, but never that of its batch script, and gets
     none."""
     listed = listing.of(job.job)
-    idle = (
-        0 in job.agents and job.agents[0].gone
-    )  # its node stays all the same, and is none of those that are to be had
+    idle = 0 in ended_in_allocation(job)  # its node stays all the same, and counts for nothing
     return Need(
         job=job.job,
         desired=assignment.get(job.job, 0),
@@ -316,10 +315,10 @@ def _need_of_allocation(
 
 
 def _has_ended(view: View, job: JobState, element: int) -> bool:
-    """Nothing of an allocation's element runs any more: its agent has gone, and its task with it. A task that Slurm kills
-    would make srun fail."""
-    record, agent = job.agents.get(element), view.live.agent(job.job, element)
-    if record is None or not record.gone:
+    """Nothing of an allocation's element runs any more: its agent has gone, and its task with it. A task that Slurm
+    kills would make srun fail."""
+    record, agent = ended_in_allocation(job).get(element), view.live.agent(job.job, element)
+    if record is None:
         return False
     if agent is not None and agent.agent == record.agent and agent.task_status is not None:
         return True

@@ -221,3 +221,15 @@ def test_a_node_whose_agent_died_is_given_back_and_does_not_count():
     world.run(8.0 + ENDS_SECONDS)
     assert asked(world) == [("shrink", "1", 0, "n4")] and set(world.job().members) == {0, 1, 2}
     assert world.core.state.assignment == {"1": 3}
+
+
+def test_nodes_whose_ranks_have_trained_to_the_end_stay_for_the_batch_script():
+    world, agents = start()
+    compete(world, elements=1)
+    agents[2].set(2, state="finished")
+    agents[2].status(leaving="finished")
+    agents[2].silent = agents[2].killed = True
+    world.core.intake.on_hint(datagrams.Hint(v=1, kind="task_exit", job="1", element=0, node="n3", status=0))
+    world.run(10.0)
+    assert not world.job().over and world.job().agents[2].gone == "finished"
+    assert world.core.state.assignment["1"] == 3 and not asked(world)
