@@ -124,8 +124,8 @@ def fixed(view: View, job: JobState) -> str:
     settings, rules = job.settings, permission.of_job(view, job.job)
     if not settings.allocation:
         return ""
-    if not 1 < settings.min_nodes < settings.max_nodes:  # 1 is the plugin's default, and so says nothing
-        return f"it may shrink with --unicron-min-nodes from 2 to {settings.max_nodes - 1}"
+    if not settings.min_stated or settings.min_nodes >= settings.max_nodes:
+        return f"it may shrink with --unicron-min-nodes below {settings.max_nodes}"
     if not settings.no_kill:
         return "its srun is not known to run with --no-kill, and would end with the first node"
     if job.unshrinkable:

@@ -110,3 +110,16 @@ def test_a_least_that_splits_an_element_is_refused_in_one_line():
 def test_a_task_is_a_rank_for_each_gpu_where_srun_was_told_no_number(said, by_gpus, ranks):
     place = read_place(SLURM | {"SLURM_GPUS_ON_NODE": "8"} | said, "tcp://127.0.0.1:7451", by_gpus=by_gpus)
     assert place.settings.ranks_per_node == ranks
+
+
+@pytest.mark.parametrize(
+    ("more", "outlives"),
+    [
+        ({}, False),
+        ({"SLURM_NO_KILL": "set"}, True),
+        ({"SLURM_NO_KILL": "set", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, False),
+    ],
+)
+def test_an_allocation_may_lose_nodes_where_its_srun_is_known_to_go_on(more, outlives):
+    said = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "SLURMD_NODENAME": "n1", "SLURM_JOB_NODELIST": "n[1-3]"}
+    assert read_place(said | more, "tcp://127.0.0.1:7451").settings.no_kill is outlives

@@ -19,7 +19,13 @@ GIVEN = ("shrink", "1", 0, "n3")
 
 
 def start(
-    nodes: int = 3, min_nodes: int = 2, no_kill: bool = True, shrinks: int = 9, weight: float = 1.0, **config: Any
+    nodes: int = 3,
+    min_nodes: int = 2,
+    stated: bool = True,
+    no_kill: bool = True,
+    shrinks: int = 9,
+    weight: float = 1.0,
+    **config: Any,
 ) -> tuple[World, list[FakeAgent]]:
     """Job 1 trains on n1, n2, ... as one allocation, and one node is free."""
     world = World(FakeSlurm(nodes + 1), **config)
@@ -31,7 +37,7 @@ def start(
         for element in range(nodes)
     ]
     for agent in agents:
-        agent.settings.allocation, agent.settings.no_kill = True, no_kill
+        agent.settings.allocation, agent.settings.no_kill, agent.settings.min_stated = True, no_kill, stated
         agent.register()
     world.run(1.5)
     for agent in agents:
@@ -180,8 +186,8 @@ def test_what_a_controller_asked_for_before_it_ended_is_done_or_asked_for_again(
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"min_nodes": 1}, "--unicron-min-nodes from 2 to 2"),
-        ({"min_nodes": 3}, "--unicron-min-nodes from 2 to 2"),
+        ({"min_nodes": 1, "stated": False}, "--unicron-min-nodes below 3"),
+        ({"min_nodes": 3}, "--unicron-min-nodes below 3"),
         ({"no_kill": False}, "--no-kill"),
         ({"shrinks": 0}, "disable_job_shrink"),
         ({"partitions": {"default": PartitionConfig(mode="act", max_weight=9.0, actions=["pin", "hold"])}}, "move"),
