@@ -48,7 +48,7 @@ def test_observe_is_the_default() -> None:
 
 def test_every_call_of_slurm_needs_a_permission_that_can_be_given() -> None:
     assert {one for needed in NEEDED.values() for one in needed} == set(PERMISSIONS)
-    reads = {"nodes", "elements", "others", "private_data", "kill_wait", "grace", "domains"}
+    reads = {"nodes", "elements", "others", "private_data", "kill_wait", "grace", "shrinks", "domains"}
     calls = {name for name in vars(SlurmClient) if not name.startswith("_")} - reads
     assert calls == NEEDED.keys()
 
