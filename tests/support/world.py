@@ -380,7 +380,7 @@ class FakeSlurm:
         self.calls: list[tuple] = []
         self.refuse = ""
         self.site = UNSAID
-        self.refuse_down = self.refuse_shrink = ""
+        self.refuse_down = self.refuse_shrink = self.refuse_requeue = ""
         self.unheard: set[str] = set()
         """Nodes whose slurmd does not answer: what was requeued there is COMPLETING until the node is set down."""
         self.failed: set[tuple[str, int]] = set()
@@ -480,6 +480,8 @@ class FakeSlurm:
         self.schedule()
 
     def requeue(self, job: str, element: int) -> None:
+        if self.refuse_requeue:
+            raise SlurmError(self.refuse_requeue)
         entry = self.queue[job, element]
         self.failed.discard((job, element))
         if entry["node"] in self.unheard and entry["state"] != "FAILED":

@@ -188,14 +188,12 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
         return []
     if job.ended:
         why = f"job {job.job} has ended: {job.ended.reason}"[:200]
+        if _without_script(job, listing):
+            return [_script_again(desk, job, why)]
         ours = view.state.held
         over = [e for e in elements if e.state == "PENDING" and not held_by_others(e, ours) and not another(job, e)]
-        if _without_script(job, listing):
-            why, over = (
-                f"{why}; its batch host {job.nodes[0]} is gone, and nothing else would end it",
-                list(elements)[:1],
-            )
-        return [Action("cancel", e.job, e.element, "", why) for e in over]
+        # Another job than an array that waits again was requeued, and runs its batch script from the start.
+        return [Action("cancel", e.job, e.element, "", why) for e in over if e.array]
     held = [e for e in elements if e.state == "PENDING" and e.held and not held_by_others(e, view.state.held)]
     if job.set_aside and held:  # nothing plans for it any more
         return [Action("release", e.job, e.element, "", f"job {job.job} is left alone") for e in held]
@@ -226,6 +224,16 @@ def _without_script(job: JobState, listing: Listing) -> bool:
     elements = listing.of(job.job)
     running = [e for e in elements.values() if e.state == "RUNNING" and not another(job, e)]
     return bool(job.nodes) and 0 not in elements and bool(running)
+
+
+def _script_again(desk: Desk, job: JobState, why: str) -> Action:
+    """What follows the training of a job whose batch script went with its host: Slurm runs the script again, in which
+    the training finds its last checkpoint. A job that has failed, or that Slurm does not requeue, is ended."""
+    why = f"{why}; its batch host {job.nodes[0]} is gone, and its script with it"
+    again = Action("requeue", job.job, 0, "", why)
+    if job.ended is None or job.ended.code or desk.retries.is_refused(again):
+        return Action("cancel", job.job, 0, "", f"{why}, and nothing else would end it")
+    return again
 
 
 def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:

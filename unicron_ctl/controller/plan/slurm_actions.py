@@ -79,6 +79,11 @@ class Retries:
         if before is not None:
             before.refused = before.refused or bool(error)
 
+    def is_refused(self, action: Action) -> bool:
+        """Whether Slurm has refused this action of late."""
+        before = self.states.get(_wanted(action))
+        return before is not None and before.refused
+
 
 def request_actions(view: View, retries: Retries, actions: Sequence[Action], out: Outcome) -> None:
     """Asks for the actions. Those that have to wait before they are asked again, or that a limit forbids, are left out.

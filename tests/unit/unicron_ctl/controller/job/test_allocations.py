@@ -258,18 +258,31 @@ def test_a_job_that_slurm_requeues_with_fewer_nodes_counts_them_anew():
     assert world.job().settings.max_nodes == 2
 
 
-@pytest.mark.parametrize(("left", "ended"), [("n[2-3]", True), ("n[1-3]", False)])
-def test_an_allocation_without_its_batch_host_is_ended_when_the_training_is(left, ended):
+@pytest.mark.parametrize(
+    ("left", "refused", "asked"),
+    [
+        ("n[2-3]", "", ["requeue"]),
+        ("n[2-3]", "Requested operation is presently disabled", ["requeue", "cancel"]),
+        ("n[1-3]", "", []),
+    ],
+)
+def test_the_script_of_an_allocation_without_its_batch_host_runs_again_once_the_training_has_ended(
+    left, refused, asked
+):
+    """Defect: the job was cancelled, and what its script has behind the training never ran."""
     world, agents = cluster()
     world.run(1.5)
     trains(world, agents)
-    world.slurm.queue["1", 0]["node"] = left
+    world.slurm.queue["1", 0]["node"], world.slurm.refuse_requeue = left, refused
     for agent in agents:
         for slot in agent.slots:
             agent.set(slot, state="finished")
-    world.run(5.0)
+    world.run(9.0)
     assert world.job().ended is not None
-    assert (("cancel", "1", 0, "") in world.slurm.calls) is ended
+    assert [call[0] for call in world.slurm.calls if call[1] == "1"] == asked
+    if asked == ["requeue"]:
+        assert world.slurm.queue["1", 0]["state"] == "PENDING", "it waits for nodes and is not cancelled"
+    world.check_replay()
 
 
 def test_other_jobs_do_not_get_the_nodes_of_an_allocation():
