@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unicron.ctl.agent.connections.job_environment import Place
-from unicron.ctl.agent.loop.agent import Agent
+from unicron.ctl.agent.loop.agent import SIGTERM_SECONDS, Agent
 from unicron.ctl.agent.ranks.counted import Counted, Folder
 from unicron.ctl.agent.ranks.fence import Fence
 from unicron.ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
@@ -177,7 +177,7 @@ class RestartAgent(Agent):
         self.ranks.update(self._plain)
         self._store = FreePort()
         self._snapshots.copies.plain = True
-        self._ending.leaves = "its processes end, and the others begin anew without them"
+        self._ending.leaves = "its processes end"
         self._fence = Fence(self._net.polling.watch, self._net.polling.unwatch)
         in_array = "SLURM_ARRAY_TASK_ID" in os.environ
         self._node_names = [] if in_array else hosts(os.environ.get("SLURM_JOB_NODELIST", ""))  # by element
@@ -350,8 +350,11 @@ class RestartAgent(Agent):
 
 
 def own_end_seconds(message: wire.Break, age: float) -> float:
-    """How long the processes of a world, `age` seconds old, may go on to end by themselves."""
-    return OWN_END_SECONDS if message.lost and not message.killed and age < YOUNG_SECONDS else 0.0
+    """How long the processes of a world, `age` seconds old, may go on to end by themselves. Where nobody was lost
+    another node may have heard first that Slurm ends the whole job: its SIGTERM comes to this one, too, and once."""
+    if not message.lost:
+        return SIGTERM_SECONDS
+    return OWN_END_SECONDS if not message.killed and age < YOUNG_SECONDS else 0.0
 
 
 def world_of(plan: wire.Plan, place: Place, names: Sequence[str] = ()) -> World:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron.ctl.agent.loop.agent import SIGTERM_SECONDS
 from unicron.ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
 from unicron.ctl.cli import status_tables
 from unicron.ctl.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS
@@ -73,6 +74,8 @@ def test_only_after_a_kill_from_outside_there_is_no_error_to_wait_for(ends, kill
     after = breaks[-1]
     assert own_end_seconds(after, 5.0) == (0.0 if killed else OWN_END_SECONDS)
     assert own_end_seconds(after, YOUNG_SECONDS) == 0.0
+    planned = wire.Break(generation=1, lost=[], reason="a node leaves")
+    assert own_end_seconds(planned, 5.0) == SIGTERM_SECONDS, "it may hear of a signal of its own"
 
 
 @pytest.mark.parametrize("mode", ["restart", "session"])
