@@ -30,7 +30,8 @@ import torch.distributed.run as torchrun
 def tell(**told):
     changed = {name: value for name, value in told.pop("environment").items() if before.get(name) != value}
     with open(os.environ["_UNICRON_ACCELERATE_TOLD"], "w") as file:
-        json.dump(dict(told, environment=changed, machines=int(args.num_machines or 1)), file, default=str)
+        count = dict(machines=int(args.num_machines or 1), processes=int(args.num_processes or 1))
+        json.dump(dict(told, environment=changed, **count), file, default=str)
     sys.stderr.flush()
     os._exit(0)
 
@@ -56,7 +57,7 @@ launch.launch_command(args)
 
 def ask_accelerate(python: Sequence[str], words: Sequence[str]) -> dict[str, Any]:
     """What it would start: `command` of its only process, or torchrun's options (`torchrun`, by their long names, as
-    texts) with `program` and `words`; `environment`: the variables that it changes; `machines`.
+    texts) with `program` and `words`; `environment`: the variables that it changes; `machines` and `processes`.
 
     python: the job's interpreter; words: behind `accelerate launch`. Raises NotTaken.
     """

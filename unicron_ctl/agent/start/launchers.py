@@ -251,7 +251,10 @@ def _from_accelerate(found: Found) -> Taken:
         command = told["command"]
         if Path(command[0]).name.startswith(("mpi", "deepspeed")):
             raise NotTaken(f"it would start {Path(command[0]).name}: {PLAIN_SCRIPT}")
-        return Taken(found.name, command, "1", environment=told["environment"])
+        asked = told["processes"]
+        alone = "accelerate itself starts one a node without --multi_gpu, where it sees no more than one GPU"
+        lost = [f"--num_processes={asked} ({alone})"] if asked > told["machines"] else []
+        return Taken(found.name, command, "1", environment=told["environment"], lost=lost)
     given = {name: value for name, value in told["torchrun"].items() if value not in (None, "", False)}
     read = Options(options.TORCHRUN, given, told["program"], told["words"])
     nodes = read_nodes(read.text("nnodes")) if told["machines"] > 1 else (0, 0)

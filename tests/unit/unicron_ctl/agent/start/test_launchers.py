@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unicron.ctl.agent.ranks.placeholders import fill_words
-from unicron.ctl.agent.start import launcher_options
+from unicron.ctl.agent.start import launcher_options, launchers
 from unicron.ctl.agent.start.launcher_options import Unreadable, name_of, read_options
 from unicron.ctl.agent.start.launchers import Taken, count_ranks, describe, fewest_nodes, is_submitit, take_over
 from unicron.ctl.agent.start.not_taken import NotTaken
@@ -105,6 +105,15 @@ def test_what_cannot_be_done_without_the_launcher_is_one_line(line: str, why: st
         take_over(shlex.split(line))
     said = str(refused.value)
     assert why in said and "\n" not in said and bool(said) is bool(why)
+
+
+@pytest.mark.parametrize(("processes", "lost"), [(2, False), (4, True)])
+def test_ranks_that_accelerate_itself_would_not_start_are_named(processes, lost, monkeypatch) -> None:
+    told = {"command": ["python", "train.py"], "environment": {}, "machines": 2, "processes": processes}
+    monkeypatch.setattr(launchers, "ask_accelerate", lambda *_: told)
+    found = taken(f"accelerate launch --num_machines 2 --num_processes {processes} train.py")
+    assert found.ranks == "1" and bool(found.lost) is lost
+    assert ("nobody honours --num_processes=4" in describe(found, 1)) is lost
 
 
 def test_a_script_that_uses_mpi_itself_keeps_mpirun(tmp_path: Path) -> None:
