@@ -69,7 +69,7 @@ def decide(
     state = history.state(job, slot, now)
     if verdict.action == REPORT:
         return Decision(Severity.SEV3, REPORT, f"{verdict.reason}; only reported", verdict.cause, Event.FAULT3, state)
-    event, why = _event(history, fault, state, job_nodes, apart, fresh)
+    event, why = _event(history, fault, state, job_nodes, apart, fresh, stays)
     following, action = _step(state, event, fault.scope, stays)
     repeats = history.same_cause(job, slot, verdict.cause, now)
     # Where a node is to be left and there is no other one, the process is started again in place.
@@ -130,10 +130,12 @@ def withhold_isolation(history: History, now: float, *, job: str, slot: int) -> 
     history.set(job, slot, State.RESTARTING, now)
 
 
-def _event(history: History, fault: Fault, state: State, job_nodes: int, apart: bool, fresh: bool) -> tuple[Event, str]:
+def _event(
+    history: History, fault: Fault, state: State, job_nodes: int, apart: bool, fresh: bool, stays: bool
+) -> tuple[Event, str]:
     """Which event the fault is, the most far-reaching first, and why."""
     began = fresh and not apart and at_start(fault)
-    bug = "" if apart else own_bug(history, fault, job_nodes)
+    bug = "" if apart else own_bug(history, fault, job_nodes, stays)
     if began and not bug:
         bug = _never_began(history, fault, job_nodes)
     if bug and (began or fault.severity is not Severity.SEV1):
@@ -166,8 +168,9 @@ def _event(history: History, fault: Fault, state: State, job_nodes: int, apart: 
     return {Severity.SEV2: Event.FAULT2, Severity.SEV3: Event.FAULT3}[fault.severity], ""
 
 
-def own_bug(history: History, fault: Fault, job_nodes: int = 1) -> str:
-    """Why the job itself is to blame and healing it would go on for ever; empty when it is not.
+def own_bug(history: History, fault: Fault, job_nodes: int = 1, stays: bool = False) -> str:
+    """Why the job itself is to blame and healing it would go on for ever; empty when it is not. stays: see
+    :func:`decide`.
 
     Faults of hardware and network never count. Those of storage count when it has been away too long.
     """
@@ -185,7 +188,7 @@ def own_bug(history: History, fault: Fault, job_nodes: int = 1) -> str:
         died = f"slot {fault.slot} died {len(quick)} times within {policy.quick_seconds:g} s of its start"
         if len(nodes) >= policy.own_bug_nodes:
             return f"{died}, and ranks died so on {len(nodes)} nodes without an iteration: the job's own error"
-        if job_nodes <= 1 and all(other.scope == "application" for other in quick):
+        if (stays or job_nodes <= 1) and all(other.scope == "application" for other in quick):
             return f"{died} by an error of the program ({fault.cause}) and never finished an iteration"
     own = [other for other in mine if other.scope in ("application", "unknown")]
     if len(own) >= policy.stuck_faults:

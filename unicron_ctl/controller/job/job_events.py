@@ -127,6 +127,8 @@ def _ready(view: View, job: JobView) -> Happening | None:
     mode, expected = mode_of(state), view.expected(state)
     if len(whole) < mode.least(state) and job.replica == 1:
         return None
+    if len(whole) < job.wanted and mode.awaits_moved(view, state):
+        return None
     none_else = expected is not None and inside.issuperset(expected) and not coming
     if len(whole) >= job.wanted or none_else:
         count = len(state.elements(slots))

@@ -26,7 +26,6 @@ from unicron.ctl.settings.config import ControllerConfig
 
 STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven
 MOST_RESTARTS = 16  # after losses, in a row without progress in between
-BACKOFF_WORTH_WAITING = 10.0  # seconds; a slot whose process is to start again later is not waited for
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,10 @@ class Session:
         """The fewest nodes with which it may form when no more are to be had. A job that has trained goes on with
         whatever is left."""
         return 1 if job.generation else least_to_begin(job)
+
+    def awaits_moved(self, view: View, job: JobState) -> bool:
+        """Whether no world may form yet because elements are on their way to other nodes."""
+        return False
 
     def join_delay(self, config: ControllerConfig) -> float:
         """Newcomers are taken in together when no other has come for so many seconds."""
@@ -105,13 +108,18 @@ class Restart:
     """All processes end and start again in a new world."""
 
     def settle_from(self, view: View, job: JobView, coming: Sequence[int], arrival: float) -> float:
-        """Processes that start again soon are waited for, too."""
-        soon = [job.state.slot(slot).not_before for element in coming for slot in job.agents[element].slots]
-        return max([arrival, *(at for at in soon if at <= view.now + BACKOFF_WORTH_WAITING)])
+        """Processes that start again are waited for: a world shrinks for lost nodes, not for a program's error."""
+        starts = (job.state.slot(slot).not_before for element in coming for slot in job.agents[element].slots)
+        return max([arrival, job.live.last_arrival if coming else 0.0, *starts])
 
     def least(self, job: JobState) -> int:
         """The script may be told no smaller world."""
         return least_to_begin(job)
+
+    def awaits_moved(self, view: View, job: JobState) -> bool:
+        """Nothing is held against the node of an element that moves: the world does not shrink for it."""
+        marks = (job.avoid.get(agent.node) for element, agent in job.agents.items() if job.moves(element))
+        return any(m and not m.suspect and view.now - m.at < view.config.isolate_seconds for m in marks)
 
     def join_delay(self, config: ControllerConfig) -> float:
         return config.join_after_seconds

@@ -59,7 +59,8 @@ def keeps_node(view: View, job: JobState, slot: int) -> bool:
     if slot == WHOLE_JOB:
         return False
     if job.settings.allocation:
-        return not any(element not in job.inside for element in view.live.jobs[job.job].ready)
+        spare = any(element not in job.inside for element in view.live.jobs[job.job].ready)
+        return not (spare and job.settings.spares)
     info = view.slurm.seen.of(job.job).get(job.element(slot)) if view.slurm.seen is not None else None
     return info is not None and not info.array
 

@@ -159,9 +159,10 @@ def test_quick_deaths_on_one_of_several_nodes_are_tried_on_another_then_end_the_
     assert decision.action == "end_job"
 
 
-def test_a_job_of_one_node_with_a_bug_costs_no_node():
+@pytest.mark.parametrize("where", [{"job_nodes": 1}, {"job_nodes": 4, "stays": True}])
+def test_a_job_with_a_bug_and_no_other_node_costs_no_node(where):
     run = Run()
-    quick = {"uptime": 3.0, "worked": False, "job_nodes": 1}
+    quick = {"uptime": 3.0, "worked": False, **where}
     assert [run.fault("application_error", **quick).action for _ in range(3)] == ["restart", "restart", "end_job"]
 
 

@@ -466,3 +466,41 @@ def test_plain_programs_that_end_with_a_preempted_peer_have_not_failed():
     assert not world.job().failures
     assert sorted(world.job().members) == [1, 2] and world.job().phase == "running"
     world.check_replay()
+
+
+@pytest.mark.parametrize("min_nodes", [1, 2])
+@pytest.mark.parametrize("shape", ["allocation", "array", "full array"])
+def test_an_error_of_one_rank_ends_the_job_with_its_status_and_never_shrinks_its_world(shape, min_nodes):
+    """Defect: its peers waited for its backoff no longer than 10 s, and nobody for an element that moved: the others
+    made a world of their own, and the job ended well."""
+    slurm = FakeSlurm(2 if shape == "full array" else 4)
+    slurm.submit("1", 2)
+    if shape == "allocation":
+        facts = {"reason": "", "admin_comment": "", "pin": None, "array": False}
+        slurm.queue = {("1", 0): {"state": "RUNNING", "node": "n[1-2]", "restarts": 0, **facts}}
+    world, agents = World(slurm), []
+
+    def add(element: int, node: str, turn: int) -> PlainAgent:
+        agent = PlainAgent(world, "1", element, node, nodes=2, min_nodes=min_nodes, name=f"{element}-{turn}")
+        agent.settings.allocation = shape == "allocation"
+        agent.register()
+        agent.status()
+        return agent
+
+    agents = [add(0, "n1", 0), add(1, "n2", 0)]
+    for turn in range(1, 12):
+        world.run(10.0)
+        moved = slurm.queue.get(("1", 1), {}).get("node")
+        if moved and moved != agents[1].node:
+            agents[1].silent = True
+            world.agents.remove(agents[1])
+            agents[1] = add(1, moved, turn)
+        if agents[1].ranks[1].state == "running":
+            agents[1].die(1, code=3, lived=2.0, last_line="ValueError: x")
+            agents[0].die(0, code=1, lived=2.0, last_line=RESET)
+        world.run(60.0)
+        if world.job().ended:
+            break
+    assert {len(plan.members) for plan in plans(world)} == {2}
+    assert world.job().ended.code == 3 and "ValueError: x" in world.job().ended.reason
+    assert turn <= (8 if shape == "full array" else 5)
