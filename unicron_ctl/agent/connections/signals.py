@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import select
 import signal
 import subprocess
@@ -19,6 +20,7 @@ FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 CONFIG_SECONDS = 5.0  # for Slurm to show its configuration
+CONFIG_TRIES = 4  # it sends SIGTERM twice
 
 
 @functools.cache
@@ -32,13 +34,21 @@ def slurm_signals_all() -> bool:
         except OSError:
             return False
         stepd, pid = "(slurmstepd" in name, int(rest.split()[1])
-    if not stepd:
-        return False
-    try:
-        shown = run_program(["scontrol", "show", "config"], CONFIG_SECONDS).stdout.decode(errors="replace")
-    except (OSError, subprocess.TimeoutExpired, TooMuchOutput):
-        return False
-    return any(line.split() == ["ProctrackType", "=", "proctrack/linuxproc"] for line in shown.splitlines())
+    return stepd and proctrack_type() == "proctrack/linuxproc"
+
+
+def proctrack_type() -> str:
+    """Slurm's ProctrackType; empty where it does not say. Its signals reach this call of scontrol, too, and end it, so
+    that is made again."""
+    for _ in range(CONFIG_TRIES):
+        try:
+            shown = run_program(["scontrol", "show", "config"], CONFIG_SECONDS)
+        except (OSError, subprocess.TimeoutExpired, TooMuchOutput):
+            return ""
+        if shown.returncode >= 0:
+            break
+    said = re.search(r"^ProctrackType\s*=\s*(\S+)", shown.stdout.decode(errors="replace"), re.MULTILINE)
+    return said[1] if said else ""
 
 
 class SignalPipe:
