@@ -133,7 +133,7 @@ def test_a_lost_agent_leaves_a_smaller_world_which_goes_on(story):
 def test_a_node_that_comes_back_is_taken_in_by_a_restart_with_its_reason(story):
     assert story.whole["begun"] >= story.smaller["step"]
     breaks = [event["reason"] for event in story.controller.events("break", job="61")]
-    assert "1 rank join" in breaks[-1] and "start again in a larger world" in breaks[-1]
+    assert "1 rank joins" in breaks[-1] and "start again in a larger world" in breaks[-1]
 
 
 def test_all_end_together(story):

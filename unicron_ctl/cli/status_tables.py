@@ -42,7 +42,11 @@ def watched(data: Status) -> RenderableType:
 
 def status(data: Status) -> list[Listing | Text]:
     """The controller's status as listings and lines."""
-    parts: list[Listing | Text] = [jobs(data.jobs), nodes(data.nodes)]
+    there = [job for job in data.jobs if not job.ended]
+    parts: list[Listing | Text] = [jobs(there)] if there or not data.jobs else []
+    if over := len(data.jobs) - len(there):
+        parts.append(Text(f"jobs that have ended: {over} (`unicronctl jobs`)", style="dim"))
+    parts.append(nodes(data.nodes))
     if data.failures:
         parts.append(failures(data.failures[-8:]))
     parts += [Text(f"needs an admin: {item.reason}", style="red") for item in data.attention]
@@ -130,7 +134,7 @@ def _notes(job: Job) -> list[str]:
         found.append(f"silent, not lost: element {', '.join(job.silent)}")
     if job.left_out:
         found.append(f"left out, since it and others do not reach each other: element {', '.join(job.left_out)}")
-    if job.mode == "restart":
+    if job.mode == "restart" and not job.ended:
         found.append("restart mode")
     if said := goodput(job):
         found.append(said)

@@ -71,8 +71,8 @@ class Place:
         most = max(0, settings.max_nodes - settings.min_nodes)
         if self.element or settings.spares <= most:
             return ""
-        asked = f"UNICRON_SPARES={settings.spares} of {settings.max_nodes} elements"
-        kept = f"{most or 'none'} will wait; ask for {most} or a larger --array"
+        asked = f"UNICRON_SPARES={settings.spares} of {settings.max_nodes} nodes"
+        kept = f"it keeps {most or 'none'}; ask for {most}, or for more nodes"
         return f"{asked} leaves fewer than UNICRON_MIN_NODES={settings.min_nodes}: {kept}"
 
     @property

@@ -49,6 +49,8 @@ _RUNS_MORE = {
     "execvpe",
 }
 _RUNS_MORE |= {"fork", "popen", "posix_spawn", "posix_spawnp", "spawnl", "spawnv", "spawnvp", "system"}
+_SHELLS = ("bash", "sh", "dash", "ksh", "zsh")
+_SAY = "say --unicron-mode=session if it imports unicron"
 LAUNCHER = ("-m", "unicron.transition.megatron_lm")  # goes in front of such a program, and heals it unmodified
 
 
@@ -139,6 +141,8 @@ def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> t
         following = command[position + 1] if position + 1 < len(command) else ""
         if python and word == "-c":
             return "the code after -c", following
+        if python and word == "-":
+            return f"Python reads its script from standard input: {_SAY}", None
         if python and word == "-m":
             if following.split(".")[0] == "unicron":
                 return f"-m {following}", f"import {following}"
@@ -147,7 +151,10 @@ def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> t
         if word.endswith(".py") and (folder / word).is_file():
             return Path(word).name, _read(folder / word)
         python = python or Path(word).name.startswith("python")
-    return f"{Path(command[0]).name} is no Python script" if command else "no command", None
+    name = Path(command[0]).name if command else "no command"
+    if name in _SHELLS:
+        return f"{name} runs what is not read here: {_SAY}", None
+    return f"{name} is no Python script" if command else name, None
 
 
 def _module(name: str, imports: Sequence[Path]) -> Path | None:

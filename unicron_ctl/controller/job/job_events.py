@@ -19,7 +19,7 @@ from unicron.ctl.controller.job.candidates import (
     waiting_elements,
 )
 from unicron.ctl.controller.job.modes import Happening, mode_of
-from unicron.ctl.controller.model.job_state import Phase
+from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.controller.model.state_machine import Event
@@ -131,8 +131,7 @@ def _ready(view: View, job: JobView) -> Happening | None:
         return None
     none_else = expected is not None and inside.issuperset(expected) and not coming
     if len(whole) >= job.wanted or none_else:
-        count = len(state.elements(slots))
-        return Happening(Event.READY, f"all {count} nodes that are to be had are ready", tuple(slots))
+        return Happening(Event.READY, f"{_ready_nodes(state, slots)}, as are all that are to be had", tuple(slots))
     arrival = max(job.agents[state.element(slot)].progress.get(slot, 0.0) for slot in slots)
     since = mode.settle_from(view, job, coming, arrival)
     if state.settings.spares:  # a spare has been ready for long: the others have their time all the same
@@ -141,9 +140,17 @@ def _ready(view: View, job: JobView) -> Happening | None:
     if state.settings.allocation and not state.generation:  # all of its nodes have started together
         settle = max(settle, START_SECONDS if state.settings.min_stated else BEGIN_SECONDS)
     if count >= state.settings.min_nodes and view.now - since >= settle and not (coming and _partial(view, job, slots)):
-        said = f"{count} nodes are ready and no other came for {settle:g} s"
+        said = f"{_ready_nodes(state, slots)}, and no other came for {settle:g} s"
         return Happening(Event.READY, said, tuple(slots))
     return None
+
+
+def _ready_nodes(state: JobState, slots: Iterable[int]) -> str:
+    """How many nodes can begin, and which the job has lost."""
+    count = len(state.elements(slots))
+    gone = sorted({agent.node for agent in state.agents.values() if agent.lost})[:8]
+    without = f" without {', '.join(gone)}" if gone else ""
+    return f"{count} node{'s are' if count > 1 else ' is'} ready{without}"
 
 
 def _partial(view: View, job: JobView, slots: Iterable[int]) -> bool:
@@ -186,7 +193,7 @@ def _change(view: View, job: JobView) -> Happening | None:
     if not (joiners or gone) or len(job.live.unfinished) < len(state.members):
         return None
     words = " and ".join(
-        f"{len(group)} rank{'s' if len(group) > 1 else ''} {verb}"
+        f"{len(group)} rank{f's {verb}' if len(group) > 1 else f' {verb}s'}"
         for group, verb in ((joiners, "join"), (gone, "leave"))
         if group
     )

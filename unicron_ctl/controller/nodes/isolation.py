@@ -161,9 +161,10 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
         return
     others, known = _others(view, node, (job.job, element)), view.state.node(node)
-    if job.settings.allocation:  # without --no-kill Slurm would end the whole job
-        others = [f"job {job.job} itself, which is one allocation", *others]
-    again = known.downed and known.drained and not known.proven_bad and "DOWN" not in info.states and not others
+    shared = f"other jobs run there ({', '.join(others[:8])}{', ...' if len(others) > 8 else ''})" if others else ""
+    if job.settings.allocation and not others:  # without --no-kill Slurm would end the whole job
+        shared = f"job {job.job} has other nodes"
+    again = known.downed and known.drained and not known.proven_bad and "DOWN" not in info.states and not shared
     if info.states & {"DOWN", "DRAIN"} and not again:
         why = info.reason or "no reason given"
         already = f"{node} is out of service already ({why}): left as it is"
@@ -173,12 +174,11 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is being taken out of service already"))
         return
     why = "a dead node must get no work"
-    if others:
-        shared = f"other jobs run there ({', '.join(others[:8])}{', ...' if len(others) > 8 else ''})"
+    if shared:
         why = f"{why}; {shared}: drained, Slurm itself sets it down"
-        text = f"{text}; other jobs run there: drained, Slurm itself sets it down"[:REASON_LENGTH]
-    action = Action("drain" if others else "down", job.job, job.block_of(element), node, why, text)
-    state, not_done = ("DRAIN", "drained") if others else ("DOWN", "set down")
+        text = f"{text}; {shared.partition(' (')[0]}: drained, Slurm itself sets it down"[:REASON_LENGTH]
+    action = Action("drain" if shared else "down", job.job, job.block_of(element), node, why, text)
+    state, not_done = ("DRAIN", "drained") if shared else ("DOWN", "set down")
     if barred := permission.withheld(view, action, out):
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {barred}"))
         return
@@ -189,7 +189,7 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         out.record(job, records.IsolationWithheld(node=node, slots=[], reason=said))
         out.record(job, records.Avoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}"))
         return
-    verb = f"drain {node}" if others else f"set {node} down"
+    verb = f"drain {node}" if shared else f"set {node} down"
     done = f"{verb} in Slurm: {text}; once it is back, `{readmission.pair_test_command(node)}` tests it"
     out.record(job, records.FailureAction(failure=failure, text=done))
     out.record(job, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))

@@ -138,6 +138,7 @@ def test_the_status_of_a_large_cluster_fits_and_has_no_boxes(capsys: pytest.Capt
     long = [line for line in lines if len(line) > WIDTH]
     assert all(line.startswith("gpu-a-0117: health bad: ") for line in long), "notes may be long, rows are not"
     assert not BOXES.search("".join(lines))
+    assert "jobs that have ended: 1 (`unicronctl jobs`)" in lines and not any("ended(0)" in line for line in lines)
 
 
 def test_a_line_has_its_words_where_the_heading_says(capsys: pytest.CaptureFixture[str]) -> None:

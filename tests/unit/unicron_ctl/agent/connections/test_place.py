@@ -53,7 +53,7 @@ def test_a_number_of_spares_that_makes_no_sense_is_refused_in_one_line(said):
 def test_too_many_spares_are_a_warning_of_one_element():
     said = {"UNICRON_SPARES": "3", "UNICRON_MIN_NODES": "2"}
     place = read_place(ARRAY | said, "tcp://127.0.0.1:7451")
-    assert place.settings.spares == 3 and "2 will wait; ask for 2 or a larger --array" in place.warning
+    assert place.settings.spares == 3 and "it keeps 2; ask for 2, or for more nodes" in place.warning
     assert read_place(ARRAY | said | {"SLURM_ARRAY_TASK_ID": "1"}, "tcp://127.0.0.1:7451").warning == ""
 
 

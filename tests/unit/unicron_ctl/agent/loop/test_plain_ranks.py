@@ -62,7 +62,11 @@ def test_modules_code_and_other_programs(tmp_path):
     assert chosen("python", "-c", "import unicron").name == "session"
     assert chosen("python", "-c", "pass", "other.py").name == "restart", "the code runs, not what follows it"
     assert chosen("nice", "-n", "5", "python", "other.py").name == "session"
-    assert chosen("bash", "-c", "python gone.py") == Mode("restart", "bash is no Python script")
+    assert chosen("bash", "-c", "python gone.py") == Mode(
+        "restart", "bash runs what is not read here: say --unicron-mode=session if it imports unicron"
+    )
+    assert chosen("python", "-u", "-", "x").reason.startswith("Python reads its script from standard input")
+    assert chosen("./solver") == Mode("restart", "solver is no Python script")
     assert chosen("python", "-m").name == "restart"
 
 

@@ -107,6 +107,7 @@ def test_a_lost_node_is_drained_and_never_set_down_and_the_others_go_on():
     assert set(world.job().members) == {0, 1}
     asked = {(call[0], call[3]) for call in world.slurm.calls}
     assert ("drain", "n3") in asked and not any(action == "down" for action, _ in asked)
+    assert "job 1 has other nodes: drained" in world.slurm.reasons["n3"], "no other job ran there"
     world.slurm.queue["1", 0]["node"] = "n[1-2]"  # Slurm takes it out of the allocation
     world.run(70.0)
     assert set(world.job().members) == {0, 1} and world.job().phase == "running"

@@ -74,6 +74,10 @@ def test_only_after_a_kill_from_outside_there_is_no_error_to_wait_for(ends, kill
     after = breaks[-1]
     assert own_end_seconds(after, 5.0) == (0.0 if killed else OWN_END_SECONDS)
     assert own_end_seconds(after, YOUNG_SECONDS) == 0.0
+    if ends == (None,):
+        world.run(60.0)
+        plan = [event.record.reason for event in world.log if event.kind == "plan"][-1]
+        assert f"ready without {agents[1].node}" in plan, "whoever reads the job's log learns which node is lost"
     planned = wire.Break(generation=1, lost=[], reason="a node leaves")
     assert own_end_seconds(planned, 5.0) == SIGTERM_SECONDS, "it may hear of a signal of its own"
 
@@ -111,7 +115,7 @@ def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one():
         "a restart for a newcomer is no failure"
     )
     reason = next(event.record.reason for event in reversed(world.log) if event.kind == "break")
-    assert "1 rank join: a restart costs about" in reason and "start again in a larger world" in reason
+    assert "1 rank joins: a restart costs about" in reason and "start again in a larger world" in reason
     world.check_replay()
 
 
