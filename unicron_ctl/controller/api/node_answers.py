@@ -25,7 +25,8 @@ def visible_nodes(core: Core, asker: Asker) -> list[schema.Node]:
     for e in seen.elements if seen else ():
         if e.node and e.state in OCCUPIES:
             users.setdefault(e.node, []).append(e.label)
-    agents = {view.node: view for view in core.view.live.agents() if view.alive}
+    over = {job.job for job in core.state.jobs.values() if job.ended}  # nobody hears how their agents end
+    agents = {view.node: view for view in core.view.live.agents() if view.alive and view.job not in over}
     names = seen.by_name if seen else {}
     odd = _anomalies_of_nodes(core) if asker.admin else {}
     mine = privacy.own_jobs(core.view, asker)

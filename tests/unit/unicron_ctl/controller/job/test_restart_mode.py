@@ -10,6 +10,7 @@ from unicron.ctl.agent.loop.agent import SIGTERM_SECONDS
 from unicron.ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
 from unicron.ctl.cli import status_tables
 from unicron.ctl.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS
+from unicron.ctl.controller.api.node_answers import visible_nodes
 from unicron.ctl.controller.job import injection, modes
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.protocol import wire
@@ -508,3 +509,15 @@ def test_an_error_of_one_rank_ends_the_job_with_its_status_and_never_shrinks_its
     assert {len(plan.members) for plan in plans(world)} == {2}
     assert world.job().ended.code == 3 and "ValueError: x" in world.job().ended.reason
     assert turn <= (8 if shape == "full array" else 5)
+
+
+def test_nodes_whose_job_has_ended_are_shown_as_used_by_nobody():
+    """Defect: their agents end unheard, and the job stood beside idle nodes for minutes."""
+    world = World()
+    agents = start(world)
+    assert any(node.used_by for node in visible_nodes(world.core, EVERYBODY))
+    for agent in agents:
+        for slot in agent.slots:
+            agent.set(slot, state="finished")
+    world.run(3.0)
+    assert world.job().ended and not any(node.used_by for node in visible_nodes(world.core, EVERYBODY))
