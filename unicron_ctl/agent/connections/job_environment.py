@@ -55,7 +55,9 @@ class Place:
         return [self.element * count + local for local in range(count)]
 
     def alone(self) -> Place:
-        """This place of a job that is as large as its element."""
+        """This place of a job that is as large as its element. One allocation is one element."""
+        if self.settings.allocation:
+            return self
         return replace(self, settings=msgspec.structs.replace(self.settings, max_nodes=self.settings.block))
 
     def in_mode(self, mode: str, reason: str, trains: bool = True, command: str = "") -> Place:

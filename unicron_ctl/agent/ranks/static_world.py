@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.ranks.placeholders import fill_variables
+from unicron.ctl.protocol.ranges import LAUNCHES
 from unicron.ctl.slurm.squeue import hosts
 from unicron.ctl.system.errors import UserError
 from unicron.detector.health.program_output import TooMuchOutput, run_program
@@ -114,7 +115,7 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
     """The world of this job as Slurm shows it now. Raises UserError when the job has several nodes and Slurm does not
     tell which: each would train by itself, and all write the same files.
     """
-    port = FIRST_PORT + int(place.job) % PORTS
+    port = FIRST_PORT + (int(place.job) + place.step // LAUNCHES) % PORTS  # steps may run at the same time
     ranks = place.settings.ranks_per_node
     if place.settings.max_nodes == 1:
         return World(0, 1, ranks, place.address, port, place.job)

@@ -4,7 +4,9 @@ Several `srun` in one batch script are trainings of their own under the same job
 their Slurm step. The job is of one step at a time: a later step waits until the one before has ended, then the job
 begins again. A step whose command trains nothing, a monitor in the background, is the job only until another one comes,
 and goes on unprotected then. An element that was requeued runs its script from the start, while the others are further:
-what they have behind them it does alone. When Slurm requeues the whole job, its steps are counted anew.
+what they have behind them it does alone. Of two steps of one allocation that run at a time the one whose agents come
+first is the job, and the other one goes on unprotected, on all of its nodes. When Slurm requeues the whole job, its
+steps are counted anew.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from unicron.ctl.controller.model.view import Listing, Outcome, Send, View
 from unicron.ctl.controller.plan import job_layouts
 from unicron.ctl.protocol import ranges, wire
 from unicron.ctl.protocol.encryption import is_key
+from unicron.ctl.protocol.structs import Settings
 from unicron.ctl.slurm.slurm_client import ElementInfo
 
 # Jobs, and agents of them, that are taken in while Slurm does not say whose they are.
@@ -139,7 +142,10 @@ def _another_self(message: wire.Register, job: JobState | None, key: str) -> wir
 
 
 def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | None:
-    if job is None or message.step == job.step or job.over:
+    if job is None or message.step == job.step:
+        return None
+    beside = message.step < job.step and one_element(message.settings)
+    if job.over and not beside:
         return None
     which = f"step {message.step // ranges.LAUNCHES} of job {message.job}"
     at = job.step // ranges.LAUNCHES
@@ -151,7 +157,14 @@ def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | 
     if message.step > job.step:
         return wire.Refused(reason=f"{which} must wait: step {at} still runs")
     reason = f"{which} is over for the other elements, which are at step {at}"
+    if beside:
+        reason = f"{which} came after step {at} had begun, and one step at a time is protected"
     return wire.Refused(reason=reason, alone=True)
+
+
+def one_element(settings: Settings) -> bool:
+    """The job is no array of several elements, so each of its steps runs once, and two may run at a time."""
+    return settings.allocation or settings.max_nodes == settings.block
 
 
 def takes_over(job: JobState, message: wire.Register) -> bool:

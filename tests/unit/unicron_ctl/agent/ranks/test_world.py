@@ -101,6 +101,14 @@ def test_an_element_that_is_alone_is_a_world_of_its_own_nodes(slurm):
     assert static_world(read_place(one).alone(), one).nodes == 1
 
 
+def test_a_step_of_one_allocation_that_goes_on_unprotected_has_all_of_its_nodes_and_a_port_of_its_own():
+    """Defect: each of its nodes was a world."""
+    said = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURMD_NODENAME": "n2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    worlds = [static_world(read_place(one).alone(), one) for one in (said, said | {"SLURM_STEP_ID": "1"})]
+    assert [(world.node, world.nodes) for world in worlds] == [(1, 2)] * 2
+    assert worlds[0].port != worlds[1].port
+
+
 def test_one_node_needs_no_answer(slurm):
     slurm("#!/bin/sh\nexit 1\n", "#!/bin/sh\nexit 1\n")
     for environment in (array(5, count=1, ranks=2), JOB | {"UNICRON_RANKS_PER_NODE": "2"}):

@@ -310,3 +310,24 @@ def test_another_job_of_the_same_id_is_not_ended_for_the_one_before():
     world.slurm.queue["1", 0] = entry("n[2-4]") | {"submitted": world.now + 60.0}
     world.run(5.0)
     assert not [call for call in world.slurm.calls if call[0] == "cancel"]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_step_that_comes_after_a_later_one_has_begun_goes_on_unprotected(over):
+    """Defect: it was said to be over, and where the later one had ended it never ran."""
+    world, agents = cluster()
+    for agent in agents:
+        world.to_core(agent, agent.registration(step=LAUNCHES))
+    world.run(1.5)
+    trains(world, agents)
+    for agent in agents if over else ():
+        agent.set(agent.slots[0], state="finished")
+    world.run(1.5)
+    assert bool(world.job().ended) is over
+    world.agents.clear()
+    late = FakeAgent(world, "1", 0, "n1", name="late", nodes=3)
+    late.settings.allocation, late.obedient = True, False
+    world.to_core(late, late.registration(step=0))
+    answers = [message for message in late.heard if isinstance(message, wire.Refused | wire.End | wire.Welcome)]
+    assert [type(message) for message in answers] == [wire.Refused] and answers[0].alone
+    assert "step 0 of job 1 came after step 1 had begun" in answers[0].reason
