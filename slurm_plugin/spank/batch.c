@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "batch.h"
+#include "inherit.h"
 #include "script.h"
 
 #define STEPS 4                      /* restarts after which a step number comes again */
@@ -26,6 +27,21 @@ static long read_count(spank_t sp, const char *name)
 	return (spank_getenv(sp, name, text, sizeof(text)) == ESPANK_SUCCESS ? strtol(text, NULL, 10) : 0);
 }
 
+/* Slurm leaves a job the variables of the array's element that has submitted it: it would be taken for that element. */
+static void forget_other_array(spank_t sp)
+{
+	static const char *const names[] = {
+		"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_MIN",
+		"SLURM_ARRAY_TASK_STEP",
+	};
+	uint32_t array = 0;
+
+	if (spank_get_item(sp, S_JOB_ARRAY_ID, &array) != ESPANK_SUCCESS || (array != 0 && array != NO_VAL))
+		return;
+	for (size_t i = 0; i < sizeof(names) / sizeof(*names); ++i)
+		spank_unsetenv(sp, names[i]);
+}
+
 /*
  * sbatch --no-kill is for the allocation alone. Without it srun ends its step when one of the nodes is lost, and the rest could not
  * go on. An array's element is requeued as a whole.
@@ -34,9 +50,11 @@ void batch_set_variables(spank_t sp)
 {
 	char text[16];
 
+	forget_other_array(sp);
 	if (read_count(sp, "SLURM_JOB_NUM_NODES") > 1 &&
-	    spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) != ESPANK_SUCCESS)
-		spank_setenv(sp, "SLURM_NO_KILL", "set", 0);
+	    spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) != ESPANK_SUCCESS &&
+	    spank_getenv(sp, "SLURM_NO_KILL", text, sizeof(text)) == ESPANK_ENV_NOEXIST)
+		inherit_set(sp, "SLURM_NO_KILL", "set");
 }
 
 /* Whether `srun true` ran in this job, within its time. */
@@ -81,7 +99,7 @@ static void use_up_steps(spank_t sp)
 	while (used < count && use_up_step(env))
 		++used;
 	snprintf(text, sizeof(text), "%ld", used);
-	spank_setenv(sp, FIRST_STEP, text, 1);
+	inherit_set(sp, FIRST_STEP, text);
 }
 
 /* Tells what is not protected: what the script doesn't start by srun, and the runs of a sweep, whose agents hear of it. */
@@ -97,12 +115,9 @@ static void look_at_script(spank_t sp)
 	if (!script.step)
 		dprintf(STDERR_FILENO, "unicron: nothing protects this job, for no srun in its script starts a training: "
 			"write `srun %s ...`\n", script.word[0] != '\0' ? script.word : "python train.py");
-	/* The user's own word is 0. Any other is that of the script which has submitted this one. */
-	if (spank_getenv(sp, SWEEP, text, sizeof(text)) == ESPANK_SUCCESS && strcmp(text, "0") == 0)
-		return;
-	spank_unsetenv(sp, SWEEP);
-	if (script.sweep[0] != '\0' && spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) == ESPANK_SUCCESS)
-		spank_setenv(sp, SWEEP, script.sweep, 1);
+	if (script.sweep[0] != '\0' && spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) == ESPANK_SUCCESS &&
+	    spank_getenv(sp, SWEEP, text, sizeof(text)) == ESPANK_ENV_NOEXIST)    /* 0 is the user's own word */
+		inherit_set(sp, SWEEP, script.sweep);
 }
 
 void batch_prepare(spank_t sp)

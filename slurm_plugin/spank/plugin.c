@@ -10,6 +10,7 @@
 #include "args.h"
 #include "batch.h"
 #include "config.h"
+#include "inherit.h"
 #include "notify.h"
 #include "step.h"
 #include "submit.h"
@@ -31,6 +32,7 @@ static struct plugin_choice choice;
 static enum step_verdict verdict;      /* of a regular step of a job with Unicron, from user_init on */
 static char reason[UNICRON_REASON_MAX];
 static bool tasks_failed;
+static bool submitter_asked;           /* this submission comes from a job that asked for Unicron */
 
 /* The arguments are read once, by the first entry point that asks. */
 static bool usable(int ac, char **av)
@@ -44,6 +46,8 @@ CALLBACK slurm_spank_init(spank_t sp, int ac, char **av)
 {
 	spank_context_t context = spank_context();
 
+	if (context == S_CTX_ALLOCATOR)
+		submitter_asked = inherit_forget();
 	/* Registered also when the configuration is unusable: srun --unicron then still runs, unprotected. */
 	if (context == S_CTX_LOCAL || context == S_CTX_ALLOCATOR || context == S_CTX_REMOTE)
 		args_register(sp);
@@ -52,14 +56,16 @@ CALLBACK slurm_spank_init(spank_t sp, int ac, char **av)
 	return (0);
 }
 
-/* srun, sbatch and salloc hand on what the user said to the steps and to nested commands; the default decides again there. */
-static void hand_on(void)
+/*
+ * What the user said goes into the environment of the job and of its steps: of this process where sp is NULL. The default decides again
+ * there.
+ */
+static void hand_on(spank_t sp)
 {
-	if (choice.spoken)
-		setenv("UNICRON", choice.enabled ? "1" : "0", 1);
-	for (enum args_value which = 0; choice.spoken && choice.enabled && which < ARGS_VALUES; ++which)
+	inherit_set(sp, "UNICRON", choice.enabled ? "1" : "0");
+	for (enum args_value which = 0; choice.enabled && which < ARGS_VALUES; ++which)
 		if (choice.values[which][0] != '\0')
-			setenv(args_variable(which), choice.values[which], 1);
+			inherit_set(sp, args_variable(which), choice.values[which]);
 }
 
 /* Here, for slurmd's contain_spank runs the later callbacks in a process whose descriptors the tasks do not inherit. */
@@ -89,7 +95,11 @@ CALLBACK slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 		if (ret < 0)
 			exit(EXIT_FAILURE);
 		submit_finish(choice.spoken && choice.enabled);
-		hand_on();
+		if (choice.spoken)
+			hand_on(NULL);
+		else if (submitter_asked && !choice.enabled)
+			slurm_spank_log("unicron: nothing protects the new job, for --unicron was said of the job that submits it: if it "
+					"trains, submit it with --unicron, too");
 	} else if (context == S_CTX_REMOTE && choice.enabled && is_regular_step(sp)) {
 		/* Where the agent reports to, there the hints go. */
 		if (spank_getenv(sp, "UNICRON_CONTROLLER", address, sizeof(address)) != ESPANK_SUCCESS)
@@ -131,7 +141,7 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 		return (0);
 	if (!choice.enabled) {
 		if (choice.spoken)
-			spank_setenv(sp, "UNICRON", "0", 1);
+			hand_on(sp);
 		return (0);
 	}
 	if (is_regular_step(sp))
@@ -140,12 +150,9 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 		batch_set_variables(sp);
 	if (!choice.spoken && (!is_regular_step(sp) || verdict != STEP_PROTECTED))
 		return (0);
-	spank_setenv(sp, "UNICRON", "1", 1);
+	hand_on(sp);
 	if (!choice.spoken)
-		spank_setenv(sp, "UNICRON_BY_DEFAULT", "1", 1);
-	for (enum args_value which = 0; which < ARGS_VALUES; ++which)
-		if (choice.values[which][0] != '\0')
-			spank_setenv(sp, args_variable(which), choice.values[which], 1);
+		inherit_set(sp, "UNICRON_BY_DEFAULT", "1");
 	if (config.controller[0] != '\0')
 		spank_setenv(sp, "UNICRON_CONTROLLER", config.controller, 0);
 	if (config.file[0] != '\0')

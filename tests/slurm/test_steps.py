@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,7 @@ sleep 2
 srun --overlap python train.py
 kill %1
 wait
+sbatch -n1 -o other.out --wrap 'env | grep UNICRON || echo nothing' 2>&1
 echo END
 """
 SWEEP = """#!/bin/bash
@@ -72,7 +74,8 @@ def test_each_step_runs_as_it_is_meant(site: Site) -> None:
     (site.folder / "prepare.py").write_text(PREPARES)
     (site.folder / "train.py").write_text("import msgspec, " + RANK.replace("'rank", "'train").removeprefix("import "))
     job = submit(site, "job.sh", JOB)
-    site.environment["UNICRON_SWEEP"] = "submit.sh"  # of a sweep that has submitted these
+    # Of a sweep that has submitted these.
+    site.environment |= dict.fromkeys(("UNICRON_SWEEP", "_UNICRON_OF_JOB_UNICRON_SWEEP"), "submit.sh")
     sweep = submit(site, "sweep.sh", SWEEP.replace("$*", "*__import__('sys').argv"))
     hidden = site.folder / "hidden.sh"
     hidden.write_text("srun python train.py --lr $1 $SLURM_JOB_ID\n")
@@ -93,6 +96,15 @@ def test_each_step_runs_as_it_is_meant(site: Site) -> None:
     said = [line for line in lines if "this step runs unprotected" in line]
     assert len(said) == 2 and "standard input" in said[0] and "--multi-prog" in said[1], site.logs()
     assert count("train 0 of 2") == count("train 1 of 2") == 1, site.logs()
+    assert (
+        count(
+            "unicron: nothing protects the new job, for --unicron was said of the job that submits it: if it trains, "
+            "submit it with --unicron, too"
+        )
+        == 1
+    ), site.logs()
+    inherited = (site.folder / "other.out").read_text()
+    assert not re.search(r"^_?UNICRON(_OF_JOB_|=|_(MODE|WEIGHT)=)", inherited, re.MULTILINE), inherited
     assert "no controller answers" not in "\n".join(lines)
     for element in range(4):
         text = (site.folder / f"slurm-{sweep}_{element}.out").read_text()

@@ -19,6 +19,7 @@
 #include "agent.h"
 #include "args.h"
 #include "config.h"
+#include "inherit.h"
 #include "msgpack.h"
 #include "notify.h"
 #include "script.h"
@@ -549,6 +550,44 @@ static void test_batch_scripts(void)
 	assert(unlink(path) == 0 && unlink("names_srun") == 0 && chdir("/") == 0 && rmdir(folder) == 0);
 }
 
+/* A job that another one submits has what the user set, and nothing of what the plugin set for the other. */
+static void test_nested_submission(void)
+{
+	char *av[] = { NULL }, text[64];
+	spank_context_t contexts[] = { S_CTX_ALLOCATOR, S_CTX_LOCAL };
+
+	setenv("UNICRON_SPARES", "1", 1);
+	for (size_t i = 0; i < sizeof(contexts) / sizeof(*contexts); ++i) {
+		setenv("_SLURM_SPANK_OPTION_unicron_unicron", "(null)", 1);
+		inherit_set(NULL, "UNICRON", "1");
+		inherit_set(NULL, "UNICRON_SPARES", "1");
+		inherit_set(NULL, "UNICRON_MIN_NODES", "2");
+		setenv("UNICRON_MIN_NODES", "3", 1);    /* the script's own */
+		args_reset();
+		registered_count = job_env_count = messages = 0;
+		context = contexts[i];
+		assert(slurm_spank_init(NULL, 0, av) == 0 && slurm_spank_init_post_opt(NULL, 0, av) == 0);
+		/* srun's step is of this job. */
+		assert((getenv("UNICRON") == NULL) == (context == S_CTX_ALLOCATOR) && messages == (context == S_CTX_ALLOCATOR));
+		assert((getenv(UNICRON_MARK "UNICRON") == NULL) == (context == S_CTX_ALLOCATOR));
+		assert((getenv("_SLURM_SPANK_OPTION_unicron_unicron") == NULL) == (context == S_CTX_ALLOCATOR));
+		assert(strcmp(getenv("UNICRON_SPARES"), "1") == 0 && strcmp(getenv("UNICRON_MIN_NODES"), "3") == 0);
+	}
+	inherit_forget();
+	registered_count = 0;
+	assert(slurm_spank_init(NULL, 0, av) == 0 && option("unicron-spares", "2", 0) == 0);
+	context = S_CTX_ALLOCATOR;
+	assert(slurm_spank_init_post_opt(NULL, 0, av) == 0 && strcmp(getenv("UNICRON_SPARES"), "2") == 0);
+	assert(inherit_forget() && getenv("UNICRON") == NULL && getenv("UNICRON_SPARES") == NULL);
+	unsetenv("UNICRON_MIN_NODES");
+	args_reset();
+
+	registered_count = job_env_count = messages = 0;
+	inherit_set((spank_t) text, "UNICRON", "0");
+	assert(spank_getenv(NULL, UNICRON_MARK "UNICRON", text, sizeof(text)) == ESPANK_SUCCESS && strcmp(text, "0") == 0);
+	job_env_count = 0;
+}
+
 /* Which submissions ask for Unicron, as far as that can be seen before Slurm reads their options. */
 static void test_submissions(void)
 {
@@ -739,6 +778,7 @@ int main(int argc, char **argv)
 	args_register(NULL);
 	test_choice();
 	test_step();
+	test_nested_submission();
 	test_names();
 	printf("ok\n");
 	return (0);

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agent here, and nobody's --unicron
 SWEEP = "UNICRON_SWEEP"  # 0: an array is one training all the same; else the name of what shows that it is none
 _OF_THE_PLUGIN = ("UNICRON", BY_DEFAULT, "UNICRON_WEIGHT", "UNICRON_MIN_NODES", "UNICRON_MODE")
+_MARK = "_UNICRON_OF_JOB_"  # before the name of what the plugin has set (slurm_plugin/spank/inherit.h)
 # A script that finds its place in the world by what srun tells of its step, as submitit and Lightning do
 _READS_THE_ELEMENT = re.compile(r"\bSLURM_ARRAY_TASK_ID\b")
 _READS_THE_STEP = re.compile(r"\bSLURM_(?:PROCID|LOCALID|NODEID|NTASKS\w*|STEP\w*|TASKS_PER_NODE)\b|\bsubmitit\b")
@@ -129,7 +130,8 @@ def become(command: Sequence[str], environment: Mapping[str, str], why: str = ""
     by_default = environment.get(BY_DEFAULT) == "1"
     if why and not by_default and environment.get("SLURM_PROCID", "0") == "0":
         print(f"unicron: this step runs unprotected: {why}", file=sys.stderr, flush=True)
-    kept = {name: value for name, value in environment.items() if not by_default or name not in _OF_THE_PLUGIN}
+    plugins = _OF_THE_PLUGIN if by_default else ()
+    kept = {name: value for name, value in environment.items() if name.removeprefix(_MARK) not in plugins}
     try:
         standard_input.give_back()
         bare.become(command, kept)
