@@ -19,18 +19,6 @@ static void hear_element(struct script *script, const char *text, const char *na
 		note_word(script->sweep, name);
 }
 
-/* A file that a command of the batch script names. */
-static void hear_file(struct script *script, const char *path)
-{
-	char *text = read_beginning(path);
-
-	if (text == NULL)
-		return;
-	script->step = script->step || strstr(text, "srun") != NULL || strstr(text, "unicron-agent") != NULL;
-	hear_element(script, text, base_name(path));
-	free(text);
-}
-
 /* An option of srun's may have the next word for itself, so the command is the first word behind that, or a utility before it. */
 static bool is_training_step(char *const words[])
 {
@@ -46,31 +34,82 @@ static bool is_training_step(char *const words[])
 	return (true);
 }
 
+/* Whether a command starts a step that may train. What a program of the system's is given runs nothing. */
+static bool starts_step(char *const words[])
+{
+	if (command_of_word(words[0]) == COMMAND_UTILITY)
+		return (false);
+	for (int i = 0; words[i] != NULL; ++i)
+		if (strcmp(base_name(words[i]), "srun") == 0)
+			return (is_training_step(words + i + 1));
+		else if (strcmp(base_name(words[i]), "unicron-agent") == 0)
+			return (true);
+	return (false);
+}
+
+/* Whether a text of Python's may start a step, its comments and what is between three quotes left out. */
+static bool python_starts_step(char *text)
+{
+	char *end;
+
+	blank_comments(text);
+	for (char *at = text; (at = strstr(at, "\"\"\"")) != NULL && (end = strstr(at + 3, "\"\"\"")) != NULL; at = end + 3)
+		memset(at, ' ', (size_t) (end + 3 - at));
+	return (strstr(text, "srun") != NULL || strstr(text, "unicron-agent") != NULL);
+}
+
+static bool is_python_text(const char *path, const char *text)
+{
+	const char *name = strstr(text, "python");
+
+	return (ends_with(path, ".py") || (strncmp(text, "#!", 2) == 0 && name != NULL && name < text + strcspn(text, "\n")));
+}
+
+/* A file that a command of the batch script names. */
+static void hear_file(struct script *script, const char *path)
+{
+	char *text = read_beginning(path), *words[MOST_WORDS + 1], *rest = NULL;
+	int count;
+
+	if (text == NULL)
+		return;
+	hear_element(script, text, base_name(path));
+	if (is_python_text(path, text)) {
+		script->step = script->step || python_starts_step(text);
+	} else {
+		blank_comments(text);
+		blank_syntax(text);
+		for (count = next_command(text, &rest, words); count >= 0; count = next_command(NULL, &rest, words))
+			script->step = script->step || (count > 0 && starts_step(words));
+	}
+	free(text);
+}
+
 static void hear_batch_command(struct script *script, char *const words[])
 {
+	char sourced[64];
 	bool step = false;
 
-	for (int i = 0; words[i] != NULL && !step; ++i) {
-		step = strcmp(base_name(words[i]), "srun") == 0;
-		if (step ? is_training_step(words + i + 1) : strcmp(base_name(words[i]), "unicron-agent") == 0)
-			script->step = true;
-	}
-	for (int i = 0; words[i] != NULL; ++i)
+	script->step = script->step || starts_step(words);
+	for (int i = 0; words[i] != NULL; ++i) {
+		step = step || strcmp(base_name(words[i]), "srun") == 0;
 		hear_file(script, words[i]);
-	if (!step && command_of(words, false).kind == COMMAND_TRAINS)
-		note_word(script->word, words[0]);
+	}
+	if (step || command_of(words, false).kind != COMMAND_TRAINS)
+		return;
+	snprintf(sourced, sizeof(sourced), "bash %.50s", words[1] != NULL ? words[1] : "");
+	note_word(script->word, strcmp(words[0], "source") == 0 || strcmp(words[0], ".") == 0 ? sourced : words[0]);
 }
 
 bool script_read(const char *path, struct script *script)
 {
-	char *text = read_beginning(path), *words[MOST_WORDS + 1], *rest = NULL, *line;
+	char *text = read_beginning(path), *words[MOST_WORDS + 1], *rest = NULL;
 	int count;
 
 	memset(script, 0, sizeof(*script));
 	if (text == NULL)
 		return (false);
-	line = strndup(text, strcspn(text, "\n"));
-	if (line != NULL && strncmp(line, "#!", 2) == 0 && strstr(line, "python") != NULL) {
+	if (is_python_text("", text)) {
 		hear_file(script, path);
 		note_word(script->word, "python");
 	} else {
@@ -81,7 +120,6 @@ bool script_read(const char *path, struct script *script)
 			if (count > 0)
 				hear_batch_command(script, words);
 	}
-	free(line);
 	free(text);
 	return (true);
 }

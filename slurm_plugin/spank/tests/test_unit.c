@@ -521,11 +521,15 @@ static void test_batch_scripts(void)
 		{ "#!/bin/sh\nsrun env A=1 python train.py\n", "", true, "" },
 		{ "#!/bin/sh\n./x.py\n", "./x.py", false, "" },
 		{ "#!/usr/bin/env python3\nimport torch\n", "python", false, "" },
-		{ "#!/usr/bin/python\nimport submitit  # by srun\n", "", true, "" },
+		{ "#!/usr/bin/python\nimport os; os.system('srun ./train')\n", "", true, "" },
 		{ "#!/bin/sh\npython launch.py\n. ./names_srun\n", "", true, "names_srun" },
 		{ "#!/bin/sh\n#SBATCH --output=%A_%a # SLURM_ARRAY_TASK_ID\nsrun python train.py $SLURM_ARRAY_JOB_ID\n", "", true, "" },
 		{ "#!/bin/sh\nsrun python train.py --lr ${LRS[$SLURM_ARRAY_TASK_ID]}\n", "", true, "its batch script" },
 		{ "#!/bin/sh\nsrun python names_srun\n", "", true, "names_srun" },
+		{ "#!/bin/sh\n./speaks_of_it\n", "./speaks_of_it", false, "" },
+		{ "#!/bin/sh\nbash speaks_of_it\necho write srun python x\n", "bash", false, "" },
+		{ "#!/bin/bash\nsource speaks_of_it\n", "bash speaks_of_it", false, "" },
+		{ "#!/bin/sh\npython says.py\n", "python", false, "" },
 		{ "", "", false, "" },
 	};
 	char folder[] = "/tmp/unicron-test-XXXXXX", path[64];
@@ -535,6 +539,10 @@ static void test_batch_scripts(void)
 	assert(mkdtemp(folder) != NULL && chdir(folder) == 0);
 	file = fopen("names_srun", "w");
 	assert(file != NULL && fputs("srun python train.py $SLURM_ARRAY_TASK_ID\n", file) >= 0 && fclose(file) == 0);
+	file = fopen("speaks_of_it", "w");
+	assert(file != NULL && fputs("# no srun\nsrun hostname\necho 'no srun here'\ntorchrun x.py\n", file) >= 0 && fclose(file) == 0);
+	file = fopen("says.py", "w");
+	assert(file != NULL && fputs("\"\"\"srun python says.py\"\"\"\nimport torch  # by srun\n", file) >= 0 && fclose(file) == 0);
 	snprintf(path, sizeof(path), "%s/script", folder);
 	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
 		file = fopen(path, "w");
@@ -547,7 +555,7 @@ static void test_batch_scripts(void)
 		}
 	}
 	assert(!script_read("/nonexistent", &found));
-	assert(unlink(path) == 0 && unlink("names_srun") == 0 && chdir("/") == 0 && rmdir(folder) == 0);
+	assert(unlink(path) == 0 && unlink("names_srun") == 0 && unlink("speaks_of_it") == 0 && unlink("says.py") == 0 && chdir("/") == 0 && rmdir(folder) == 0);
 }
 
 /* A job that another one submits has what the user set, and nothing of what the plugin set for the other. */
