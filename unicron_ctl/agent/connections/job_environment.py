@@ -67,9 +67,12 @@ class Place:
 
     @property
     def warning(self) -> str:
-        """What its element 0 says, for all, of a number of spares that does not fit; else empty. The job runs all the
-        same: with as many spares as leave enough elements."""
+        """What its element 0 says, for all, of a minimum or a number of spares that does not fit; else empty. The job
+        runs all the same: with all of its nodes, or with as many spares as leave enough of them."""
         settings = self.settings
+        if settings.min_nodes > settings.max_nodes and not self.element:
+            least = f"UNICRON_MIN_NODES={settings.min_nodes} of {settings.max_nodes} nodes"
+            return f"{least}: the job runs with all {settings.max_nodes}, and with no fewer"
         most = max(0, settings.max_nodes - settings.min_nodes)
         if self.element or settings.spares <= most:
             return ""

@@ -57,6 +57,12 @@ def test_too_many_spares_are_a_warning_of_one_element():
     assert read_place(ARRAY | said | {"SLURM_ARRAY_TASK_ID": "1"}, "tcp://127.0.0.1:7451").warning == ""
 
 
+@pytest.mark.parametrize(("least", "warns"), [("4", False), ("9", True)])
+def test_a_minimum_above_the_jobs_nodes_is_a_warning(least, warns):
+    place = read_place(ARRAY | {"SLURM_ARRAY_TASK_ID": "0", "UNICRON_MIN_NODES": least}, "tcp://127.0.0.1:7451")
+    assert ("=9 of 4 nodes: the job runs with all 4, and with no fewer" in place.warning) is warns
+
+
 @pytest.mark.parametrize(("said", "rate"), [("0", 0.0), ("0.1", image_stream.LEAST_RATE), ("", 1e9)])
 def test_a_rate_of_copies_that_the_other_side_would_wait_for_is_read(said, rate):
     assert memory_rate({"UNICRON_MEMORY_RATE": said}) == pytest.approx(rate)
