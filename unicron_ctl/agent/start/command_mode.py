@@ -49,6 +49,13 @@ _RUNS_MORE = {
     "execvpe",
 }
 _RUNS_MORE |= {"fork", "popen", "posix_spawn", "posix_spawnp", "spawnl", "spawnv", "spawnvp", "system"}
+# Programs that a monitor may run all the same: none of them trains, or runs another
+_MONITOR_PROGRAMS = set(
+    "amd-smi cat date dcgmi df du free gpustat hostname iostat ls mpstat nvidia-smi ps rocm-smi sacct sensors sinfo "
+    "squeue sstat uname uptime vmstat w who".split()
+)
+_SHELL_SYNTAX = re.compile(r"[;&|`$<>()\n]")
+_OF_SUBPROCESS = {"CalledProcessError", "DEVNULL", "PIPE", "STDOUT", "SubprocessError", "TimeoutExpired"}  # run nothing
 _SHELLS = ("bash", "sh", "dash", "ksh", "zsh")
 _SAY = "say --unicron-mode=session if it imports unicron"
 LAUNCHER = ("-m", "unicron.transition.megatron_lm")  # goes in front of such a program, and heals it unmodified
@@ -117,7 +124,7 @@ def launched(command: Sequence[str]) -> list[str]:
 
 def only_helps(text: str) -> bool:
     """Whether this is the text of a Python program that surely trains nothing: it imports Python's own modules and
-    those of monitors only, and starts nothing else."""
+    those of monitors only, and starts nothing else but programs such as nvidia-smi."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -128,10 +135,43 @@ def only_helps(text: str) -> bool:
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module if node.module and not node.level else ".")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _RUNS_MORE:
-            return False
+        elif isinstance(node, ast.Call) and (called := ast.unparse(node.func).split(".")[-1]) in _RUNS_MORE:
+            if called not in ("system", "popen") or not _runs_monitor(node):
+                return False
     names = {name.split(".")[0] for name in imported}
+    if "subprocess" in names and _only_runs_monitors(tree):
+        names.discard("subprocess")
+        names.add("os")
     return bool(names) and names <= (sys.stdlib_module_names | _MONITORS) - _RUN_MORE
+
+
+def _only_runs_monitors(tree: ast.Module) -> bool:
+    """Whether each use of the module subprocess runs a monitor's program, as far as the text shows."""
+    nodes = list(ast.walk(tree))
+    names = set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names if alias.name == "subprocess"}
+        elif isinstance(node, ast.ImportFrom) and node.module == "subprocess":
+            names |= {alias.asname or alias.name for alias in node.names if alias.name not in _OF_SUBPROCESS}
+    known = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in _OF_SUBPROCESS}
+    for node in nodes:
+        if isinstance(node, ast.Call) and _runs_monitor(node):
+            known |= {id(inner) for inner in ast.walk(node.func)}
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id in names]
+    return "*" not in names and all(id(node) in known for node in uses)
+
+
+def _runs_monitor(call: ast.Call) -> bool:
+    """Whether the call's first argument is the command of a monitor's program."""
+    if not call.args or any(keyword.arg in (None, "args", "executable", "preexec_fn") for keyword in call.keywords):
+        return False
+    first = call.args[0]
+    if isinstance(first, ast.List | ast.Tuple) and first.elts:
+        first = first.elts[0]
+    if not isinstance(first, ast.Constant) or not isinstance(first.value, str) or _SHELL_SYNTAX.search(first.value):
+        return False
+    return Path((first.value.split() or [""])[0]).name in _MONITOR_PROGRAMS
 
 
 def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> tuple[str, str | None]:

@@ -155,7 +155,10 @@ def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | 
         reason = f"{which} trains nothing, and step {at} is the job"
         return wire.Refused(reason=reason, final=True, alone=True)
     if message.step > job.step:
-        return wire.Refused(reason=f"{which} must wait: step {at} still runs")
+        reason = (
+            f"{which} came while step {at} runs, and one step at a time is protected: if step {at} trains nothing, "
+        )
+        return wire.Refused(reason=f"{reason}write `UNICRON=0 srun ...` for it")
     reason = f"{which} is over for the other elements, which are at step {at}"
     if beside:
         reason = f"{which} came after step {at} had begun, and one step at a time is protected"

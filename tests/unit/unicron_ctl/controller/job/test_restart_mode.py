@@ -345,7 +345,8 @@ def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own():
 
     early = register(0, 1)
     world.agents.remove(early)
-    assert [m.final for m in early.heard if isinstance(m, wire.Refused)] == [False], "step 0 still runs"
+    refused = [m for m in early.heard if isinstance(m, wire.Refused)]
+    assert [m.final for m in refused] == [False] and "write `UNICRON=0 srun ...` for it" in refused[0].reason
     for agent in agents:
         agent.set(agent.element, state="finished")
     world.run(1)
