@@ -148,7 +148,7 @@ static bool is_said(const char *option)
 void submit_finish(bool asked)
 {
 	char missing[128] = "";
-	bool any = false;
+	bool any = false, array;
 
 	for (size_t i = 0; i < DEFAULTS; ++i) {
 		if (mine[i])
@@ -157,9 +157,12 @@ void submit_finish(bool asked)
 	}
 	if (!asked || any || words[0] == NULL || strstr(words[0], "sbatch") == NULL)
 		return;
+	submit_asks(words, NULL, false, &array);
 	for (size_t i = 0; i < DEFAULTS; ++i)
-		if (defaults[i].option != NULL && getenv(defaults[i].variable) == NULL && !is_said(defaults[i].option))
-			snprintf(missing + strlen(missing), sizeof(missing) - strlen(missing), " %s%s", defaults[i].option,
+		if (defaults[i].option != NULL && getenv(defaults[i].variable) == NULL && !is_said(defaults[i].option) &&
+		    !(array && defaults[i].of_allocation))
+			snprintf(missing + strlen(missing), sizeof(missing) - strlen(missing), "%s %s%s",
+				 defaults[i].of_allocation ? " and, but for an array," : "", defaults[i].option,
 				 strcmp(defaults[i].option, "--open-mode") == 0 ? "=append" : "");
 	if (missing[0] != '\0')
 		slurm_spank_log("unicron: couldn't read the script before sbatch did: if it doesn't have these options, a lost node ends "
