@@ -24,7 +24,7 @@ from unicron.ctl.agent.connections.step_tasks import others
 from unicron.ctl.agent.loop.controller_registration import Registration
 from unicron.ctl.agent.loop.dumps import Dumps
 from unicron.ctl.agent.loop.ending import Ending
-from unicron.ctl.agent.loop.plans import AT_WORK, Plans
+from unicron.ctl.agent.loop.plans import AT_WORK, LONG_WAIT_SECONDS, Plans, wait_long
 from unicron.ctl.agent.loop.reports import Reports
 from unicron.ctl.agent.loop.stand_in import StandIn
 from unicron.ctl.agent.node import node_watch
@@ -199,9 +199,17 @@ class Agent:
             ("answer at the door", self._witness.door.answer),
             ("send a status", partial(self._report, now)),
             ("call the controller", self.registration.on_timer),
+            ("say that it waits", self._tell_long_wait),
             ("end", partial(self._end_if_over, now)),
         ):
             attempt(what, step)
+
+    def _tell_long_wait(self) -> None:
+        """Element 0 says, once and for all of them, that the job waits for more nodes."""
+        settings, states = self.place.settings, [rank.status for rank in self.ranks.values()]
+        if not self.place.element and not settings.spares and wait_long(states, time.time()):
+            told = f"its ranks have waited {LONG_WAIT_SECONDS:.0f} s for others"
+            self.log.warn_once(f"{told}: `unicronctl explain {self.place.job}` says for which, and why")
 
     @property
     def _child_pid(self) -> int | None:

@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.transition.snapshot.image_format import SHARD, Key
 
 PLANS_HELD = 4  # the ranks are in one of the last
 AT_WORK = frozenset({"entering", "running"})  # states of ranks
 RESTING = frozenset({"starting", "waiting"})  # of those that begin anew
+LONG_WAIT_SECONDS = 60.0  # without a world, after which the job's log says where to ask why
 
 
 def counted(count: int, what: str) -> str:
     """ "1 node", "2 nodes"."""
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def wait_long(statuses: Sequence[structs.RankStatus], now: float) -> bool:
+    """Whether all ranks have been able to enter a world for long, and there is none. now: in seconds since the epoch,
+    as in the statuses."""
+    latest = max((status.changed for status in statuses), default=now)
+    return all(status.state == "waiting" for status in statuses) and now - latest >= LONG_WAIT_SECONDS
 
 
 class Saving(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.ctl.agent.loop.plans import PLANS_HELD, Plans
-from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.agent.loop.plans import LONG_WAIT_SECONDS, PLANS_HELD, Plans, wait_long
+from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.transition.snapshot.image_format import SHARD, STATE, Key
 
 
@@ -114,3 +114,17 @@ def test_the_job_s_log_is_told_of_each_new_world_once_and_why() -> None:
     smaller = "generation 3: 2 ranks on 1 node (before: 4 ranks on 2 nodes): slot 0 is gone with its node n1"
     assert news(3, [2, 3], "slot 0 is gone with its node n1") == ["", "", smaller, ""]
     assert first.on_entered(0) == "" and second.on_entered(4) == "", "what the agents agree on they say themselves"
+
+
+@pytest.mark.parametrize(
+    ("states", "age", "long"),
+    [
+        (["waiting", "waiting"], LONG_WAIT_SECONDS, True),
+        (["waiting", "waiting"], LONG_WAIT_SECONDS - 1.0, False),
+        (["waiting", "running"], LONG_WAIT_SECONDS, False),
+        (["waiting", "exited"], LONG_WAIT_SECONDS, False),
+    ],
+)
+def test_ranks_wait_long_once_all_of_them_have_been_ready_for_a_minute(states: list[str], age: float, long: bool):
+    statuses = [structs.RankStatus(state=state, changed=1000.0 - 300.0 * (not at)) for at, state in enumerate(states)]
+    assert wait_long(statuses, 1000.0 + age) is long
