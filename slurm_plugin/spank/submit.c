@@ -161,9 +161,9 @@ void submit_finish(bool asked)
 	for (size_t i = 0; i < DEFAULTS; ++i)
 		if (defaults[i].option != NULL && getenv(defaults[i].variable) == NULL && !is_said(defaults[i].option) &&
 		    !(array && defaults[i].of_allocation))
-			snprintf(missing + strlen(missing), sizeof(missing) - strlen(missing), "%s %s%s",
-				 defaults[i].of_allocation ? " and, but for an array," : "", defaults[i].option,
-				 strcmp(defaults[i].option, "--open-mode") == 0 ? "=append" : "");
+			snprintf(missing + strlen(missing), sizeof(missing) - strlen(missing), " %s%s", defaults[i].option,
+				 strcmp(defaults[i].option, "--open-mode") == 0 ? "=append" :
+				 defaults[i].of_allocation ? " (but for an array)" : "");
 	if (missing[0] != '\0')
 		slurm_spank_log("unicron: couldn't read the script before sbatch did: if it doesn't have these options, a lost node ends "
 				"the job, or its log is written over; give sbatch%s", missing);
