@@ -167,11 +167,7 @@ def read_place(
     most = nodes * (int(number(environment, "SLURM_ARRAY_TASK_COUNT", "1")) if array else 1)
     given = _set(environment)
     least = int(number(given, "UNICRON_MIN_NODES", "1", most=ranges.MOST_ELEMENTS))
-    least = block if least == 1 else least  # as few as can be
-    if least % block:
-        more = least + block - least % block
-        said = f"UNICRON_MIN_NODES={least} counts nodes, and the array's elements have {block} each"
-        raise UserError(f"{said}: give a multiple of that, like {more}", WRONG_USE)
+    least = -(-least // block) * block  # a block comes whole
     model = read_model(environment)
     memory_every(environment)  # a mistake is said before the job runs without
     memory_rate(environment)
