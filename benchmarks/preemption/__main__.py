@@ -100,9 +100,11 @@ def measure(folder: Path, times: int) -> None:
         options = ["-p", "spot", "-N1", "--gres=gpu:1", f"--array=0-{NODES - 1}", "--requeue", "--open-mode=append"]
         site.slurm("sbatch", *options, "-o", str(folder / "%a.out"), str(folder / "job.sh"))
         site.wait(lambda: site.trains(NODES), "all train")
+        events = controller.events()
         for _ in range(times):
             preempt(site)
-        events, job = controller.events(), controller.job()
+            events += controller.events(after=events[-1]["id"])  # the log thins its steps out
+        job = controller.job()
     finally:
         controller.close()
         cluster.down()

@@ -167,11 +167,10 @@ class Controller:
         """Those of `unicronctl status`, the oldest first."""
         return self.status()["failures"]
 
-    def events(self, *kinds: str, job: str = "") -> list[dict[str, Any]]:
-        """The events of these kinds, or of all; of a job when it is named."""
+    def events(self, *kinds: str, job: str = "", after: int = 0) -> list[dict[str, Any]]:
+        """The events of these kinds, or of all, that came after this one; of a job when it is named."""
         found: list[dict[str, Any]] = []
         only = {"job": job} if job else {}
-        after = 0
         while page := self._events(after=after, limit=PAGE, **only):
             found += [event for event in page if not kinds or event["kind"] in kinds]
             after = page[-1]["id"]
