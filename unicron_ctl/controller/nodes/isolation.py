@@ -44,7 +44,8 @@ def leave_node(
     suspect: bool,
     out: Outcome,
 ) -> bool:
-    """Takes the job's element off the agent's node: it is requeued and held until another node is found for it.
+    """Takes the job's element off the agent's node: it is requeued and held until another node is found for it. A job
+    that is one allocation goes on without the node.
 
     False when that cannot or must not be done: the process is to be started again in place then. failure: whose remedy
     it is. suspect: the node may be at fault; else the job moves only if there is another node for it.
@@ -59,8 +60,7 @@ def leave_node(
     if asked or (info.node and info.node != agent.node):
         out.record(job, records.FailureAction(failure=failure, text=f"{here} leaves {agent.node} already"))
         return True
-    if job.settings.allocation:
-        return _leave_out(view, job, agent, failure, slots, reason, suspect, out)
+    allocated = job.settings.allocation
     action = Action(
         "requeue_hold",
         job.job,
@@ -69,57 +69,41 @@ def leave_node(
         f"its job leaves {agent.node}: {reason}"[:400],
         f"{HELD} until there is another node than {agent.node}",
     )
-    why = (
-        permission.withheld(view, action, out)
-        or _must_stay(view, job, agent.node, suspect)
-        or bounds.Bounds(view).refuse(action)
-    )
+    if allocated:
+        why = _needed(view, job, agent, suspect)
+    else:
+        why = (
+            permission.withheld(view, action, out)
+            or _must_stay(view, job, agent.node, suspect)
+            or bounds.Bounds(view).refuse(action)
+        )
     if why:
-        out.record(job, records.FailureAction(failure=failure, text=f"{here} stays on {agent.node}: {why}"))
+        stays = f"{agent.node} of job {job.job} is not left" if allocated else f"{here} stays on {agent.node}"
+        out.record(job, records.FailureAction(failure=failure, text=f"{stays}: {why}"))
         said = f"job {job.job} stays on {agent.node} although {reason}: {why}"
         out.record(job, records.IsolationWithheld(node=agent.node, slots=list(slots), reason=said))
         return False
-    said = one_line(f"job {job.job} leaves {agent.node}: {reason}")[:400]
+    said = one_line(f"job {job.job} {'goes on without' if allocated else 'leaves'} {agent.node}: {reason}")[:400]
     text = f"move {here} off {agent.node}" + (
         f"; the node is a suspect, `{readmission.pair_test_command(agent.node)}` tests it" if suspect else ""
     )
+    text = f"the job goes on without {agent.node}" if allocated else text
     out.record(job, records.FailureAction(failure=failure, text=text))
     avoided = records.Avoided(element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said)
     out.record(job, avoided)
-    out.requests.append(Run((action,), urgent=True))
+    if not allocated:
+        out.requests.append(Run((action,), urgent=True))
     return True
 
 
-def _leave_out(
-    view: View,
-    job: JobState,
-    agent: AgentView,
-    failure: int,
-    slots: Collection[int],
-    reason: str,
-    suspect: bool,
-    out: Outcome,
-) -> bool:
-    """The job goes on without the node, which stays in its allocation: Slurm gives it no other. Returns what
-    :func:`leave_node` returns."""
-    live = view.live.jobs[job.job]
-    spare = any(other != agent.element and other not in job.inside for other in live.ready)
+def _needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> str:
+    """Why a job must not go on without one of its allocation's nodes, which Slurm will not replace; empty when it
+    may."""
+    spare = any(other != agent.element and other not in job.inside for other in view.live.jobs[job.job].ready)
     why = _must_stay(view, job, agent.node, suspect or spare)
     if not why and not spare and len(job.inside) <= max(1, job.settings.min_nodes):
         why = f"the job has {len(job.inside)} nodes, and needs {job.settings.min_nodes}"
-    here = f"{agent.node} of job {job.job}"
-    if why:
-        out.record(job, records.FailureAction(failure=failure, text=f"{here} is not left: {why}"))
-        said = f"job {job.job} stays on {agent.node} although {reason}: {why}"
-        out.record(job, records.IsolationWithheld(node=agent.node, slots=list(slots), reason=said))
-        return False
-    said = one_line(f"job {job.job} goes on without {agent.node}: {reason}")[:400]
-    out.record(job, records.FailureAction(failure=failure, text=f"the job goes on without {agent.node}"))
-    out.record(
-        job,
-        records.Avoided(element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said),
-    )
-    return True
+    return why
 
 
 def _must_stay(view: View, job: JobState, node: str, suspect: bool) -> str:
