@@ -123,7 +123,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     isolation_window_seconds: LongSeconds = 3600.0
     """The window for those three, and for the next."""
     max_requeues_per_job: Annotated[int, Range(0, 1_000_000)] = 20
-    """Elements of a job that are requeued within the window; or as many as it has, if that is more."""
+    """Elements of a job that are requeued within the window, preemptions aside; or as many as it has if more."""
     max_requeues_per_minute: Annotated[int, Range(0, 1_000_000)] = 60
     """Elements of all jobs that are requeued within a minute."""
     max_holds_per_minute: Annotated[int, Range(0, 1_000_000)] = 1000

@@ -37,12 +37,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Take:
-    """What was asked of Slurm that takes something from a job."""
+    """What was asked of Slurm that takes something from a job. preempted: Slurm was taking it already."""
 
     at: float
     action: str
     job: str
     element: int
+    preempted: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ def action(state: ClusterState, event: Event, record: records.SlurmAction) -> No
     key = record.action, event.job, record.element, record.node
     state.intents[key] = Intent(event.time, record.slurm_reason, record.restarts)
     if record.action in TAKES:
-        state.taken.append(Take(event.time, record.action, event.job, record.element))
+        job = state.jobs.get(event.job)
+        preempted = job is not None and job.was_noticed(record.element * job.settings.block)
+        state.taken.append(Take(event.time, record.action, event.job, record.element, preempted))
         state.withheld_takes.pop(f"{record.action} {event.job}", None)
 
 

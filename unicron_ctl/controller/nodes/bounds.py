@@ -79,18 +79,20 @@ class Bounds:
             if age >= max(MINUTE, window):
                 break
             self._minute[take.action] += age < MINUTE
-            self._requeued[take.job] += take.action in GIVES_BACK and age < window
+            self._requeued[take.job] += take.action in GIVES_BACK and age < window and not take.preempted
 
     def refuse(self, action: Action) -> str:
         """Why this must not be asked for now; empty when it may be, and then it counts."""
-        why, name = "", action.action
+        why, name, known = "", action.action, self._view.state.jobs.get(action.job)
+        preempted = known is not None and known.was_noticed(action.element * known.settings.block)
         if name in GIVES_BACK:
-            why = self._of_job(action.job) or self._of_all(GIVES_BACK, "max_requeues_per_minute")
+            why = "" if preempted else self._of_job(action.job)  # a failure is not to find its job's share used up
+            why = why or self._of_all(GIVES_BACK, "max_requeues_per_minute")
         elif name == "hold":
             why = self._of_all(("hold",), "max_holds_per_minute")
         if not why:
             self._minute[name] += 1
-            self._requeued[action.job] += name in GIVES_BACK
+            self._requeued[action.job] += name in GIVES_BACK and not preempted
         return why
 
     def _of_job(self, job: str) -> str:

@@ -9,6 +9,9 @@ import pytest
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron.ctl.controller.model.cluster_state import Take
+from unicron.ctl.controller.model.requests import Action
+from unicron.ctl.controller.nodes.bounds import Bounds
 from unicron.ctl.protocol import wire
 from unicron.ctl.slurm.slurm_client import UNSAID
 
@@ -72,6 +75,18 @@ def test_what_slurm_preempts_is_requeued_once_it_has_left_and_stays_until_then()
     world.run(1.5)
     assert released(agents[1])[:1] == [(True, True)], "it would not be requeued if it ended by itself"
     assert [call[:3] for call in world.slurm.calls][:1] == [("requeue", "1", 1)]
+
+
+def test_a_preemption_leaves_the_jobs_share_of_requeues_to_its_failures():
+    world, agents = started()
+    world.core.state.taken.extend(Take(world.now - 60.0, "requeue", "1", 0) for _ in range(20))
+    assert Bounds(world.core.view).refuse(Action("requeue", "1", 1, "", "")), "of an element that nobody preempts"
+    notice(agents[1])
+    world.run(0.3)
+    boundary(world)
+    world.run(1.5)
+    assert [call[:3] for call in world.slurm.calls][:1] == [("requeue", "1", 1)]
+    assert [take.preempted for take in world.core.state.taken][19:21] == [False, True]
 
 
 def test_what_is_preempted_may_wait_for_the_grace_time_of_its_partition():
