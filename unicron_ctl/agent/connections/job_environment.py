@@ -24,7 +24,7 @@ from unicron.ctl.system.errors import WRONG_USE, UserError
 
 LOGS = "UNICRON_LOG_DIR"
 SAID_TASKS = "_UNICRON_SAID_TASKS"  # srun was told how many tasks to start (slurm_plugin/spank/submit.c)
-LAUNCH = "_UNICRON_LAUNCH"  # which launch of a shell script this agent is (agent/start/launcher_shells.py)
+LAUNCH = "_UNICRON_LAUNCH"  # which launch of a shell script this agent is (agent/launchers/shells.py)
 ADDRESS_SECONDS = 1.5  # for one of the controller's addresses to accept, where it has several
 # From here on step numbers are Slurm's own (slurm.h); as signed ones they are -16 to -1. From 26.05 on it gives one to
 # batch and interactive scripts, for which older releases set no SLURM_STEP_ID.

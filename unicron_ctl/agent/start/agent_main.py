@@ -15,13 +15,14 @@ import click
 import unicron
 from unicron.ctl.agent.connections.containment import reason
 from unicron.ctl.agent.connections.step_tasks import others
+from unicron.ctl.agent.launchers import readers, shells, world
+from unicron.ctl.agent.launchers.commands import NotTaken, is_submitit
 from unicron.ctl.agent.ranks.rank_logs import shown_ranks
 from unicron.ctl.agent.ranks.static_world import LAUNCHER, SUBMITIT
 from unicron.ctl.agent.ranks.warm_commands import wanted
-from unicron.ctl.agent.start import launcher_shells, launchers, untouched
+from unicron.ctl.agent.start import bare, untouched
 from unicron.ctl.agent.start.bare import without_agent
 from unicron.ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, is_python, launched, only_helps
-from unicron.ctl.agent.start.not_taken import NotTaken
 from unicron.ctl.agent.start.resources import shortage
 from unicron.ctl.protocol.structs import SESSION
 from unicron.ctl.system import program as programs
@@ -96,7 +97,7 @@ def cli() -> None:
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> int:
     """Run COMMAND once per rank of this node, protected; the exit status is COMMAND's."""
-    replace_variables(launcher_shells.leave_shell(os.environ))
+    replace_variables(shells.leave_shell(os.environ))
     outside = dict(os.environ)
     if command and (why := untouched.why_by_shape(os.environ, others.count)):
         untouched.become(command, outside, why)
@@ -167,12 +168,13 @@ def replace_launcher(command: Sequence[str], outside: Mapping[str, str]) -> tupl
     """(what each rank runs, what the job's log says of the launcher that is left out). A shell with a launcher in it is
     run here: its exit status. A command whose launcher stays is executed, with the environment `outside`."""
     try:
-        shell = launcher_shells.shell_text(command)
-        if why := untouched.why_sweep(os.environ, "its shell script", shell or ""):
+        text = shells.shell_text(command)
+        if why := untouched.why_sweep(os.environ, "its shell script", text or ""):
             raise NotTaken(why)
-        if launcher_shells.launches(command):
+        if shells.launches(command):
             check_tasks()
-            return launcher_shells.run_shell(command, os.environ)
+            with shells.meaning_the_agent(os.environ) as environment:
+                return bare.run_all([command], [environment])
         return without_launcher(command)
     except NotTaken as error:
         untouched.become(command, outside, str(error))
@@ -191,12 +193,12 @@ def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
     """(what each rank runs, what the job's log says of the launcher that is left out). What the launcher was told goes
     into this process's environment. Raises NotTaken."""
     environment = os.environ
-    if launchers.is_submitit(command):
+    if is_submitit(command):
         if "SLURM_ARRAY_TASK_ID" in environment:
             raise NotTaken("each element of submitit's array is a job of its own: submit one with nodes=N")
         environment[LAUNCHER] = SUBMITIT
         return list(command), ""
-    taken = launchers.take_over(command)
+    taken = readers.take_over(command)
     if taken is None:
         return list(command), ""
     check_tasks()
@@ -206,10 +208,10 @@ def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
     spares = environment.get("UNICRON_SPARES", "0")
     devices = sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia[0-9]*"))
     count = nodes if taken.nodes[1] == nodes > 1 else elements * nodes  # one of its element alone, or of the job
-    ranks = launchers.count_ranks(taken, environment, count, len(os.sched_getaffinity(0)), devices)
+    ranks = world.count_ranks(taken, environment, count, len(os.sched_getaffinity(0)), devices)
     array = "SLURM_ARRAY_TASK_ID" in environment
-    fewest = launchers.fewest_nodes(taken, elements, nodes, int(spares) if spares.isdecimal() else 0, array)
-    told = launchers.describe(taken, ranks)
+    fewest = world.fewest_nodes(taken, elements, nodes, int(spares) if spares.isdecimal() else 0, array)
+    told = world.describe(taken, ranks)
     if (said := environment.get("UNICRON_RANKS_PER_NODE")) and said != str(ranks):
         told += f"; UNICRON_RANKS_PER_NODE={said} counts"
     added = {"UNICRON_RANKS_PER_NODE": str(ranks)} | ({"UNICRON_MIN_NODES": str(fewest)} if fewest else {})
@@ -229,7 +231,7 @@ def prepare(
     from unicron.ctl.agent.connections.stated_layouts import LAYOUTS
 
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
-    trains = is_python(command, launcher_shells.shell_text(command) or "") and not only_helps(chosen.text)
+    trains = is_python(command, shells.shell_text(command) or "") and not only_helps(chosen.text)
     place = read_place(os.environ, address, others.receive(), by_gpus=trains)
     place = place.in_mode(chosen.name, chosen.reason, trains, untouched.digest(command, os.environ))
     if place.settings.layouts and chosen.name != SESSION:

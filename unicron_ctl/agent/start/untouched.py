@@ -13,9 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from unicron.ctl.agent.launchers.readers import USES_MPI
 from unicron.ctl.agent.start import bare
 from unicron.ctl.agent.start.command_mode import Mode
-from unicron.ctl.agent.start.launchers import USES_MPI
 from unicron.ctl.protocol.structs import SESSION
 from unicron.detector.processes.job_input import standard_input
 

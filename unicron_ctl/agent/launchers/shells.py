@@ -13,13 +13,20 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from unicron.ctl.agent.connections.job_environment import LAUNCH
-from unicron.ctl.agent.start import bare
-from unicron.ctl.agent.start.launchers import MODULES, NAMES, SHELLS, WRAPPERS, find_launcher, only_command
-from unicron.ctl.agent.start.not_taken import NotTaken
+from unicron.ctl.agent.launchers.commands import (
+    MODULES,
+    NAMES,
+    SHELLS,
+    WRAPPERS,
+    NotTaken,
+    find_launcher,
+    only_command,
+)
 
 FOLDER = "_UNICRON_LAUNCHERS"  # the folder at the front of PATH, for the agent that is started from it
 PYTHONS = ("python", "python3")
@@ -143,8 +150,9 @@ def _without_comments(text: str) -> str:
     return "\n".join(lines).replace("\\\n", " ")
 
 
-def run_shell(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the shell with the launchers' names meaning the agent; returns its exit status."""
+@contextmanager
+def meaning_the_agent(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """An environment of a shell in which the launchers' names mean the agent."""
     with tempfile.TemporaryDirectory(prefix="unicron-launchers-") as folder:
         changed = {"PATH": f"{folder}{os.pathsep}{environment.get('PATH', os.defpath)}", FOLDER: folder}
         for name in (*sorted(NAMES), *PYTHONS):
@@ -155,7 +163,7 @@ def run_shell(command: Sequence[str], environment: Mapping[str, str]) -> int:
             )
             path.chmod(0o700)
             changed[f"BASH_FUNC_{name}%%"] = f'() {{ {shlex.quote(str(path))} "$@"; }}'
-        return bare.run_all([command], [{**environment, **changed}])
+        yield {**environment, **changed}
 
 
 def count_launch(environment: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from unicron.ctl.agent.start.not_taken import NotTaken
+from unicron.ctl.agent.launchers.commands import NotTaken
 
 SECONDS = 300.0  # for importing torch from a slow file system
 # What the launcher says of the rendezvous is the agent's to say.

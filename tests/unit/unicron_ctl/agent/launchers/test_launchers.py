@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from unicron.ctl.agent.launchers import option_tables as options
+from unicron.ctl.agent.launchers import readers
+from unicron.ctl.agent.launchers.commands import LAUNCHERS, NotTaken, is_submitit
+from unicron.ctl.agent.launchers.option_tables import Unreadable, name_of, read_options
+from unicron.ctl.agent.launchers.readers import Taken, take_over
+from unicron.ctl.agent.launchers.world import count_ranks, describe, fewest_nodes
 from unicron.ctl.agent.ranks.placeholders import fill_words
-from unicron.ctl.agent.start import launcher_options, launchers
-from unicron.ctl.agent.start.launcher_options import Unreadable, name_of, read_options
-from unicron.ctl.agent.start.launchers import Taken, count_ranks, describe, fewest_nodes, is_submitit, take_over
-from unicron.ctl.agent.start.not_taken import NotTaken
 
 
 def taken(line: str) -> Taken:
@@ -24,6 +26,10 @@ def taken(line: str) -> Taken:
 def no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers are none of this machine's, so their Python is `python`."""
     monkeypatch.setenv("PATH", "/nonexistent")
+
+
+def test_each_kind_of_launcher_has_a_reader():
+    assert set(readers.READERS) == set(LAUNCHERS)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,7 @@ def test_what_each_rank_runs(line: str, command: str) -> None:
         "python train.py --launcher torchrun",
         "nice python train.py torchrun",
         "train.sh torchrun",
-        "bash -c 'torchrun $X train.py'",  # only the shell knows its words: launcher_shells
+        "bash -c 'torchrun $X train.py'",  # only the shell knows its words: shells.py
         "bash run.sh torchrun",
         "python -c torchrun",
         "hostname",
@@ -110,7 +116,7 @@ def test_what_cannot_be_done_without_the_launcher_is_one_line(line: str, why: st
 @pytest.mark.parametrize(("processes", "lost"), [(2, False), (4, True)])
 def test_ranks_that_accelerate_itself_would_not_start_are_named(processes, lost, monkeypatch) -> None:
     told = {"command": ["python", "train.py"], "environment": {}, "machines": 2, "processes": processes}
-    monkeypatch.setattr(launchers, "ask_accelerate", lambda *_: told)
+    monkeypatch.setattr(readers, "ask_accelerate", lambda *_: told)
     found = taken(f"accelerate launch --num_machines 2 --num_processes {processes} train.py")
     assert found.ranks == "1" and bool(found.lost) is lost
     assert ("nobody honours --num_processes=4" in describe(found, 1)) is lost
@@ -234,7 +240,7 @@ def _flags(parser: object) -> dict[str, bool]:
     return {" ".join(sorted(action.option_strings)): action.nargs != 0 for action in actions}
 
 
-def _table(table: tuple[launcher_options.Option, ...]) -> dict[str, bool]:
+def _table(table: tuple[options.Option, ...]) -> dict[str, bool]:
     return {" ".join(sorted(flags.split())): value for flags, _, value in table}
 
 
@@ -242,8 +248,8 @@ def test_torchs_own_options_are_those_of_the_table() -> None:
     """A new release of torch's with a new option shows here."""
     from torch.distributed.run import get_args_parser
 
-    assert _table(launcher_options.TORCHRUN) == _flags(get_args_parser())
-    for flags, *_ in launcher_options.TORCHRUN:
+    assert _table(options.TORCHRUN) == _flags(get_args_parser())
+    for flags, *_ in options.TORCHRUN:
         assert any(name_of(flags) == flag.lstrip("-") for flag in flags.split())
 
 
@@ -260,10 +266,10 @@ def test_they_are_read_as_torchrun_reads_them(line: str) -> None:
 
     real, ours = (
         vars(get_args_parser().parse_args(shlex.split(line))),
-        read_options(launcher_options.TORCHRUN, shlex.split(line)),
+        read_options(options.TORCHRUN, shlex.split(line)),
     )
     assert (ours.program, ours.words) == (real["training_script"], real["training_script_args"])
-    for flags, _, value in launcher_options.TORCHRUN:
+    for flags, _, value in options.TORCHRUN:
         name = name_of(flags)
         if value and name in ours:
             assert ours.text(name) == str(real[name.replace("-", "_")])
@@ -277,7 +283,7 @@ def test_fabrics_own_options_are_those_of_the_table() -> None:
 
     command = cli._main.commands["run"]
     real = {" ".join(sorted(each.opts)): True for each in command.params if each.opts[0].startswith("-")}
-    assert _table(launcher_options.FABRIC) == real
+    assert _table(options.FABRIC) == real
 
 
 @pytest.mark.deepspeed
@@ -289,9 +295,9 @@ def test_deepspeeds_own_options_are_those_of_the_table(monkeypatch: pytest.Monke
     parsers: list[argparse.ArgumentParser] = []
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, args=None: parsers.append(self))
     runner.parse_args([])
-    assert _table(launcher_options.DEEPSPEED) == _flags(parsers[0])
+    assert _table(options.DEEPSPEED) == _flags(parsers[0])
 
 
 def test_an_ambiguous_abbreviation_is_no_option() -> None:
     with pytest.raises(Unreadable):
-        read_options(launcher_options.TORCHRUN, ["--rdzv", "x", "t.py"])
+        read_options(options.TORCHRUN, ["--rdzv", "x", "t.py"])

@@ -1,8 +1,7 @@
 """Launchers in a command, such as torchrun: the agent reads what they are told, and starts the ranks in their place.
 
-`srun torchrun --nproc-per-node 8 train.py` becomes `python -u train.py` in eight ranks on each node. `LAUNCHERS` is the
-table of those that are known. What cannot be done without a launcher is a :class:`NotTaken`: its command runs as it is,
-unprotected, and the text says what to write.
+`srun torchrun --nproc-per-node 8 train.py` becomes `python -u train.py` in eight ranks on each node. What cannot be
+done without a launcher is a :class:`NotTaken`: its command runs as it is, unprotected, and the text says what to write.
 """
 
 from __future__ import annotations
@@ -10,33 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from unicron.ctl.agent.launchers import option_tables as options
+from unicron.ctl.agent.launchers.accelerate import ask_accelerate
+from unicron.ctl.agent.launchers.commands import KINDS, PYTHON, Found, NotTaken, find_launcher
+from unicron.ctl.agent.launchers.option_tables import LOST, REPLACED, Options, Unreadable, read_options
 from unicron.ctl.agent.ranks.placeholders import placeholder
-from unicron.ctl.agent.start import launcher_options as options
-from unicron.ctl.agent.start.accelerate_launch import ask_accelerate
-from unicron.ctl.agent.start.launcher_options import LOST, REPLACED, Options, Unreadable, read_options
-from unicron.ctl.agent.start.not_taken import NotTaken
 
-PYTHON = re.compile(r"python[\d.]*t?")
-SHELLS = ("ash", "bash", "dash", "ksh", "sh", "zsh")
-# Programs that run the command in their arguments, and may stand in front of each rank.
-WRAPPERS = {"chrt", "env", "ionice", "linux32", "linux64", "nice", "nohup", "numactl", "prlimit", "setarch", "setpriv"}
-WRAPPERS |= {"setsid", "stdbuf", "taskset", "time", "timeout"}
-# The same, with another Python inside than outside.
-ELSEWHERE = {"apptainer", "ch-run", "conda", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "poetry"}
-ELSEWHERE |= {"shifter", "singularity", "uv"}
-# Programs that watch one process, or hide the environment from it.
-NOT_FOR_RANKS = {"compute-sanitizer", "cuda-gdb", "docker", "enroot", "gdb", "ltrace", "ncu", "nsys", "perf", "podman"}
-NOT_FOR_RANKS |= {"podman-hpc", "rocprof", "sarus", "script", "strace", "sudo", "unbuffer", "valgrind", "xargs"}
-# Launchers that the agent does not replace.
-OTHERS = {"aprun", "colossalai", "composer", "horovodrun", "jsrun", "prun"}
-SHELL_SYNTAX = set("$`;&|<>(){}*?[]~#!\n\\")
-VALUE_OPTIONS = ("-W", "-X", "--check-hash-based-pycs")  # of Python, which take the next word
 MOST_BYTES = 1 << 20  # that are read of a script
 USES_MPI = re.compile(r"^[ \t]*(?:import|from)[ \t]+(mpi4py|horovod)\b", re.MULTILINE)
 PLAIN_SCRIPT = "write `srun python train.py` without it, and the agent starts the ranks"
@@ -61,17 +43,6 @@ class Taken:
     environment: dict[str, str] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Found:
-    """A launcher within a command: its words, the Python that would run it, and the words in front of it."""
-
-    name: str
-    prefix: list[str]
-    words: list[str]
-    python: list[str]
-    environment: dict[str, str]
 
 
 # ---------------------------------------------------------------- torchrun
@@ -262,202 +233,28 @@ def _from_accelerate(found: Found) -> Taken:
     return Taken(found.name, _program(read, found.python), read.text("nproc-per-node"), nodes, environment=environment)
 
 
-Reader = Callable[[Found], Taken]
-# names of programs; modules behind `python -m`; what reads the options
-LAUNCHERS: tuple[tuple[tuple[str, ...], tuple[str, ...], Reader], ...] = (
-    (("torchrun",), ("torch.distributed.run", "torch.distributed.elastic"), _from_torchrun),
-    ((), ("torch.distributed.launch",), _from_torch_launch),
-    (("accelerate", "accelerate-launch"), ("accelerate.commands.launch", "accelerate.commands.accelerate_cli"),
-     _from_accelerate),
-    (("deepspeed", "ds", "deepspeed.pt"), ("deepspeed.launcher.runner",), _from_deepspeed),
-    (("fabric",), (), _from_fabric),
-    (("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"), (), _from_mpirun),
-)  # fmt: skip
-_BY_NAME = {name: reader for names, _, reader in LAUNCHERS for name in names}
-_BY_MODULE = {module: reader for _, modules, reader in LAUNCHERS for module in modules}
-NAMES = frozenset({*_BY_NAME, *OTHERS})
-MODULES = frozenset(_BY_MODULE)
+# ---------------------------------------------------------------- all of them
+READERS: dict[str, Callable[[Found], Taken]] = {
+    "torchrun": _from_torchrun,
+    "torch launch": _from_torch_launch,
+    "accelerate": _from_accelerate,
+    "deepspeed": _from_deepspeed,
+    "fabric": _from_fabric,
+    "mpi": _from_mpirun,
+}
 
 
-# ---------------------------------------------------------------- a launcher in a command
 def take_over(command: Sequence[str]) -> Taken | None:
     """What the launcher in the command was told; None for a command without one. Raises NotTaken."""
     found = find_launcher(command)
     if found is None:
         return None
-    reader = _BY_NAME.get(found.name) or _BY_MODULE.get(found.name)
-    if reader is None:
+    if found.name not in KINDS:
         raise NotTaken(f"its command starts the ranks by {found.name}, as the agent would: {PLAIN_SCRIPT}")
     try:
-        taken = reader(found)
+        taken = READERS[KINDS[found.name]](found)
     except Unreadable as error:
         raise NotTaken(f"{found.name}'s options cannot be read ({error}): {PLAIN_SCRIPT}") from None
     except NotTaken as error:
         raise NotTaken(f"its command starts the ranks by {found.name}, and {error}" if str(error) else "") from None
     return replace(taken, command=[*found.prefix, *taken.command], environment=found.environment | taken.environment)
-
-
-def find_launcher(command: Sequence[str]) -> Found | None:
-    """The launcher that the command runs, directly or behind wrappers. Raises NotTaken for one behind a wrapper that
-    does not go with ranks."""
-    words = list(command)
-    environment: dict[str, str] = {}
-    at, elsewhere = 0, False
-    while at < len(words):
-        name = Path(words[at]).name
-        if name == "env" and at == 0:
-            while at + 1 < len(words) and re.fullmatch(r"[A-Za-z_]\w*=.*", words[at + 1], re.DOTALL):
-                at += 1
-                variable, _, value = words[at].partition("=")
-                environment[variable] = value
-            if at + 1 < len(words) and not words[at + 1].startswith("-"):
-                words, at = words[at + 1 :], 0
-                continue
-            environment, at = {}, 0  # it has options, and stays in front of each rank
-        if (here := _launcher_at(words, at, elsewhere)) is not None:
-            name, rest, python = here
-            return Found(name, words[:at], rest, python, environment)
-        if name in SHELLS and at == 0 and (inner := only_command(words)) is not None:
-            words = inner
-            continue
-        if name in WRAPPERS or name in ELSEWHERE or name in NOT_FOR_RANKS:
-            following = _next_program(words, at + 1, name in ELSEWHERE)
-            if following is None:
-                return None
-            if name in NOT_FOR_RANKS:
-                if _launcher_at(words, following, True) is not None:
-                    raise NotTaken(f"its launcher stands behind {name}: write `srun {name} ... python train.py`")
-                return None
-            at, elsewhere = following, elsewhere or name in ELSEWHERE
-            continue
-        return None
-    return None
-
-
-def _next_program(words: Sequence[str], start: int, elsewhere: bool) -> int | None:
-    """Where a wrapper's command begins that names a launcher, a Python or another wrapper."""
-    for at in range(start, len(words)):
-        name = Path(words[at]).name
-        if name in WRAPPERS | ELSEWHERE | NOT_FOR_RANKS and not words[at - 1].startswith("-"):
-            return at
-        if _launcher_at(words, at, elsewhere) is not None:
-            return at
-        if PYTHON.fullmatch(name) or name in SHELLS or name.endswith(".py"):
-            return None
-    return None
-
-
-def _launcher_at(words: Sequence[str], at: int, elsewhere: bool) -> tuple[str, list[str], list[str]] | None:
-    """(name, its own words, the Python that runs it) of a launcher that begins there."""
-    name = Path(words[at]).name
-    if name in NAMES:
-        python = ["python"] if elsewhere else [_interpreter(words[at])]
-        words = list(words[at + 1 :])
-    elif PYTHON.fullmatch(name):
-        end = at + 1
-        while end < len(words) and words[end].startswith("-") and words[end] not in ("-m", "-c"):
-            end += 2 if words[end] in VALUE_OPTIONS else 1
-        python = list(words[at:end])
-        is_module = end < len(words) and words[end] == "-m"
-        end += is_module
-        if end >= len(words):
-            return None
-        name = words[end] if is_module else Path(words[end]).name
-        if name not in (MODULES if is_module else NAMES):
-            return None
-        words = list(words[end + 1 :])
-    else:
-        return None
-    if name in ("accelerate-launch", "accelerate.commands.launch"):
-        words.insert(0, "launch")
-    return name, words, python
-
-
-def only_command(words: Sequence[str]) -> list[str] | None:
-    """The words of `bash -c TEXT` whose text is one command without any of the shell's own syntax."""
-    if len(words) < 3 or not all(re.fullmatch(r"-[a-z]*", word) for word in words[1:-1]):
-        return None
-    if "c" not in words[-2] or SHELL_SYNTAX & set(words[-1]):
-        return None
-    try:
-        inner = shlex.split(words[-1])
-    except ValueError:
-        return None
-    inner = inner[1:] if inner[:1] == ["exec"] else inner
-    if inner and re.fullmatch(r"[A-Za-z_]\w*=.*", inner[0]):
-        inner = ["env", *inner]
-    return inner or None
-
-
-def _interpreter(program: str) -> str:
-    """The Python of a launcher's own script, by its first lines; `python` where they do not say."""
-    path = shutil.which(program)
-    try:
-        with open(path or program, "rb") as file:
-            first, second = (file.readline(4096).decode(errors="replace").strip() for _ in range(2))
-    except OSError:
-        return "python"
-    for words in (first.removeprefix("#!").split(), second.removeprefix("'''exec'").split()):
-        for word in words:
-            if PYTHON.fullmatch(Path(word.strip("\"'")).name):
-                return word.strip("\"'")
-    return "python"
-
-
-def is_submitit(command: Sequence[str]) -> bool:
-    """`python -u -m submitit.core._submit FOLDER`, which calls the function that its user has submitted."""
-    return "submitit.core._submit" in command[1:] and command[list(command).index("submitit.core._submit") - 1] == "-m"
-
-
-# ---------------------------------------------------------------- what follows for the job
-def count_ranks(taken: Taken, environment: Mapping[str, str], nodes: int, cpus: int, devices: int) -> int:
-    """The ranks of a node. nodes: of the job; cpus, devices: of this node. Raises NotTaken."""
-    text = taken.ranks
-    if not text and taken.total:
-        per_node, left = divmod(taken.total, max(1, nodes))
-        if left:
-            raise NotTaken(f"{taken.launcher} starts {taken.total} processes, which {nodes} nodes cannot share evenly")
-        return per_node
-    if not text:
-        return 1
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-    gpus = len([device for device in visible.split(",") if device.strip()]) if visible else 0
-    allocated = environment.get("SLURM_GPUS_ON_NODE", "")
-    gpus = gpus or (int(allocated) if allocated.isdecimal() else 0) or devices
-    if text in ("gpu", "auto") and gpus:
-        return gpus
-    if text in ("cpu", "auto"):
-        return cpus
-    if text == "gpu":
-        raise NotTaken(f"{taken.launcher} starts a process for each GPU, and this node has none: write their number")
-    raise NotTaken(f"{taken.launcher} starts {text!r} processes a node: write a number, gpu, cpu or auto")
-
-
-def fewest_nodes(taken: Taken, elements: int, block: int, spares: int, array: bool) -> int:
-    """The nodes that the launcher's world needs at least, 0 where it does not say. The job has so many elements of
-    `block` nodes each. array: they come one by one; in one allocation `--nnodes 8` only repeats what sbatch was told,
-    and the job may go on without a lost node. Raises NotTaken."""
-    (least, most), nodes = taken.nodes, elements * block
-    if most <= 1 or (array and most <= block):
-        return 0  # the launchers of each node, or element, were told of it alone
-    if least == most and most not in (nodes, nodes - spares):
-        raise NotTaken(
-            f"{taken.launcher} was told of {most} nodes, and the job has {nodes}: write --nnodes {nodes}, or leave "
-            "the option out"
-        )
-    if least > nodes:
-        raise NotTaken(f"{taken.launcher} needs {least} nodes, and the job has {nodes}: ask Slurm for more")
-    least += -least % block if array else 0
-    return least if array or least < most else 0
-
-
-def describe(taken: Taken, ranks: int) -> str:
-    """The line in the job's log that says what was taken over."""
-    told = f"{taken.launcher} is left out: the agent starts {ranks} rank{'s' if ranks > 1 else ''} on each node"
-    if taken.replaced:
-        told += f"; Unicron has its own way of {', '.join(taken.replaced)}"
-    if taken.lost:
-        told += f"; nobody honours {', '.join(taken.lost)}"
-    return told

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from unicron.ctl.agent.start import launcher_shells
-from unicron.ctl.agent.start.launcher_shells import FOLDER, launches, leave_shell
-from unicron.ctl.agent.start.launchers import take_over
-from unicron.ctl.agent.start.not_taken import NotTaken
+from unicron.ctl.agent.launchers.commands import NotTaken
+from unicron.ctl.agent.launchers.readers import take_over
+from unicron.ctl.agent.launchers.shells import FOLDER, launches, leave_shell, meaning_the_agent
+from unicron.ctl.agent.start import bare
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,11 @@ def test_a_launcher_that_would_not_be_found_is_refused(command: list[str], why: 
         launches(command)
 
 
+def run_shell(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    with meaning_the_agent(environment) as changed:
+        return bare.run_all([command], [changed])
+
+
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A program in the agent's place, which writes what it is given to a file."""
@@ -105,7 +111,7 @@ def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 )
 def test_the_launchers_name_in_a_shell_means_the_agent(agent: Path, text: str) -> None:
     code = f"N='--nproc 2'\n{text}"
-    assert launcher_shells.run_shell(["bash", "-c", code], os.environ) == 0
+    assert run_shell(["bash", "-c", code], os.environ) == 0
     front = "-I -m unicron.ctl.agent.start.entry run --"
     assert agent.read_text() == f"2|{front} torchrun --nproc 2 train.py\n"
 
@@ -119,7 +125,7 @@ def test_a_python_that_runs_no_launcher_is_the_users_own_and_says_so(
     (own / "python").chmod(0o700)
     environment = os.environ | {"PATH": f"{own}:/usr/bin:/bin"}
     code = "python prepare.py; python -u -m torch.distributed.run t.py; python -m pkg torch.distributed.run; exit 3"
-    assert launcher_shells.run_shell(["bash", "-c", code], environment) == 3
+    assert run_shell(["bash", "-c", code], environment) == 3
     said = agent.read_text().splitlines()
     told = capfd.readouterr().err
     assert told.count("unicron: ") == 1 and "unicron: python prepare.py runs as it is, unprotected" in told
@@ -131,7 +137,7 @@ def test_the_agent_in_a_shell_leaves_nothing_of_it_to_the_ranks(tmp_path: Path) 
     """The second launch of a shell is a later step of the job."""
     out = tmp_path / "out"
     code = f"env -0 > {out}"
-    assert launcher_shells.run_shell(["bash", "-c", code], os.environ | {"A": "1"}) == 0
+    assert run_shell(["bash", "-c", code], os.environ | {"A": "1"}) == 0
     inside = dict(line.split("=", 1) for line in out.read_text().split("\0") if line)
     assert inside[FOLDER] in inside["PATH"]
     Path(inside[FOLDER]).mkdir()
@@ -143,6 +149,6 @@ def test_the_agent_in_a_shell_leaves_nothing_of_it_to_the_ranks(tmp_path: Path) 
 
 
 def test_the_shells_exit_status_is_the_commands(tmp_path: Path) -> None:
-    program = "import os; from unicron.ctl.agent.start.launcher_shells import run_shell\n"
-    program += "raise SystemExit(run_shell(['bash', '-c', 'kill -9 $$'], os.environ))"
+    program = "from unicron.ctl.agent.start import bare\n"
+    program += "raise SystemExit(bare.run_all([['bash', '-c', 'kill -9 $$']], [{}]))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 137

@@ -1,0 +1,1 @@
+"""Launchers of ranks in a command, in whose place the agent starts them."""
