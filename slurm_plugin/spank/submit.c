@@ -15,16 +15,12 @@
 #define MOST_BYTES 65536    /* of a command line, and of a script, whose options come first */
 #define MOST_WORDS 1024
 
-/* A requeued job starts at once where the admin has said enable_expedited_requeue; elsewhere the word says nothing. */
-#if SLURM_VERSION_NUMBER >= SLURM_VERSION_NUM(25, 11, 0)
-#define REQUEUE "expedite"
-#else
-#define REQUEUE ""
-#endif
-
-/* An array's element that has lost a node is requeued as a whole. */
+/*
+ * An array's element that has lost a node is requeued as a whole. Not --requeue=expedite (Slurm 25.11): where the admin has not enabled it,
+ * Slurm refuses the job, and elsewhere it holds a job whose script fails, instead of ending it.
+ */
 static const struct { const char *variable, *value, *option; bool of_allocation; } defaults[] = {
-	{ "SBATCH_REQUEUE", REQUEUE, "--requeue", false },
+	{ "SBATCH_REQUEUE", "", "--requeue", false },
 	{ "SBATCH_OPEN_MODE", "append", "--open-mode", false },
 	{ "SBATCH_NO_KILL", "set", "--no-kill", true },
 	{ "SALLOC_NO_KILL", "set", NULL, true },
