@@ -161,7 +161,7 @@ class Told(Ranks):
         for rank in self.ranks.values():
             if rank.child is not None and rank.child.poll() is None:
                 print(f"gpu-check: where is slot {rank.slot}? {rank.status}", file=sys.stderr, flush=True)
-                rank.child.signal(signal.SIGUSR2)
+                rank.child.signal(signal.SIGRTMIN + 3)  # tests/support/fault_points.py
                 deadline = time.monotonic() + 0.3
                 while time.monotonic() < deadline:
                     super()._hear(50)

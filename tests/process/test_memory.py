@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.jobs import HERE, World, json_lines, undisturbed
 from tests.support.moments import fault
-from tests.support.processes import LIMIT, of_a_world
+from tests.support.processes import LIMIT, of_a_world, signal_step
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.cuts import COPY_PREFIX
 from unicron.transition.snapshot.image_format import inventory
@@ -303,13 +303,13 @@ def goes_on_from_the_last_but_one(tmp_path: Path, kind: dict[str, str]) -> None:
     ids=["memory", "nothing in memory", "distributed optimizer", "... and what no optimizer changes"],
 )
 def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp_path, kind, by_agents):
-    """SIGUSR2, of the agent or, with nothing in memory, of a rank: one iteration for all."""
+    """SIGUSR2, of the agent or, with nothing in memory, of a rank: one iteration for all. It reaches every process."""
     saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000"} | kind
     settings = SETTINGS | saves | {"TINY_ITERATIONS": "1000"}
     with Remembering(tmp_path, nodes=2, **settings) as job:
         job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
         for agent in job.agents.values():
-            agent.process.send_signal(signal.SIGUSR2)
+            signal_step(agent.process.pid, signal.SIGUSR2)
         word = "was saved in" if by_agents else "the checkpoint of iteration"
         job.wait(lambda: job.array.logs.count(word) == 2, "each node says so of its half")
         job.wait(lambda: folders.whole(tmp_path / "saves"), "it is saved")

@@ -17,7 +17,7 @@ from tests.support import jobs
 from tests.support.controller import Controller
 from tests.support.jobs import FOREVER, PLAIN, Job, World
 from tests.support.moments import fault
-from tests.support.processes import is_alive, unicronctl, wait_for
+from tests.support.processes import children, is_alive, unicronctl, wait_for
 from tests.support.scripted import FakeController
 from unicron.ctl.protocol import wire
 
@@ -36,18 +36,6 @@ def fake():
     started = FakeController()
     yield started
     started.close()
-
-
-def children(pid: int) -> set[int]:
-    """Processes whose parent it is."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.add(int(path.parent.name))
-        except (OSError, IndexError):
-            continue
-    return found
 
 
 def began_at(pid: int) -> int:

@@ -76,6 +76,7 @@ def test_a_rank_is_killed_and_the_losses_are_those_of_one_undisturbed_process(
     controller.wait(lambda: "was saved in" in "".join(path.read_text() for path in tmp_path.glob("*.out")), "a file")
     more = job()["iteration"] + 2
     controller.wait(lambda: trains(more), "nothing ends by that")
+    assert job()["failures"] == 1
     call("scancel", "--state=RUNNING", "--signal=USR1", submitted, environment=around)
     controller.wait(lambda: (job().get("ended") or {}).get("code") == 0, "all end after the same iteration")
     assert job()["ledger_violations"] == 0

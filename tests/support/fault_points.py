@@ -352,4 +352,4 @@ def train(session, more=dict) -> None:
         os._exit(0)
 
 
-faulthandler.register(signal.SIGUSR2, all_threads=True)
+faulthandler.register(signal.SIGRTMIN + 3, all_threads=True)

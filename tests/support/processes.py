@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -98,3 +99,23 @@ def call(
 def unicronctl(*words: str, cwd: Path = ROOT, limit: float = 60.0, **settings: str) -> subprocess.CompletedProcess[str]:
     """One command; `settings` are environment variables."""
     return call(*UNICRONCTL, *words, cwd=cwd, environment=outside_slurm() | {"COLUMNS": "200"} | settings, limit=limit)
+
+
+def children(pid: int) -> set[int]:
+    """Processes whose parent it is."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.add(int(path.parent.name))
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def signal_step(pid: int, number: int) -> None:
+    """Send a signal as Slurm does with proctrack/linuxproc: to the task and all its descendants."""
+    for child in children(pid):
+        signal_step(child, number)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,7 +1,8 @@
 """What a rank does when Slurm asks its element to end: nothing, until its agent says so.
 
 Slurm sends SIGTERM to every process of a step. A rank that died of it would take its micro-batches along; so it goes on
-to the next iteration boundary, and its agent ends it then (`unicron_ctl/agent/loop/ending.py`).
+to the next iteration boundary, and its agent ends it then (`unicron_ctl/agent/loop/ending.py`). So with SIGUSR2, which
+asks the agent for a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ def _outlive(number: int, frame: FrameType | None) -> None:
 
 
 def outlive_notice() -> None:
-    """SIGTERM ends this process no more, unless the script has a handler of its own."""
+    """SIGTERM and SIGUSR2 end this process no more, unless the script has handlers of its own."""
     global _rank
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        _rank = os.getpid()
-        signal.signal(signal.SIGTERM, _outlive)
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _rank = os.getpid()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _outlive)
 
 
 def outlives_notice() -> bool:

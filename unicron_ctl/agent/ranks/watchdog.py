@@ -15,10 +15,14 @@ import sys
 import time
 
 MOST_WAIT = 1.0
+# What Slurm sends to every process of a step is for the agent or the ranks.
+OF_OTHERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def main() -> None:
     """Watch until the standard input closes."""
+    for number in OF_OTHERS:
+        signal.signal(number, signal.SIG_IGN)
     until, rest = float("inf"), b""
     ranks: list[int] = []
     while True:
