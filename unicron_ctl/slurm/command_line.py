@@ -19,6 +19,7 @@ from unicron.ctl.slurm.slurm_client import (
     Reserved,
     SlurmError,
     current_reason,
+    element_state,
 )
 from unicron.ctl.system.errors import one_line
 
@@ -309,7 +310,7 @@ class CommandLineClient:
         """The element's state, "" for one that Slurm does not list."""
         command = ["squeue", "--noheader", "--states=all", "--jobs", self._id(job, element), "-o", "%T"]
         found = self._run(command).split()
-        return found[0] if found else ""
+        return element_state(found[0]) if found else ""
 
     # --- running -----------------------------------------------------------------------------------------------------
 

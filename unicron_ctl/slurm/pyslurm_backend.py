@@ -16,7 +16,7 @@ from typing import Any
 
 from unicron.ctl.slurm import squeue
 from unicron.ctl.slurm.command_line import CommandLineClient, parse_states
-from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Reserved, SlurmError, current_reason
+from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Reserved, SlurmError, current_reason, element_state
 from unicron.ctl.system.errors import one_line
 
 
@@ -195,7 +195,7 @@ def element_info(record: Any, element: int) -> ElementInfo:
         job=str(record.array_id or record.id),
         element=element,
         slurm_id=str(record.id),
-        state=record.state,
+        state=element_state(record.state),
         node=record.allocated_nodes or None,
         reason="" if reason == "None" else reason,
         name=record.name or "",

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from unicron.ctl.slurm import squeue
-from unicron.ctl.slurm.slurm_client import ElementInfo, Queue
+from unicron.ctl.slurm.slurm_client import ElementInfo, Queue, element_state
 
 Columns = tuple[tuple[str, int], ...]
 _IDENTITY: Columns = (
@@ -112,7 +112,7 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         job=cells["ArrayJobID"],
         element=int(index) if index.isdigit() else 0,
         slurm_id=cells["JobID"],
-        state=cells["State"],
+        state=element_state(cells["State"]),
         node=nodes or None,
         reason=reason,
         name="",

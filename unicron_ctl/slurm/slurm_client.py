@@ -60,6 +60,12 @@ WORKS = frozenset({"RUNNING", "CONFIGURING"})
 ENDED_BADLY = frozenset({"FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"})
 
 
+def element_state(said: str) -> str:
+    """An element's state, by Slurm's word for it. Slurm has a word of its own for one that waits after an expedited
+    requeue (`sbatch --requeue=expedite`, from 25.11 on); its pin can be changed as that of any pending one."""
+    return "PENDING" if said == "EXPEDITING" else said
+
+
 class SlurmError(UserError):
     """Slurm refused a call or did not answer in time. The text is one line."""
 

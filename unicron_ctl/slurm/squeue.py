@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron.ctl.slurm.slurm_client import ElementInfo, element_state
 
 _SEPARATOR = "\x1f"
 # For `squeue -o`, which fills nothing up. Source: man squeue.
@@ -117,7 +117,7 @@ def _fact(line: str) -> Fact | None:
         job=job,
         element=int(index) if index.isdigit() else 0,
         slurm_id=slurm_id,
-        state=state,
+        state=element_state(state),
         node=None if node in _NOTHING else node,
         reason="",
         name="",

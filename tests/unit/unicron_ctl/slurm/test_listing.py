@@ -69,6 +69,10 @@ def test_a_plain_job_is_element_0_and_no_array() -> None:
     assert (fact.info.element, fact.is_array, fact.key) == (0, False, ("7", "N/A"))
 
 
+def test_an_element_waits_after_an_expedited_requeue() -> None:
+    assert squeue.parse_facts(_facts(state="EXPEDITING"))[0].info.state == "PENDING"
+
+
 _HOSTILE = (
     "x\n" + _facts(user="eve"),
     S.join("abcdefgh"),
