@@ -51,7 +51,7 @@ class Survivor:
         if self.backend == "nccl":
             keep_torch_from_aborting()
         self.aborter = Aborter()
-        self.unblocker = Unblocker(self.aborter)
+        self.unblocker = Unblocker(self.aborter.abort)
         self.rank = rank
         self.store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=30))
 
@@ -151,7 +151,7 @@ class Survivor:
         self.say("stream after it", **self.limited(lambda: float(ones.sum()), 6.0))
         self.say("destroyed", **self.limited(self.dist.destroy_process_group))
         self.unblocker.disarm()
-        self.aborter.forget()
+        self.aborter.forget_aborted()
         self.say("rebuilt", **self.limited(lambda: self.world("b", self.rank, SIZE - 1)))
         self.say("first collective", **self.limited(self.reduce, 20.0))
         sys.stdout.flush()

@@ -104,8 +104,8 @@ def note_aborts() -> None:
         tear_down()
         note("torn down", seconds=time.monotonic() - began)
 
-    nccl._Abort.run = running  # type: ignore[method-assign]
-    session.Session._recover = recovering  # type: ignore[method-assign]
+    nccl._Abort.run = running
+    session.Session._recover = recovering
     process_groups.tear_down = tearing_down
 
 

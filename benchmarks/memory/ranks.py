@@ -25,7 +25,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tiny_gpt.TENSOR)
     chunks, optimizer = tiny_gpt.build()
     session = tiny_gpt.new_session(chunks, optimizer, WARM_UP + BLOCKS * EACH + 1)
-    keeper = session._local._keeper  # type: ignore[attr-defined]
+    keeper = session._local._keeper
     assert keeper is not None
     copy, keeps, told, began = keeper.copy, False, [], (0.0, 0.0)
     cuts: set[int] = set()
@@ -35,7 +35,7 @@ def main() -> None:
             cuts.update({keeper.cuts.wanted.good} - {-1})
             copy(gatherer, iteration, *more)
 
-    keeper.copy = copied  # type: ignore[method-assign]
+    keeper.copy = copied
     for count, _ in enumerate(session):
         now, done = (time.perf_counter(), time.process_time()), count - WARM_UP  # done: iterations that were measured
         if done > 0 and done % EACH == 0:

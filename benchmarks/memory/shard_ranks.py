@@ -52,5 +52,5 @@ if __name__ == "__main__":
     clocked(session.Session, "_keep_step", "keep")
     clocked(buffer_pool.BufferPool, "wait_whole", "settle")
     clocked(buffer_pool, "_finish", "sums")
-    session.Session._step = said(session.Session._step)  # type: ignore[method-assign]
+    session.Session._step = said(session.Session._step)
     tiny_gpt.main()

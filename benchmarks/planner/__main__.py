@@ -20,7 +20,8 @@ from benchmarks.marks import print_figure
 from unicron.planner.ahead.lookahead import Lookahead
 from unicron.planner.problem.objective import Job, Scenario
 from unicron.planner.simulate import POLICIES, simulate
-from unicron.planner.simulate.generate import DAY, rsc1, unicron
+from unicron.planner.simulate.generate import rsc1, unicron
+from unicron.planner.simulate.trace import DAY
 from unicron.planner.solver.solve import solve
 
 SHAPES = ("concave", "linear", "steps", "noisy")

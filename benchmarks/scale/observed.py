@@ -58,12 +58,12 @@ def observe(options: dict[str, Any]) -> dict[str, array[float]]:
     """Puts clocks around the controller's parts: one job's turn, one record's fold, one flush of the log and the
     outbox, one decision of the planner (its inputs included), all that follows from a listing, one message."""
     times = {name: array("d") for name in PARTS}
-    core.fold = timed(core.fold, times["fold"])
-    listings.replan = timed(listings.replan, times["plan"])
-    core.Turns.advance = timed(core.Turns.advance, times["turn"])  # type: ignore[method-assign]
-    core.Core.on_listing = timed(core.Core.on_listing, times["listing"])  # type: ignore[method-assign]
-    core.Core.receive = timed(core.Core.receive, times["message"])  # type: ignore[method-assign]
-    server.Server.flush = timed(server.Server.flush, times["flush"])  # type: ignore[method-assign]
+    core.fold = timed(core.fold, times["fold"])  # type: ignore[attr-defined]
+    listings.replan = timed(listings.replan, times["plan"])  # type: ignore[attr-defined]
+    core.Turns.advance = timed(core.Turns.advance, times["turn"])  # type: ignore[attr-defined]
+    core.Core.on_listing = timed(core.Core.on_listing, times["listing"])
+    core.Core.receive = timed(core.Core.receive, times["message"])
+    server.Server.flush = timed(server.Server.flush, times["flush"])
     view.SUSPECT_SECONDS /= options["speed"]
     begin = server.Server.__init__
 
@@ -72,7 +72,7 @@ def observe(options: dict[str, Any]) -> dict[str, array[float]]:
         history = self.core.state.history
         history.policy = compressed(history.policy, options["speed"])
 
-    server.Server.__init__ = compressing  # type: ignore[method-assign]
+    server.Server.__init__ = compressing
     return times
 
 
