@@ -42,6 +42,7 @@ from unicron.detector.processes.supervise import Child, adopt_orphans
 LOGS_SECONDS = 2.0  # without progress, for the files with the ranks' output
 STAY_SECONDS = 3600.0  # for Slurm to end a preempted element, which it would not requeue if that ended by itself
 SIGTERM_SECONDS = 0.1  # in which it reaches all processes of a step
+SILENT_SECONDS = 3.0  # of the wait for the controller, before the job's log says so
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
 
 
@@ -57,6 +58,7 @@ class Agent:
     def __init__(self, place: Place, command: Sequence[str], address: str):
         self.place, self.command = place, list(command)
         self.identity = uuid.uuid4().hex
+        self._address = address
         self._net = connect(place, address, os.environ)
         self.log = self._net.log
         try:
@@ -111,11 +113,17 @@ class Agent:
     # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
         """Register; False when no controller takes this agent within `seconds`, or when it is over (`exit_code`)."""
-        deadline = time.monotonic() + seconds
-        registration, outbox = self.registration, self._net.outbox
+        began = time.monotonic()
+        registration, outbox, told = self.registration, self._net.outbox, False
         while not (registration.welcomed or registration.alone or outbox.closed or self.exit_code is not None):
-            if time.monotonic() >= deadline:
+            waited = time.monotonic() - began
+            if waited >= seconds:
                 break
+            if waited >= SILENT_SECONDS and not told:  # something may end it before it is through
+                told = True
+                self.log.inform(
+                    f"waits up to {seconds:.0f} s for its controller: {registration.why_not(self._address)}"
+                )
             registration.on_timer()
             self._serve(0.1)
         return registration.welcomed and self.exit_code is None

@@ -2,9 +2,10 @@
 
 Several `srun` in one batch script are trainings of their own under the same job id. A job's agents tell the number of
 their Slurm step. The job is of one step at a time: a later step waits until the one before has ended, then the job
-begins again. A step whose command trains nothing, a monitor in the background, is the job only until another one comes,
-and goes on unprotected then. An element that was requeued runs its script from the start, while the others are further:
-what they have behind them it does alone. Of two steps of one allocation that run at a time the one whose agents come
+begins again. A step that was killed has ended when none of its agents is left: Slurm starts no task of a step again.
+A step whose command trains nothing, a monitor in the background, is the job only until another one comes, and goes on
+unprotected then. An element that was requeued runs its script from the start, while the others are further: what they
+have behind them it does alone. Of two steps of one allocation that run at a time the one whose agents come
 first is the job, and the other one goes on unprotected, on all of its nodes. When Slurm requeues the whole job, its
 steps are counted anew.
 """
@@ -149,7 +150,7 @@ def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | 
         return None
     which = f"step {message.step // ranges.LAUNCHES} of job {message.job}"
     at = job.step // ranges.LAUNCHES
-    if takes_over(job, message) or requeued(job, message):
+    if begins_anew(job, message):
         return None
     if not message.trains and job.trains:
         reason = f"{which} trains nothing, and step {at} is the job"
@@ -170,9 +171,11 @@ def one_element(settings: Settings) -> bool:
     return settings.allocation or settings.max_nodes == settings.block
 
 
-def takes_over(job: JobState, message: wire.Register) -> bool:
-    """A step that trains takes the place of one that trains nothing."""
-    return message.trains and not job.trains and not job.over and message.step > job.step
+def begins_anew(job: JobState, message: wire.Register) -> bool:
+    """The agent begins the job again although its step is not over on record. A step that trains takes the place of one
+    that trains nothing, and any later one that of one whose agents are all gone."""
+    free = (message.trains and not job.trains) or job.step_has_ended(message.element)
+    return requeued(job, message) or (free and not job.over and message.step > job.step)
 
 
 def requeued(job: JobState, message: wire.Register) -> bool:
@@ -193,7 +196,7 @@ def _other_command(message: wire.Register, job: JobState | None) -> str:
 def begins(view: View, message: wire.Register, info: ElementInfo | None = None) -> bool:
     """The job starts with this agent: for the first time, with its next step, or because Slurm uses its id again."""
     job = view.state.jobs.get(message.job)
-    if job is None or another(job, info) or takes_over(job, message) or requeued(job, message):
+    if job is None or another(job, info) or begins_anew(job, message):
         return True
     return job.over and message.step > job.step
 

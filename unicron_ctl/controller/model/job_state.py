@@ -343,6 +343,13 @@ class JobState:
         """Nothing is decided about it any more."""
         return self.ended is not None or bool(self.set_aside)
 
+    def step_has_ended(self, element: int) -> bool:
+        """The Slurm step has no agent any more, as when `timeout` or `scancel JOB.STEP` has killed it: all are gone,
+        and that of this element, on whose node somebody speaks, is known to have ended."""
+        mine = self.agents.get(element)
+        ended = mine is not None and mine.gone not in ("", "silent")
+        return ended and all(agent.gone for agent in self.agents.values())
+
     def slot(self, slot: int) -> SlotState:
         """What is known of a slot; reading adds nothing."""
         return self.slots.get(slot, NO_SLOT)

@@ -331,3 +331,32 @@ def test_a_step_that_comes_after_a_later_one_has_begun_goes_on_unprotected(over)
     answers = [message for message in late.heard if isinstance(message, wire.Refused | wire.End | wire.Welcome)]
     assert [type(message) for message in answers] == [wire.Refused] and answers[0].alone
     assert "step 0 of job 1 came after step 1 had begun" in answers[0].reason
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_step_that_was_killed_holds_the_job_no_longer_than_its_agents(lives):
+    """Defect: after `timeout 8h srun ...` the next srun of the script ran unprotected, "while step 0 runs"."""
+    world, agents = cluster()
+    world.run(1.5)
+    trains(world, agents)
+    for agent in agents[lives:]:
+        agent.silent = agent.killed = True
+    world.run(3.0)
+
+    def came(element: int) -> FakeAgent:
+        agent = FakeAgent(world, "1", element, f"n{element + 1}", name=f"later {element}", nodes=3)
+        agent.settings.allocation, agent.obedient = True, False
+        world.to_core(agent, agent.registration(step=LAUNCHES))
+        return agent
+
+    later = [came(element) for element in range(3)]
+    world.run(1.5)
+    if lives:
+        answers = [message for agent in later for message in agent.heard]
+        assert all(isinstance(answer, wire.Refused) and not answer.final for answer in answers) and answers
+        assert world.job().step == 0
+        return
+    assert world.job().step == LAUNCHES and [agent.agent for agent in world.job().agents.values()] == [
+        agent.agent for agent in later
+    ]
+    world.check_replay()
