@@ -419,6 +419,12 @@ class Grace(Message, tag="grace"):
     seconds: ranges.Seconds
 
 
+class Note(Message, tag="note"):
+    """A line for the job's log."""
+
+    text: ranges.Text
+
+
 # ---------------------------------------------------------------- unicronctl -> controller
 class Ask(Message, tag="ask"):
     """A question or an order of `unicronctl`; the answer is an :class:`Answer`."""
@@ -440,7 +446,9 @@ ToController = (
 )
 # What only a registered agent says, beside its Status.
 OF_AGENTS = frozenset(("steps", "timing", "stack_trace", "inject_refused", "metrics", "node_event", "reached", "held"))
-_Orders = Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End | Released | Grace | Cut | Fetch
+_Orders = (
+    Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End | Released | Grace | Note | Cut | Fetch
+)
 ToAgent = Welcome | Ping | Pong | Reach | Recall | Refused | _Orders
 _encoder = msgspec.msgpack.Encoder()
 

@@ -418,6 +418,8 @@ class Agent:
                 self._on_end(message)
             case wire.Grace():
                 self._ending.notice_seconds = max(self._ending.notice_seconds, message.seconds)
+            case wire.Note():
+                self.log.warn_once(message.text)
             case wire.Released():
                 self._ending.on_released(message)
 

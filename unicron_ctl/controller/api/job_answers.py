@@ -14,6 +14,7 @@ from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.model.job_state import AgentRecord, Failure, JobState, Phase
 from unicron.ctl.controller.plan.inputs import bounds, fixed, waiting, weight
+from unicron.ctl.controller.plan.stranded import shortage
 from unicron.ctl.protocol import answer_schema as schema
 
 
@@ -123,7 +124,7 @@ def _base(core: Core, state: JobState) -> schema.JobBase:
         spares_ready=sum(how == "ready" for how in found.values()),
         ended=plain(state.ended, schema.Ending) if state.ended else None,
         set_aside=state.set_aside,
-        waits=state.waits,
+        waits=state.waits or (short.reason if (short := shortage(core.view, state)) is not None else ""),
         nan_since=state.nan_since if state.nan_since >= 0 else None,
         goodput=state.goodput,
         trained_seconds=state.trained_seconds,

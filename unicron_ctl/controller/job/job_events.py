@@ -24,6 +24,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.controller.model.state_machine import Event
 from unicron.ctl.controller.model.view import View
+from unicron.ctl.controller.plan import stranded
 from unicron.ctl.controller.plan.job_layouts import lost_seconds
 from unicron.ctl.controller.replication.forming import formed
 from unicron.ctl.controller.sense import fencing
@@ -125,7 +126,7 @@ def _ready(view: View, job: JobView) -> Happening | None:
     inside = set(whole)
     coming = [e for e, a in job.agents.items() if a.alive and e not in inside and may_work(view, job, e)]
     mode, expected = mode_of(state), view.expected(state)
-    if len(whole) < mode.least(state) and job.replica == 1:
+    if len(whole) < state.least and job.replica == 1:
         return None
     if len(whole) < job.wanted and mode.awaits_moved(view, state):
         return None
@@ -173,7 +174,7 @@ def _look_now(view: View, job: JobView, count: int) -> bool:
 
 
 def _hopeless(view: View, job: JobView) -> Happening | None:
-    reason = mode_of(job.state).exhausted(job.state)
+    reason = mode_of(job.state).exhausted(job.state) or stranded.must_end(view, job.state)
     return Happening(Event.FAILED, reason, code=1) if reason else None
 
 

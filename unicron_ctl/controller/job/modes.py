@@ -47,11 +47,6 @@ class Session:
         """Since when a forming job has waited for more nodes; arrival: of the last that is ready."""
         return arrival
 
-    def least(self, job: JobState) -> int:
-        """The fewest nodes with which it may form when no more are to be had. A job that has trained goes on with
-        whatever is left."""
-        return 1 if job.generation else least_to_begin(job)
-
     def awaits_moved(self, view: View, job: JobState) -> bool:
         """Whether no world may form yet because elements are on their way to other nodes."""
         return False
@@ -81,11 +76,6 @@ class Session:
         return Outcome()
 
 
-def least_to_begin(job: JobState) -> int:
-    """The fewest nodes with which the job begins."""
-    return min(job.settings.min_nodes, job.settings.max_nodes)
-
-
 def _nobody(view: View, job: JobView) -> str:
     """Why no survivor can go on; empty where some can."""
     if view.now < job.live.nobody_until or not job.anybody_stopped():
@@ -111,10 +101,6 @@ class Restart:
         """Processes that start again are waited for: a world shrinks for lost nodes, not for a program's error."""
         starts = (job.state.slot(slot).not_before for element in coming for slot in job.agents[element].slots)
         return max([arrival, job.live.last_arrival if coming else 0.0, *starts])
-
-    def least(self, job: JobState) -> int:
-        """The script may be told no smaller world."""
-        return least_to_begin(job)
 
     def awaits_moved(self, view: View, job: JobState) -> bool:
         """Nothing is held against the node of an element that moves: the world does not shrink for it."""

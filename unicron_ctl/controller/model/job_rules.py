@@ -53,7 +53,7 @@ def reallocated(job: JobState, event: Event, record: records.Reallocated) -> Non
     most = max(1, min(job.settings.max_nodes, len(record.nodes)))
     job.settings = msgspec.structs.replace(job.settings, max_nodes=most)
     job.nodes, job.nodes_of_restart = record.nodes, record.restarts
-    job.shrunk, job.unshrinkable = 0, ""
+    job.shrunk, job.unshrinkable, job.unrequeueable = 0, "", ""
 
 
 def agent_confirmed(job: JobState, event: Event, record: records.AgentConfirmed) -> None:

@@ -216,6 +216,8 @@ class JobState:
     """How often Slurm has taken nodes out of that allocation because the plan gave them back."""
     unshrinkable: str = ""
     """Why Slurm refused that."""
+    unrequeueable: str = ""
+    """Why Slurm refused to requeue that allocation."""
     agents: dict[int, AgentRecord] = field(default_factory=dict)
     avoid: dict[str, Avoided] = field(default_factory=dict)
     """node -> why the job's elements are not to start there."""
@@ -327,6 +329,14 @@ class JobState:
         count = max(settings.max_nodes - settings.spares, min(least, settings.max_nodes))
         whole = count - count % unit
         return whole if whole >= least else settings.max_nodes
+
+    @property
+    def least(self) -> int:
+        """The fewest nodes with which it may form when no more are to be had. A job that has trained goes on with
+        whatever is left, unless it is a plain script, which may be told no smaller world."""
+        if self.mode.keeps_state and self.generation:
+            return 1
+        return min(self.settings.min_nodes, self.settings.max_nodes)
 
     @property
     def owner(self) -> str:

@@ -97,6 +97,8 @@ def of_element_failed(job: JobState, event: Event, record: records.SlurmFailed) 
         job.unshrinkable = record.reason
     if record.action not in REQUEUES:
         return
+    if job.settings.allocation:
+        job.unrequeueable = record.reason
     job.requeued.pop(record.element, None)
     for agent in _agents(job, record.element):
         agent.tries -= 1

@@ -18,7 +18,7 @@ from unicron.ctl.controller.model.requests import HELD, Action, Poll
 from unicron.ctl.controller.model.submission import another
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.controller.nodes import isolation, readmission, unfinished
-from unicron.ctl.controller.plan import job_layouts
+from unicron.ctl.controller.plan import job_layouts, stranded
 from unicron.ctl.controller.plan.ahead import Aheads
 from unicron.ctl.controller.plan.inputs import (
     came_to_nothing,
@@ -36,6 +36,7 @@ from unicron.ctl.controller.plan.placement import Need, Placement, held_by_other
 from unicron.ctl.controller.plan.pools import pools
 from unicron.ctl.controller.plan.slurm_actions import Retries, request_actions
 from unicron.ctl.controller.sense.slurm_states import describe
+from unicron.ctl.protocol import wire
 from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, WORKS, ElementInfo
 from unicron.ctl.slurm.squeue import nodes_of
 from unicron.ctl.system.throttle import Throttle
@@ -145,7 +146,7 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     actions += readmission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way, out)
     for job in list(view.state.jobs.values()):
         actions += _over(view, desk, listing, job, out)
-    actions += _preempted(view, listing)
+    actions += _preempted(view, listing) + _stranded(view, out)
     request_actions(view, desk.retries, actions, out)
     return out.merge([isolation.proven_bad(view)])
 
@@ -165,6 +166,21 @@ def _preempted(view: View, listing: Listing) -> list[Action]:
                 why = "Slurm preempts it, and its ranks have left"
                 found[job.job, block] = Action("requeue", job.job, block, ",".join(nodes_of(e)), why)
     return list(found.values())
+
+
+def _stranded(view: View, out: Outcome) -> list[Action]:
+    """Jobs that are one allocation and can form no world again are requeued, for they would keep their nodes in vain.
+    Their logs say so. `job_events` ends those that cannot be requeued."""
+    found = []
+    for job in managed(view):
+        short = stranded.shortage(view, job)
+        if short is None or not short.final or stranded.must_end(view, job):
+            continue
+        found.append(stranded.requeue(job, short))
+        agents = [agent for _, agent in sorted(view.job(job).agents.items()) if agent.alive]
+        for agent in agents[:1]:
+            out.send(agent, wire.Note(text=f"{short.reason}: the job is requeued"))
+    return found
 
 
 def _held_again(view: View, listing: Listing, out: Outcome) -> None:

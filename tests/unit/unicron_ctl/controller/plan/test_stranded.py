@@ -1,0 +1,112 @@
+"""A job that is one allocation and has too few nodes left for a world: it is requeued or ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.questions import told
+from tests.support.world import FakeAgent, FakeSlurm, World
+from tests.unit.unicron_ctl.controller.job.test_allocations import entry, trains
+from unicron.ctl.controller.plan.stranded import QUIET_SECONDS, REFUSED_SECONDS
+from unicron.ctl.protocol import wire
+from unicron.ctl.settings.partitions import PartitionConfig
+
+REASON = "it needs 3 nodes, has 2, and an allocation gets no other"
+AGAIN = ("requeue", "1", 0)
+DISABLED = "scontrol requeue 1: Requested operation is presently disabled"
+
+
+def plain_agents(world: World, nodes: tuple[str, ...], least: int) -> list[FakeAgent]:
+    """An agent on each of the nodes of job 1, in restart mode."""
+    agents = [FakeAgent(world, "1", place, node, nodes=3, min_nodes=least) for place, node in enumerate(nodes)]
+    for agent in agents:
+        agent.settings.allocation = agent.settings.min_stated = agent.fenced = True
+        agent.settings.mode = "restart"
+        agent.register()
+    world.run(1.5)
+    return agents
+
+
+def lose_node(least: int = 3) -> tuple[World, list[FakeAgent]]:
+    """Job 1 trains on three nodes, and the last one falls silent."""
+    world = World(FakeSlurm(4))
+    world.slurm.queue["1", 0] = entry("n[1-3]")
+    agents = plain_agents(world, ("n1", "n2", "n3"), least)
+    trains(world, agents)
+    agents[2].silent = True
+    world.dead_nodes.add("n3")
+    return world, agents
+
+
+def asked(world: World) -> list[tuple]:
+    return [call[:3] for call in world.slurm.calls if call[0] in ("requeue", "cancel")]
+
+
+def stop(agents: list[FakeAgent]) -> None:
+    """Their processes end for the lost node, and wait for another world."""
+    for agent in agents[:2]:
+        agent.ready()
+
+
+def notes(agents: list[FakeAgent]) -> set[str]:
+    return {message.text for agent in agents for message in agent.heard if isinstance(message, wire.Note)}
+
+
+def test_a_job_below_its_minimum_is_requeued_once_slurm_has_taken_the_node_and_trains_on_the_new_ones():
+    """Defect: it waited on its paid nodes without an end, and nothing said for what."""
+    world, agents = lose_node()
+    world.run(8.0)
+    stop(agents)
+    world.run(60.0)
+    assert told(world.core, "explain", job="1")["waits"] == REASON and not asked(world), "the node may come back"
+    world.slurm.queue["1", 0]["node"] = "n[1-2]"
+    world.run(5.0)
+    assert asked(world)[:1] == [AGAIN] and notes(agents) == {f"{REASON}: the job is requeued"}
+    for agent in agents:
+        agent.silent = agent.killed = True
+    world.slurm.queue["1", 0] = entry("n[1-2,4]", restarts=1)
+    world.run(1.5)
+    trains(world, plain_agents(world, ("n1", "n2", "n4"), 3))
+    assert asked(world) == [AGAIN] and not told(world.core, "explain", job="1")["waits"]
+    world.check_replay()
+
+
+def test_a_node_that_only_stops_answering_is_waited_for_before_the_requeue():
+    world, agents = lose_node()
+    world.run(8.0)
+    stop(agents)
+    world.run(QUIET_SECONDS - 20.0)
+    assert not asked(world) and world.job().phase == "forming"
+    world.run(30.0)
+    assert asked(world)[:1] == [AGAIN]
+
+
+@pytest.mark.parametrize(("said", "seconds"), [(DISABLED, 10.0), ("scontrol requeue 1: no answer", REFUSED_SECONDS)])
+def test_a_job_that_slurm_does_not_requeue_ends_with_the_reason(said, seconds):
+    world, agents = lose_node()
+    world.slurm.refuse_requeue = said
+    world.slurm.queue["1", 0]["node"] = "n[1-2]"
+    world.run(8.0)
+    stop(agents)
+    world.run(seconds + 80.0)
+    ended = world.job().ended
+    assert ended is not None and ended.code == 1 and ended.reason.startswith(f"{REASON}; Slurm does not requeue it: ")
+    assert any(isinstance(message, wire.End) and REASON in message.reason for message in agents[0].heard)
+    world.check_replay()
+
+
+def test_a_job_ends_where_the_admin_allows_no_requeue_and_one_above_its_minimum_goes_on():
+    world, agents = lose_node()
+    world.core.config.partitions["default"] = PartitionConfig(mode="act", actions=["drain"])
+    world.slurm.queue["1", 0]["node"] = "n[1-2]"
+    world.run(8.0)
+    stop(agents)
+    world.run(80.0)
+    ended = world.job().ended
+    assert ended is not None and ended.code == 1 and REASON in ended.reason and not asked(world)
+    world, agents = lose_node(least=2)
+    world.slurm.queue["1", 0]["node"] = "n[1-2]"
+    world.run(8.0)
+    stop(agents)
+    world.run(80.0)
+    assert set(world.job().members) == {0, 1} and not asked(world)
