@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -102,15 +104,21 @@ static void use_up_steps(spank_t sp)
 	inherit_set(sp, FIRST_STEP, text);
 }
 
+static bool read_script(spank_t sp, struct script *script)
+{
+	int argc = 0;
+	char **argv = NULL;
+
+	return (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) == ESPANK_SUCCESS && argc > 0 && argv != NULL && script_read(argv[0], script));
+}
+
 /* Tells what is not protected: what the script doesn't start by srun, and the runs of a sweep, whose agents hear of it. */
 static void look_at_script(spank_t sp)
 {
-	int argc = 0;
-	char **argv = NULL, text[32];
+	char text[32];
 	struct script script;
 
-	if (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) != ESPANK_SUCCESS || argc < 1 || argv == NULL ||
-	    !script_read(argv[0], &script))
+	if (!read_script(sp, &script))
 		return;
 	if (!script.step)
 		dprintf(STDERR_FILENO, "unicron: nothing protects this job, for no srun in its script starts a training: "
@@ -124,4 +132,45 @@ void batch_prepare(spank_t sp)
 {
 	look_at_script(sp);
 	use_up_steps(sp);
+}
+
+/* The Epilog removes it, too, where the end of the script has not. */
+static bool mark(spank_t sp, const char *controller, char path[64])
+{
+	const char *port = strrchr(controller, ':');
+	uint32_t job = 0;
+
+	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS)
+		return (false);
+	snprintf(path, 64, "/dev/shm/unicron-%" PRIu32 "-no-step-%.5s", job, port != NULL ? port + 1 : "");
+	return (true);
+}
+
+void batch_await_step(spank_t sp, const char *controller)
+{
+	struct script script;
+	char path[64];
+
+	if (read_script(sp, &script) && script.step && !script.agent && mark(sp, controller, path))
+		close(open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+}
+
+void batch_step_came(spank_t sp, const char *controller)
+{
+	char path[64];
+
+	if (mark(sp, controller, path))
+		unlink(path);
+}
+
+void batch_end(spank_t sp, const char *controller)
+{
+	struct stat about;
+	uid_t user = 0;
+	char path[64];
+
+	if (mark(sp, controller, path) && spank_get_item(sp, S_JOB_UID, &user) == ESPANK_SUCCESS && lstat(path, &about) == 0 &&
+	    about.st_uid == user && unlink(path) == 0)
+		slurm_spank_log("unicron: no step of this job was protected, for its script has run no srun that starts a training: if "
+				"it trained, write `srun python train.py ...`");
 }

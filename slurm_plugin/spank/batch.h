@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the plugin does for a batch script of a job that asked for Unicron, before the script begins. */
+/* What the plugin does for a batch script of a job that asked for Unicron, before the script begins and when it has ended. */
 #ifndef UNICRON_BATCH_H
 #define UNICRON_BATCH_H
 
@@ -17,5 +17,14 @@ void batch_set_variables(spank_t sp);
 
 /* In the script's process, before the script. */
 void batch_prepare(spank_t sp);
+
+/*
+ * Its text says what it may run, not what it has run. So a mark is on the node from its start until one of the job's steps is
+ * protected, or has said why not; all in slurmstepd. A protected step has all nodes of the job, so it comes by.
+ * controller: as configured; of several clusters on one machine, as in tests, each has its own.
+ */
+void batch_await_step(spank_t sp, const char *controller);
+void batch_step_came(spank_t sp, const char *controller);
+void batch_end(spank_t sp, const char *controller);
 
 #endif

@@ -146,8 +146,12 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 	}
 	if (is_regular_step(sp))
 		judge_step(sp);
-	else if (choice.spoken && is_batch_step(sp))
+	else if (choice.spoken && is_batch_step(sp)) {
 		batch_set_variables(sp);
+		batch_await_step(sp, config.controller);
+	}
+	if (is_regular_step(sp) && verdict != STEP_UNTOUCHED)
+		batch_step_came(sp, config.controller);
 	if (!choice.spoken && (!is_regular_step(sp) || verdict != STEP_PROTECTED))
 		return (0);
 	hand_on(sp);
@@ -193,7 +197,11 @@ CALLBACK slurm_spank_task_exit(spank_t sp, int ac, char **av)
 	struct notice notice = { .kind = "task_exit" };
 	uint32_t local = 0;
 
-	if (!usable(ac, av) || !choice.enabled || !is_regular_step(sp) || verdict != STEP_PROTECTED)
+	if (!usable(ac, av) || !choice.enabled)
+		return (0);
+	if (choice.spoken && is_batch_step(sp))
+		batch_end(sp, config.controller);
+	if (!is_regular_step(sp) || verdict != STEP_PROTECTED)
 		return (0);
 	if (spank_get_item(sp, S_TASK_EXIT_STATUS, &notice.status) != ESPANK_SUCCESS)
 		return (0);

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include <ctype.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,10 +14,11 @@ static void note_word(char kept[64], const char *word)
 		snprintf(kept, 64, "%.60s", word);
 }
 
-static void hear_element(struct script *script, const char *text, const char *name)
+static void hear_names(struct script *script, const char *text, const char *name)
 {
 	if (strstr(text, "SLURM_ARRAY_TASK_ID") != NULL)
 		note_word(script->sweep, name);
+	script->agent = script->agent || strstr(text, "unicron-agent") != NULL;
 }
 
 /* An option of srun's may have the next word for itself, so the command is the first word behind that, or a utility before it. */
@@ -34,11 +36,30 @@ static bool is_training_step(char *const words[])
 	return (true);
 }
 
-/* Whether a command starts a step that may train. What a program of the system's is given runs nothing. */
-static bool starts_step(char *const words[])
+/* Whether a variable may stand for srun: SRUN=srun, LAUNCH="/usr/bin/srun -n 2", $SRUN; not so HOST=$(srun hostname). */
+static bool names_variable(const char *text)
+{
+	for (const char *at = text; (at = strcasestr(at, "srun")) != NULL; ++at) {
+		const char *before = at;
+
+		while (before > text && (isalnum((unsigned char) before[-1]) || strchr("_/.\"'", before[-1]) != NULL))
+			--before;
+		if (before > text && strchr("=${", before[-1]) != NULL)
+			return (true);
+	}
+	return (false);
+}
+
+/*
+ * Whether a command starts a step that may train. What a program of the system's is given runs nothing. may_mean: in this text a
+ * variable may stand for srun.
+ */
+static bool starts_step(char *const words[], bool may_mean)
 {
 	if (command_of_word(words[0]) == COMMAND_UTILITY)
 		return (false);
+	if (may_mean && words[0][0] == '$')
+		return (true);
 	for (int i = 0; words[i] != NULL; ++i)
 		if (strcmp(base_name(words[i]), "srun") == 0)
 			return (is_training_step(words + i + 1));
@@ -69,28 +90,30 @@ static bool is_python_text(const char *path, const char *text)
 static void hear_file(struct script *script, const char *path)
 {
 	char *text = read_beginning(path), *words[MOST_WORDS + 1], *rest = NULL;
+	bool may_mean;
 	int count;
 
 	if (text == NULL)
 		return;
-	hear_element(script, text, base_name(path));
+	hear_names(script, text, base_name(path));
 	if (is_python_text(path, text)) {
 		script->step = script->step || python_starts_step(text);
 	} else {
 		blank_comments(text);
+		may_mean = names_variable(text);
 		blank_syntax(text);
 		for (count = next_command(text, &rest, words); count >= 0; count = next_command(NULL, &rest, words))
-			script->step = script->step || (count > 0 && starts_step(words));
+			script->step = script->step || (count > 0 && starts_step(words, may_mean));
 	}
 	free(text);
 }
 
-static void hear_batch_command(struct script *script, char *const words[])
+static void hear_batch_command(struct script *script, char *const words[], bool may_mean)
 {
 	char sourced[64];
 	bool step = false;
 
-	script->step = script->step || starts_step(words);
+	script->step = script->step || starts_step(words, may_mean);
 	for (int i = 0; words[i] != NULL; ++i) {
 		step = step || strcmp(base_name(words[i]), "srun") == 0;
 		hear_file(script, words[i]);
@@ -104,6 +127,7 @@ static void hear_batch_command(struct script *script, char *const words[])
 bool script_read(const char *path, struct script *script)
 {
 	char *text = read_beginning(path), *words[MOST_WORDS + 1], *rest = NULL;
+	bool may_mean;
 	int count;
 
 	memset(script, 0, sizeof(*script));
@@ -114,11 +138,12 @@ bool script_read(const char *path, struct script *script)
 		note_word(script->word, "python");
 	} else {
 		blank_comments(text);
-		hear_element(script, text, "its batch script");
+		hear_names(script, text, "its batch script");
+		may_mean = names_variable(text);
 		blank_syntax(text);
 		for (count = next_command(text, &rest, words); count >= 0; count = next_command(NULL, &rest, words))
 			if (count > 0)
-				hear_batch_command(script, words);
+				hear_batch_command(script, words, may_mean);
 	}
 	free(text);
 	return (true);

@@ -530,6 +530,10 @@ static void test_batch_scripts(void)
 		{ "#!/bin/sh\nbash speaks_of_it\necho write srun python x\n", "bash", false, "" },
 		{ "#!/bin/bash\nsource speaks_of_it\n", "bash speaks_of_it", false, "" },
 		{ "#!/bin/sh\npython says.py\n", "python", false, "" },
+		{ "#!/bin/sh\nSRUN=srun\n$SRUN python light.py\n", "", true, "" },
+		{ "#!/bin/sh\n${SRUN:-srun} python light.py\n", "", true, "" },
+		{ "#!/bin/sh\nLAUNCH=\"/usr/bin/srun -n 2\"\n$LAUNCH python light.py\n", "", true, "" },
+		{ "#!/bin/sh\nHOST=$(srun -n1 hostname)\n$PYTHON light.py; python a.py\n", "python", false, "" },
 		{ "", "", false, "" },
 	};
 	char folder[] = "/tmp/unicron-test-XXXXXX", path[64];
@@ -548,6 +552,7 @@ static void test_batch_scripts(void)
 		file = fopen(path, "w");
 		assert(file != NULL && fputs(cases[i].text, file) >= 0 && fclose(file) == 0);
 		assert(script_read(path, &found));
+		assert(found.agent == (strstr(cases[i].text, "unicron-agent") != NULL));
 		if (found.step != cases[i].step || (!found.step && strcmp(found.word, cases[i].word) != 0) ||
 		    strcmp(found.sweep, cases[i].sweep) != 0) {
 			fprintf(stderr, "script %zu: %d %s %s\n", i, found.step, found.word, found.sweep);
