@@ -20,6 +20,7 @@ ELSEWHERE |= {"shifter", "singularity", "uv"}
 # Programs that watch one process, or hide the environment from it.
 NOT_FOR_RANKS = {"compute-sanitizer", "cuda-gdb", "docker", "enroot", "gdb", "ltrace", "ncu", "nsys", "perf", "podman"}
 NOT_FOR_RANKS |= {"podman-hpc", "rocprof", "sarus", "script", "strace", "sudo", "unbuffer", "valgrind", "xargs"}
+CONTAINERS = {"apptainer", "ch-run", "docker", "enroot", "podman", "podman-hpc", "sarus", "shifter", "singularity"}
 # Launchers that the agent does not replace.
 OTHERS = {"aprun", "colossalai", "composer", "horovodrun", "jsrun", "prun"}
 SHELL_SYNTAX = set("$`;&|<>(){}*?[]~#!\n\\")
@@ -76,8 +77,8 @@ def find_launcher(command: Sequence[str]) -> Found | None:
         if (here := _launcher_at(words, at, elsewhere)) is not None:
             name, rest, python = here
             return Found(name, words[:at], rest, python, environment)
-        if name in SHELLS and at == 0 and (inner := only_command(words)) is not None:
-            words = inner
+        if name in SHELLS and (inner := only_command(words[at:])) is not None:
+            words[at:] = inner
             continue
         if name in WRAPPERS or name in ELSEWHERE or name in NOT_FOR_RANKS:
             following = _next_program(words, at + 1, name in ELSEWHERE)
@@ -100,6 +101,8 @@ def _next_program(words: Sequence[str], start: int, elsewhere: bool) -> int | No
         if name in WRAPPERS | ELSEWHERE | NOT_FOR_RANKS and not words[at - 1].startswith("-"):
             return at
         if _launcher_at(words, at, elsewhere) is not None:
+            return at
+        if name in SHELLS and words[at + 1 : at + 2] == ["-c"] and only_command(words[at:]) is not None:
             return at
         if PYTHON.fullmatch(name) or name in SHELLS or name.endswith(".py"):
             return None

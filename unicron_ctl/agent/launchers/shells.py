@@ -19,8 +19,10 @@ from pathlib import Path
 
 from unicron.ctl.agent.connections.job_environment import LAUNCH
 from unicron.ctl.agent.launchers.commands import (
+    CONTAINERS,
     MODULES,
     NAMES,
+    NOT_FOR_RANKS,
     SHELLS,
     WRAPPERS,
     NotTaken,
@@ -39,6 +41,9 @@ _BEHIND = "|".join(sorted({"exec", *WRAPPERS}))
 _BEGIN = r"(?:^|[;&|(){}`\"'!]|\b(?:then|do|else|exec|time|if|while|until|eval)\s|(?:^|\s)[A-Za-z_]\w*=)\s*"
 _BEGIN += rf"(?:[A-Za-z_]\w*=\S*\s+)*(?:(?:{_BEHIND})\s[^;&|\"'\n]*?(?<=\s))?"
 _LAUNCHER = re.compile(rf"{_BEGIN}(?:{_NAME}){_WORD_END}|-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
+_NAMED = re.compile(rf"(?:{_NAME}|{_MODULE}){_WORD_END}")
+# What a container is given to run, to the end of the command.
+_CONTAINER = re.compile(rf"""(?<![\w.-])(?:{"|".join(sorted(CONTAINERS))})\s(?:"[^"]*"|'[^']*'|[^;&|\n"'])*""")
 _BY_PATH = re.compile(rf"/(?:{_NAME}){_WORD_END}|/python[\d.]*\s[^;&|\n]*-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
 _CHANGES_PATH = re.compile(r"activate\b|\bmodule\s+(?:load|add)\b|\bPATH=", re.MULTILINE)
 _RUNS_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*]")
@@ -89,7 +94,8 @@ def launches(command: Sequence[str]) -> bool:
         starts = [at for at in range(1, len(command)) if Path(command[at]).name.startswith((*NAMES, "python"))]
         words = next((command[at:] for at in starts if find_launcher(command[at:]) is not None), [])
         text = f"{text}\nexec {shlex.join(words)}"
-    if text is None or not (_LAUNCHER.search(text) or _BY_PATH.search(text)):
+    text = _CONTAINER.sub(" ", text or "")  # no agent is there
+    if not (_LAUNCHER.search(text) or _BY_PATH.search(text)):
         return False
     how = "its shell script starts the ranks by a launcher"
     told = "write `srun torchrun ...` or `srun python train.py` in the batch script"
@@ -100,6 +106,37 @@ def launches(command: Sequence[str]) -> bool:
     if _CHANGES_PATH.search(text) and _NOT_BY_FUNCTION.search(text):
         raise NotTaken(f"{how} behind exec or a wrapper after PATH was changed: {told}")
     return True
+
+
+def kept_in_container(command: Sequence[str]) -> str:
+    """What the job's log says of a launcher that stays, for it runs in a shell inside a container, or in a container
+    inside a shell. Empty where there is none."""
+    text = shell_text(command)
+    for segment in _CONTAINER.findall(shlex.join(command) if text is None else text):
+        try:
+            words = shlex.split(segment)
+        except ValueError:
+            continue
+        container = Path(words[0]).name
+        launcher = _launcher_within(segment, words)
+        if launcher:
+            write = "python train.py" if container in NOT_FOR_RANKS else f"{launcher} ..."
+            told = f"{launcher} runs inside the container, so Unicron restarts whole nodes"
+            return f"{told}: write `srun {container} ... {write}`, without a shell around it or in it"
+    return ""
+
+
+def _launcher_within(segment: str, words: Sequence[str]) -> str:
+    """The name of the launcher that these words of a container's start name, or its script does."""
+    texts = [segment, *(_script(word, own=False) or "" for word in words if word.endswith(".sh"))]
+    begun = next(filter(None, map(_LAUNCHER.search, texts)), None)
+    if begun is not None:
+        return str(_NAMED.findall(begun[0])[-1])
+    try:
+        found = find_launcher(words)
+    except NotTaken:
+        return "the launcher"
+    return found.name if found is not None else ""
 
 
 def shell_text(command: Sequence[str]) -> str | None:

@@ -200,7 +200,7 @@ def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
         return list(command), ""
     taken = readers.take_over(command)
     if taken is None:
-        return list(command), ""
+        return list(command), shells.kept_in_container(command)
     check_tasks()
     environment[LAUNCHER] = taken.launcher
     sizes = (environment.get(name, "1") for name in ("SLURM_ARRAY_TASK_COUNT", "SLURM_NNODES"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ import pytest
 
 from unicron.ctl.agent.launchers.commands import NotTaken
 from unicron.ctl.agent.launchers.readers import take_over
-from unicron.ctl.agent.launchers.shells import FOLDER, launches, leave_shell, meaning_the_agent
+from unicron.ctl.agent.launchers.shells import FOLDER, kept_in_container, launches, leave_shell, meaning_the_agent
 from unicron.ctl.agent.start import bare
 
 
@@ -152,3 +153,35 @@ def test_the_shells_exit_status_is_the_commands(tmp_path: Path) -> None:
     program = "from unicron.ctl.agent.start import bare\n"
     program += "raise SystemExit(bare.run_all([['bash', '-c', 'kill -9 $$']], [{}]))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 137
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "apptainer exec --nv i.sif bash -c 'cd /x && torchrun --nnodes $N train.py'",
+            "srun apptainer ... torchrun ...",
+        ),
+        ("apptainer exec i.sif bash -lc 'torchrun train.py'", "srun apptainer ... torchrun ..."),
+        (
+            "singularity exec i.sif bash -c 'cd x; python -m torch.distributed.run t.py'",
+            "srun singularity ... torch.dis",
+        ),
+        ("enroot start i bash -c 'cd /x; torchrun train.py'", "srun enroot ... python train.py"),
+        ("bash -c 'cd /x && apptainer exec i.sif torchrun --nnodes $N train.py'", "srun apptainer ... torchrun ..."),
+        ("bash -c 'cd /x && apptainer exec i.sif bash -c \"torchrun t.py\"; date'", "srun apptainer ... torchrun ..."),
+        ("apptainer exec i.sif bash inside.sh", "srun apptainer ... accelerate ..."),
+        ("bash -c 'cd /x; podman run -it i torchrun t.py'", "srun podman ... python train.py"),
+        ("apptainer exec i.sif python train.py --strategy deepspeed", ""),
+        ("bash -c 'apptainer pull i.sif docker://x && python train.py'", ""),
+        ("python train.py", ""),
+    ],
+)
+def test_a_launcher_inside_a_container_stays_and_a_line_says_so(line, told, tmp_path, monkeypatch) -> None:
+    """Defect: whole nodes were restarted, `jobs` counted torchrun for a rank, and nothing said so."""
+    monkeypatch.chdir(tmp_path)
+    Path("inside.sh").write_text("cd /x\naccelerate launch train.py\n")
+    command = shlex.split(line)
+    assert not launches(command) and take_over(command) is None
+    said = kept_in_container(command)
+    assert (told in said and "so Unicron restarts whole nodes" in said) if told else not said, said
