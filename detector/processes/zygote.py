@@ -40,8 +40,8 @@ ANSWER_BYTES = 65536
 ADOPTED_SECONDS = 2.0  # for the agent to become the rank's parent
 # Read by C code, or by the interpreter before the first import, so nothing shows that they were read.
 READ_IN_C = re.compile(r"(PYTHON|LD_|LC_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|MALLOC_|GLIBC_|ASAN_)\w+|LANG|TZ|PATH")
-# Slurm sends them to every process of a step.
-FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM)
+# Slurm sends them to every process of a step, SIGINT for Ctrl-C in srun.
+FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 # Imported -> what it imports by itself when it is first used: torch with the first optimizer, for a third of a second.
 LATER = {"torch.optim": "torch._dynamo"}
 LAUNCHER = "unicron.transition.megatron_lm"  # runs the script that is its first argument
@@ -366,7 +366,8 @@ class Zygote:
         counters.deferred = False
         for number in self._deaf:
             if signal.getsignal(number) is signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
+                own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, own)
         if not os.read(streams[3], 1):
             os._exit(128 + signal.SIGKILL)  # the agent has given up waiting for it
         os.close(streams[3])
