@@ -41,6 +41,8 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
     reason = "dead" if finding.dead else "silent"
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=reason))
+    if lives:
+        out.note(job.agents, f"{agent.node} is lost{lives}")
     if finding.spare:
         return out
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
@@ -79,6 +81,8 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     decision = Decision(Severity.SEV2, action, said, verdict.cause)
     out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died"))
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=AGENT_DIED))
+    if lives:
+        out.note(job.agents, f"the agent on {agent.node} is lost{lives}")
     return out
 
 

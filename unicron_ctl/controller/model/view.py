@@ -235,6 +235,12 @@ class Outcome:
     def send(self, agent: AgentView, message: wire.Message) -> None:
         self.sends.append(Send(agent.route, message))
 
+    def note(self, agents: Mapping[int, AgentView], text: str) -> None:
+        """Has the first agent that lives write a line into the job's log."""
+        first = min((element for element, agent in agents.items() if agent.alive), default=None)
+        if first is not None:
+            self.send(agents[first], wire.Note(text=text))
+
     def merge(self, others: Iterable[Outcome]) -> Outcome:
         """This with the others after it."""
         for other in others:

@@ -36,7 +36,6 @@ from unicron.ctl.controller.plan.placement import Need, Placement, held_by_other
 from unicron.ctl.controller.plan.pools import pools
 from unicron.ctl.controller.plan.slurm_actions import Retries, request_actions
 from unicron.ctl.controller.sense.slurm_states import describe
-from unicron.ctl.protocol import wire
 from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, WORKS, ElementInfo
 from unicron.ctl.slurm.squeue import nodes_of
 from unicron.ctl.system.throttle import Throttle
@@ -177,9 +176,7 @@ def _stranded(view: View, out: Outcome) -> list[Action]:
         if short is None or not short.final or stranded.must_end(view, job):
             continue
         found.append(stranded.requeue(job, short))
-        agents = [agent for _, agent in sorted(view.job(job).agents.items()) if agent.alive]
-        for agent in agents[:1]:
-            out.send(agent, wire.Note(text=f"{short.reason}: the job is requeued"))
+        out.note(view.job(job).agents, f"{short.reason}: the job is requeued")
     return found
 
 

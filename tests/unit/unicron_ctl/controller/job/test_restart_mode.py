@@ -140,6 +140,8 @@ def test_a_new_world_waits_for_the_lease_of_what_fell_silent():
     assert world.job().phase == "forming" and len(plans(world)) == 1
     (failure,) = world.job().failures
     assert "no new world begins for" in failure.record.reason
+    notes = [[m.text for m in agent.heard if isinstance(m, wire.Note)] for agent in world.agents]
+    assert [len(told) for told in notes] == [1, 0, 0, 0] and "is lost; its processes may live on, so no" in notes[0][0]
     world.run(15)
     assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
     world.check_replay()
