@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unicron.ctl.agent.connections.job_environment import Place
+from unicron.ctl.agent.loop.absence import Absence
 from unicron.ctl.agent.loop.agent import SIGTERM_SECONDS, Agent
 from unicron.ctl.agent.ranks.counted import Counted, Folder
 from unicron.ctl.agent.ranks.fence import Fence
@@ -185,6 +186,7 @@ class RestartAgent(Agent):
         self._began = 0.0  # when the present world's processes were started
         self._term_at = self._kill_at = 0.0
         self._shares_doors: list[str] = []  # of the last plan
+        self._absence = Absence(place.element == 0)
         self._next: tuple[wire.Plan, float] | None = None  # a world that begins once its doors were tried; until when
 
     def _base(self, local: int) -> dict[str, str]:
@@ -340,6 +342,13 @@ class RestartAgent(Agent):
         if self._reports.fenced != self._fence.holds:
             self._reports.fenced = self._fence.holds
             self._send_status()
+
+    def _tell_long_wait(self) -> None:
+        super()._tell_long_wait()
+        connected = self._net.line.up or self._net.outbox.closed
+        statuses = [rank.status for rank in self.ranks.values()]
+        if news := self._absence.news(connected, self._last_heard, statuses, time.monotonic()):
+            self.log.warn(news)
 
     def _end_if_over(self, now: float) -> None:
         """A node that is through waits for the others: if one of them fails, all start again."""
