@@ -360,3 +360,19 @@ def test_a_step_that_was_killed_holds_the_job_no_longer_than_its_agents(lives):
         agent.agent for agent in later
     ]
     world.check_replay()
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL"])
+def test_a_job_that_ended_while_the_controller_was_away_is_over(state):
+    """Defect: it was forming until Slurm had forgotten it, for its end might have been that of an array's element."""
+    world, agents = cluster(nodes=2)
+    world.run(1.5)
+    trains(world, agents)
+    for agent in agents:
+        agent.silent = agent.killed = True
+    world.slurm.queue["1", 0] = entry("n[1-2]", state)
+    world.restart()
+    world.run(60.0)
+    job = world.job()
+    assert job.ended is not None and (job.ended.code == 0) == (state == "COMPLETED")
+    world.check_replay()
