@@ -176,7 +176,7 @@ def _stranded(view: View, out: Outcome) -> list[Action]:
         if short is None or not short.final or stranded.must_end(view, job):
             continue
         found.append(stranded.requeue(job, short))
-        out.note(view.job(job).agents, f"{short.reason}: the job is requeued")
+        out.note(view.job(job).agents, f"{short.reason}: Slurm is asked to requeue the job")
     return found
 
 

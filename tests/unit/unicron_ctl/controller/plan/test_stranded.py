@@ -61,7 +61,7 @@ def test_a_job_below_its_minimum_is_requeued_once_slurm_has_taken_the_node_and_t
     assert told(world.core, "explain", job="1")["waits"] == REASON and not asked(world), "the node may come back"
     world.slurm.queue["1", 0]["node"] = "n[1-2]"
     world.run(5.0)
-    assert asked(world)[:1] == [AGAIN] and f"{REASON}: the job is requeued" in notes(agents)
+    assert asked(world)[:1] == [AGAIN] and f"{REASON}: Slurm is asked to requeue the job" in notes(agents)
     for agent in agents:
         agent.silent = agent.killed = True
     world.slurm.queue["1", 0] = entry("n[1-2,4]", restarts=1)
