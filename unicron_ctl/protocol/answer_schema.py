@@ -127,9 +127,9 @@ class JobBase(msgspec.Struct, kw_only=True):
 
     layout: how the ranks of a replica share its model; replica: how many they are. replicas: those that train.
     standbys: slots of living ranks that complete none and have kept their state. spares_wanted: spares that were asked
-    for; spares_ready: those that could come in now. lost_seconds: between the last step before a Break and the first
-    after it, and of iterations that were made again; trained_seconds: all others from the first step to the last one;
-    goodput: their share. blocks: the elements that have several nodes each, with these.
+    for; spares_ready: those that could come in now. lost_seconds: between the last step before a Break (before any
+    step: the first failure) and the first after it, and of iterations that were made again; trained_seconds: all others
+    to the last step; goodput: their share. blocks: the elements that have several nodes each, with these.
     """
 
     job: str

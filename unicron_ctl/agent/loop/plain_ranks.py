@@ -217,6 +217,10 @@ class RestartAgent(Agent):
         self._pages.close()
 
     # ------------------------------------------------------------ orders
+    def _on_welcome(self, message: wire.Welcome) -> None:
+        self._reports.repeat_steps()  # the status that follows takes them along
+        super()._on_welcome(message)
+
     def _on_plan(self, share: wire.PlanShare) -> None:
         self._shares_doors = share.doors
         super()._on_plan(share)

@@ -120,6 +120,10 @@ class Reports:
         """Takes in that this slot's rank has stepped."""
         self._steps.add(slot, step, time.monotonic())
 
+    def repeat_steps(self) -> None:
+        """Report the ranks' last steps once more."""
+        self._steps.repeat(time.monotonic())
+
     def send_steps(self, now: float) -> None:
         """Step reports that can wait no longer."""
         self._send_steps(self._due_steps(now, hold=True))

@@ -45,6 +45,7 @@ class StepReports:
         self._repeated: list[_Group] = []  # closed, since one of their ranks has reported the same iteration again
         self._last: tuple[int, int] = (-1, -1)  # generation and iteration of the last report ...
         self._told: set[int] = set()  # ... and the slots that have reported it
+        self._newest: dict[int, Step] = {}  # slot -> its last step
         self._number = 0  # of the last report
         self.sent_at = float("-inf")
 
@@ -59,6 +60,14 @@ class StepReports:
         if key in self._open and slot in self._open[key].steps:
             self._repeated.append(self._open.pop(key))
         self._open.setdefault(key, _Group(key, now)).steps[slot] = step
+        self._newest[slot] = step
+
+    def repeat(self, now: float) -> None:
+        """Report each slot's last step once more: a controller that comes back has not heard it."""
+        waiting = {slot for group in self._open.values() for slot in group.steps}
+        for slot, step in list(self._newest.items()):
+            if slot not in waiting:
+                self.add(slot, step, now)
 
     def due_reports(self, now: float, running: Mapping[int, int], hold: bool = False) -> list[structs.StepReport]:
         """The reports that are due, oldest iteration first.

@@ -25,6 +25,7 @@ from unicron.ctl.system.throttle import Throttle
 
 VIOLATIONS = 1 / 60, 100.0  # records of them a minute, and at once
 TIMINGS_KEPT = 8  # of one generation: the parts of a recovery take about as long in every rank
+LATE_SECONDS = 5.0  # after an iteration, for its report: beyond what clocks differ
 
 
 @dataclass
@@ -118,6 +119,7 @@ class JobRuntime:
                 micro_batches=account.total,
                 computed=account.computed,
                 unreported=account.unreported,
+                ago=late if (late := now - message.at) > LATE_SECONDS else 0.0,
             )
             out.record(state, step, account.generation)
             recovery = account.iteration <= self.disturbed_until or bool(account.unreported)

@@ -335,14 +335,18 @@ def step(job: JobState, event: Event, record: records.Step) -> None:
 
 
 def _note_time(job: JobState, event: Event, record: records.Step) -> None:
-    """All time between two steps of a generation counts as trained; between those of two, one iteration does. Nothing
-    is summed up step by step: a log without most of them gives the same."""
+    """All time between two steps of a generation counts as trained; between those of two, the iterations do that were
+    made. What comes before a job's first step counts from its first failure on. Nothing is summed up step by step: a
+    log without most of them gives the same."""
+    at = max(job.stepped, event.time - record.ago)
     if job.stepped_in != event.generation:
-        since = event.time - job.stepped if job.stepped else record.seconds
-        own = min(since, record.seconds, job.seconds or math.inf)
+        made = 1 if job.mode.reports else max(1, record.iteration - job.iteration)  # a session begins anywhere
+        before = job.stepped or min((failure.detected_at for failure in job.failures), default=at)
+        since = at - before if before < at else made * record.seconds
+        own = min(since, made * record.seconds, made * (job.seconds or math.inf))
         job.trained, job.lost_seconds = job.trained_seconds, job.lost_seconds + max(0.0, since - own)
-        job.stepping_since, job.stepped_in = event.time - own, event.generation
-    job.stepped = event.time
+        job.stepping_since, job.stepped_in = at - own, event.generation
+    job.stepped = at
 
 
 def steady(job: JobState, event: Event, record: records.Steady) -> None:

@@ -242,7 +242,8 @@ class JobState:
     trained: float = 0.0
     """Seconds that were not lost, of the generations before the last one that has stepped."""
     lost_seconds: float = 0.0
-    """Seconds between the last step of a generation and the first of the next one, and of iterations made again."""
+    """Seconds between the last step of a generation and the first of the next one, and of iterations made again;
+    before the first step, since the first failure."""
     stepping_since: float = 0.0
     stepped: float = 0.0
     """When the first iteration of the last generation that has stepped began, and when its last one ended; 0 before."""
@@ -467,7 +468,8 @@ class JobState:
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time from the first step to the last one that was not lost; None before there are two."""
+        """The share of the time from the first step, or an earlier failure, to the last step that was not lost; None
+        before the first step."""
         whole = self.trained_seconds + self.lost_seconds
         return self.trained_seconds / whole if whole > 0.0 else None
 

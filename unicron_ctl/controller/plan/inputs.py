@@ -233,8 +233,8 @@ def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
     """The element is to be started again, and Slurm shows that it has ended. After the loss of its node Slurm starts it
     again by itself; then it ended before its agent came, by what still lived on the lost node, for one. Where the node
     asked its processes to end first, as at a shutdown, Slurm only saw the script fail. An element that Slurm may not
-    requeue is NODE_FAIL and has not been started again; one that never comes to have an agent is given up. Nobody starts
-    an allocation again that has ended."""
+    requeue is NODE_FAIL and has not been started again; one that never comes to have an agent is given up. Nobody
+    starts an allocation again that has ended."""
     if e.state not in ENDED_BADLY or job.settings.allocation:
         return False
     again = e.restarts > 0 or e.state == "FAILED"

@@ -129,7 +129,7 @@ class LayoutChosen(Record, frozen=True, tag="layout_chosen"):
 class Step(Record, frozen=True, tag="step"):
     """One iteration of the whole job; loss: None when it is not finite (JSON has no such number). nan_since: the
     first of the last iterations whose loss is not, or -1. flops: of the iteration. unreported: the first hundred
-    micro-batches that nobody reported."""
+    micro-batches that nobody reported. ago: seconds since it was made, where it was reported late."""
 
     iteration: int
     loss: float | None
@@ -142,6 +142,7 @@ class Step(Record, frozen=True, tag="step"):
     computed: int
     nan_since: int = -1
     unreported: list[int] = []
+    ago: float = 0.0
 
 
 class Steady(Record, frozen=True, tag="steady"):

@@ -212,3 +212,13 @@ def test_whatever_happens_each_report_leaves_once_and_in_time(hold, period, stor
         assert all(state.get(slot) == generation for slot, generation, _ in set(said) - set(heard))
     heard += [(r.slot, m.generation, m.iteration) for m in steps.due_reports(now, {}) for r in m.ranks]
     assert sorted(heard) == sorted(said)
+
+
+def test_a_controller_that_comes_back_hears_the_last_steps_once_more(steps):
+    for slot in (4, 5):
+        steps.add(*report(slot, 3), 10.0)
+    assert told(steps.due_reports(10.0, running(4, 5))) == [(1, 3, [4, 5])]
+    steps.add(*report(4, 4), 11.0)
+    steps.repeat(11.0)
+    assert told(steps.due_reports(11.0, {})) == [(1, 3, [5]), (1, 4, [4])]
+    assert steps.due_reports(99.0, {}) == []

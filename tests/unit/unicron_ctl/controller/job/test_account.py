@@ -15,9 +15,9 @@ def job(mode: str = "restart") -> JobState:
     return JobState("1", Settings(name="a", user="u", mode=mode), 0.0)
 
 
-def step(state: JobState, at: float, iteration: int, generation: int, seconds: float = 1.0) -> None:
+def step(state: JobState, at: float, iteration: int, generation: int, seconds: float = 1.0, ago: float = 0.0) -> None:
     counts = {"ranks": 2, "nodes": 0, "train_iterations": 0, "micro_batches": 0, "computed": 0, "unreported": []}
-    record = records.Step(iteration=iteration, loss=None, nan_since=-1, seconds=seconds, flops=0.0, **counts)
+    record = records.Step(iteration=iteration, loss=None, nan_since=-1, seconds=seconds, flops=0.0, ago=ago, **counts)
     job_rules.step(state, Event(iteration, at, "1", generation, record), record)
 
 
@@ -47,6 +47,28 @@ def test_iterations_that_are_made_again_are_lost():
     assert (state.trained_seconds, state.lost_seconds) == (6.0, 4.0)
     broken(state, 110.5, repeated=50)
     assert state.trained_seconds == pytest.approx(0.0), "never more than there was"
+
+
+def test_iterations_that_were_made_while_the_controller_was_away_count():
+    """Defect: a world that began, trained and broke without a controller counted for nothing, nor did the time lost."""
+    state = job()
+    step(state, 300.0, 169, 1, ago=46.0)
+    assert (state.iteration, state.trained_seconds, state.lost_seconds) == (169, 170.0, 0.0)
+    step(state, 301.0, 170, 2)
+    assert (state.trained_seconds, state.lost_seconds) == (171.0, 46.0)
+    state = job("session")
+    step(state, 300.0, 169, 1)
+    assert state.trained_seconds == 1.0, "it goes on from a checkpoint"
+
+
+def test_what_failures_cost_before_the_first_step_is_lost():
+    """Defect: a job that stood two minutes for lost nodes before it made a step had a goodput of 100 %."""
+    state = job()
+    words = {"cause": "lost_connection", "action": "isolate", "detected_by": "lease", "source": "controller"}
+    record = records.FailureDetected(kind_of_failure="node", slots=[1], severity=1, **words)
+    job_rules.failure_detected(state, Event(1, 100.0, "1", 1, record), record)
+    step(state, 223.0, 0, 2)
+    assert (state.trained_seconds, state.lost_seconds) == (1.0, 122.0)
 
 
 def test_the_log_may_lose_the_steps_in_between():
