@@ -53,6 +53,8 @@ CALLBACK slurm_spank_init(spank_t sp, int ac, char **av)
 		args_register(sp);
 	if (context != S_CTX_SLURMD && usable(ac, av) && (context == S_CTX_LOCAL || context == S_CTX_ALLOCATOR))
 		submit_set_defaults();
+	if (context == S_CTX_LOCAL)
+		submit_read_tasks();
 	return (0);
 }
 

@@ -172,18 +172,40 @@ void submit_finish(bool asked)
 				"the job, or its log is written over; give sbatch%s", missing);
 }
 
+/* What says how many tasks a node has: an option of srun's, by its beginning, and the variable that stands for sbatch's. */
+static const struct { const char *option, *variable; } of_tasks[] = {
+	{ "-n", "SLURM_NTASKS" },
+	{ "--nt", "SLURM_NTASKS_PER_NODE" },
+	{ "--gpus-per-t", "SLURM_GPUS_PER_TASK" },
+	{ NULL, "SLURM_NPROCS" },
+	{ NULL, "SLURM_NTASKS_PER_GPU" },
+};
+#define OF_TASKS (sizeof(of_tasks) / sizeof(*of_tasks))
+
+static char said_before[64];    /* NAME=VALUE, before srun sets the variables of its own step */
+
+void submit_read_tasks(void)
+{
+	for (size_t i = 0; i < OF_TASKS; ++i)
+		if (said_before[0] == '\0' && getenv(of_tasks[i].variable) != NULL)
+			snprintf(said_before, sizeof(said_before), "%s=%s", of_tasks[i].variable, getenv(of_tasks[i].variable));
+}
+
 void submit_say_options(int arguments)
 {
 	int count = 0;
 
 	unsetenv(UNICRON_SAID_TASKS);
 	unsetenv(UNICRON_SEVERAL_PROGRAMS);
+	if (said_before[0] != '\0')
+		setenv(UNICRON_SAID_TASKS, said_before, 1);
 	while (words[count] != NULL)
 		++count;
 	for (int i = 1; i <= count - arguments; ++i) {    /* the command itself, too: with --multi-prog srun counts one more */
-		if (strcmp(words[i], "--ntasks") == 0 || strncmp(words[i], "--ntasks=", 9) == 0 || strncmp(words[i], "-n", 2) == 0)
-			setenv(UNICRON_SAID_TASKS, "1", 1);
-		else if (strcmp(words[i], "--multi-prog") == 0)
+		if (strcmp(words[i], "--multi-prog") == 0)
 			setenv(UNICRON_SEVERAL_PROGRAMS, "1", 1);
+		for (size_t j = 0; j < OF_TASKS; ++j)
+			if (of_tasks[j].option != NULL && strncmp(words[i], of_tasks[j].option, strlen(of_tasks[j].option)) == 0)
+				setenv(UNICRON_SAID_TASKS, words[i], 1);
 	}
 }

@@ -15,8 +15,11 @@ void submit_set_defaults(void);
 void submit_finish(bool asked);
 
 /* What srun's own options say of its step, to the step's tasks. */
-#define UNICRON_SAID_TASKS "_UNICRON_SAID_TASKS"              /* -n: how many tasks; agent/connections/job_environment.py */
+#define UNICRON_SAID_TASKS "_UNICRON_SAID_TASKS"              /* who said how many tasks: agent/start/rank_count.py */
 #define UNICRON_SEVERAL_PROGRAMS "_UNICRON_SEVERAL_PROGRAMS"  /* --multi-prog */
+
+/* From slurm_spank_init of srun: its environment may say how many tasks. */
+void submit_read_tasks(void);
 
 /* From slurm_spank_local_user_init. arguments: of its command, this included; its options come before them. */
 void submit_say_options(int arguments);

@@ -25,8 +25,8 @@ JOB = f"""#!/bin/bash
 #SBATCH -N1 --exclusive --gres=gpu:2
 srun -n1 bash setup.sh
 srun sleep 0.1
-srun -n1 python prepare.py
-srun python - <<END
+srun --ntasks-per-node=1 python prepare.py
+UNICRON_RANKS_PER_NODE=2 srun python - <<END
 {FROM_INPUT}END
 echo from input: $?
 srun bash -s <<END

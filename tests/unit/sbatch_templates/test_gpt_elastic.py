@@ -100,4 +100,5 @@ def test_megatron_lms_script_runs_in_session_mode(start, tmp_path):
 @pytest.mark.parametrize("file", [TEMPLATE, ANY_SCRIPT, MEGATRON_LM], ids=lambda file: file.name)
 def test_what_an_element_needs_is_asked_for(file):
     asked = {line.split()[1].split("=")[0] for line in file.read_text().splitlines() if line.startswith("#SBATCH ")}
-    assert asked >= {"--array", "--gres", "--nodes", "--ntasks", "--exclusive", "--requeue", "--open-mode", "--output"}
+    assert asked >= {"--array", "--gres", "--nodes", "--exclusive", "--requeue", "--open-mode", "--output"}
+    assert "--ntasks" not in asked, "the GPUs say how many ranks there are"

@@ -23,7 +23,6 @@ from unicron.ctl.system.addresses import canonical, endpoint, resolve
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
 LOGS = "UNICRON_LOG_DIR"
-SAID_TASKS = "_UNICRON_SAID_TASKS"  # srun was told how many tasks to start (slurm_plugin/spank/submit.c)
 LAUNCH = "_UNICRON_LAUNCH"  # which launch of a shell script this agent is (agent/launchers/shells.py)
 ADDRESS_SECONDS = 1.5  # for one of the controller's addresses to accept, where it has several
 # From here on step numbers are Slurm's own (slurm.h); as signed ones they are -16 to -1. From 26.05 on it gives one to
@@ -156,7 +155,7 @@ def read_place(
     if not job.isascii() or not job.isdigit():
         raise UserError(f"SLURM_JOB_ID={job!r} is not a job id: start unicron-agent inside a Slurm job", WRONG_USE)
     array = "SLURM_ARRAY_TASK_ID" in environment
-    gpus = environment.get("SLURM_GPUS_ON_NODE", "") if by_gpus and SAID_TASKS not in environment else ""
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "") if by_gpus else ""
     ranks = environment.get("UNICRON_RANKS_PER_NODE") or (gpus if gpus not in ("", "0") else "1")
     if tasks:
         ranks = str(len(tasks))

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,17 @@ from unicron.ctl.agent.launchers.commands import NotTaken, is_submitit
 from unicron.ctl.agent.ranks.rank_logs import shown_ranks
 from unicron.ctl.agent.ranks.static_world import LAUNCHER, SUBMITIT
 from unicron.ctl.agent.ranks.warm_commands import wanted
-from unicron.ctl.agent.start import bare, untouched
+from unicron.ctl.agent.start import bare, rank_count, untouched
 from unicron.ctl.agent.start.bare import without_agent
-from unicron.ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, is_python, launched, only_helps
+from unicron.ctl.agent.start.command_mode import (
+    Mode,
+    asked_mode,
+    choose_mode,
+    is_python,
+    launched,
+    only_helps,
+    scripts_of,
+)
 from unicron.ctl.agent.start.resources import shortage
 from unicron.ctl.protocol.structs import SESSION
 from unicron.ctl.system import program as programs
@@ -74,6 +83,8 @@ def check_command(command: Sequence[str], option: str | None = None) -> Mode:
         raise UserError(f"{command[0]}: no such program on this node; check the path, or PATH", WRONG_USE)
     folders = import_folders(command, os.getcwd(), os.environ.get("PYTHONPATH", ""))
     mode = choose_mode(*asked, command, Path.cwd(), folders)
+    if not mode.text and (text := shells.shell_text(command)):
+        mode = replace(mode, text=scripts_of(text, Path.cwd()))
     for path in hidden_packages(folders) if mode.name == SESSION else ():
         hidden = f"{path} hides unicron's package '{path.stem}'"
         raise UserError(f"{hidden}: rename it, or run with --unicron-mode=restart or --no-unicron", WRONG_USE)
@@ -106,7 +117,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         return replaced
     rank_command, told_launcher = replaced
     try:
-        chosen, place, words, seconds = prepare(controller, mode, rank_command)
+        chosen, place, words, seconds, why_one = prepare(controller, mode, rank_command)
         from unicron.ctl.agent.start.unprotected import run_unprotected
         from unicron.detector.processes.job_output import standard_error, standard_output
     except UserError:
@@ -132,7 +143,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         agent.close()
         return run_unprotected(place, words, f"the agent failed: {reason(error)}")
     if connected:
-        told_ranks = untouched.describe_ranks(place, os.environ)
+        told_ranks = rank_count.describe_ranks(place, why_one, os.environ)
         for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", told_launcher, told_ranks, place.warning)):
             agent.log.inform(told)
         status = agent.run()
@@ -222,9 +233,9 @@ def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
 
 def prepare(
     controller: str | None, asked: str | None, command: Sequence[str]
-) -> tuple[Mode, Place, Sequence[str], float]:
-    """The job's mode, this agent's place, the command to run, and seconds to find the controller. Raises UserError for
-    what makes no sense."""
+) -> tuple[Mode, Place, Sequence[str], float, str]:
+    """The job's mode, this agent's place, the command to run, seconds to find the controller, and why one task is one
+    rank (:func:`rank_count.why_one_rank`). Raises UserError for what makes no sense."""
     chosen = check_command(command, asked)
     # Only now: they import `transition`, which a file of the user's may hide.
     from unicron.ctl.agent.connections.job_environment import number, read_place
@@ -232,7 +243,8 @@ def prepare(
 
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
     trains = is_python(command, shells.shell_text(command) or "") and not only_helps(chosen.text)
-    place = read_place(os.environ, address, others.receive(), by_gpus=trains)
+    why_one = rank_count.why_one_rank(os.environ, trains, chosen.text)
+    place = read_place(os.environ, address, others.receive(), by_gpus=not why_one)
     place = place.in_mode(chosen.name, chosen.reason, trains, untouched.digest(command, os.environ))
     if place.settings.layouts and chosen.name != SESSION:
         said = f"{LAYOUTS} is for session mode, and this job is healed in {chosen.name} mode ({chosen.reason})"
@@ -243,7 +255,7 @@ def prepare(
     shown_ranks(os.environ)
     wanted(os.environ)  # a value that makes no sense is refused before anything starts
     seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
-    return chosen, place, launched(command) if chosen.launched else command, seconds
+    return chosen, place, launched(command) if chosen.launched else command, seconds, why_one
 
 
 def begin_agent(session: bool, place: Place, command: Sequence[str], address: str) -> Agent | str:

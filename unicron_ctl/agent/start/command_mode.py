@@ -31,6 +31,7 @@ _MEGATRON_LM = re.compile(
     r"^(?:from[ \t]+megatron\.training(?:\.\w+)*[ \t]+import|import[ \t]+megatron\.training)\b", re.MULTILINE
 )
 _PYTHON = re.compile(r"(?:^|[\s/\"'=;&|(])i?(?:python|pypy)[\d.]*t?(?=[\s\"');&|]|$)|\.(?:py|pyz|pex)\b", re.MULTILINE)
+_SCRIPT = re.compile(r"[\w./~+-]+\.py\b")
 MOST_PROGRAMS = 8  # of a command's words that may name the program, behind wrappers
 _MONITORS = {"GPUtil", "gpustat", "nvidia_smi", "prometheus_client", "psutil", "pynvml", "requests"}
 # Modules and calls by which a program of Python's runs another one
@@ -120,6 +121,12 @@ def launched(command: Sequence[str]) -> list[str]:
     """The command with :data:`LAUNCHER` in front of its script."""
     at = next(number for number, word in enumerate(command) if word.endswith(".py"))
     return [*command[:at], *LAUNCHER, *command[at:]]
+
+
+def scripts_of(text: str, folder: Path) -> str:
+    """The texts of the Python scripts that a shell's text names, beside that text itself (`python -c`)."""
+    paths = (folder / word for word in dict.fromkeys(_SCRIPT.findall(text)))
+    return "\n".join([text, *(_read(path) for path in paths if path.is_file())])
 
 
 def only_helps(text: str) -> bool:

@@ -85,14 +85,6 @@ def _without_own_names(word: str, environment: Mapping[str, str]) -> str:
     return re.sub(rf"(?<!\d)(?:{jobs})(?!\d)", "$SLURM_JOB_ID", word) if "/" in word else word
 
 
-def describe_ranks(place: Place, environment: Mapping[str, str]) -> str:
-    """The line that says why one task is several ranks; empty where somebody has said how many."""
-    ranks = place.settings.ranks_per_node
-    if ranks == 1 or place.tasks or environment.get("UNICRON_RANKS_PER_NODE"):
-        return ""
-    return f"{ranks} ranks on each node, one for each GPU (`srun -n 1` starts one)"
-
-
 def why_by_ranks(place: Place, mode: Mode, environment: Mapping[str, str]) -> str:
     """Why the ranks of this node would not be what srun's tasks are; empty where they would."""
     if place.tasks and USES_MPI.search(mode.text):

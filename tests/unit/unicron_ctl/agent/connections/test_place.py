@@ -104,11 +104,11 @@ def test_the_least_is_whole_elements(said, least):
     [
         ({}, True, 8),
         ({}, False, 1),
-        ({"_UNICRON_SAID_TASKS": "1"}, True, 1),
-        ({"_UNICRON_SAID_TASKS": "1", "UNICRON_RANKS_PER_NODE": "4"}, True, 4),
+        ({"UNICRON_RANKS_PER_NODE": "4"}, True, 4),
+        ({"UNICRON_RANKS_PER_NODE": "4"}, False, 4),
     ],
 )
-def test_a_task_is_a_rank_for_each_gpu_where_srun_was_told_no_number(said, by_gpus, ranks):
+def test_a_task_is_a_rank_for_each_gpu_where_nobody_says_otherwise(said, by_gpus, ranks):
     place = read_place(SLURM | {"SLURM_GPUS_ON_NODE": "8"} | said, "tcp://127.0.0.1:7451", by_gpus=by_gpus)
     assert place.settings.ranks_per_node == ranks
 
