@@ -7,6 +7,7 @@ done without a launcher is a :class:`NotTaken`: its command runs as it is, unpro
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -228,7 +229,9 @@ def _from_accelerate(found: Found) -> Taken:
         return Taken(found.name, command, "1", environment=told["environment"], lost=lost)
     given = {name: value for name, value in told["torchrun"].items() if value not in (None, "", False)}
     read = Options(options.TORCHRUN, given, told["program"], told["words"])
-    nodes = read_nodes(read.text("nnodes")) if told["machines"] > 1 else (0, 0)
+    own = itertools.takewhile(lambda word: word != told["program"], found.words)
+    written = any(word.partition("=")[0] in ("--num_machines", "--num-machines") for word in own)  # else 1 is a default
+    nodes = read_nodes(read.text("nnodes")) if told["machines"] > 1 or written else (0, 0)
     environment = told["environment"] | _console(read)
     return Taken(found.name, _program(read, found.python), read.text("nproc-per-node"), nodes, environment=environment)
 

@@ -144,7 +144,9 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         return run_unprotected(place, words, f"the agent failed: {reason(error)}")
     if connected:
         told_ranks = rank_count.describe_ranks(place, why_one, os.environ)
-        for told in filter(None, (f"{chosen.name} mode: {chosen.reason}", told_launcher, told_ranks, place.warning)):
+        told_array = untouched.describe_array(os.environ, place.settings.max_nodes // place.settings.block)
+        said = (told_array, f"{chosen.name} mode: {chosen.reason}", told_launcher, told_ranks, place.warning)
+        for told in filter(None, said):
             agent.log.inform(told)
         status = agent.run()
         around = [rank.surroundings for rank in agent.ranks.values()]
@@ -212,6 +214,8 @@ def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
     taken = readers.take_over(command)
     if taken is None:
         return list(command), shells.kept_in_container(command)
+    if why := untouched.why_alone(environment, taken):
+        raise NotTaken(why)
     check_tasks()
     environment[LAUNCHER] = taken.launcher
     sizes = (environment.get(name, "1") for name in ("SLURM_ARRAY_TASK_COUNT", "SLURM_NNODES"))

@@ -21,6 +21,7 @@ from unicron.detector.processes.job_input import standard_input
 
 if TYPE_CHECKING:
     from unicron.ctl.agent.connections.job_environment import Place
+    from unicron.ctl.agent.launchers.readers import Taken
 
 BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agent here, and nobody's --unicron
 SWEEP = "UNICRON_SWEEP"  # 0: an array is one training all the same; else the name of what shows that it is none
@@ -64,6 +65,34 @@ def why_sweep(environment: Mapping[str, str], script: str, text: str) -> str:
     return (
         f"{said or script} names SLURM_ARRAY_TASK_ID, as the runs of a sweep do: submit a sweep without --unicron, or "
         f"export {SWEEP}=0 in the batch script if its array is one training"
+    )
+
+
+def why_alone(environment: Mapping[str, str], taken: Taken) -> str:
+    """Why the launcher of each element of an array has a world of its own; empty where it may be one of all."""
+    if "SLURM_ARRAY_TASK_ID" not in environment or environment.get(SWEEP) == "0":
+        return ""
+    if environment.get("SLURM_ARRAY_TASK_COUNT") == "1":
+        return ""
+    if "--standalone" in taken.replaced:
+        told = "--standalone"
+    elif taken.nodes == (1, 1) and environment.get("SLURM_NNODES", "1") == "1":
+        told = "of one node"
+    else:
+        return ""
+    return (
+        f"{taken.launcher} is told {told}, so each element of its array is a training of its own: submit it without "
+        f"--unicron, or, if they are one, leave that out or export {SWEEP}=0 in the batch script"
+    )
+
+
+def describe_array(environment: Mapping[str, str], elements: int) -> str:
+    """The line that says that an array is one training; empty for another job."""
+    if "SLURM_ARRAY_TASK_ID" not in environment or elements < 2 or environment.get(SWEEP) == "0":
+        return ""
+    job = environment.get("SLURM_ARRAY_JOB_ID", "")
+    return (
+        f"the {elements} elements of array {job} are one training (if they are separate runs: submit without --unicron)"
     )
 
 

@@ -125,6 +125,15 @@ def test_ranks_that_accelerate_itself_would_not_start_are_named(processes, lost,
     assert ("nobody honours --num_processes=4" in describe(found, 1)) is lost
 
 
+@pytest.mark.parametrize(("options", "nodes"), [("--num_machines=1", (1, 1)), ("", (0, 0))])
+def test_one_machine_counts_where_it_is_written(options, nodes, monkeypatch) -> None:
+    """accelerate's default and its configuration files have it, too."""
+    read = {"nnodes": "1", "nproc_per_node": "2"}
+    told = {"torchrun": read, "program": "t.py", "words": [], "environment": {}, "machines": 1, "processes": 2}
+    monkeypatch.setattr(readers, "ask_accelerate", lambda *_: told)
+    assert taken(f"accelerate launch {options} --num_processes 2 t.py --num_machines 1").nodes == nodes
+
+
 def test_a_script_that_uses_mpi_itself_keeps_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\nfrom mpi4py import MPI\n")

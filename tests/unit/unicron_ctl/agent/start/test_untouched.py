@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from unicron.ctl.agent.connections.job_environment import read_place
 from unicron.ctl.agent.connections.step_tasks import StepTask
+from unicron.ctl.agent.launchers.readers import take_over
 from unicron.ctl.agent.start.command_mode import Mode
-from unicron.ctl.agent.start.untouched import digest, meant, why_by_ranks, why_by_shape, why_sweep
+from unicron.ctl.agent.start.untouched import (
+    describe_array,
+    digest,
+    meant,
+    why_alone,
+    why_by_ranks,
+    why_by_shape,
+    why_sweep,
+)
 from unicron.ctl.protocol.structs import RESTART, SESSION
 
 DEFAULT = {"UNICRON_BY_DEFAULT": "1"}
@@ -75,6 +86,38 @@ NAMES_IT = "lr = RATES[int(os.environ['SLURM_ARRAY_TASK_ID'])]"
 def test_an_array_whose_scripts_name_its_elements_is_a_sweep(environment: dict[str, str], text: str, says: str) -> None:
     why = why_sweep(environment, "its script", text)
     assert bool(why) is bool(says) and says in why
+
+
+@pytest.mark.parametrize(
+    ("environment", "line", "says"),
+    [
+        (ELEMENT, "torchrun --standalone --nproc_per_node 1 t.py", "torchrun is told --standalone"),
+        (ELEMENT | {"SLURM_NNODES": "1"}, "torchrun --nnodes 1 t.py", "torchrun is told of one node"),
+        (ELEMENT | {"SLURM_NNODES": "1"}, "deepspeed --num_nodes 1 t.py", "deepspeed is told of one node"),
+        (ELEMENT | {"SLURM_NNODES": "2"}, "torchrun --nnodes 1 t.py", ""),
+        (ELEMENT, "torchrun --nproc_per_node 1 t.py", ""),
+        (ELEMENT, "torchrun --nnodes 1:4 t.py", ""),
+        (ELEMENT | {"UNICRON_SWEEP": "0"}, "torchrun --standalone t.py", ""),
+        (ELEMENT | {"SLURM_ARRAY_TASK_COUNT": "1"}, "torchrun --standalone t.py", ""),
+        ({}, "torchrun --standalone t.py", ""),
+    ],
+)
+def test_a_launcher_of_one_node_in_an_array_is_one_run_of_a_sweep(
+    environment: dict[str, str], line: str, says: str
+) -> None:
+    """Defect: two runs, each with a torchrun --standalone of its own, became one world."""
+    taken = take_over(shlex.split(line))
+    assert taken is not None
+    why = why_alone(environment, taken)
+    assert says in why and bool(why) is bool(says)
+
+
+def test_an_array_says_that_it_is_one_training() -> None:
+    said = describe_array(ELEMENT | {"SLURM_ARRAY_JOB_ID": "41"}, 4)
+    assert said.startswith("the 4 elements of array 41 are one training")
+    assert (
+        describe_array({}, 4) == describe_array(ELEMENT, 1) == describe_array(ELEMENT | {"UNICRON_SWEEP": "0"}, 4) == ""
+    )
 
 
 def test_the_commands_of_an_arrays_elements_are_told_apart() -> None:
