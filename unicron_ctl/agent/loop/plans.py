@@ -75,6 +75,8 @@ class Plans:
         self._world = f"{counted(len(plan.members), 'rank')} on {counted(nodes, 'node')}"
         if generation == 1 or plan.members[0] not in self._slots:
             return ""
+        if plan.source is not None and not plan.boundary:
+            why = ""  # formed anew: the plan knows more of it than the first Break did
         changed = f" (before: {before})" if before not in ("", self._world) else ""
         return f"generation {generation}: {self._world}{changed}: {'; '.join(filter(None, (why, plan.reason)))}"
 

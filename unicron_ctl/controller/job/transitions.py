@@ -50,6 +50,7 @@ def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
             )
         return out
     number = job.state.generation + 1
+    start = found.why or (f"from iteration {found.iteration}" if job.state.mode.keeps_state else "")
     plan = Plan(
         generation=number,
         members=found.members,
@@ -62,7 +63,7 @@ def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
             range(max(reports[slot].micro_batches for slot in found.members)),
             layout.heads(found.members, job.replica),
         ),
-        reason=f"{happening.reason}; {found.why or f'from iteration {found.iteration}'}"
+        reason=f"{'; '.join(filter(None, (_cause(job.state), happening.reason, start)))}"
         f"{fetched_from(job, found.iteration)}{taken_over(reports, found)}{left_behind(reports, found)}",
         replica=job.replica,
         state=found.state,
@@ -70,6 +71,15 @@ def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
     out.record(job.state, records.PlanMade(plan=plan, crews=crews(job, plan.members), reason=plan.reason), number)
     spares.note_swaps(job.state, spares.swaps(view, job, found.members), out)
     return out
+
+
+def _cause(job: JobState) -> str:
+    """Why the last generation broke. Where it lost nodes the ends of other ranks only followed from that."""
+    broken = [failure.record for failure in job.failures if failure.generation == job.broken]
+    nodes = sorted({record.node for record in broken if record.kind_of_failure == "node" and record.node})
+    if nodes:
+        return f"lost {', '.join(nodes[:8])}"
+    return job.why if job.broken else ""
 
 
 def break_generations(view: View, job: JobView, happening: Happening) -> Outcome:

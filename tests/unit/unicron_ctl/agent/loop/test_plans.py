@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from unicron.ctl.agent.loop.plans import LONG_WAIT_SECONDS, PLANS_HELD, Plans, wait_long
@@ -9,8 +11,8 @@ from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.transition.snapshot.image_format import SHARD, STATE, Key
 
 
-def share(generation: int, members: list[int], replica: int = 1) -> wire.PlanShare:
-    plan = wire.Plan(generation, members, "n1:1", "p", replica=replica)
+def share(generation: int, members: list[int], replica: int = 1, **more: Any) -> wire.PlanShare:
+    plan = wire.Plan(generation, members, "n1:1", "p", replica=replica, **more)
     return shared_plans.share(plan, shared_plans.common(plan), members)
 
 
@@ -113,7 +115,11 @@ def test_the_job_s_log_is_told_of_each_new_world_once_and_why() -> None:
     assert news(2, [0, 1, 2, 3], "slot 2 exited with -6") == [same, "", "", ""]
     smaller = "generation 3: 2 ranks on 1 node (before: 4 ranks on 2 nodes): slot 0 is gone with its node n1"
     assert news(3, [2, 3], "slot 0 is gone with its node n1") == ["", "", smaller, ""]
-    assert first.on_entered(0) == "" and second.on_entered(4) == "", "what the agents agree on they say themselves"
+    second.on_break("slot 2 exited with 1")
+    second.add_plan(share(4, [2, 3], source=2, reason="lost n1; 1 node is ready"), 4)
+    anew = "generation 4: 2 ranks on 1 node: lost n1; 1 node is ready"
+    assert second.on_entered(4) == anew, "formed anew: its plan says why"
+    assert first.on_entered(0) == "" and second.on_entered(5) == "", "what the agents agree on they say themselves"
 
 
 @pytest.mark.parametrize(

@@ -110,3 +110,16 @@ def test_a_job_ends_where_the_admin_allows_no_requeue_and_one_above_its_minimum_
     stop(agents)
     world.run(80.0)
     assert set(world.job().members) == {0, 1} and not asked(world)
+
+
+def test_a_new_world_names_the_lost_node_and_no_end_that_followed_from_it():
+    """Defect: "slot 0 exited with 1", which it did because the node of another rank was gone."""
+    world, agents = lose_node(least=2)
+    agents[0].die(0, 1, last_line="RuntimeError: Connection closed by peer")
+    world.run(8.0)
+    stop(agents)
+    world.slurm.queue["1", 0]["node"] = "n[1-2]"
+    world.run(80.0)
+    plan = world.job().plan
+    assert plan is not None and plan.members == [0, 1]
+    assert plan.reason.startswith("lost n3; 2 nodes are ready without n3") and "iteration" not in plan.reason
