@@ -285,8 +285,8 @@ def test_a_pin_can_be_taken_back(client: SlurmClient, submit: Submit, wait_until
 def test_cancel_one_element_or_all(client: SlurmClient, submit: Submit, wait_until: Wait) -> None:
     job = submit("--array=0-2")
     wait_until(client, job, 2, "RUNNING")
-    client.cancel(job, 1)
-    wait_until(client, job, 1, "CANCELLED")
+    client.cancel(job, 1, "unicron: why")
+    assert wait_until(client, job, 1, "CANCELLED").admin_comment == "unicron: why"
     assert _of(client, job)[0].state == "RUNNING"
     client.cancel(job)
     for element in (0, 2):

@@ -518,7 +518,7 @@ class FakeSlurm:
             self.queue[job, element]["reason"] = "Priority"
         self.schedule()
 
-    def cancel(self, job: str, element: int | None = None) -> None:
+    def cancel(self, job: str, element: int | None = None, comment: str = "") -> None:
         for key, entry in self.queue.items():
             if key[0] == job and element in (None, key[1]):
                 entry.update(state="CANCELLED", node=None)

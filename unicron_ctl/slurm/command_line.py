@@ -291,7 +291,9 @@ class CommandLineClient:
         finally:
             self._requeued[job, element] = time.time()
 
-    def cancel(self, job: str, element: int | None = None) -> None:
+    def cancel(self, job: str, element: int | None = None, comment: str = "") -> None:
+        if comment and element is not None:  # first, for afterwards squeue soon forgets the element
+            self._comment(job, element, comment)
         self._change(["scancel", job if element is None else self._id(job, element)])
 
     def _comment(self, job: str, element: int, comment: str) -> None:

@@ -293,5 +293,5 @@ class SlurmClient(Protocol):
     def start_now(self, job: str, element: int) -> None:
         """Ends the wait that Slurm imposes on a requeued element."""
 
-    def cancel(self, job: str, element: int | None = None) -> None:
-        """Ends an element, or the whole job, for good."""
+    def cancel(self, job: str, element: int | None = None, comment: str = "") -> None:
+        """Ends an element, or the whole job, for good; `comment` says why (AdminComment of the element)."""

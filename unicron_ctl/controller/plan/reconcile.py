@@ -14,7 +14,7 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_state import AgentRecord, JobState
-from unicron.ctl.controller.model.requests import HELD, Action, Poll
+from unicron.ctl.controller.model.requests import HELD, OURS, Action, Poll
 from unicron.ctl.controller.model.submission import another
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.controller.nodes import isolation, readmission, unfinished
@@ -206,7 +206,7 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
         ours = view.state.held
         over = [e for e in elements if e.state == "PENDING" and not held_by_others(e, ours) and not another(job, e)]
         # Another job than an array that waits again was requeued, and runs its batch script from the start.
-        return [Action("cancel", e.job, e.element, "", why) for e in over if e.array]
+        return [Action("cancel", e.job, e.element, "", why, f"{OURS}: cancelled, for {why}") for e in over if e.array]
     held = [e for e in elements if e.state == "PENDING" and e.held and not held_by_others(e, view.state.held)]
     if job.set_aside and held:  # nothing plans for it any more
         return [Action("release", e.job, e.element, "", f"job {job.job} is left alone") for e in held]

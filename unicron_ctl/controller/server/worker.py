@@ -300,6 +300,6 @@ def perform(client: SlurmClient, action: Action) -> None:
         case "start_now":
             client.start_now(action.job, action.element)
         case "cancel":
-            client.cancel(action.job, action.element)
+            client.cancel(action.job, action.element, action.text)
         case other:
             raise ValueError(f"no such action: {other}")
