@@ -38,8 +38,9 @@ def why_one_rank(environment: Mapping[str, str], python: bool, text: str) -> str
         return f"its script names {found[0].strip(' (')}, which uses a node's GPUs by itself"
     if _SEVERAL.search(text):
         return ""
-    what = "its script names" if text else "its command has no script to read that names"
-    return f"{what} neither torch.distributed nor RANK, nor a library that does"
+    if not text:
+        return "its command names no script that can be read here"
+    return "its script names neither torch.distributed nor RANK, nor a library that does"
 
 
 def describe_ranks(place: Place, why_one: str, environment: Mapping[str, str]) -> str:

@@ -44,7 +44,7 @@ def test_a_program_of_several_processes_has_a_rank_for_each_gpu(text: str) -> No
         ("from accelerate import notebook_launcher", "notebook_launcher"),
         ("import torch\nmodel.cuda()", "neither torch.distributed nor RANK"),
         ("PRANK = LOWRANK = 1", "neither torch.distributed nor RANK"),
-        ("", "no script to read"),
+        ("", "no script that can be read"),
     ],
 )
 def test_another_program_is_one_rank(text: str, name: str) -> None:
