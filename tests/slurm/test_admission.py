@@ -119,7 +119,7 @@ def test_healthy_nodes_run_jobs_and_are_shown_as_such(site: Site) -> None:
     )
     assert all(node.reason == "" for node in site.client.nodes())
     table = site.call(*UNICRONCTL, "nodes")
-    assert table.returncode == 0 and re.search(r"^n1 +\S+ +\S+ +ok ", table.stdout, re.MULTILINE), table
+    assert table.returncode == 0 and re.search(r"^n1 .* ok ", table.stdout, re.MULTILINE), table
 
 
 def test_the_prolog_drains_a_bad_node_and_the_job_runs_elsewhere(site: Site) -> None:

@@ -42,7 +42,7 @@ from unicron.detector.processes.supervise import Child, adopt_orphans
 LOGS_SECONDS = 2.0  # without progress, for the files with the ranks' output
 STAY_SECONDS = 3600.0  # for Slurm to end a preempted element, which it would not requeue if that ended by itself
 SIGTERM_SECONDS = 0.1  # in which it reaches all processes of a step
-SILENT_SECONDS = 3.0  # of the wait for the controller, before the job's log says so
+UNANSWERED_SECONDS = 3.0  # of the wait for the controller, before the job's log says so
 FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
 
 
@@ -119,7 +119,7 @@ class Agent:
             waited = time.monotonic() - began
             if waited >= seconds:
                 break
-            if waited >= SILENT_SECONDS and not told:  # something may end it before it is through
+            if waited >= UNANSWERED_SECONDS and not told:  # something may end it before it is through
                 told = True
                 self.log.inform(
                     f"waits up to {seconds:.0f} s for its controller: {registration.why_not(self._address)}"
