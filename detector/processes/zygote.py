@@ -40,8 +40,6 @@ ANSWER_BYTES = 65536
 ADOPTED_SECONDS = 2.0  # for the agent to become the rank's parent
 # Read by C code, or by the interpreter before the first import, so nothing shows that they were read.
 READ_IN_C = re.compile(r"(PYTHON|LD_|LC_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|MALLOC_|GLIBC_|ASAN_)\w+|LANG|TZ|PATH")
-# Slurm sends them to every process of a step, SIGINT for Ctrl-C in srun.
-FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 # Imported -> what it imports by itself when it is first used: torch with the first optimizer, for a third of a second.
 LATER = {"torch.optim": "torch._dynamo"}
 LAUNCHER = "unicron.transition.megatron_lm"  # runs the script that is its first argument
@@ -62,6 +60,7 @@ def beside(name: str) -> Any:
 
 
 forkable, seeds, counters = beside("forkable"), beside("fork_seeds"), beside("counters")
+step_signals = beside("step_signals")
 
 
 # ---------------------------------------------------------------- what is imported
@@ -458,11 +457,7 @@ def main() -> NoReturn:
     """The zygote, and in each fork the rank."""
     line = socket.socket(fileno=int(sys.argv[1]))
     words = sys.argv[2:]
-    # What is ignored already, SIGHUP under nohup(1), ranks ignore, too.
-    deaf = [number for number in FOR_RANKS if signal.getsignal(number) is not signal.SIG_IGN]
-    for number in deaf:
-        signal.signal(number, signal.SIG_IGN)
-    zygote = Zygote(line, words, deaf)
+    zygote = Zygote(line, words, step_signals.ignore_step_signals())  # what was ignored before, ranks ignore, too
     task = json.loads(line.recv(ANSWER_BYTES))
     sys.argv = ["-m", *words[2:]] if words[0] == "-m" else words
     try:

@@ -16,16 +16,15 @@ import datetime
 import os
 import re
 import select
-import signal
 import sys
 import time
 from collections.abc import Iterable
 from typing import Any
 
+from unicron.detector.processes.step_signals import ignore_step_signals
+
 KEYS_SECONDS = 10.0  # between two looks at the keys
 KEPT_KEYS_SECONDS = 60.0  # without a new key; a connection is given up within a third of it (groups.ENTER_TIMEOUT)
-# What Slurm sends to every process of a step is for the agent, which ends this one, or the ranks.
-OF_OTHERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _GENERATION = re.compile(r"([^/]+\.g(\d+)[^/]*)/")  # what the controller's and the agents' prefixes begin with
 
 
@@ -67,8 +66,7 @@ def forget(store: Any, old: OldKeys, now: float) -> None:
 def main() -> None:
     """Serve on a free port of all interfaces until standard input closes, or for ever."""
     os.nice(10)  # the ranks start at the same time and matter more
-    for number in OF_OTHERS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_step_signals()  # the agent ends this process
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))

@@ -20,6 +20,7 @@ from unicron.ctl.agent.ranks import watchdog
 from unicron.ctl.consensus.restart_lease import Lease
 from unicron.ctl.protocol.reach import Reach, reach
 from unicron.ctl.system.mailbox import Mailbox
+from unicron.detector.processes.step_signals import STEP_SIGNALS
 from unicron.detector.processes.supervise import Child, Surroundings
 
 REACH_SECONDS = 0.7  # for one door
@@ -126,6 +127,7 @@ class Fence:
             reading, writing = os.pipe()
             try:
                 command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__))]
+                command += [str(int(number)) for number in STEP_SIGNALS]
                 self._dog = Child(command, os.environ, surroundings=Surroundings(reading))
             except OSError:
                 os.close(writing)

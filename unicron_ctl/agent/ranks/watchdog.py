@@ -2,7 +2,7 @@
 program of its own, which imports nothing that takes time; the agent starts it as a child, which dies with it.
 
 It reads lines: `until SECONDS` on the clock that both share (CLOCK_MONOTONIC), and `ranks PID...`, each the leader of a
-process group.
+process group. Its arguments are the numbers of the signals that it ignores.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import sys
 import time
 
 MOST_WAIT = 1.0
-# What Slurm sends to every process of a step is for the agent or the ranks.
-OF_OTHERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def main() -> None:
     """Watch until the standard input closes."""
-    for number in OF_OTHERS:
-        signal.signal(number, signal.SIG_IGN)
+    for number in sys.argv[1:]:
+        signal.signal(int(number), signal.SIG_IGN)
     until, rest = float("inf"), b""
     ranks: list[int] = []
     while True:

@@ -1,0 +1,33 @@
+"""Helpers of an agent outlive the signals that Slurm sends to every process of a step."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from unicron.ctl.agent.ranks import watchdog
+from unicron.detector.processes import step_signals
+from unicron.detector.processes.step_signals import STEP_SIGNALS
+
+
+def test_a_process_ignores_them_and_tells_which_it_heard_before():
+    program = f"import signal, sys\nsys.path.insert(0, {str(step_signals.__file__.rpartition('/')[0])!r})\n"
+    program += "from step_signals import *\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    program += "heard = ignore_step_signals()\n"
+    program += "[signal.raise_signal(number) for number in STEP_SIGNALS]\nprint(*map(int, heard))"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True)
+    assert [int(word) for word in done.stdout.split()] == [n for n in STEP_SIGNALS if n != signal.SIGHUP], done
+
+
+def test_the_watchdog_outlives_them_and_ends_with_its_line():
+    command = [sys.executable, "-I", "-S", watchdog.__file__, *(str(int(number)) for number in STEP_SIGNALS)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as dog:
+        assert dog.stdin is not None and dog.stderr is not None
+        dog.stdin.write("until 0\nranks 4194305\n")  # above the largest pid: nobody's
+        dog.stdin.flush()
+        assert "1 processes were ended" in dog.stderr.readline(), "it listens"
+        for number in STEP_SIGNALS:
+            dog.send_signal(number)
+        dog.stdin.close()
+        assert dog.wait(30) == 0
