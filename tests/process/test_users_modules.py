@@ -49,7 +49,7 @@ def controller(tmp_path_factory):
     started.close()
 
 
-@pytest.mark.parametrize("warm", ["1", "0"])
+@pytest.mark.parametrize("warm", ["1", pytest.param("0", marks=pytest.mark.wide)])
 @pytest.mark.parametrize(("name", "text", "trained"), [("session", SESSION, "[0, 1, 2]"), ("restart", RESTART, "1")])
 def test_modules_of_the_user_with_names_of_ours_are_the_users(controller, tmp_path: Path, name, text, trained, warm):
     script = tmp_path / "train.py"

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.processes import LIMIT
 from unicron.ctl.settings.config import AgentConfig, ControllerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,7 @@ def test_pictures_are_those_that_the_script_draws_from_the_figures_of_today() ->
         [sys.executable, str(ROOT / "docs" / "pictures" / "draw.py"), "--check"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import LIMIT
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 
@@ -46,6 +48,6 @@ def test_what_is_installed_works_without_the_checkout(wheel: Path, tmp_path: Pat
         f"assert unicron.__file__.startswith({str(tmp_path)!r}), unicron.__file__\n"
         "print(unicron.Layout(tensor=2)); sys.argv = ['unicronctl', 'template']; main()"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Layout(") and "gpt_elastic.sbatch" in done.stdout

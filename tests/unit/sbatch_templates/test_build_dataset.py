@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sbatch_templates import build_dataset
+from tests.support.processes import LIMIT
 
 SCRIPT = Path(build_dataset.__file__)
 
@@ -26,7 +27,7 @@ def texts(tmp_path):
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
 
 def test_the_order_of_creation_does_not_matter(texts, tmp_path):
@@ -62,7 +63,7 @@ def test_limit_and_sub_folders(texts, tmp_path):
 def test_bad_input_is_one_clear_line(texts, tmp_path, change, says):
     options = {"--input": "texts", "--output": "data", **change}
     command = [sys.executable, str(SCRIPT), *(word for pair in options.items() for word in pair)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=tmp_path)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=tmp_path)
     assert result.returncode == 2
     assert says in result.stderr
     assert result.stderr.count("\n") == 1, result.stderr

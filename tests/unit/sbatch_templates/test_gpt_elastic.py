@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import sbatch_templates.train_gpt as train_gpt
+from tests.support.processes import LIMIT
 
 FOLDER = Path(train_gpt.__file__).parent
 TEMPLATE = FOLDER / "gpt_elastic.sbatch"
@@ -28,7 +29,7 @@ def start(tmp_path):
         slurm = {"SLURM_SUBMIT_DIR": str(FOLDER), "SLURM_ARRAY_JOB_ID": "7"}
         environment = {"PATH": f"{tools}:/usr/bin:/bin", **slurm, **environment}
         command = ["bash", str(file), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=tmp_path, env=environment)
+        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=tmp_path, env=environment)
 
     run.tools = tools
     return run

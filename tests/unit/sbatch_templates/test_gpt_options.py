@@ -9,6 +9,7 @@ import pytest
 
 from sbatch_templates import gpt_options
 from sbatch_templates.gpt_options import parse, stage_layers, virtual_stages
+from tests.support.processes import LIMIT
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +129,7 @@ def test_layers_and_chunks_of_the_stages(options, layers, chunks):
 def test_nothing_slow_is_imported_for_it():
     code = "import sys, gpt_options; sys.exit(bool({'torch', 'megatron', 'numpy'} & set(sys.modules)))"
     folder = gpt_options.__file__.rpartition("/")[0]
-    assert subprocess.run([sys.executable, "-c", code], cwd=folder, timeout=20).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=folder, timeout=LIMIT).returncode == 0
 
 
 def test_the_layout_that_the_job_is_told_wins_over_the_command_line(capsys, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 
 from sbatch_templates import training_metrics
 from sbatch_templates.training_metrics import MetricsError, MetricsWriter, main, read_metrics
+from tests.support.processes import LIMIT
 
 
 def record(iteration: int, loss: float = 2.5, generation: int = 1, time: float = 0.0) -> dict:
@@ -77,5 +78,5 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
     os.close(reader)
     with os.fdopen(writer, "w") as out:
         command = [sys.executable, training_metrics.__file__, str(tmp_path / "run")]
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=20)
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (1, "")

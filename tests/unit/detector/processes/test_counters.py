@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
-from tests.support.processes import LIMIT
 from unicron.ctl.agent.ranks.counted import Counted, Folder
 from unicron.ctl.protocol.structs import RankStatus
 from unicron.detector.processes import counters
@@ -116,78 +114,6 @@ def test_one_process_of_a_rank_counts_and_its_children_do_not(pair, folder):
     again.page[counters.AT["pid"]] = subprocess.Popen(["true"]).wait() or 4_000_000
     steps(again, again)
     assert again.page[counters.AT["done"]] == 1, "the one after a process that has ended begins anew"
-
-
-# ---------------------------------------------------------------- a real process
-SCRIPT = """
-import warnings
-import torch
-from nvidia_resiliency_ext import fault_tolerance
-
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-def iteration():
-    optimizer.zero_grad()
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-
-for _ in range(5):
-    iteration()
-torch.save(model.state_dict(), "/dev/null")
-assert torch.autograd.backward.__name__ == "backward" and torch.save.__doc__, "who looks at them sees torch's own"
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    quick = torch.compile(iteration, backend="eager")
-    quick(), quick()
-seen = [str(each.message) for each in seen]
-assert not any("how to trace" in each for each in seen), seen
-client = fault_tolerance.RankMonitorClient()
-client.init_workload_monitoring()
-client.start_section("step")
-client.end_section("step")
-for _ in range(3):
-    client.send_heartbeat()
-client.start_section("checkpointing")
-"""
-# NVRx's client in outline, as the wheel of 0.7.0 has it, whose glibc this machine need not have.
-CLIENT = """
-import os, socket
-FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR = "FT_RANK_MONITOR_IPC_SOCKET"
-class OkMsg: pass
-def write_object_to_ipc_socket(message, line): raise ConnectionError("no server")
-def read_obj_from_ipc_socket(line): raise ConnectionError("no server")
-class RankMonitorClient:
-    def _connect_to_rmon_server(self, num_warmup_iters=None):
-        raise RuntimeError(os.environ[FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR])
-    def init_workload_monitoring(self, num_warmup_iters=None):
-        self._connect_to_rmon_server(num_warmup_iters=num_warmup_iters)
-    def send_heartbeat(self): write_object_to_ipc_socket(None, self.rank_monitor_socket)
-    def start_section(self, section): write_object_to_ipc_socket(section, self.rank_monitor_socket)
-    def end_section(self, section): write_object_to_ipc_socket(section, self.rank_monitor_socket)
-    def end_all_sections(self): write_object_to_ipc_socket(None, self.rank_monitor_socket)
-"""
-
-
-def test_an_unmodified_script_that_starts_cold_is_counted(pair, folder, tmp_path):
-    """Its steps, waits, saves, and the calls for another launcher, which is not there."""
-    home = tmp_path / "nvidia_resiliency_ext" / "fault_tolerance"
-    home.mkdir(parents=True)
-    (home.parent / "__init__.py").touch()
-    (home / "__init__.py").write_text("from .rank_monitor_client import RankMonitorClient\n")
-    (home / "config.py").write_text("class FaultToleranceConfig:\n    skip_section_response = True\n")
-    (home / "rank_monitor_client.py").write_text(CLIENT)
-    (tmp_path / "script.py").write_text(SCRIPT)
-    counted, _ = pair
-    path = os.pathsep.join((folder.autoload, str(tmp_path)))
-    environment = {**os.environ, **counted.start(1, 0), "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")], env=environment, text=True, capture_output=True, timeout=LIMIT
-    )
-    assert done.returncode == 0, done.stderr
-    page = counted.page.read()
-    assert (page.done, page.waits, page.saves, page.saved_done) == (7, 7, 1, 5)
-    assert (page.heartbeats, page.outside) == (6, 1) and not counted.complaint()
 
 
 def test_a_page_that_is_gone_harms_no_script(monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -205,25 +203,6 @@ def test_an_optimizer_that_was_built_too_early_is_refused(build):
     del optimizer.chained_optimizers[0].unicron_parameters
     with pytest.raises(UnsupportedLayout, match="build the model after that"):
         elastic_buckets.check([model], optimizer)
-
-
-def test_a_script_may_import_megatron_after_the_world_is_made():
-    """Nothing imports it before: that takes seconds, and a plain module never needs it."""
-    code = """
-import sys
-from unicron.transition.seams import elastic_buckets
-elastic_buckets.prepare_when_imported()
-elastic_buckets.prepare_when_imported()
-assert not any(name.startswith("megatron") for name in sys.modules)
-sys.path.insert(0, "sbatch_templates")
-import cpu_adapter
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.distributed import param_and_grad_buffer
-assert param_and_grad_buffer._ParamAndGradBuffer.unicron_roomy
-assert not any(type(finder).__name__ == "_Waiting" for finder in sys.meta_path)
-"""
-    root = Path(__file__).resolve().parents[4]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=300)
 
 
 # ------------------------------------------------------------ shards as files of a checkpoint

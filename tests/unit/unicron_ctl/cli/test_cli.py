@@ -11,6 +11,7 @@ import sys
 import click
 import pytest
 
+from tests.support.processes import LIMIT
 from unicron.ctl.cli import unicronctl
 from unicron.ctl.cli.plan import by_id
 from unicron.ctl.system.errors import UserError
@@ -104,7 +105,7 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
     took = []
     for _ in range(3):
         began = cpu_seconds_of_children()
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
         took.append(cpu_seconds_of_children() - began)
         assert done.stdout.splitlines()[-1] == "[]", done.stdout
     assert all(name in done.stdout for name in unicronctl.COMMANDS)
@@ -118,7 +119,9 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as out:
-        done = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True, timeout=20)
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True, timeout=LIMIT
+        )
     assert (done.returncode, done.stderr) == (1, "")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.processes import LIMIT
 from unicron.ctl.settings import limits
 from unicron.ctl.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, rule_values
 from unicron.ctl.settings.limits import (
@@ -187,7 +188,7 @@ def test_the_reference_has_every_field_limit_and_rule() -> None:
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 0, done.stderr

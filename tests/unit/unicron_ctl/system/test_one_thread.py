@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.support.processes import LIMIT
 from unicron.ctl.system.one_thread import THREADS
 
 PROGRAM = """
@@ -32,7 +33,12 @@ def test_what_is_imported_has_no_threads_unless_the_user_wants_them(module, told
     environment = {name: value for name, value in os.environ.items() if name not in (THREADS, "OMP_NUM_THREADS")}
     program = PROGRAM.format(module=module)
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment | told, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        env=environment | told,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
     )
     unchanged, loaded, threads = json.loads(done.stdout)
     assert unchanged and loaded, "else this says nothing"
@@ -41,4 +47,4 @@ def test_what_is_imported_has_no_threads_unless_the_user_wants_them(module, told
 
 def test_an_agent_does_not_import_numpy():
     program = "import sys, unicron.ctl.agent.loop.plain_ranks; sys.exit('numpy' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", program], timeout=LIMIT, check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.depth import cases
 from tests.support.habits import STEP, gaps
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import World
@@ -72,7 +73,7 @@ def alarms(steps: int, seed: int) -> int:
 
 
 def test_healthy_steps_raise_no_alarm():
-    assert sum(alarms(10_000, seed) for seed in range(20)) == 0, "200,000 steps"
+    assert sum(alarms(10_000, seed) for seed in range(cases(20))) == 0, "200,000 steps in the long run"
 
 
 def test_the_same_program_s_hang_is_found():
