@@ -374,6 +374,14 @@ def test_unicron_on_a_cluster_comes_and_goes_with_it(small: LocalCluster) -> Non
     assert f"export SLURM_CONF={folder}/etc/slurm.conf" in shown
     assert address in (folder / "etc" / "plugstack.conf").read_text()
 
+    (unicrond,) = protection.running(small.layout)
+    os.kill(unicrond, signal.SIGKILL)
+    wait_for(lambda: not protection.running(small.layout), "it is gone, and its address file is not")
+    refused = _unicronctl(folder, "up", "--nodes", "3", "--auth", "none", "--unicron")
+    assert refused.returncode == 2 and not protection.running(small.layout), "none is left that nobody asked for"
+    assert _unicronctl(folder, "up", "--nodes", "2", "--auth", "none", "--unicron").returncode == 0
+    assert protection.running(small.layout)
+
     assert _unicronctl(folder, "down").returncode == 0
     _assert_nothing_left(LocalCluster.load(folder))
     assert protection.address(small.layout) == ""

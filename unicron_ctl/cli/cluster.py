@@ -62,7 +62,7 @@ def up(
 ) -> None:
     """Start the cluster, or what is missing of it."""
     layout = Layout(state_dir)
-    fresh = protected and not protection.address(layout)
+    fresh = protected and not protection.running(layout)
     if protected:
         protection.plugin_line("")  # before anything is started
         plugstack_lines = (*plugstack_lines, protection.plugin_line(protection.start(layout)))

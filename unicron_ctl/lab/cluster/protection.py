@@ -97,7 +97,7 @@ def spawn(
 def start(layout: Layout) -> str:
     """The cluster's own unicrond, where it does not run; returns its address, which stays the same."""
     folder = layout.state_dir / "unicron"
-    if _running(folder):
+    if running(layout):
         return (folder / "controller" / "address").read_text().strip()
     known = folder / "listen"
     if not known.is_file():
@@ -110,15 +110,15 @@ def start(layout: Layout) -> str:
 
 def stop(layout: Layout) -> None:
     """Ends the cluster's own unicrond, if there is one. Raises UserError when it does not end."""
-    folder = layout.state_dir / "unicron"
-    for pid in _running(folder):
+    for pid in running(layout):
         descriptor = os.pidfd_open(pid)
         try:
-            if pid in _running(folder):
+            if pid in running(layout):
                 signal.pidfd_send_signal(descriptor, signal.SIGTERM)
         finally:
             os.close(descriptor)
-    _wait_until(lambda: not _running(folder), STOP_SECONDS, f"the unicrond of {folder} does not end: kill -9 it")
+    complaint = f"the unicrond of {layout.state_dir / 'unicron'} does not end: kill -9 it"
+    _wait_until(lambda: not running(layout), STOP_SECONDS, complaint)
 
 
 def address(layout: Layout) -> str:
@@ -129,15 +129,15 @@ def address(layout: Layout) -> str:
         return ""
 
 
-def _running(folder: Path) -> list[int]:
-    """The cluster's unicrond, recognised by its command line like the other daemons."""
-    found = []
+def running(layout: Layout) -> list[int]:
+    """The process id of the cluster's unicrond, if it runs: known by its command line, as the other daemons are."""
+    found, state = [], str(layout.state_dir / "unicron" / "controller")
     for entry in Path("/proc").glob("[1-9]*/cmdline"):
         try:
             words = os.fsdecode(entry.read_bytes()).split("\0")
         except OSError:
             continue
-        if MODULE in words and str(folder / "controller") in words:
+        if MODULE in words and state in words:
             found.append(int(entry.parent.name))
     return found
 
