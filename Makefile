@@ -59,7 +59,7 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 # The tests start hundreds of processes, which are to find the modules compiled, whatever the shell has set.
 test test-others test-demo test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
 
-test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; eight to twelve minutes
+test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; ten to sixteen minutes
 ifeq ($(PYTEST_ARGS),)
 	@echo "The pure tests, and beside them those on Slurm and then those of several processes: each tier prints when it is through."
 	$(MAKE) --no-print-directory -j2 --output-sync=line test-unit test-others
