@@ -13,10 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.processes import LIMIT
+from tests.support.processes import LIMIT, ROOT
 from unicron.ctl.settings.config import AgentConfig, ControllerConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 CITED = re.compile(r"\bdocs/[\w./-]+?\.md\b")
 WALK_HEAD = "| file | read there | what happens |"

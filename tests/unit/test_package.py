@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import LIMIT
+from tests.support.processes import LIMIT, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 
 

@@ -96,7 +96,7 @@ def spawn(
 
 def start(layout: Layout) -> str:
     """The cluster's own unicrond, where it does not run; returns its address, which stays the same."""
-    folder = layout.state_dir / "unicron"
+    folder = _folder(layout)
     if running(layout):
         return (folder / "controller" / "address").read_text().strip()
     known = folder / "listen"
@@ -117,21 +117,21 @@ def stop(layout: Layout) -> None:
                 signal.pidfd_send_signal(descriptor, signal.SIGTERM)
         finally:
             os.close(descriptor)
-    complaint = f"the unicrond of {layout.state_dir / 'unicron'} does not end: kill -9 it"
+    complaint = f"the unicrond of {_folder(layout)} does not end: kill -9 it"
     _wait_until(lambda: not running(layout), STOP_SECONDS, complaint)
 
 
 def address(layout: Layout) -> str:
     """Where the cluster's own unicrond listens, "" without one."""
     try:
-        return (layout.state_dir / "unicron" / "controller" / "address").read_text().strip()
+        return (_folder(layout) / "controller" / "address").read_text().strip()
     except OSError:
         return ""
 
 
 def running(layout: Layout) -> list[int]:
     """The process id of the cluster's unicrond, if it runs: known by its command line, as the other daemons are."""
-    found, state = [], str(layout.state_dir / "unicron" / "controller")
+    found, state = [], str(_folder(layout) / "controller")
     for entry in Path("/proc").glob("[1-9]*/cmdline"):
         try:
             words = os.fsdecode(entry.read_bytes()).split("\0")
@@ -140,6 +140,11 @@ def running(layout: Layout) -> list[int]:
         if MODULE in words and state in words:
             found.append(int(entry.parent.name))
     return found
+
+
+def _folder(layout: Layout) -> Path:
+    """The folder of the cluster's own unicrond: its configuration, log and state."""
+    return layout.state_dir / "unicron"
 
 
 def _wait_until(done: Callable[[], bool], seconds: float, complaint: str) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+from tests.support.processes import LIMIT
 from unicron.ctl.agent.ranks import watchdog
 from unicron.detector.processes import step_signals
 from unicron.detector.processes.step_signals import STEP_SIGNALS
@@ -16,7 +17,8 @@ def test_a_process_ignores_them_and_tells_which_it_heard_before():
     program += "from step_signals import *\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     program += "heard = ignore_step_signals()\n"
     program += "[signal.raise_signal(number) for number in STEP_SIGNALS]\nprint(*map(int, heard))"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-I", "-S", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
     assert [int(word) for word in done.stdout.split()] == [n for n in STEP_SIGNALS if n != signal.SIGHUP], done
 
 

@@ -7,12 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.support.processes import LIMIT
+from tests.support.processes import LIMIT, ROOT
 from unicron.ctl.settings import limits
 from unicron.ctl.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, rule_values
 from unicron.ctl.settings.limits import (
@@ -27,7 +26,6 @@ from unicron.ctl.settings.limits import (
     rule_lines,
 )
 
-ROOT = Path(__file__).resolve().parents[4]
 # Whose constants they are, and the folder or file that has them.
 HOMES = {
     "controller": "unicron_ctl/controller",
