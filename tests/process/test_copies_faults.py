@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.test_copies import SETTINGS, Halves
+from unicron.transition.snapshot import folders
 
 pytestmark = pytest.mark.process
 SLOWLY = {"UNICRON_MEMORY_RATE": "0.1"}  # MB a second: a transfer takes long enough to be hit
@@ -26,7 +27,7 @@ def test_where_all_who_had_a_part_of_the_state_are_lost_the_job_goes_on_from_the
     """Three parts, each in its node and in the next: two neighbours are lost, and the part of the first with them."""
     files = {"TINY_CHECKPOINTS": str(tmp_path / "checkpoints"), "TINY_CHECKPOINT_EVERY": "4"}
     with Halves(tmp_path, nodes=3, **SETTINGS | {"TINY_LAYOUT": "1 3 1"} | files) as job:
-        job.wait(lambda: job.trains([0, 1, 2], 5), "a checkpoint")
+        job.wait(lambda: folders.whole(tmp_path / "checkpoints"), "a checkpoint")
         job.wait(lambda: job.copies("n0", 2) and job.copies("n1", 0) and job.copies("n2", 1), "a copy of each part")
         cut = max(found.key.iteration for found in job.copies("n2", 1))
         job.wait(lambda: job.trains([0, 1, 2], cut + 2), "on")
