@@ -37,7 +37,7 @@ def strike(job: World, fault: str, **more) -> dict:
 @pytest.mark.parametrize(
     ("fault", "cause", "by"),
     [
-        ("rank-kill", "killed_from_outside", "process exit"),
+        pytest.param("rank-kill", "killed_from_outside", "process exit", marks=pytest.mark.wide),
         pytest.param("exception:cuda", "illegal_memory_access", "exception", marks=pytest.mark.wide),
         pytest.param("oom", "host_out_of_memory", "exception", marks=pytest.mark.wide),
         pytest.param("full-disk", "disk_full", "exception", marks=pytest.mark.wide),

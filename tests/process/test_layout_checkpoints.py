@@ -109,6 +109,7 @@ def test_the_loss_scale_goes_on_too(tmp_path, undisturbed, one, other):
     assert scales[0] < 2.0**22 and scales[1] in (scales[0] / 2, scales[0], scales[0] * 2)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "layout", ["2 1 1" + SHARDED, *(pytest.param(layout, marks=pytest.mark.long) for layout in ("2 1 1", "1 2 1"))]
 )

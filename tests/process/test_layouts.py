@@ -34,13 +34,13 @@ MATRIX = [
     and not (layout.startswith("tp") and "TINY_EXPERTS" in KINDS[kind])  # these need sequence parallelism there
 ]
 SPREAD = {
-    ("dp", "sharded-overlap", "after"),
     ("tp", "sharded", "after"),
-    ("pp", "plain", "resume"),
     ("pp", "sharded", "recovery"),
     ("vpp", "sharded-overlap", "proof"),
 }
 WIDER = {
+    ("pp", "plain", "resume"),
+    ("dp", "sharded-overlap", "after"),
     ("dp", "no-copies", "proof"),
     ("pp", "bf16", "error"),
     ("tp", "sharded-no-copies", "step"),

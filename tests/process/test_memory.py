@@ -113,6 +113,7 @@ def test_a_flipped_bit_is_seen_said_and_never_trained_with_and_a_fresh_node_is_g
     assert trained(tmp_path, losses) == kept[0] - 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "at",
     [

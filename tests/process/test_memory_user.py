@@ -54,6 +54,7 @@ def test_each_rank_gets_its_own_of_the_newest_iteration_that_all_have(tmp_path):
     assert world(tmp_path, ["a", "c"], 2) == [None] * 4, "a fresh node has nothing, so nothing is in common"
 
 
+@pytest.mark.wide
 def test_what_all_have_alike_is_enough_if_one_rank_has_it(tmp_path):
     assert world(tmp_path, ["a", "b"], 2, (1, ALL, True), (2, ALL, True)) == [None] * 4
     assert sorted(path.name for path in (tmp_path / "a").glob("*.image")) == ["user-0-0.image", "user-0-1.image"]
@@ -63,6 +64,7 @@ def test_what_all_have_alike_is_enough_if_one_rank_has_it(tmp_path):
     assert world(tmp_path, ["b", "c"], 1) == [[3, [3.0, 3.0]]] * 2
 
 
+@pytest.mark.wide
 def test_ranks_whose_node_has_no_memory_take_part_and_get_what_the_others_have(tmp_path):
     assert world(tmp_path, ["a", ""], 1, (1, [0, 1], True)) == [None] * 2
     assert world(tmp_path, ["", "a"], 1) == [[1, [1.0, 1.0]]] * 2
@@ -70,6 +72,7 @@ def test_ranks_whose_node_has_no_memory_take_part_and_get_what_the_others_have(t
     assert world(tmp_path, ["b", ""], 1) == [None] * 2, "nobody has what was rank 1's"
 
 
+@pytest.mark.wide
 def test_each_rank_gets_its_own_from_whichever_node_has_it(tmp_path):
     """Copies are what an agent would have made of them; the world's nodes have changed places."""
     world(tmp_path, ["a", "b"], 2, (1, ALL, False), (2, ALL, False))

@@ -193,6 +193,7 @@ def test_a_member_leaves_and_comes_back(run):
     assert steppers(ranks, 29) == {0, 1, 2, 3}
 
 
+@pytest.mark.wide
 def test_a_member_dies_while_another_comes_back(run):
     """The leaver's way back breaks: it is a newcomer still, and gets in with the next offer."""
     ranks = run(
@@ -212,6 +213,7 @@ def test_a_leaver_is_let_go(run):
     assert not ranks.breaks and ranks.exits[0] == [-9] and steppers(ranks, 19) == {1, 2, 3}
 
 
+@pytest.mark.wide
 def test_a_wish_to_stop_outlives_a_failure(run):
     """One rank asks for the end in the iteration in whose commit another's connections break: all end after it."""
     ranks = run(fault(1, 3, "fetch", kind="stop"), fault(2, 3, "reduced", 2, kind="error"), iterations=4)

@@ -74,6 +74,7 @@ def begun(ranks: Ranks) -> tuple[int, int] | None:
     return plan.state
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", [pytest.param("dp", marks=pytest.mark.long), "tp"])
 def test_all_ranks_are_killed_and_go_on_from_memory_with_no_iteration_lost(tmp_path, memory, undisturbed, shape):
     late = all_at(shape, "fetch", kind="late", delay=0.1)

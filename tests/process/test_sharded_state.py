@@ -164,6 +164,7 @@ def test_two_copies_bear_a_rank_and_its_partner(tmp_path, undisturbed, at, versi
     heal(tmp_path, undisturbed, [1, 2], at, version, {"copies": 2})
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "at",
     ["copy:0", *(pytest.param(at, marks=pytest.mark.long) for at in ("exchange:0", "gather:0", "ack:0", "reduce:0"))],

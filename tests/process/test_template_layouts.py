@@ -198,7 +198,7 @@ print(json.dumps([[float((one - other).abs().max()) for other in first] for one 
 """
 
 
-@pytest.mark.parametrize("more", [[], RECOMPUTED], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("more", [[], pytest.param(RECOMPUTED, marks=pytest.mark.wide)], ids=["kept", "recomputed"])
 def test_a_micro_batch_has_one_gradient_in_whatever_order_and_however_often(dataset, tmp_path, more):
     script = tmp_path / "gradients.py"
     script.write_text(GRADIENTS.format(plain=str(PLAIN)))
@@ -216,6 +216,7 @@ def follows(found: dict, reference: dict, first: int) -> None:
         assert found[what] == pytest.approx(reference[what][first : first + count], rel=TOLERANCE)
 
 
+@pytest.mark.wide
 def test_a_checkpoint_of_any_layout_is_gone_on_with_in_any_other(dataset, reference, tmp_path):
     """Tied embeddings, with and without the distributed optimizer; one iteration in each."""
     layouts = ((2, ""), (2, TP + SHARDED), (2, PP), (4, PP + SHARDED), (4, TP + PP), (4, INTERLEAVED + SHARDED))
@@ -275,6 +276,7 @@ print("null")
 """
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("ranks", "sharded"), [(8, SHARDED), pytest.param(4, "", marks=pytest.mark.long)])
 def test_ranks_read_their_parts_alone_in_worlds_without_peers(dataset, reference, tmp_path, ranks, sharded):
     """And write what they have read, each for itself; that is a checkpoint, too."""

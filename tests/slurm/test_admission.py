@@ -201,6 +201,7 @@ def test_the_paired_test_finds_the_node_that_corrupts_data(site: Site) -> None:
     assert {test["round"] for test in found["tests"]} == {1, 2}
 
 
+@pytest.mark.wide
 def test_the_paired_test_survives_a_node_that_crashes_and_drains_only_when_told(site: Site) -> None:
     found = site.pair_test(UNICRON_PAIR_FAULT="n5:crash")
     assert list(found["bad"]) == ["n5"] and len(found["good"]) == 5

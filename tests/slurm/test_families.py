@@ -33,6 +33,7 @@ def heals(links: LinksCluster) -> None:
     assert "running" in links.unicronctl("jobs")
 
 
+@pytest.mark.wide
 def test_a_cluster_of_ipv6_only(tmp_path: Path) -> None:
     with LinksCluster(tmp_path, nodes=2, family=IPV6) as links:
         assert links.cluster.address("n1").startswith("fd75:")

@@ -689,7 +689,11 @@ def test_the_launcher_becomes_the_command_where_the_agent_is_no_program(tmp_path
     assert launch().stdout == "run -- sh -c echo $1; exit 3 sh works\n"
 
 
-@pytest.mark.parametrize("prepends", [(), ("CPPFLAGS=-DUNICRON_PREPENDS=1",)], ids=["this Slurm", "23.11 on"])
+@pytest.mark.parametrize(
+    "prepends",
+    [(), pytest.param(("CPPFLAGS=-DUNICRON_PREPENDS=1",), marks=pytest.mark.wide)],
+    ids=["this Slurm", "23.11 on"],
+)
 def test_unit_tests_under_sanitizers(tmp_path: Path, prepends: tuple[str, ...]) -> None:
     done = build(tmp_path, "check", *prepends)
     assert done.returncode == 0, done.stderr

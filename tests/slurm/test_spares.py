@@ -38,6 +38,7 @@ def submit(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.wide
 def test_a_lost_node_is_replaced_by_the_spare_and_slurm_refills_the_spare(
     cluster: LocalCluster, controller: Controller, tmp_path: Path
 ) -> None:
