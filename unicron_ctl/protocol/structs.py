@@ -21,7 +21,7 @@ class Settings(msgspec.Struct, kw_only=True):
     (docs/design/hot-spares.md). allocation: its nodes are one allocation of Slurm's, and no array
     (docs/design/allocations.md); no_kill: its srun goes on without a node. block: nodes of each of the array's elements
     (docs/design/blocks.md). log_dir: the folder with a file for each rank's output, empty where there is none. command:
-    a digest of what each rank of an array runs."""
+    digests of what each rank of an array runs, with full stops between them; commands are the same where one is."""
 
     name: ranges.Kind
     user: ranges.Name
@@ -41,6 +41,11 @@ class Settings(msgspec.Struct, kw_only=True):
     block: ranges.Elements = 1
     log_dir: ranges.Text = ""
     command: ranges.NoName = ""
+
+    def runs_as(self, other: Settings) -> bool:
+        """Whether both are of the same command."""
+        pairs = zip(self.command.split("."), other.command.split("."), strict=False)
+        return any(mine == theirs for mine, theirs in pairs)
 
 
 # ---------------------------------------------------------------- ranks

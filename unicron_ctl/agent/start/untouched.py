@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from unicron.ctl.agent.launchers.readers import USES_MPI
@@ -97,21 +97,35 @@ def describe_array(environment: Mapping[str, str], elements: int) -> str:
 
 
 def digest(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What tells the commands of an array's elements apart; empty for a job that is no array."""
+    """What tells the commands of an array's elements apart; empty for a job that is no array.
+
+    Two digests with a full stop between them: of the command as it is, and without the element's own names. Two
+    commands are the same where one of the two is: a number in a path may be the element's job, or a folder of all.
+    """
     if "SLURM_ARRAY_TASK_ID" not in environment or environment.get(SWEEP) == "0":
         return ""
-    text = "\0".join(_without_own_names(word, environment) for word in command)
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
+    return f"{_hash(command)}.{_hash(_without_own_names(word, environment) for word in command)}"
+
+
+def _hash(words: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _without_own_names(word: str, environment: Mapping[str, str]) -> str:
     """A word of an element's command without what names the element's node, or its job in a path: a folder on the
     node's disk makes no other training."""
-    for name in ("SLURM_TMPDIR", "TMPDIR", "SLURMD_NODENAME"):
+    for name in ("SLURM_TMPDIR", "TMPDIR"):
         if value := environment.get(name):
             word = word.replace(value, f"${name}")
+    if node := environment.get("SLURMD_NODENAME"):
+        word = re.sub(_alone(re.escape(node)), "$SLURMD_NODENAME", word)
     jobs = "|".join(environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"))  # one has both alike
-    return re.sub(rf"(?<!\d)(?:{jobs})(?!\d)", "$SLURM_JOB_ID", word) if "/" in word else word
+    return re.sub(_alone(jobs), "$SLURM_JOB_ID", word) if "/" in word else word
+
+
+def _alone(pattern: str) -> str:
+    """The pattern where it is no part of a longer name or number."""
+    return rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])"
 
 
 def why_by_ranks(place: Place, mode: Mode, environment: Mapping[str, str]) -> str:

@@ -185,7 +185,7 @@ def requeued(job: JobState, message: wire.Register) -> bool:
 
 def _other_command(message: wire.Register, job: JobState | None) -> str:
     """Why an element of an array is a run of its own; empty where it runs what the others do."""
-    if job is None or message.settings.command == job.settings.command:
+    if job is None or message.settings.runs_as(job.settings):
         return ""
     return (
         "its command is another one than that of the other elements, as in a sweep: submit a sweep without --unicron, "

@@ -19,7 +19,7 @@ from unicron.ctl.agent.start.untouched import (
     why_by_shape,
     why_sweep,
 )
-from unicron.ctl.protocol.structs import RESTART, SESSION
+from unicron.ctl.protocol.structs import RESTART, SESSION, Settings
 
 DEFAULT = {"UNICRON_BY_DEFAULT": "1"}
 ELEMENT = {"SLURM_ARRAY_TASK_ID": "3"}
@@ -120,18 +120,39 @@ def test_an_array_says_that_it_is_one_training() -> None:
     )
 
 
-def test_the_commands_of_an_arrays_elements_are_told_apart() -> None:
-    one, other = ["python", "train.py", "--lr", "1"], ["python", "train.py", "--lr", "2"]
-    assert digest(one, ELEMENT) == digest(list(one), ELEMENT) != digest(other, ELEMENT)
-    assert digest(["a b"], ELEMENT) != digest(["a", "b"], ELEMENT)
+def element(job: str) -> dict[str, str]:
+    """The environment of an element of array 41."""
+    return {**ELEMENT, "SLURM_ARRAY_JOB_ID": "41", "SLURM_JOB_ID": job, "SLURMD_NODENAME": f"n{job}"}
+
+
+def same(one: list[str], other: list[str], jobs: tuple[str, str] = ("41", "42")) -> bool:
+    """Whether the controller takes the commands of two elements for one."""
     first, second = (
-        {**ELEMENT, "SLURM_ARRAY_JOB_ID": "41", "SLURM_JOB_ID": job, "SLURMD_NODENAME": f"n{job}"}
-        for job in ("41", "42")
+        Settings(name="gpt", user="ada", command=digest(command, element(job)))
+        for command, job in zip((one, other), jobs, strict=True)
     )
-    assert digest(["/tmp/41/python", "--host=n41"], first) == digest(["/tmp/42/python", "--host=n42"], second)
-    assert digest(["train.py", "--save=runs/gpt-41"], first) == digest(["train.py", "--save=runs/gpt-41"], second)
-    assert digest(["python", "--seed", "41"], first) != digest(["python", "--seed", "42"], second)
-    assert digest(one, {}) == digest(one, ELEMENT | {"UNICRON_SWEEP": "0"}) == ""
+    assert first.runs_as(second) is second.runs_as(first)
+    return first.runs_as(second)
+
+
+def test_the_commands_of_an_arrays_elements_are_told_apart() -> None:
+    train = ["python", "train.py", "--lr"]
+    assert same([*train, "1"], [*train, "1"]) and not same([*train, "1"], [*train, "2"])
+    assert not same(["a b"], ["a", "b"])
+    assert same(["/tmp/41/python", "--host=n41"], ["/tmp/42/python", "--host=n42"])
+    assert same(["/tmp/41/python", "--save=runs/gpt-41"], ["/tmp/42/python", "--save=runs/gpt-41"])
+    assert not same(["python", "--seed", "41"], ["python", "--seed", "42"])
+    assert digest(train, {}) == digest(train, ELEMENT | {"UNICRON_SWEEP": "0"}) == ""
+
+
+@pytest.mark.parametrize("word", ["/data/x5y/z", "/data/5/z", "run/n5", "n4n5/", "/tmp/5.2/n5-5", "/v5/n5x"])
+def test_a_folder_that_happens_to_be_called_like_an_elements_job_or_node_makes_no_sweep(word: str) -> None:
+    assert same(["python", word], ["python", word], ("5", "2"))
+
+
+def test_such_a_folder_beside_one_of_the_elements_own() -> None:
+    one, other = ["/tmp/5/python", "/data/x5y", "/run5", "/an5"], ["/tmp/2/python", "/data/x5y", "/run5", "/an5"]
+    assert same(one, other, ("5", "2"))
 
 
 def test_tasks_that_the_plugin_has_joined_are_one_agents() -> None:
