@@ -28,7 +28,11 @@ pytestmark = pytest.mark.slurm
 
 CALL_LIMIT = 20.0  # seconds for one Slurm command
 # What srun says of a step that slurmctld lets wait, since it has not yet heard that the one before has ended.
-WAITED = re.compile(r"^srun: (?:Job \d+ step creation \w+ disabled, retrying .*|Step created for StepId=.*)\n", re.M)
+WAITED = re.compile(
+    r"^srun: (?:Job \d+ step creation \w+ disabled, retrying .*|Slurm is busy, step creation delayed"
+    r"|Step completed in JobId=\d+, retrying|Step created for (?:job \d+|StepId=.*))\n",
+    re.M,
+)
 
 # Records how it was called, then becomes the user's command, as `unicron-agent run --` would start it.
 AGENT = """#!{python} -IS
