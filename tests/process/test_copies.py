@@ -70,7 +70,6 @@ def test_a_node_that_alone_had_half_of_the_model_is_lost_with_its_memory(tmp_pat
         assert incarnations == [0, 0], "the survivor went back without a new process"
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     "ends", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.wide)], ids=["the job ends", "on demand"]
 )

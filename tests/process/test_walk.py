@@ -103,7 +103,6 @@ def write(folder: Path) -> None:
     DOCUMENT.write_text(f"{before}{BEGIN}\n\n{said}\n\n{table(certain)}\n\n{END}{rest.partition(END)[2]}")
 
 
-@pytest.mark.wide
 def test_one_healed_failure_enters_the_files_that_the_document_lists(tmp_path: Path) -> None:
     if "WRITE_WALK" in os.environ:
         write(tmp_path)
