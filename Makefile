@@ -24,7 +24,8 @@ STAMP := $(VENV)/.installed
 TEST  := $(BIN)/python -m pytest --dist loadfile
 # tests/conftest.py has the order of their files.
 WAITS := $(TEST) --no-loadscope-reorder
-TORCH := $(shell sed -n 's/^ *\(torch==[^ ]*\).*/\1/p' setup.cfg)
+# The releases of torch and Megatron-core in the environment
+CONSTRAINTS ?= constraints.txt
 
 # A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
@@ -37,11 +38,11 @@ venv: $(STAMP)   ## .venv with all that the demo and the tests need, and the pro
 
 # torch comes first: it is the largest download, and a failure there should show at once. On machines without a GPU,
 # PIP_ARGS can name an index or a folder with CPU-only builds of it.
-$(STAMP): setup.cfg pyproject.toml
+$(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	PYTHON=$(PYTHON) tools/system-packages.sh venv
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(EDITABLE) -e ".[train,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) $(EDITABLE) -e ".[train,dev]"
 	touch $@
 
 system:          ## installs missing Debian packages: Slurm, munge, a C compiler

@@ -15,9 +15,10 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
-WRITTEN_FOR = "0.16.1"
+WRITTEN_FOR = ("0.16", "0.17", "0.18", "0.19")
 
 _FACTORIES = (
     "arange",
@@ -39,7 +40,7 @@ def install() -> bool:
     """Patch torch and megatron-core for CPU; call it before anything else of megatron-core is used.
 
     Returns True when the patches are in place, False when CUDA is available and nothing was done. Calling it again is
-    harmless. Raises RuntimeError (one line) when megatron-core is absent or not the release that the patches were
+    harmless. Raises RuntimeError (one line) when megatron-core is absent or not a release that the patches were
     written for.
     """
     import torch
@@ -54,19 +55,20 @@ def install() -> bool:
         _patch_tensor(torch)
         _patch_random(torch)
         _patch_experts()
-        setattr(torch, _MARK, WRITTEN_FOR)
+        setattr(torch, _MARK, True)
     return True
 
 
 def _check_release() -> None:
+    known = ", ".join(WRITTEN_FOR)
     try:
         found = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
-        raise RuntimeError(f"megatron-core is not installed; pip install megatron-core=={WRITTEN_FOR}") from None
-    if found != WRITTEN_FOR:
+        raise RuntimeError(f"megatron-core is not installed; pip install megatron-core (one of {known})") from None
+    if ".".join(found.split(".")[:2]) not in WRITTEN_FOR:
         raise RuntimeError(
-            f"the CPU adapter was written for megatron-core {WRITTEN_FOR}, not {found}; "
-            f"pip install megatron-core=={WRITTEN_FOR}, or train on a GPU, where the adapter is not used"
+            f"the CPU adapter was written for megatron-core {known}, not {found}; install one of these, or train on a "
+            "GPU, where the adapter is not used"
         )
 
 
@@ -89,6 +91,8 @@ def _patch_device(torch: Any) -> None:
     torch.cuda.current_device = lambda: cpu
     # Pipeline send and receive, and DDP's buffer off-loading, wait for the stream; on CPU everything is already done.
     torch.cuda.synchronize = lambda device=None: None
+    stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda other: None)
+    torch.cuda.current_stream = lambda device=None: stream
 
 
 def _patch_factories(torch: Any) -> None:

@@ -305,6 +305,7 @@ class Gradients(Accumulation):
         for group in self._bucket_groups():
             group.grad_reduce_handle = None
             group.param_gather_handle = None
+            megatron_core.reduce_again(group)
             group.is_last_microbatch = True
             group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
             group.cached_param_buffer_shard_list = [None] * len(group.buckets)

@@ -50,7 +50,13 @@ class Loop:
     # ------------------------------------------------------------ the loop
     def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train(
-            forward_step_func: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, samples: Any, *rest: Any
+            forward_step_func: Any,
+            model: Any,
+            optimizer: Any,
+            opt_param_scheduler: Any,
+            samples: Any,
+            *rest: Any,
+            **more: Any,
         ) -> Any:
             from megatron.core.utils import get_model_config
             from megatron.training import get_args
@@ -66,7 +72,7 @@ class Loop:
                 config.no_sync_func = config.grad_sync_func = None  # the loop asserts that it sets them itself
                 self._world.follow()
                 try:
-                    ended = original(forward_step_func, model, optimizer, opt_param_scheduler, samples, *rest)
+                    ended = original(forward_step_func, model, optimizer, opt_param_scheduler, samples, *rest, **more)
                 except _Elsewhere:
                     continue
                 self._finish()
@@ -133,6 +139,7 @@ class Loop:
         config: Any,
         forward_backward_func: Any,
         iteration: int,
+        **_: Any,
     ) -> tuple[Any, ...]:
         from megatron.core import parallel_state
         from megatron.training import get_args

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from unicron.transition.generations.layout import Layout
 from unicron.transition.iteration import rank_process
 from unicron.transition.megatron_lm import arguments as options
-from unicron.transition.seams.megatron_lm import replace
+from unicron.transition.seams.megatron_lm import reads_arguments, replace
 from unicron.transition.seams.table import GLOBALS, INITIALIZE, TRAINING
 
 HELPERS = "megatron.core.datasets.helpers_cpp"
@@ -39,8 +39,9 @@ class World:
 
     def install(self) -> None:
         """Replace what reads the world, and what makes it."""
-        replace(INITIALIZE, "parse_args", self._parse)
-        replace(INITIALIZE, "validate_args", _validate)
+        module = reads_arguments()
+        replace(module, "parse_args", self._parse)
+        replace(module, "validate_args", _validate)
         replace(INITIALIZE, "_initialize_distributed", self._initialize)
         replace(INITIALIZE, "_compile_dependencies", _compile)
         for name in ("_set_tensorboard_writer", "_set_wandb_writer", "_set_one_logger"):

@@ -29,6 +29,7 @@ from unicron.transition.seams.table import OPTIMIZER, UnsupportedLayout
 
 _PARAMETERS = "unicron_parameters"  # of a distributed optimizer: the model's parameters in each of its groups
 _ROOMY = "unicron_roomy"
+LAYS_OUT = "_compute_per_buffer_param_layout"  # of the optimizer; before 0.18 the buffer lays itself out
 
 
 def prepare() -> None:
@@ -37,14 +38,17 @@ def prepare() -> None:
     Before the training script builds its model, in a world of as many replicas as the job may ever have.
     """
     from megatron.core.distributed import param_and_grad_buffer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer import distrib_optimizer
 
     table.check("megatron-core", table.MEGATRON_CORE)
-    buffer = param_and_grad_buffer._ParamAndGradBuffer
+    optimizer, buffer = distrib_optimizer.DistributedOptimizer, param_and_grad_buffer._ParamAndGradBuffer
     if not hasattr(buffer, _ROOMY):
         setattr(buffer, _ROOMY, True)
-        buffer.__init__ = _with_room(buffer.__init__, param_and_grad_buffer)
-        DistributedOptimizer.__init__ = _remembering(DistributedOptimizer.__init__)
+        if hasattr(optimizer, LAYS_OUT):
+            setattr(optimizer, LAYS_OUT, staticmethod(_roomy_layout(getattr(optimizer, LAYS_OUT), distrib_optimizer)))
+        else:
+            buffer.__init__ = _with_room(buffer.__init__, param_and_grad_buffer)
+        optimizer.__init__ = _remembering(optimizer.__init__)
 
 
 def prepare_when_imported() -> None:
@@ -72,6 +76,27 @@ class _Waiting(MetaPathFinder):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _roomy_layout(compute: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """Lays a buffer out with a name of this module replaced, by which the ends of its buckets are padded, in turn."""
+
+    @functools.wraps(compute)
+    def _compute_per_buffer_param_layout(*arguments: Any, **keywords: Any) -> Any:
+        ends, original = [0], module.pad_bucket_end
+
+        def pad_bucket_end(end: int, size: int, high_busbw: bool) -> int:
+            room = capacity(end - ends[-1], size, NCCL_QUANTUM if high_busbw else QUANTUM)
+            ends.append(ends[-1] + room)
+            return ends[-1]
+
+        module.pad_bucket_end = pad_bucket_end
+        try:
+            return compute(*arguments, **keywords)
+        finally:
+            module.pad_bucket_end = original
+
+    return _compute_per_buffer_param_layout
 
 
 def _with_room(build: Callable[..., None], module: Any) -> Callable[..., None]:
@@ -103,7 +128,7 @@ def _remembering(build: Callable[..., None]) -> Callable[..., None]:
 class _Layout:
     """Replaces the module `math` while one buffer is laid out.
 
-    Megatron pads the end of a bucket by `math.ceil(end / divisor) * divisor`, with a divisor from `math.lcm`, which it
+    Before 0.18 Megatron pads the end of a bucket by `math.ceil(end / divisor) * divisor`, with a divisor from `math.lcm`, which it
     uses for nothing else: once for each bucket to lay the buffer out, once more to cut the buckets from it.
     """
 
@@ -185,6 +210,17 @@ def check(model: Sequence[Any], optimizer: Any) -> None:
                 "the distributed optimizer was not built as a session needs it: import megatron.core, call "
                 "unicron.init_process_group, and build the model after that"
             )
+        for buffer in each.buffers:
+            _check_room(buffer)
+
+
+def _check_room(buffer: Any) -> None:
+    """A release that lays buffers out by another way than the one replaced here shows now, not at the first resize."""
+    size, unit = buffer.data_parallel_group.size(), quantum(buffer.ddp_config)
+    starts = [bucket.offset for bucket in buffer.buckets]
+    for bucket, end in zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True):
+        if end - bucket.offset < capacity(bucket.numel_unpadded, size, unit):
+            table.refuse_release("megatron-core", "its buffers were laid out without room for other numbers of replicas")
 
 
 def quantum(ddp_config: Any) -> int:
@@ -268,6 +304,8 @@ def _shard(optimizer: Any) -> tuple[int, int]:
 
 def _resize_buffer(buffer: Any) -> None:
     buffer.data_parallel_world_size = size = buffer.data_parallel_group.size()
+    if getattr(buffer, "num_optimizer_shards", None) is not None:  # from 0.19 on
+        buffer.num_optimizer_shards = size
     starts = [bucket.offset for bucket in buffer.buckets]
     for number, (bucket, room) in enumerate(zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True)):
         end = bucket.offset + padded(bucket.numel_unpadded, size, quantum(buffer.ddp_config))

@@ -53,6 +53,12 @@ def check(model: Sequence[Any], optimizers: Iterable[Any]) -> None:
 
 
 # ---------------------------------------------------------------- the model's parts
+def reduce_again(group: Any) -> None:
+    """The bucket group's reduce of this iteration counts no more. From 0.18 on a group remembers that it has ended."""
+    if hasattr(group, "grad_reduce_finished"):
+        group.grad_reduce_finished = False
+
+
 def buffers(chunk: Any) -> list[Any]:
     """The gradient buffers of one DDP model chunk."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]

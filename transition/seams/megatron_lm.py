@@ -4,12 +4,20 @@ at."""
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unicron.transition.seams.table import KNOWN, MEGATRON_LM, difference
-
-RELEASES = (KNOWN["megatron-core"],)
+from unicron.transition.seams.table import (
+    ARGUMENTS,
+    INITIALIZE,
+    KNOWN,
+    MEGATRON_LM,
+    TRUST,
+    difference,
+    installed,
+    known,
+)
 
 
 class Refused(RuntimeError):
@@ -26,11 +34,13 @@ def check() -> None:
         raise Refused(
             "no megatron.training beside the script or in PYTHONPATH: name the script in a checkout of Megatron-LM"
         ) from None
-    release = importlib.import_module("megatron.core").__version__
-    instead = "check that one out, or run the job with --unicron-mode=restart"
-    if release not in RELEASES:
-        raise Refused(f"knows Megatron-LM core_v{RELEASES[-1]}, and this is core_v{release}: {instead}")
-    if (found := difference(MEGATRON_LM)) is not None:
+    importlib.import_module("megatron.core")
+    release = installed("megatron-core")
+    instead = "check one of those out, or run the job with --unicron-mode=restart"
+    if not known("megatron-core", release) and os.environ.get(TRUST) != "1":
+        tested = ", ".join(f"core_v{each}" for each in KNOWN["megatron-core"])
+        raise Refused(f"knows Megatron-LM {tested}, and this is core_v{release}: {instead}; {TRUST}=1 tries it")
+    if (found := difference(MEGATRON_LM, release)) is not None:
         raise Refused(f"this is not Megatron-LM core_v{release}, in which {found}: {instead}")
 
 
@@ -41,6 +51,11 @@ def replace(module: str, name: str, by: Callable[[Any], Any]) -> None:
     for part in path:
         owner = getattr(owner, part)
     setattr(owner, last, by(getattr(owner, last)))
+
+
+def reads_arguments() -> str:
+    """The module whose names are called to read the arguments: from 0.18 on the script does that itself."""
+    return INITIALIZE if hasattr(importlib.import_module(INITIALIZE), "parse_args") else ARGUMENTS
 
 
 def known_timers(timers: Any) -> Mapping[str, Any]:

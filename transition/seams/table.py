@@ -1,18 +1,27 @@
-"""The table of the private and replaced names of torch and Megatron: where each is, the parameters it takes, its use.
+"""The table of the private and replaced names of torch and Megatron: where each is, the parameters it takes in each
+release, its use.
 
 A rank compares the table with what is installed: torch's rows when it starts, Megatron's as soon as Megatron is
-imported. A release that differs is refused in one line, before the first iteration.
+imported. A release that differs, or that is not known, is refused in one line, before the first iteration.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-KNOWN = {"torch": "2.13.0", "megatron-core": "0.16.1"}  # as setup.cfg pins them
+# The releases that were tested, the oldest first; setup.cfg's ranges hold them.
+KNOWN = {
+    "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
+    "megatron-core": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+}
+TRUST = "UNICRON_TRUST_VERSIONS"  # 1: a release that is not known is tried as if it were the nearest that is
 C10D = "torch.distributed.distributed_c10d"
 PEERLESS = "torch.testing._internal.distributed.fake_pg"
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -20,19 +29,33 @@ OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 OPTIMIZERS = "megatron.core.optimizer.optimizer"
 TRAINING = "megatron.training.training"
 INITIALIZE = "megatron.training.initialize"
+ARGUMENTS = "megatron.training.arguments"
 GLOBALS = "megatron.training.global_vars"
 TIMERS = "megatron.core.timers"
+GONE = "(gone)"  # in the place of parameters: this release does not have it, or what has it is not used
 
 
 class Seam(NamedTuple):
     """One name. parameters: None where only its presence is checked (it is written in C++, or is no function). In
     `name`, `()` calls what is before it, for attributes that only instances have; `~` looks the name up in its source,
-    for attributes of what cannot be made here."""
+    for attributes of what cannot be made here. since: the first release with other parameters -> these, the oldest
+    first."""
 
     module: str
     name: str
     parameters: str | None
     use: str
+    since: Mapping[str, str] = MappingProxyType({})
+
+    def at(self, release: str) -> str | None:
+        """Its parameters in this release; :data:`GONE` where that has none of the name."""
+        columns = [found for first, found in self.since.items() if numbers(first) <= numbers(release)]
+        return columns[-1] if columns else self.parameters
+
+
+def numbers(release: str) -> tuple[int, ...]:
+    """2.14.1+cpu -> (2, 14, 1); what follows the numbers does not count."""
+    return tuple(int(part) for part in re.findall(r"\d+", release.partition("+")[0])[:3])
 
 
 TORCH = (
@@ -51,6 +74,10 @@ TORCH = (
         "group_size group_rank global_ranks_in_group backend store group_name backend_options timeout pg_tag device_id "
         "group_desc",
         "builds a group by its own ranks alone",
+        {
+            "2.14": "group_size group_rank global_ranks_in_group backend store group_name backend_options timeout "
+            "pg_tag device_id group_desc enable_reconfigure"
+        },
     ),
     Seam(C10D, "_set_pg_timeout", "timeout group", "a group's time-out after it has connected"),
     Seam(C10D, "ProcessGroupGloo?", None, "replaced while groups connect, so that the connection can be given up"),
@@ -86,8 +113,28 @@ MEGATRON_CORE = (
         "self ddp_config param_dtype grad_dtype params data_parallel_group bucket_size param_to_name "
         "gradient_scaling_factor param_indices nccl_ub pg_collection",
         "replaced, so that buckets have room for every number of replicas",
+        {
+            "0.17": "self ddp_config param_dtype grad_dtype params_with_names data_parallel_group bucket_size "
+            "param_to_name gradient_scaling_factor param_indices nccl_ub pg_collection",
+            "0.18": "self ddp_config param_dtype grad_dtype params_with_names data_parallel_group bucket_size "
+            "param_to_name gradient_scaling_factor param_indices nccl_ub pg_collection param_layout",
+        },
     ),
-    Seam(BUFFERS, "math.lcm", None, "replaced while a buffer is laid out"),
+    Seam(BUFFERS, "math.lcm", None, "replaced while a buffer is laid out", {"0.18": GONE}),
+    Seam(
+        OPTIMIZER,
+        "DistributedOptimizer._compute_per_buffer_param_layout",
+        GONE,
+        "wrapped: buckets get room for every number of replicas",
+        {"0.18": "params bucket_size data_parallel_world_size ddp_config param_indices"},
+    ),
+    Seam(
+        OPTIMIZER,
+        "pad_bucket_end",
+        GONE,
+        "replaced while a buffer is laid out",
+        {"0.18": "bucket_end_index data_parallel_world_size pad_for_high_nccl_busbw"},
+    ),
     Seam(
         BUFFERS, "_ParamAndGradBucketGroup.start_grad_sync", "self force_all_reduce", "wrapped: copies before reduces"
     ),
@@ -142,13 +189,20 @@ MEGATRON_CORE = (
     ),
 )
 MEGATRON_LM = (
-    Seam(INITIALIZE, "parse_args", "extra_args_provider ignore_unknown_args", "the world it is told of"),
-    Seam(INITIALIZE, "validate_args", "args defaults", "options that cannot be healed"),
+    Seam(
+        INITIALIZE, "parse_args", "extra_args_provider ignore_unknown_args", "the world it is told of", {"0.18": GONE}
+    ),
+    Seam(INITIALIZE, "validate_args", "args defaults", "options that cannot be healed", {"0.18": GONE}),
+    Seam(
+        ARGUMENTS, "parse_args", GONE, "the world it is told of", {"0.18": "extra_args_provider ignore_unknown_args"}
+    ),
+    Seam(ARGUMENTS, "validate_args", GONE, "options that cannot be healed", {"0.18": "args defaults"}),
     Seam(
         INITIALIZE,
         "_initialize_distributed",
         "get_embedding_ranks get_position_embedding_ranks store",
         "the job's groups",
+        {"0.19": "get_embedding_ranks get_position_embedding_ranks store skip_model_parallel_init"},
     ),
     Seam(INITIALIZE, "_compile_dependencies", "", "no wait for rank 0"),
     Seam(GLOBALS, "_set_tensorboard_writer", "args", "one rank writes"),
@@ -160,12 +214,21 @@ MEGATRON_LM = (
         "forward_step_func model optimizer opt_param_scheduler train_data_iterator valid_data_iterator "
         "process_non_loss_data_func config checkpointing_context non_loss_data_func inference_model",
         "the loop begins where the others are",
+        {
+            "0.19": "forward_step_func model optimizer opt_param_scheduler train_data_iterator valid_data_iterator "
+            "process_non_loss_data_func config checkpointing_context non_loss_data_func inference_model "
+            "p2p_communicator pg_collection"
+        },
     ),
     Seam(
         TRAINING,
         "train_step",
         "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func iteration",
         "a step is the session's",
+        {
+            "0.19": "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func "
+            "iteration pg_collection p2p_communicator"
+        },
     ),
     Seam(
         TRAINING,
@@ -180,6 +243,11 @@ MEGATRON_LM = (
         "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter grad_norm "
         "params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration",
         "the first iteration is logged once",
+        {
+            "0.18": "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter "
+            "grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration "
+            "seqlen_squared_sum_in_batch total_real_tokens_in_batch"
+        },
     ),
     Seam(
         TRAINING,
@@ -218,31 +286,48 @@ def refuse(findings: Iterable[str]) -> None:
 
 def check(package: str, seams: Iterable[Seam], needed: Collection[str] = ()) -> None:
     """Compare the rows with `package`: those of modules that are imported, or `needed`. Raises
-    :class:`UnsupportedLayout`."""
-    if (found := difference(seam for seam in seams if seam.module in sys.modules or seam.module in needed)) is not None:
+    :class:`UnsupportedLayout` for a release that is not known, and for one that differs."""
+    rows = [seam for seam in seams if seam.module in sys.modules or seam.module in needed]
+    if not rows:
+        return
+    release = installed(package)
+    if not known(package, release) and os.environ.get(TRUST) != "1":
+        refuse_release(package, f"{TRUST}=1 tries it all the same, untested")
+    if (found := difference(rows, release)) is not None:
         refuse_release(package, found)
+
+
+def installed(package: str) -> str:
+    """The release of an imported package; empty where it does not say."""
+    return str(getattr(sys.modules.get(package.replace("-", ".")), "__version__", ""))
+
+
+def known(package: str, release: str) -> bool:
+    """Whether a release of the same two first numbers was tested."""
+    return any(numbers(each)[:2] == numbers(release)[:2] for each in KNOWN[package])
 
 
 def refuse_release(package: str, found: str) -> NoReturn:
     """Raises :class:`UnsupportedLayout` for a release in which this was found."""
-    release = getattr(sys.modules[package.replace("-", ".")], "__version__", "of no known release")
     raise UnsupportedLayout(
-        f"unicron does not know this {package} ({release}): {found}; install {package}=={KNOWN[package]}, or run the "
-        "job with --unicron-mode=restart"
+        f"unicron does not know this {package} ({installed(package) or 'of no known release'}): {found}; install one "
+        f"of {', '.join(KNOWN[package])}, or run the job with --unicron-mode=restart"
     )
 
 
-def difference(seams: Iterable[Seam]) -> str | None:
+def difference(seams: Iterable[Seam], release: str) -> str | None:
     """The first row that differs from what is installed, in words; None where all are as expected."""
     for seam in seams:
-        parameters = None
+        parameters, expected = None, seam.at(release)
+        if expected == GONE:
+            continue
         try:
             found = find(seam)
-            if seam.parameters is not None and found is not ABSENT:
+            if expected is not None and found is not ABSENT:
                 parameters = _parameters(found)
         except (ImportError, AttributeError, ValueError, TypeError):
             return f"{seam.module}.{seam.name} is not there"
-        if parameters is not None and seam.parameters is not None and parameters != seam.parameters.split():
+        if parameters is not None and expected is not None and parameters != expected.split():
             return f"{seam.module}.{seam.name} takes ({', '.join(parameters)})"
     return None
 
