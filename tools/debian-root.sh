@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# debian-root.sh SUITE COMMAND...: runs COMMAND in a copy of this checkout on another Debian release (trixie, sid).
+# debian-root.sh SUITE COMMAND...: runs COMMAND in a copy of this checkout on another Debian release (bookworm, trixie, sid).
 # The first call makes the system with debootstrap, in $DEBIAN_ROOTS/SUITE (default: .roots/SUITE here); later calls use it
-# again and bring the copy up to date, but keep its virtual environment. As root; all mounts end with the command.
+# again and bring the copy up to date, but keep its virtual environments. As root; all mounts end with the command.
 set -euo pipefail
 suite=${1:?usage: debian-root.sh SUITE COMMAND...}
 shift
@@ -52,6 +52,6 @@ cp -L /etc/hosts etc/hosts
 
 here=$OLDPWD
 mkdir -p srv/unicron
-find srv/unicron -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
+find srv/unicron -mindepth 1 -maxdepth 1 ! -name '.venv*' -exec rm -rf {} +
 (cd "$here" && git ls-files --cached --others --exclude-standard -z | tar --null --files-from=- --ignore-failed-read -cf -) | tar -C srv/unicron -xf -
 chroot "$root" /bin/sh -c 'cd /srv/unicron && exec "$@"' sh "$@" 9>&- # no daemon that outlives it holds the lock
