@@ -114,6 +114,7 @@ lint-text:
 	$(BIN)/python tools/references.py
 	PYTHONPATH=. $(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/reference_tables.py --check
+	$(BIN)/python tools/matrix.py --check
 	$(BIN)/python docs/pictures/draw.py --check
 
 bench: system venv plugin   ## the figures that the project promises

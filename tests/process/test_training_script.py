@@ -163,7 +163,7 @@ def test_the_adapter_refuses_another_release_of_megatron(monkeypatch):
     from sbatch_templates import cpu_adapter
 
     monkeypatch.setattr(cpu_adapter.metadata, "version", lambda name: "0.99.0")
-    with pytest.raises(RuntimeError, match=r"written for megatron-core 0\.16\.1, not 0\.99\.0"):
+    with pytest.raises(RuntimeError, match=r"written for megatron-core 0\.16, .*, not 0\.99\.0"):
         cpu_adapter._check_release()
 
 

@@ -128,8 +128,9 @@ def _remembering(build: Callable[..., None]) -> Callable[..., None]:
 class _Layout:
     """Replaces the module `math` while one buffer is laid out.
 
-    Before 0.18 Megatron pads the end of a bucket by `math.ceil(end / divisor) * divisor`, with a divisor from `math.lcm`, which it
-    uses for nothing else: once for each bucket to lay the buffer out, once more to cut the buckets from it.
+    Before 0.18 Megatron pads the end of a bucket by `math.ceil(end / divisor) * divisor`, with a divisor from
+    `math.lcm`, which it uses for nothing else: once for each bucket to lay the buffer out, once more to cut the buckets
+    from it.
     """
 
     def __init__(self) -> None:
@@ -220,7 +221,9 @@ def _check_room(buffer: Any) -> None:
     starts = [bucket.offset for bucket in buffer.buckets]
     for bucket, end in zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True):
         if end - bucket.offset < capacity(bucket.numel_unpadded, size, unit):
-            table.refuse_release("megatron-core", "its buffers were laid out without room for other numbers of replicas")
+            table.refuse_release(
+                "megatron-core", "its buffers were laid out without room for other numbers of replicas"
+            )
 
 
 def quantum(ddp_config: Any) -> int:
@@ -326,8 +329,11 @@ def _resize_bucket_group(group: Any) -> None:
     group.param_gather_handle, group.param_gather_dispatched = None, False
 
 
+@torch.enable_grad()
 def _resize_optimizer(optimizer: Any) -> None:
-    """What Megatron's constructor does, for the objects that are there."""
+    """What Megatron's constructor does, for the objects that are there. As there gradients are on: its shards of fp32
+    parameters are views of these, and torch 2.15 lets no view that was made without gradients take one once its base
+    has changed."""
     inner, parameters = optimizer.optimizer, getattr(optimizer, _PARAMETERS)
     _let_go(optimizer, parameters)
     optimizer.per_bucket_numel = [

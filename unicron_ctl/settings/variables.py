@@ -31,6 +31,11 @@ OF_JOBS = (
     Variable("UNICRON_WEIGHT", "the job's weight in the plan (`--unicron-weight`)", "1"),
     Variable("UNICRON_SPARES", "nodes that wait as hot spares (`--unicron-spares`)", "0"),
     Variable("UNICRON_SWEEP", "`0`: a job array is one training, whatever its scripts name", "by their text"),
+    Variable(
+        "UNICRON_TRUST_VERSIONS",
+        "`1`: a release of torch or Megatron that is not in the README's table is tried",
+        "it is refused",
+    ),
     Variable("UNICRON_LAYOUTS", "layouts in which the job can run", "one, the script's"),
     Variable("UNICRON_MODEL", "sizes of its model, for the planner", "none"),
     Variable("UNICRON_RANKS_PER_NODE", "ranks that the agent starts", "`SLURM_GPUS_ON_NODE`, else 1"),
