@@ -4,6 +4,7 @@ session asks of the gradients in which micro-batches add up.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,20 @@ def wait_out(works: Iterable[Any], unblock: Callable[[], Any]) -> None:
                 raise LedgerError(f"a reduce outlives its connections by {DRAIN_SECONDS:.0f} s")
             unblock()
             time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, all of the modules are in evaluation mode, without gradients; then each is in its own mode again."""
+    found = [(module, module.training) for each in modules for module in each.modules()]
+    try:
+        for module, _ in found:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in found:
+            module.training = training
 
 
 @dataclass(frozen=True)
@@ -130,6 +145,14 @@ class Accumulation(ABC):
         """Do the work of :meth:`compute`."""
 
     @abstractmethod
+    def evaluate(
+        self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
+    ) -> dict[int, tuple[torch.Tensor, Any]]:
+        """Forward passes alone, in evaluation mode, over `fetch(iteration, index)` of each index: (sum of losses, what
+        it is to be divided by) by index. Empty in stages that have no loss. Raises :class:`PeerLost` between two of
+        them once the generation is over."""
+
+    @abstractmethod
     def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
         """Sum all gradients over the replicas, and with them the proof, which is returned. It has four rows in float64,
         with a number for each micro-batch: counts and wishes, which are small whole numbers; losses and tokens, of
@@ -186,6 +209,11 @@ class Accumulation(ABC):
         return False
 
     # ------------------------------------------------------------ one micro-batch
+    def _begin_evaluation(self, iteration: int, index: int, **coordinate: int) -> None:
+        if self._work.over():
+            raise PeerLost("a member of the generation is gone")
+        randomness.seed(self.seed, iteration, index, **coordinate)
+
     def _fetched(self, iteration: int, index: int) -> Any:
         began = time.perf_counter()
         self._at_hand = iteration, index

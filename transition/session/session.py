@@ -28,6 +28,7 @@ from unicron.transition.iteration.gradient_copies import Where, chosen
 from unicron.transition.iteration.ledger import Ledger, LedgerError, deal
 from unicron.transition.iteration.result import StepResult
 from unicron.transition.seams.table import UnsupportedLayout
+from unicron.transition.session.evaluation import Evaluations
 from unicron.transition.session.handover import Handover
 from unicron.transition.session.member import Member
 from unicron.transition.session.model_kinds import Trained, kind_of
@@ -155,6 +156,7 @@ class Session:
             self._channel.progress = self._reporter.progress
         self._at.iteration = self._persistence.find_start(start_iteration)
         self._handover = Handover(self._member, self._state, self._exchange, self._local)
+        self.evaluations = Evaluations(self._exchange, self._gradients, self._watch.lost, current.device)
 
     def _local_state(self, current: rank_process.Process, where: Where) -> LocalState:
         """Where this rank's state outlives it; without an agent, nowhere."""
@@ -214,6 +216,7 @@ class Session:
         if self._channel is not None and not self._member.inside:
             self._member.rest("waiting")
             self._change_to(self._member.enter_until_in(self._member.wait_plan()))
+            self.evaluations.catch_up()
         return self._at.iteration
 
     def __iter__(self) -> Iterator[StepResult]:
@@ -222,9 +225,12 @@ class Session:
             try:
                 result = self._train_iteration()
             except _Rejoined:
+                self.evaluations.catch_up()
                 continue
             left = time.perf_counter()
             yield result
+            if self._at.iteration != result.iteration + 1:  # an evaluation has ended elsewhere
+                continue
             if self._at.iteration < self._at.train_iterations and not self._stopping:
                 self._persistence.keep_boundary(self._at.iteration)
             self._outside_seconds = time.perf_counter() - left
@@ -239,6 +245,39 @@ class Session:
         self._member.publish("running")
         if not plan.boundary:
             self._next_assignment = self._member.assigned(plan)
+
+    # ------------------------------------------------------------ between two iterations
+    def evaluate(self, fetch: Callable[[int, int], Any], micro_batches: int, part: int = 0) -> float | None:
+        """The mean loss over so many micro-batches of `fetch(iteration, index)`, iteration being the next one: forward
+        passes in evaluation mode, dealt among the replicas. All ranks call it in the body of the loop after the same
+        iteration, and get the same value, whatever the number of ranks; a loss of ranks in it is healed.
+
+        part: tells evaluations between the same two iterations apart, in rising order. Returns None where the job had
+        to go back, or this rank was left out and is elsewhere by now. Raises ValueError for a part that is over.
+        """
+        before, boundary, member = self._at.moment, self._at.iteration, self._member
+        self.evaluations.begin(boundary, part)
+        while self.evaluations.running:
+            self._watch.shelter(False)  # whoever is lost, this rank leaves its schedule at once
+            try:
+                self.evaluations.compute(fetch, micro_batches, member.replicas, member.replica)
+            except (PeerLost, RuntimeError) as error:
+                if not self._is_loss(error):
+                    raise
+                self._regroup(error)
+                if self._at.iteration == boundary:
+                    self._at.moment = before
+        self._watch.shelter(True)
+        return self.evaluations.end()
+
+    def _regroup(self, error: Exception) -> None:
+        """A loss between two iterations is one at the begin of the next, of which nothing is computed."""
+        self._gradients.drop()
+        self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
+        with contextlib.suppress(_Rejoined):
+            if self._recover(error):
+                raise LedgerError("a plan steps an iteration that has not begun") from error
+            self._next_assignment = list(self._at.ledger.assigned)
 
     def _train_iteration(self) -> StepResult:
         began = time.perf_counter()
@@ -298,6 +337,7 @@ class Session:
         self._self_stops += 1
         # a forward pass may wait for peers, too: of its replica, or for gathered parameters
         waits = not alone or self._local.sharded or self._at.phase in ("reducing", "synced")
+        waits = waits or self.evaluations.running
         in_collective = waits and type(error) in BROKEN
         return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
 
@@ -479,6 +519,8 @@ class Session:
             self._stopping = False
             self._next_assignment = self._member.assigned(plan)
             self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
+        if not plan.boundary:
+            self.evaluations.agree(self._at.iteration, self._member.came_new)
 
     def _rescue(self, why: str) -> None:
         """Nobody leads the job any more, or all ranks end: what this rank knows goes to disk before."""
