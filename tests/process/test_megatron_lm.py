@@ -31,10 +31,15 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 def undisturbed(command: Sequence[str], ranks: int) -> list[megatron_lm.Line]:
     """What a program with the installed Megatron logs in a world of torchrun's, without Unicron."""
+    return megatron_lm.lines(undisturbed_log(command, ranks))
+
+
+def undisturbed_log(command: Sequence[str], ranks: int) -> str:
+    """All that it writes."""
     started = [Script(*command[1:], environment=each) for each in of_a_world(ranks)]
     ended = [each.wait(PATIENCE) for each in started]
     assert [each.returncode for each in ended] == [0] * ranks, ended[0].stderr[-3000:]
-    return megatron_lm.lines("\n".join(each.stdout + each.stderr for each in ended))
+    return "\n".join(each.stdout + each.stderr for each in ended)
 
 
 def undisturbed_with_its_own(command: Sequence[str], ranks: int) -> list[megatron_lm.Line]:
@@ -107,8 +112,34 @@ def test_what_is_saved_is_gone_on_from(dataset, tmp_path):
     check(first + again, undisturbed(megatron_lm.stand_in(dataset, *words[:2]), 1), 16, "")
 
 
+EVALUATES = "--train-iterations 14 --eval-interval 3 --eval-iters 4 --micro-batch-seconds 0.02".split()
+
+
+@pytest.mark.parametrize("options", [TENSOR, pytest.param(SHARDED, marks=pytest.mark.wide)])
+def test_a_loss_in_an_evaluation_changes_neither_it_nor_the_training(dataset, tmp_path, options):
+    """Killed as soon as the iteration before the evaluation is logged; the evaluations after the training are there,
+    too."""
+    command = megatron_lm.stand_in(dataset, *EVALUATES, *options)
+    settings = {"UNICRON_MODE": "session", "UNICRON_RANKS_PER_NODE": "2"}
+    with World(tmp_path, 2, command=command, **settings) as world:
+        world.trains_on([0, 1, 2, 3], limit=PATIENCE)
+        victim = world.rank(1)["pid"]
+        world.wait(lambda: any(line.iteration == 6 for line in megatron_lm.lines(world.array.logs)), "iteration 6")
+        os.kill(victim, signal.SIGKILL)
+        assert world.array.wait() == [0, 0], world.array.logs[-3000:]
+        log = world.array.logs
+    wanted = undisturbed_log(command, 2)
+    check(megatron_lm.lines(log), megatron_lm.lines(wanted), 16, log)
+    found, theirs = megatron_lm.values(log), megatron_lm.values(wanted)
+    assert [where for where, _ in found] == [where for where, _ in theirs] == [
+        *(f"iteration {iteration}" for iteration in (3, 6, 9, 12)),
+        *(f"iteration 14 on {what} set" for what in ("validation", "test")),
+    ]
+    assert [value for _, value in found] == pytest.approx([value for _, value in theirs], rel=TOLERANCE)
+
+
 def test_what_cannot_be_healed_is_one_line(dataset, tmp_path):
-    command = megatron_lm.stand_in(dataset, "--eval-iters", "10")
+    command = megatron_lm.stand_in(dataset, "--rampup-batch-size", "10")
     done = Script(*megatron_lm.LAUNCHER, *command[1:], environment=outside_slurm()).wait(PATIENCE)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (

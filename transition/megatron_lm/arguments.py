@@ -55,6 +55,8 @@ REFUSED = {
     "log_energy": "--log-energy, which communicates between two iterations: leave it out",
     "log_max_attention_logit": "--log-max-attention-logit, which communicates between two iterations: leave it out",
     "qk_clip": "--qk-clip, which communicates between two iterations",
+    "full_validation": "--full-validation: give --eval-iters",
+    "multiple_validation_sets": "--multiple-validation-sets: evaluate them from a checkpoint",
     "check_weight_hash_across_dp_replicas_interval": "--check-weight-hash-across-dp-replicas-interval: leave it out",
     "save_dgrads_interval": "--save-dgrads-interval: leave it out",
     "save_wgrads_interval": "--save-wgrads-interval: leave it out",
@@ -68,7 +70,6 @@ ONLY = {
     "num_distributed_optimizer_instances": (1, "several instances of the distributed optimizer"),
     "dataloader_type": ("single", "--dataloader-type other than single: its samples depend on the number of ranks"),
     "cuda_graph_impl": ("none", "CUDA graphs, which hold the groups that they were captured with"),
-    "eval_iters": (0, "evaluation in the training job, which all ranks have to get through: add --eval-iters 0"),
 }
 
 
@@ -119,5 +120,8 @@ def _wrong(args: Any) -> Iterator[str]:
             yield words
     if args.distributed_backend not in ("nccl", "gloo"):
         yield f"--distributed-backend {args.distributed_backend}: use nccl"
+    for name in ("micro", "global"):
+        if (size := getattr(args, f"eval_{name}_batch_size", None)) not in (None, getattr(args, f"{name}_batch_size")):
+            yield f"--eval-{name}-batch-size {size}: evaluations have the sizes of the training"
     if args.optimizer not in ("adam", "sgd"):
         yield f"--optimizer {args.optimizer}: use adam or sgd"

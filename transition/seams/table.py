@@ -239,6 +239,27 @@ MEGATRON_LM = (
     ),
     Seam(
         TRAINING,
+        "evaluate",
+        "forward_step_func data_iterator model process_non_loss_data_func config verbose non_loss_data_func eval_iters",
+        "the sums are the session's",
+        {
+            "0.19": "forward_step_func data_iterator model process_non_loss_data_func config verbose "
+            "non_loss_data_func eval_iters pg_collection p2p_communicator"
+        },
+    ),
+    Seam(
+        TRAINING,
+        "evaluate_and_print_results",
+        "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config verbose "
+        "write_to_tensorboard non_loss_data_func",
+        "a rank that comes in takes part in the evaluation at hand",
+        {
+            "0.19": "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config verbose "
+            "write_to_tensorboard non_loss_data_func pg_collection p2p_communicator"
+        },
+    ),
+    Seam(
+        TRAINING,
         "training_log",
         "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter grad_norm "
         "params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration",

@@ -156,6 +156,7 @@ class Session:
             self._channel.progress = self._reporter.progress
         self._at.iteration = self._persistence.find_start(start_iteration)
         self._handover = Handover(self._member, self._state, self._exchange, self._local)
+        self.finishes = True
         self.evaluations = Evaluations(self._exchange, self._gradients, self._watch.lost, current.device)
 
     def _local_state(self, current: rank_process.Process, where: Where) -> LocalState:
@@ -236,7 +237,8 @@ class Session:
             self._outside_seconds = time.perf_counter() - left
             if self._agreed_offer is not None and self._at.iteration < self._at.train_iterations and not self._stopping:
                 self._change_to(self._member.enter_until_in(self._agreed_offer))
-        self._finish()
+        if self.finishes:
+            self.finish()
 
     def _change_to(self, plan: Plan) -> None:
         """At an iteration boundary this rank is in `plan`: what everybody held, or what followed when it broke."""
@@ -532,7 +534,9 @@ class Session:
         """The channel's thread tells of it, unless the step is there first."""
         self._at.moment = self._at.ledger, phase
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """The training is over, and evaluations after it: write the last checkpoint, and leave the job. Iterating to
+        the end does it, unless `finishes` was set to False."""
         self._at.train_iterations = self._at.iteration  # an end that was asked for is the end for everybody
         self._persistence.finish(self._at.iteration)
         with contextlib.suppress(RuntimeError):  # a peer that ends now has all that it needs, or is lost
