@@ -3,6 +3,7 @@ where UNICRON_MEGATRON_LM names a checkout (CONTRIBUTING.md)."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -138,13 +139,31 @@ def test_a_loss_in_an_evaluation_changes_neither_it_nor_the_training(dataset, tm
     assert [value for _, value in found] == pytest.approx([value for _, value in theirs], rel=TOLERANCE)
 
 
+@pytest.mark.wide
+def test_a_batch_that_grows_is_the_same_after_a_loss(dataset, tmp_path):
+    """From 4 samples to 16 by 4, over 120; a rank is killed on the way, and comes back."""
+    words = ["--train-iterations", "60", "--rampup-batch-size", "4 4 120", "--micro-batch-seconds", "0.05"]
+    command = megatron_lm.stand_in(dataset, *words)
+    with World(tmp_path, 2, command=command, UNICRON_MODE="session") as world:
+        world.trains_on([0, 1], limit=PATIENCE)
+        os.kill(world.rank(1)["pid"], signal.SIGKILL)
+        world.wait(lambda: len(world.job()["members"]) < 2, "the other goes on")
+        world.trains_on([0, 1], limit=PATIENCE)
+        assert world.array.wait() == [0, 0], world.array.logs[-3000:]
+        log = world.array.logs
+    found, wanted = sorted(megatron_lm.lines(log), key=lambda line: line.iteration), undisturbed(command, 1)
+    assert [(line.iteration, line.samples) for line in found] == [(line.iteration, line.samples) for line in wanted]
+    assert len({after.samples - before.samples for before, after in itertools.pairwise(wanted)}) == 4
+    assert [line.loss for line in found] == pytest.approx([line.loss for line in wanted], rel=TOLERANCE)
+
+
 def test_what_cannot_be_healed_is_one_line(dataset, tmp_path):
-    command = megatron_lm.stand_in(dataset, "--rampup-batch-size", "10")
+    command = megatron_lm.stand_in(dataset, "--non-persistent-save-interval", "10")
     done = Script(*megatron_lm.LAUNCHER, *command[1:], environment=outside_slurm()).wait(PATIENCE)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "unicron: can't heal evaluation in the training job, which all ranks have to get through: add --eval-iters 0; "
-        "or run the job with --unicron-mode=restart"
+        "unicron: can't heal --non-persistent-save-interval: leave it out, ranks keep the state in memory; or run the "
+        "job with --unicron-mode=restart"
     )
     script = tmp_path / "train.py"
     script.write_text("")

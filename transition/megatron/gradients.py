@@ -74,8 +74,9 @@ class Gradients(Accumulation):
         return [group for chunk in self.model for group in megatron_core.bucket_groups(chunk)]
 
     # ------------------------------------------------------------ computing
-    def begin_iteration(self, ordered: bool) -> None:
-        super().begin_iteration(ordered)
+    def begin_iteration(self, ordered: bool, total: int) -> None:
+        super().begin_iteration(ordered, total)
+        self._auxiliary.total = total
         self._ordered = ordered
 
     def drop(self) -> None:

@@ -30,7 +30,6 @@ REFUSED = {
     "create_all_gather_group": "--create-all-gather-group: leave it out",
     "num_experts": "--num-experts, whose log and auxiliary losses communicate between two iterations",
     "mtp_num_layers": "--mtp-num-layers, whose log communicates between two iterations",
-    "rampup_batch_size": "--rampup-batch-size: its micro-batches per iteration have to stay the same",
     "data_parallel_random_init": "--data-parallel-random-init: all replicas have to begin alike",
     "iterations_to_skip": "--iterations-to-skip: leave it out",
     "phase_transition_iterations": "--phase-transition-iterations: leave it out",

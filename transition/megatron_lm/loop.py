@@ -16,6 +16,7 @@ import torch
 from unicron.transition.iteration.rank_log import inform
 from unicron.transition.iteration.result import StepResult
 from unicron.transition.megatron_lm import data
+from unicron.transition.megatron_lm.batches import Batches
 from unicron.transition.megatron_lm.evaluation import IN_LOOP, Evaluation, GivenUp
 from unicron.transition.megatron_lm.save_load import checkpoints
 from unicron.transition.megatron_lm.world import World
@@ -41,6 +42,7 @@ class Loop:
         self._over = False  # the others have come to the end
         self._key = "lm loss"
         self._began = time.time()
+        self._batches: Batches | None = None
         self._evaluation: Evaluation | None = None
 
     def install(self) -> None:
@@ -94,11 +96,15 @@ class Loop:
 
     def _place(self, args: Any) -> None:
         """The loop is to begin where this rank's session is."""
+        from megatron.core.num_microbatches_calculator import update_num_microbatches
+
         assert self._session is not None
         args.iteration = self._session.iteration if self._ahead is None else self._ahead.iteration
         if self._over:
             args.iteration = args.train_iters
-        args.consumed_train_samples = args.iteration * args.global_batch_size
+        assert self._batches is not None
+        args.consumed_train_samples = self._batches.before(args.iteration)
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         self._world.follow()
 
     def _making_up(
@@ -124,14 +130,15 @@ class Loop:
 
     def _make(self, args: Any, forward_step: Any, model: Any, optimizer: Any, scheduler: Any, samples: Any) -> Session:
         self._note_steps(optimizer)
+        batches = self._batches = Batches(args)
         try:
             self._session = Session(
                 model=model,
                 optimizer=optimizer,
                 scheduler=scheduler,
-                micro_batches=args.global_batch_size // args.micro_batch_size,
+                micro_batches=batches.micro_batches,
                 forward_step=self._noting_names(forward_step),
-                fetch=lambda iteration, index: samples(iteration * args.global_batch_size, index),
+                fetch=lambda iteration, index: samples(batches.before(iteration), index),
                 seq_length=args.seq_length,
                 micro_batch_size=args.micro_batch_size,
                 train_iterations=args.train_iters,

@@ -70,8 +70,9 @@ class Session:
     """Iterate over it: one :class:`StepResult` for each optimizer step.
 
     model: a `torch.nn.Module` with torch's optimizer and schedule, or a list of Megatron's DDP chunks with Megatron's.
-    micro_batches: per iteration, over all ranks. forward_step: `forward_step(micro_batch, model)` -> mean loss, or (sum
-    of losses, tokens); with Megatron its `forward_step_func`. fetch: `fetch(iteration, index)` -> one micro-batch, a
+    micro_batches: per iteration, over all ranks; with Megatron also a function of the iteration that never falls.
+    forward_step: `forward_step(micro_batch, model)` -> mean loss, or (sum of losses, tokens); with Megatron its
+    `forward_step_func`. fetch: `fetch(iteration, index)` -> one micro-batch, a
     function of nothing else. seq_length, micro_batch_size: Megatron's schedule needs them, else they count FLOPs.
     checkpoints: where to go on from, and where the first member saves. seed: of the training's random numbers, by
     default torch's own. clip_grad, scaler: the largest norm and a `torch.amp.GradScaler`, for a plain module. Raises
@@ -85,7 +86,7 @@ class Session:
         model: Any,
         optimizer: Any,
         scheduler: Any = None,
-        micro_batches: int,
+        micro_batches: int | Callable[[int], int],
         forward_step: Callable[..., Any],
         fetch: Callable[[int, int], Any],
         seq_length: int = 0,
@@ -97,20 +98,23 @@ class Session:
         clip_grad: float | None = None,
         scaler: Any = None,
     ):
-        if micro_batches < 1 or train_iterations < start_iteration:
+        self.micro_batches_of = micro_batches if callable(micro_batches) else lambda iteration: micro_batches
+        first = self.micro_batches_of(start_iteration)
+        if first < 1 or train_iterations < start_iteration:
             raise ValueError(
-                f"micro_batches {micro_batches} and train_iterations {train_iterations} must be at least 1 and "
+                f"micro_batches {first} and train_iterations {train_iterations} must be at least 1 and "
                 f"{start_iteration}"
             )
         self._process = current = rank_process.current()
         self.layout = current.layout
         trained = kind_of(model, optimizer, scheduler, clip_grad=clip_grad, scaler=scaler)
         trained.check(self.layout)
+        if callable(micro_batches) and not trained.varies:
+            raise ValueError("micro_batches is one number for a plain module: a function is for Megatron's models")
         self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
         self._model, self._optimizer, self._scheduler = trained.chunks, trained.optimizer, trained.scheduler
-        self.micro_batches = micro_batches
         self._at = SessionPosition(
-            start_iteration, train_iterations, (Ledger(start_iteration, micro_batches, []), "computing")
+            start_iteration, train_iterations, (Ledger(start_iteration, first, []), "computing")
         )
         self._state = trained.state(torch.initial_seed() if seed is None else seed)
         self._member = self._join(current, trained)
@@ -120,7 +124,7 @@ class Session:
         self._local = self._local_state(current, where)
         work = Work(
             fetch=fetch,
-            total=micro_batches,
+            total=first,
             lost=self._watch.lost if self.layout.size == 1 else self._watch.hit,
             over=self._watch.lost,
             layout=self.layout,
@@ -138,9 +142,9 @@ class Session:
         at_commit(self._optimizer, self._commit)
         hold_scalers(self._optimizer, self._pending)
         parameters = sum(each.numel() for chunk in self._model for each in chunk.module.parameters())
-        self._samples = micro_batches * max(1, micro_batch_size)
+        self._size = max(1, micro_batch_size)
         # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
-        flops = 6.0 * parameters * self.layout.size * self._samples * max(1, seq_length)
+        flops = 6.0 * parameters * self.layout.size * self._size * max(1, seq_length)
         self._next_assignment: list[int] | None = None
         self._ordered_next = True
         self._committed = False
@@ -151,6 +155,7 @@ class Session:
         self._persistence = Persistence(self._member, self._state, checkpoints, self._local)
         self._saving = self._persistence.schedule
         self._reporter = RankReporter(self._at, self._member, self._gradients, self._persistence, parameters, flops)
+        self._reporter.micro_batches_of = self.micro_batches_of
         self._member.report = self._reporter.status
         if self._channel is not None:
             self._channel.progress = self._reporter.progress
@@ -190,6 +195,11 @@ class Session:
     def iteration(self) -> int:
         """The iteration at hand; between two of them the next one."""
         return self._at.iteration
+
+    @property
+    def micro_batches(self) -> int:
+        """Those of the iteration at hand, over all ranks."""
+        return self.micro_batches_of(self._at.iteration)
 
     @property
     def train_iterations(self) -> int:
@@ -246,7 +256,7 @@ class Session:
         self._local.note_has_state()
         self._member.publish("running")
         if not plan.boundary:
-            self._next_assignment = self._member.assigned(plan)
+            self._next_assignment = self._assigned(plan)
 
     # ------------------------------------------------------------ between two iterations
     def evaluate(self, fetch: Callable[[int, int], Any], micro_batches: int, part: int = 0) -> float | None:
@@ -281,16 +291,23 @@ class Session:
                 raise LedgerError("a plan steps an iteration that has not begun") from error
             self._next_assignment = list(self._at.ledger.assigned)
 
+    def _assigned(self, plan: Plan) -> list[int] | None:
+        """What the plan gives this replica of its iteration. Ranks that are about to step report the number of
+        micro-batches of the next one, which may be larger."""
+        assigned = self._member.assigned(plan)
+        total = self.micro_batches_of(self._at.iteration if plan.iteration is None else plan.iteration)
+        return None if assigned is None else [index for index in assigned if index < total]
+
     def _train_iteration(self) -> StepResult:
         began = time.perf_counter()
         self._agreed_offer, self._committed = None, False
         self._saving.begin_iteration()
-        assigned = self._next_assignment
+        assigned, total = self._next_assignment, self.micro_batches
         if assigned is None:
-            assigned = deal(self.micro_batches, self._member.replicas, self._member.replica)
+            assigned = deal(total, self._member.replicas, self._member.replica)
         self._next_assignment = None
-        self._at.moment = Ledger(self._at.iteration, self.micro_batches, assigned), "computing"
-        self._gradients.begin_iteration(self._ordered_next or self._member.replicas > self.micro_batches)
+        self._at.moment = Ledger(self._at.iteration, total, assigned), "computing"
+        self._gradients.begin_iteration(self._ordered_next or self._member.replicas > total, total)
         self._optimizer.zero_grad()
         self._member.publish("running")  # at once: a script that hangs may hold the interpreter from here on
         return self._until_stepped(began)
@@ -351,7 +368,7 @@ class Session:
         on the same communicator. The losses travel with the counts so that the job's loss does not depend on who
         computed what, and the wishes to stop so that all who have the reduced gradients agree on the end.
         """
-        proof = torch.zeros(4, self.micro_batches, dtype=torch.float64)
+        proof = torch.zeros(4, self._at.ledger.total, dtype=torch.float64)
         counts, wishes, losses, tokens = proof
         wishes[0] = float(self._stop_agreed)
         for index in self._at.ledger.done:
@@ -417,7 +434,7 @@ class Session:
         succeeded, grad_norm, _ = self._optimizer.step()
         self._commit()  # an overflow has skipped the step, and with it the commit
         if self._scheduler is not None and succeeded:
-            self._scheduler.step(increment=self._samples)
+            self._scheduler.step(increment=self._at.ledger.total * self._size)
         self._state.loss = self._at.loss
         self._keep_step()
         self._watch.shelter(True)
@@ -463,10 +480,10 @@ class Session:
         if member.came_new or not steps:
             self._pending.forget()
         if member.came_new:
-            self._next_assignment = member.assigned(plan)
+            self._next_assignment = self._assigned(plan)
             raise _Rejoined
         if steps or (plan.state is not None and plan.iteration == self._at.ledger.iteration + 1):
-            self._next_assignment = member.assigned(plan)
+            self._next_assignment = self._assigned(plan)
             self._watch.shelter(False)
             return True
         self._committed = False
@@ -474,7 +491,7 @@ class Session:
         if not self._gradients.restore():
             self._at.ledger.drop()
         self._set_phase("computing")  # a further loss must not find it reduced
-        assigned = member.assigned(plan)
+        assigned = self._assigned(plan)
         if assigned is None or plan.iteration not in (None, self._at.ledger.iteration):
             raise LedgerError(
                 f"the plan for iteration {self._at.ledger.iteration} gives this replica nothing to compute"
@@ -519,7 +536,7 @@ class Session:
         self._gradients.seed = self._state.seed
         if self._member.came_new:
             self._stopping = False
-            self._next_assignment = self._member.assigned(plan)
+            self._next_assignment = self._assigned(plan)
             self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
         if not plan.boundary:
             self.evaluations.agree(self._at.iteration, self._member.came_new)

@@ -48,7 +48,7 @@ def set_global_variables(args):
     global _ARGS, _TIMERS, _HANDLER
     _ARGS = args
     init_num_microbatches_calculator(
-        args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+        args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
     )
     _set_tensorboard_writer(args)
     _set_wandb_writer(args)

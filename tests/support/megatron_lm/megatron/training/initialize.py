@@ -11,6 +11,7 @@ from .global_vars import get_args, set_global_variables
 OWN = {  # of the real script's options those that the template has not
     "--eval-iters": ("eval_iters", 0),
     "--eval-interval": ("eval_interval", 1000),
+    "--non-persistent-save-interval": ("non_persistent_save_interval", None),
     "--exit-interval": ("exit_interval", None),
     "--save-dir": ("save", None),
     "--load-dir": ("load", None),
@@ -26,7 +27,7 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     for word in given:
         if word in OWN:
             text = next(given)
-            own[OWN[word][0]] = int(text) if text.isdigit() else text
+            own[OWN[word][0]] = int(text) if text.isdigit() else text.split() if " " in text else text
         else:
             words.append(word)
     args = gpt_options.parse(words)

@@ -6,7 +6,7 @@ from datetime import datetime
 import torch
 from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch.utils.data import default_collate
@@ -120,7 +120,11 @@ def train(
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=False)
     start, should_exit, totals = iteration, False, {}
+    num_microbatches = get_num_microbatches()
     while iteration < args.train_iters and not should_exit:
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        assert get_num_microbatches() >= num_microbatches, "it only grows"
+        num_microbatches = get_num_microbatches()
         loss_dict, skipped, _, _, exit_code, grad_norm, _, _ = train_step(
             forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler, config,
             get_forward_backward_func(), iteration=iteration,
