@@ -52,5 +52,6 @@ class Batches:
 
     def micro_batches(self, iteration: int) -> int:
         """Those of this iteration."""
-        return self._step(iteration)[2] // self._micro
+        batch = self._step(iteration)[2]
+        return int(batch // self._micro)
 

@@ -41,7 +41,7 @@ class Samples:
 
 def one(samples: Any) -> Samples:
     """Those that this rank has: with virtual stages there are some for each, of which not all are built."""
-    each = samples if isinstance(samples, list) else [samples]
+    each: list[Samples] = samples if isinstance(samples, list) else [samples]
     return next((found for found in each if found is not None and found.dataset is not None), each[0])
 
 
@@ -102,8 +102,8 @@ def once(folder: Path, what: str) -> Iterator[None]:
 def _what(args: Any) -> str:
     """The samples of which training: a name that tells them from those of another."""
     names = ("data_path", "train_data_path", "data_args_path", "split", "seq_length", "seed", "train_iters")
-    names += ("global_batch_size", "tokenizer_type", "tokenizer_model", "eval_iters", "eval_interval")
-    said = [getattr(args, name, None) for name in names]
+    more = ("global_batch_size", "tokenizer_type", "tokenizer_model", "eval_iters", "eval_interval")
+    said = [getattr(args, name, None) for name in (*names, *more)]
     return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
