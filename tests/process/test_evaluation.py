@@ -99,4 +99,3 @@ def test_a_loss_in_an_evaluation_is_healed(references, tmp_path, kind, moment):
     for iteration, told in found.items():
         assert len(told) == 1, f"before iteration {iteration}: ranks have {told}"
         assert told.pop() == pytest.approx(next(iter(wanted[iteration])), rel=LOSSES)
-

@@ -132,10 +132,14 @@ def test_a_loss_in_an_evaluation_changes_neither_it_nor_the_training(dataset, tm
     wanted = undisturbed_log(command, 2)
     check(megatron_lm.lines(log), megatron_lm.lines(wanted), 16, log)
     found, theirs = megatron_lm.values(log), megatron_lm.values(wanted)
-    assert [where for where, _ in found] == [where for where, _ in theirs] == [
-        *(f"iteration {iteration}" for iteration in (3, 6, 9, 12)),
-        *(f"iteration 14 on {what} set" for what in ("validation", "test")),
-    ]
+    assert (
+        [where for where, _ in found]
+        == [where for where, _ in theirs]
+        == [
+            *(f"iteration {iteration}" for iteration in (3, 6, 9, 12)),
+            *(f"iteration 14 on {what} set" for what in ("validation", "test")),
+        ]
+    )
     assert [value for _, value in found] == pytest.approx([value for _, value in theirs], rel=TOLERANCE)
 
 

@@ -1,8 +1,8 @@
 """Faults at exact points of a rank's training: what the scripts of the rank tests have in common.
 
 Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
-"delay"}; TINY_SLOW seconds per micro-batch; TINY_QUICK=1: the process ends as soon as it has trained; TINY_EVALUATE micro-batches of an evaluation after each
-iteration, whose values are in "evaluated.SLOT".
+"delay"}; TINY_SLOW seconds per micro-batch; TINY_QUICK=1: the process ends as soon as it has trained;
+TINY_EVALUATE micro-batches of an evaluation after each iteration, whose values are in "evaluated.SLOT".
 
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-
 reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside"

@@ -12,6 +12,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from decimal import Decimal
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ UNPACKED = 4  # compressed shards that stay in memory
 NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32"}
 DTYPES |= {64: "uint64", 65: "int64", 66: "float64"}
+
+
+def _number(dtype: str) -> Callable[[bytes], Any]:
+    return lambda data: np.frombuffer(data, dtype)[0]
+
+
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     "bytes": bytes,
     "str": bytes.decode,
@@ -33,7 +40,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "str_decimal": lambda data: Decimal(data.decode()),
     "jpeg": bytes,
     "png": bytes,
-    **{name: (lambda data, name=name: np.frombuffer(data, name)[0]) for name in NUMBERS},
+    **{name: _number(name) for name in NUMBERS},
 }
 
 
@@ -70,8 +77,7 @@ class MDS:
         if not shard.zipped:
             return self._open.read(str(shard.path), begin, size)
         if index not in self._unpacked:
-            import zstandard
-
+            zstandard = import_module("zstandard")
             if len(self._unpacked) >= UNPACKED:
                 self._unpacked.popitem(last=False)
             with shard.path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as reader:
@@ -108,13 +114,15 @@ class _Shard:
 
 def _check_zstd(folder: Path, compression: str) -> None:
     try:
-        import zstandard  # noqa: F401
+        import_module("zstandard")
     except ImportError:
         packed = compression.partition(":")[0] == "zstd"
         instead = "pip install zstandard, or write the shards" if packed else "write them"
-        raise ValueError(f"{folder} has shards that are compressed with {compression}: {instead} uncompressed") from None
+        raise ValueError(
+            f"{folder} has shards that are compressed with {compression}: {instead} uncompressed"
+        ) from None
     if compression.partition(":")[0] != "zstd":
-        raise ValueError(f"{folder} has shards that are compressed with {compression}: write them uncompressed")
+        raise ValueError(f"{folder} has shards compressed with {compression}: write them uncompressed")
 
 
 def _decoder(folder: Path, column: str, encoding: str) -> Callable[[bytes], Any]:
@@ -123,7 +131,9 @@ def _decoder(folder: Path, column: str, encoding: str) -> Callable[[bytes], Any]
         return _array_decoder(*rest.split(":")) if rest else _array_decoder()
     if encoding in DECODERS:
         return DECODERS[encoding]
-    raise ValueError(f"{folder}: column {column} is of encoding {encoding}, which cannot be read here: write it as bytes")
+    raise ValueError(
+        f"{folder}: column {column} is of encoding {encoding}, which cannot be read here: write it as bytes"
+    )
 
 
 def _array_decoder(dtype: str = "", shape: str = "") -> Callable[[bytes], Any]:

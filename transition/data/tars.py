@@ -92,7 +92,9 @@ def _scanned(path: Path) -> list[tuple[str, Parts]]:
                 if not samples or samples[-1][0] != key:
                     samples.append((key, {}))
                 if part in samples[-1][1]:
-                    raise ValueError(f"{path} has two files {member.name}: give each part of a sample a name of its own")
+                    raise ValueError(
+                        f"{path} has two files {member.name}: give each part of a sample a name of its own"
+                    )
                 samples[-1][1][part] = member.offset_data, member.size
     except tarfile.TarError as error:
         raise ValueError(f"{path} is no plain tar file ({error}): unpack a compressed one first") from None

@@ -117,8 +117,9 @@ class Accumulation(ABC):
 
     # ------------------------------------------------------------ what the session asks
     def begin_iteration(self, ordered: bool, total: int) -> None:
-        """A new iteration of `total` micro-batches: zero the gradients, forget how to undo a reduce. ordered: overlapped reduces must not start
-        from the backward pass, since not all ranks have one, or know its order yet."""
+        """A new iteration of `total` micro-batches: zero the gradients, forget how to undo a reduce. ordered:
+        overlapped reduces must not start from the backward pass, since not all ranks have one, or know its order
+        yet."""
         self.drop()
         self.total = total
         self.seconds = dict.fromkeys(self.seconds, 0.0)

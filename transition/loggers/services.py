@@ -55,7 +55,7 @@ class MLflow(Logger):
             return first - 1
         self._run = found[0].info.run_id
         history = self._client.get_metric_history(self._run, "ranks")
-        return max([first - 1, *(each.step for each in history)])
+        return max([first - 1, *(int(each.step) for each in history)])
 
     def _write(self, step: int, scalars: dict[str, float]) -> None:
         metric, now = self._mlflow.entities.Metric, int(1000 * time.time())

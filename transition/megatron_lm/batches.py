@@ -51,7 +51,6 @@ class Batches:
         return samples + (iteration - first) * batch
 
     def micro_batches(self, iteration: int) -> int:
-        """Those of this iteration."""
+        """The number of micro-batches of this iteration."""
         batch = self._step(iteration)[2]
         return int(batch // self._micro)
-

@@ -40,7 +40,7 @@ class Samples:
 
 
 def one(samples: Any) -> Samples:
-    """Those that this rank has: with virtual stages there are some for each, of which not all are built."""
+    """The samples that this rank has: with virtual stages there are some for each, of which not all are built."""
     each: list[Samples] = samples if isinstance(samples, list) else [samples]
     return next((found for found in each if found is not None and found.dataset is not None), each[0])
 

@@ -17,8 +17,8 @@ from unicron.transition.iteration.rank_log import inform
 from unicron.transition.iteration.result import StepResult
 from unicron.transition.megatron_lm import data
 from unicron.transition.megatron_lm.batches import Batches
-from unicron.transition.megatron_lm.evaluation import IN_LOOP, Evaluation, GivenUp
 from unicron.transition.megatron_lm.save_load import checkpoints
+from unicron.transition.megatron_lm.validation import IN_LOOP, Evaluation, GivenUp
 from unicron.transition.megatron_lm.world import World
 from unicron.transition.seams.megatron_lm import Refused, end_was_signalled, replace
 from unicron.transition.seams.table import TRAINING, UnsupportedLayout

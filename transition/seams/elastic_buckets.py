@@ -128,8 +128,9 @@ def _remembering(build: Callable[..., None]) -> Callable[..., None]:
 class _Layout:
     """Replaces the module `math` while one buffer is laid out.
 
-    Before 0.18 Megatron pads the end of a bucket by `math.ceil(end / divisor) * divisor`, with a divisor from `math.lcm`, which it
-    uses for nothing else: once for each bucket to lay the buffer out, once more to cut the buckets from it.
+    Before 0.18 Megatron pads the end of a bucket by `math.ceil(end / divisor) * divisor`, with a divisor from
+    `math.lcm`, which it uses for nothing else: once for each bucket to lay the buffer out, once more to cut the buckets
+    from it.
     """
 
     def __init__(self) -> None:
@@ -220,7 +221,9 @@ def _check_room(buffer: Any) -> None:
     starts = [bucket.offset for bucket in buffer.buckets]
     for bucket, end in zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True):
         if end - bucket.offset < capacity(bucket.numel_unpadded, size, unit):
-            table.refuse_release("megatron-core", "its buffers were laid out without room for other numbers of replicas")
+            table.refuse_release(
+                "megatron-core", "its buffers were laid out without room for other numbers of replicas"
+            )
 
 
 def quantum(ddp_config: Any) -> int:

@@ -193,9 +193,7 @@ MEGATRON_LM = (
         INITIALIZE, "parse_args", "extra_args_provider ignore_unknown_args", "the world it is told of", {"0.18": GONE}
     ),
     Seam(INITIALIZE, "validate_args", "args defaults", "options that cannot be healed", {"0.18": GONE}),
-    Seam(
-        ARGUMENTS, "parse_args", GONE, "the world it is told of", {"0.18": "extra_args_provider ignore_unknown_args"}
-    ),
+    Seam(ARGUMENTS, "parse_args", GONE, "the world it is told of", {"0.18": "extra_args_provider ignore_unknown_args"}),
     Seam(ARGUMENTS, "validate_args", GONE, "options that cannot be healed", {"0.18": "args defaults"}),
     Seam(
         INITIALIZE,

@@ -21,7 +21,7 @@ NONE = -1
 
 
 class Evaluations:
-    """Those of one rank. A ticket is the number of one of them: iteration boundary * MOST + part.
+    """The evaluations of one rank. A ticket is the number of one of them: iteration boundary * MOST + part.
 
     make_up: called with the part of an evaluation that others have begun at the boundary at which this rank comes in;
     it has to call `Session.evaluate` with that part. None for a script that cannot do so: then nobody finishes it.
@@ -41,7 +41,7 @@ class Evaluations:
         """Whether this rank is in one, and has no value yet."""
         return self._at_hand > self._known
 
-    def begin(self, boundary: int, part: int) -> None:
+    def begin_part(self, boundary: int, part: int) -> None:
         """Raises ValueError for a part that this boundary has had."""
         ticket = boundary * MOST + part
         if not 0 <= part < MOST or ticket <= self._returned:
@@ -94,7 +94,7 @@ class Evaluations:
             self._at_hand = NONE
         known, last, unable = self._exchange.most([self._known, wanted, float(outsider and self.make_up is None)])
         if known > NONE:
-            self._take(int(known))
+            self._take_value(int(known))
         if last <= known:
             return
         if unable:
@@ -102,8 +102,8 @@ class Evaluations:
         elif outsider and last // MOST == boundary:
             self._known, self._due = max(self._known, int(last) - 1), int(last) % MOST
 
-    def _take(self, known: int) -> None:
-        """Those who have the value tell the others."""
+    def _take_value(self, known: int) -> None:
+        """Members who have the value tell the others."""
         mine = self._value if self._known == known else 0.0
         finite = math.isfinite(mine) and self._known == known
         told, bad = self._exchange.most([mine if finite else -math.inf, float(not math.isfinite(mine))])

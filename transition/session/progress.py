@@ -107,7 +107,7 @@ class RankReporter:
         )
 
     def _micro_batches(self, ledger: Ledger, phase: str) -> int:
-        """Those of the iteration that a plan would deal: the next one, if this one may be stepped by then."""
+        """The micro-batches that a plan would deal: of the next iteration, if this one may be stepped by then."""
         if not self._member.inside:
             return self.micro_batches_of(self._at.iteration)
         after = phase in ("synced", "stepped")

@@ -113,9 +113,7 @@ class Session:
             raise ValueError("micro_batches is one number for a plain module: a function is for Megatron's models")
         self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
         self._model, self._optimizer, self._scheduler = trained.chunks, trained.optimizer, trained.scheduler
-        self._at = SessionPosition(
-            start_iteration, train_iterations, (Ledger(start_iteration, first, []), "computing")
-        )
+        self._at = SessionPosition(start_iteration, train_iterations, (Ledger(start_iteration, first, []), "computing"))
         self._state = trained.state(torch.initial_seed() if seed is None else seed)
         self._member = self._join(current, trained)
         self._exchange = Exchange(current)
@@ -198,7 +196,7 @@ class Session:
 
     @property
     def micro_batches(self) -> int:
-        """Those of the iteration at hand, over all ranks."""
+        """The number of the iteration at hand, over all ranks."""
         return self.micro_batches_of(self._at.iteration)
 
     @property
@@ -268,7 +266,7 @@ class Session:
         to go back, or this rank was left out and is elsewhere by now. Raises ValueError for a part that is over.
         """
         before, boundary, member = self._at.moment, self._at.iteration, self._member
-        self.evaluations.begin(boundary, part)
+        self.evaluations.begin_part(boundary, part)
         while self.evaluations.running:
             self._watch.shelter(False)  # whoever is lost, this rank leaves its schedule at once
             try:

@@ -54,9 +54,9 @@ def test_tensorboard_shows_each_step_once_when_the_writer_dies(world, tmp_path, 
     train(world, rest, range(5, 8))
     shown = read(tmp_path)
     assert shown["loss"] == [(step, step / 2) for step in range(8)]
-    assert {tag: [step for step, _ in values] for tag, values in shown.items()} == dict.fromkeys(
-        ("loss", "learning-rate", "seconds", "grad-norm", "ranks", "extra"), [*range(8)]
-    )
+    assert {tag: [step for step, _ in values] for tag, values in shown.items()} == {
+        tag: [*range(8)] for tag in ("loss", "learning-rate", "seconds", "grad-norm", "ranks", "extra")
+    }
 
 
 def test_tensorboard_goes_with_a_rank_that_joins_as_the_first_and_a_job_that_goes_back(world, tmp_path):

@@ -120,8 +120,8 @@ def dealt(replicas: int, iterations: int, whole: int, micro: int):
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_a_micro_batch_has_the_samples_that_megatron_gives_it(replicas):
     samples = data.Samples([{"tokens": torch.tensor([number])} for number in range(64)], 2)
-    for (iteration, replica), batches in dealt(replicas, 4, 16, 2).items():
-        for number, wanted in enumerate(batches):
+    for (iteration, replica), wanted_ones in dealt(replicas, 4, 16, 2).items():
+        for number, wanted in enumerate(wanted_ones):
             found = samples(16 * iteration, replica + number * replicas)
             assert found["tokens"].flatten().tolist() == wanted
 
@@ -157,8 +157,9 @@ def test_batches_are_those_of_megatrons_own_calculator(ramp):
         consumed = 0
         for iteration in range(100):
             calculator.update_num_microbatches(consumed, consistency_check=False)
-            assert (mine.before(iteration), mine.micro_batches(iteration)) == (consumed, calculator.get_num_microbatches())
-            consumed += 2 * calculator.get_num_microbatches()
+            wanted = calculator.get_num_microbatches()
+            assert (mine.before(iteration), mine.micro_batches(iteration)) == (consumed, wanted)
+            consumed += 2 * wanted
     finally:
         calculator.unset_num_microbatches_calculator()
 

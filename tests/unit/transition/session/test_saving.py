@@ -89,7 +89,9 @@ def test_minutes_that_make_no_sense_are_refused(tmp_path: Path, monkeypatch, tex
         ({}, "0", False, False),
     ],
 )
-def test_where_nothing_is_said_the_interval_finds_itself(tmp_path, monkeypatch, given, environment, by_itself, by_clock):
+def test_where_nothing_is_said_the_interval_finds_itself(
+    tmp_path, monkeypatch, given, environment, by_itself, by_clock
+):
     if environment is not None:
         monkeypatch.setenv(MINUTES, environment)
     made = Checkpoints(tmp_path, **given)
