@@ -113,6 +113,22 @@ def test_what_is_saved_is_gone_on_from(dataset, tmp_path):
     check(first + again, undisturbed(megatron_lm.stand_in(dataset, *words[:2]), 1), 16, "")
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [[], SHARDED], ids=["whole", "sharded"])
+def test_a_fine_tuning_begins_with_the_parameters_alone(dataset, tmp_path, options):
+    """At iteration 0, with the first samples; once it has saved, it goes on from there."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    words = ["--train-iterations", "8", "--save-interval", "2"]
+    command = megatron_lm.stand_in(dataset, *words)
+    launched = [command[0], *megatron_lm.LAUNCHER, *command[1:], *options]
+    trained = undisturbed([*launched, "--save-dir", first], 2)
+    tuning = [*launched, "--save-dir", second, "--load-dir", first, "--finetune", "1"]
+    tuned = undisturbed([*tuning, "--exit-interval", "4"], 2)
+    assert [(line.iteration, line.samples) for line in tuned] == [(number, 16 * number) for number in range(1, 5)]
+    assert tuned[0].loss < trained[0].loss - 0.1, "the same samples, after eight iterations"
+    assert [line.iteration for line in undisturbed(tuning, 2)] == [5, 6, 7, 8]
+
+
 EVALUATES = "--train-iterations 14 --eval-interval 3 --eval-iters 4 --micro-batch-seconds 0.02".split()
 
 
@@ -141,6 +157,26 @@ def test_a_loss_in_an_evaluation_changes_neither_it_nor_the_training(dataset, tm
         ]
     )
     assert [value for _, value in found] == pytest.approx([value for _, value in theirs], rel=TOLERANCE)
+
+
+@pytest.mark.wide
+def test_tensorboard_is_written_by_whoever_is_the_last_rank(dataset, tmp_path):
+    """The last one is killed, and comes back as the last one. What it had not logged yet is not there."""
+    command = megatron_lm.stand_in(
+        dataset, "--train-iterations", "60", "--micro-batch-seconds", "0.05", "--tensorboard-dir", str(tmp_path / "tb")
+    )
+    with World(tmp_path, 2, command=command, UNICRON_MODE="session") as world:
+        world.trains_on([0, 1], limit=PATIENCE)
+        os.kill(world.rank(1)["pid"], signal.SIGKILL)
+        world.wait(lambda: len(world.job()["members"]) < 2, "the other goes on")
+        world.trains_on([0, 1], limit=PATIENCE)
+        assert world.array.wait() == [0, 0], world.array.logs[-3000:]
+        log = world.array.logs
+    assert len([*(tmp_path / "tb").iterdir()]) == 3, log[-3000:]
+    shown = megatron_lm.shown(tmp_path / "tb")
+    logged = {line.iteration: line.loss for line in megatron_lm.lines(log) if line.iteration != 2}  # that of two
+    assert len(shown) >= 59 and shown.keys() >= logged.keys()
+    assert {step: shown[step] for step in logged} == pytest.approx(logged, rel=TOLERANCE)
 
 
 @pytest.mark.wide

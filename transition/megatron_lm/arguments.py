@@ -45,7 +45,6 @@ REFUSED = {
     "non_persistent_ckpt_type": "--non-persistent-ckpt-type: leave it out, ranks keep the state in memory",
     "ckpt_convert_format": "--ckpt-convert-format: nothing is trained then",
     "pretrained_checkpoint": "--pretrained-checkpoint: only unicron's own checkpoints can be gone on from",
-    "finetune": "--finetune: only a whole checkpoint can be gone on from",
     "no_load_optim": "--no-load-optim: only a whole checkpoint can be gone on from",
     "ckpt_step": "--ckpt-step: the newest sound checkpoint is gone on from",
     "use_checkpoint_args": "--use-checkpoint-args: give the options in the command",
@@ -81,6 +80,7 @@ class Folders:
     load: Path | None
     interval: int
     needed: bool  # --exit-on-missing-checkpoint
+    finetune: bool = False  # of `load` the parameters alone are taken, and the training begins at iteration 0
 
 
 def layout_of(args: Any) -> Layout:
@@ -96,7 +96,9 @@ def take_folders(args: Any) -> Folders:
         Path(args.load) if args.load else None,
         int(args.save_interval or 0),
         bool(getattr(args, "exit_on_missing_checkpoint", False)),
+        bool(getattr(args, "finetune", False)),
     )
+    args.finetune = False  # there is nothing that Megatron-LM itself would load
     args.save = args.load = None
     args.async_save = False
     return found
@@ -119,6 +121,8 @@ def _wrong(args: Any) -> Iterator[str]:
             yield words
     if args.distributed_backend not in ("nccl", "gloo"):
         yield f"--distributed-backend {args.distributed_backend}: use nccl"
+    if getattr(args, "finetune", False) and (not args.load or args.load == args.save):
+        yield "--finetune without a --load that is another folder than --save"
     for name in ("micro", "global"):
         if (size := getattr(args, f"eval_{name}_batch_size", None)) not in (None, getattr(args, f"{name}_batch_size")):
             yield f"--eval-{name}-batch-size {size}: evaluations have the sizes of the training"

@@ -20,6 +20,7 @@ from unicron.transition.megatron_lm.batches import Batches
 from unicron.transition.megatron_lm.save_load import checkpoints
 from unicron.transition.megatron_lm.validation import IN_LOOP, Evaluation, GivenUp
 from unicron.transition.megatron_lm.world import World
+from unicron.transition.megatron_lm.writers import Writers
 from unicron.transition.seams.megatron_lm import Refused, end_was_signalled, replace
 from unicron.transition.seams.table import TRAINING, UnsupportedLayout
 from unicron.transition.session.session import Session
@@ -43,10 +44,12 @@ class Loop:
         self._key = "lm loss"
         self._began = time.time()
         self._batches: Batches | None = None
+        self._writers = Writers(self._next_step, lambda: world.folders.save if world.folders else None)
         self._evaluation: Evaluation | None = None
 
     def install(self) -> None:
-        """Replace the loop's step, and what decides on its end."""
+        """Replace the loop's step, what decides on its end, and who writes."""
+        self._writers.install()
         replace(TRAINING, "train", self._train)
         replace(TRAINING, "train_step", lambda _: self._train_step)
         replace(TRAINING, "evaluate", lambda _: self._evaluate)
@@ -106,6 +109,11 @@ class Loop:
         args.consumed_train_samples = self._batches.before(args.iteration)
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         self._world.follow()
+        self._writers.note_return()
+
+    def _next_step(self) -> int | None:
+        """The iteration of the next line of the log, as Megatron-LM counts."""
+        return None if self._session is None else self._session.iteration
 
     def _making_up(
         self, forward_step: Any, model: Any, config: Any, valid: Any, process: Any, *rest: Any, **_: Any

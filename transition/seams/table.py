@@ -206,6 +206,8 @@ MEGATRON_LM = (
     Seam(GLOBALS, "_set_tensorboard_writer", "args", "one rank writes"),
     Seam(GLOBALS, "_set_wandb_writer", "args", "one rank writes"),
     Seam(GLOBALS, "_set_one_logger", "args", "one rank writes"),
+    Seam(TRAINING, "get_tensorboard_writer", "", "one rank writes"),
+    Seam(TRAINING, "get_wandb_writer", "", "one rank writes"),
     Seam(
         TRAINING,
         "train",

@@ -130,11 +130,11 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder} has no whole checkpoint of iteration {iteration}")
         return None
 
-    def load_one(self, state: TrainingState, found: Found) -> bool:
-        """Puts one into `state`; False for a damaged one, which is said. Raises :class:`CheckpointError` for one of
-        another model."""
+    def load_one(self, state: TrainingState, found: Found, alone: bool = False) -> bool:
+        """Puts one into `state`, with `alone` only its parameters; False for a damaged one, which is said. Raises
+        :class:`CheckpointError` for one of another model."""
         try:
-            _load(state, found)
+            _load(state, found, alone)
         except (OSError, BadImage) as error:
             warn(f"checkpoint of iteration {found.iteration} passed over: {error}")
             return False
@@ -309,11 +309,11 @@ def _copied(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes
     return contents.head_of(state, found.about, iteration, writer.layout), data
 
 
-def _load(state: TrainingState, found: Found) -> None:
-    """Raises BadImage, OSError, or CheckpointError for what is sound and yet of no use here."""
+def _load(state: TrainingState, found: Found, alone: bool = False) -> None:
+    """alone: the parameters only. Raises BadImage, OSError, or CheckpointError for what is sound and yet of no use."""
     first = found.paths[0]
     try:
-        _assemble(state, [contents.opened(read_page(path)) for path in found.paths], first.parent)
+        _assemble(state, [contents.opened(read_page(path)) for path in found.paths], first.parent, alone)
     except BadImage as error:  # so that ranks that read other files of it pass it over as well
         with contextlib.suppress(OSError):
             first.with_name(f"{found.mark}.{DAMAGED}").write_text(f"{error}\n")
@@ -332,7 +332,7 @@ def _other_model(path: Path, why: object) -> CheckpointError:
     )
 
 
-def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) -> None:
+def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path, alone: bool = False) -> None:
     sources: dict[str, list[parts.Source]] = defaultdict(list)
     saved: dict[str, list[parts.Saved]] = defaultdict(list)
     for file in files:
@@ -345,11 +345,13 @@ def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) 
             sources[name].append(parts.Source(box, begin, end, read))
             saved[name].append(parts.Saved(box, [key for key in keys if key != parts.PARAMETER], others))
     try:
-        parts.restore(state.model, state.optimizer, sources, saved)
+        parts.restore(state.model, state.optimizer, sources, {} if alone else saved)
     except (parts.Missing, KeyError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise _other_model(folder, error) from None
+    if alone:
+        return
     head = files[0].head
     state.seed, state.loss = head.seed, head.loss
     _restore_groups(state, head.groups)

@@ -60,6 +60,8 @@ def test_each_of_the_others_is_refused_by_its_name(name):
         ({"context_parallel_size": 2}, "context parallelism"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type other than single"),
         ({"cuda_graph_impl": "local"}, "CUDA graphs"),
+        ({"finetune": True}, "--finetune without a --load that is another folder than --save"),
+        ({"finetune": True, "load": "/s", "save": "/s"}, "--finetune without a --load"),
         ({"eval_micro_batch_size": 4}, "--eval-micro-batch-size 4: evaluations have the sizes of the training"),
         ({"distributed_backend": "ucc"}, "--distributed-backend ucc"),
         ({"optimizer": "muon"}, "--optimizer muon: use adam or sgd"),

@@ -15,6 +15,8 @@ OWN = {  # of the real script's options those that the template has not
     "--exit-interval": ("exit_interval", None),
     "--save-dir": ("save", None),
     "--load-dir": ("load", None),
+    "--tensorboard-dir": ("tensorboard_dir", None),
+    "--finetune": ("finetune", 0),
     "--rampup-batch-size": ("rampup_batch_size", None),
 }
 

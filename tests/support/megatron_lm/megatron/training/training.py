@@ -11,7 +11,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch.utils.data import default_collate
 
-from .global_vars import get_args, get_signal_handler, get_timers, get_writers
+from .global_vars import (
+    get_args,
+    get_signal_handler,
+    get_tensorboard_writer,
+    get_timers,
+    get_wandb_writer,  # noqa: F401
+    get_writers,
+)
 from .initialize import initialize_megatron
 
 
@@ -236,6 +243,8 @@ def training_log(
     line += f" elapsed time per iteration (ms): {seconds * 1000:.1f} | learning rate: {learning_rate:.6E} |"
     for key, values in total_loss_dict.items():
         line += f" {key}: {sum(values) / len(values):.6E} |"
+    if (writer := get_tensorboard_writer()) is not None:
+        writer.add_scalar("lm loss", loss_dict["lm loss"].item(), iteration)
     if not is_first_iteration:
         total_loss_dict.clear()
     print_rank_last(f"{line} grad norm: {grad_norm:.5f} | skipped: {skipped_iter} | writers: {len(get_writers())} |")
