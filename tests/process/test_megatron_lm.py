@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from tests.support import megatron_lm
 from tests.support.jobs import World
 from tests.support.processes import call, of_a_world, outside_slurm
 from tests.support.warm import Script
-from unicron.transition.seams import megatron_lm as seams
 from unicron.transition.seams import table
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
@@ -43,8 +43,8 @@ def undisturbed_log(command: Sequence[str], ranks: int) -> str:
     return "\n".join(each.stdout + each.stderr for each in ended)
 
 
-def undisturbed_with_its_own(command: Sequence[str], ranks: int) -> list[megatron_lm.Line]:
-    """The same of a program that brings a Megatron: an interpreter for each rank, which has imported no other."""
+def undisturbed_with_its_own(command: Sequence[str], ranks: int) -> str:
+    """What a program writes that brings a Megatron: an interpreter for each rank, which has imported no other."""
     environments = [each | {"OMP_NUM_THREADS": "1"} for each in of_a_world(ranks)]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [subprocess.Popen(command, env=each, **output) for each in environments]
@@ -54,7 +54,7 @@ def undisturbed_with_its_own(command: Sequence[str], ranks: int) -> list[megatro
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0] * ranks, logs[0][-3000:]
-    return megatron_lm.lines("\n".join(logs))
+    return "\n".join(logs)
 
 
 def healed(folder: Path, command: Sequence[str], victim: int) -> tuple[list[megatron_lm.Line], str]:
@@ -238,12 +238,13 @@ def test_a_release_that_is_not_known_is_refused(tmp_path):
     script = tmp_path / "other.py"
     script.write_text(OTHER.format(folder=str(megatron_lm.HERE)))
     done = Script(script, environment=outside_slurm()).wait(PATIENCE)
-    instead = "check that one out, or run the job with --unicron-mode=restart"
-    named = f"this is not Megatron-LM core_v{seams.RELEASES[-1]}, in which {table.TRAINING}.train_step"
+    instead = "check one of those out, or run the job with --unicron-mode=restart"
+    named = f"this is not Megatron-LM core_v{version('megatron-core')}, in which {table.TRAINING}.train_step"
+    tested = ", ".join(f"core_v{each}" for each in table.KNOWN["megatron-core"])
     assert done.stdout.splitlines()[-3:] == [
         f"{named} takes (forward_step_func, data_iterator): {instead}",
         f"{named} is not there: {instead}",
-        f"knows Megatron-LM core_v{seams.RELEASES[-1]}, and this is core_v0.99.0: {instead}",
+        f"knows Megatron-LM {tested}, and this is core_v0.99.0: {instead}; UNICRON_TRUST_VERSIONS=1 tries it",
     ], done
 
 
@@ -254,6 +255,27 @@ def test_the_real_program_goes_on_as_if_nothing_had_been(tmp_path, ranks, option
     command = megatron_lm.real(*options, "--train-iters", str(MANY), healed=True)
     found, log = healed(tmp_path, command, 1)
     plain = megatron_lm.real(*options, "--train-iters", str(MANY), healed=False)
-    wanted = undisturbed_with_its_own([*plain, "--exit-interval", str(len(found))], ranks)
+    wanted = megatron_lm.lines(undisturbed_with_its_own([*plain, "--exit-interval", str(len(found))], ranks))
     # Megatron-LM puts its first iteration into the mean of the second line once more, in a loop that begins anew, too.
     check(found, wanted, 8, log)
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.parametrize("options", [TENSOR, SHARDED], ids=["tensor", "sharded"])
+def test_the_real_program_evaluates_as_if_nothing_had_been(tmp_path, options):
+    """A rank is killed as soon as the iteration before an evaluation is logged."""
+    words = "--train-iters 20 --eval-interval 5 --eval-iters 8".split()
+    settings = {"UNICRON_MODE": "session", "UNICRON_RANKS_PER_NODE": "2"}
+    with World(tmp_path, 2, command=megatron_lm.real(*options, *words, healed=True), **settings) as world:
+        world.trains_on([0, 1, 2, 3], limit=PATIENCE)
+        victim = world.rank(1)["pid"]
+        world.wait(lambda: any(line.iteration == 10 for line in megatron_lm.lines(world.array.logs)), "iteration 10")
+        os.kill(victim, signal.SIGKILL)
+        assert world.array.wait() == [0, 0], world.array.logs[-3000:]
+        log = world.array.logs
+    wanted = undisturbed_with_its_own(megatron_lm.real(*options, *words, healed=False), 4)
+    check(megatron_lm.lines(log), megatron_lm.lines(wanted), 8, log)
+    found, theirs = megatron_lm.values(log), megatron_lm.values(wanted)
+    assert [where for where, _ in found] == [where for where, _ in theirs]
+    assert len(found) == 6
+    assert [value for _, value in found] == pytest.approx([value for _, value in theirs], rel=TOLERANCE)
