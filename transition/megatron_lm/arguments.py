@@ -90,7 +90,7 @@ def layout_of(args: Any) -> Layout:
 
 def take_folders(args: Any) -> Folders:
     """The folders of checkpoints, and Megatron-LM is told of none: its own are written by all ranks together, and one
-    that dies meanwhile would take the others with it."""
+    that dies meanwhile would take the others with it. Raises :class:`Refused` for folders that contradict an option."""
     found = Folders(
         Path(args.save) if args.save else None,
         Path(args.load) if args.load else None,
@@ -98,6 +98,8 @@ def take_folders(args: Any) -> Folders:
         bool(getattr(args, "exit_on_missing_checkpoint", False)),
         bool(getattr(args, "finetune", False)),
     )
+    if found.finetune and (found.load is None or found.load == found.save):
+        raise Refused("give --finetune a --load that is another folder than --save")
     args.finetune = False  # there is nothing that Megatron-LM itself would load
     args.save = args.load = None
     args.async_save = False
@@ -121,8 +123,6 @@ def _wrong(args: Any) -> Iterator[str]:
             yield words
     if args.distributed_backend not in ("nccl", "gloo"):
         yield f"--distributed-backend {args.distributed_backend}: use nccl"
-    if getattr(args, "finetune", False) and (not args.load or args.load == args.save):
-        yield "--finetune without a --load that is another folder than --save"
     for name in ("micro", "global"):
         if (size := getattr(args, f"eval_{name}_batch_size", None)) not in (None, getattr(args, f"{name}_batch_size")):
             yield f"--eval-{name}-batch-size {size}: evaluations have the sizes of the training"

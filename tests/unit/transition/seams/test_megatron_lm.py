@@ -60,8 +60,6 @@ def test_each_of_the_others_is_refused_by_its_name(name):
         ({"context_parallel_size": 2}, "context parallelism"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type other than single"),
         ({"cuda_graph_impl": "local"}, "CUDA graphs"),
-        ({"finetune": True}, "--finetune without a --load that is another folder than --save"),
-        ({"finetune": True, "load": "/s", "save": "/s"}, "--finetune without a --load"),
         ({"eval_micro_batch_size": 4}, "--eval-micro-batch-size 4: evaluations have the sizes of the training"),
         ({"distributed_backend": "ucc"}, "--distributed-backend ucc"),
         ({"optimizer": "muon"}, "--optimizer muon: use adam or sgd"),
@@ -78,6 +76,14 @@ def test_the_layout_and_the_folders_are_taken_from_the_arguments():
     assert arguments.layout_of(given) == Layout(tensor=2, pipeline=4)
     assert arguments.take_folders(given) == arguments.Folders(Path("/s"), Path("/l"), 500, False)
     assert (given.save, given.load, given.async_save) == (None, None, False), "Megatron-LM itself saves nothing"
+
+
+@pytest.mark.parametrize("more", [{}, {"save": "/s"}, {"load": "/s", "save": "/s"}])
+def test_a_fine_tuning_has_a_folder_to_begin_from(more):
+    with pytest.raises(Refused, match="give --finetune a --load that is another folder than --save"):
+        arguments.take_folders(args(finetune=True, **more))
+    given = args(finetune=True, load="/l", save="/s")
+    assert arguments.take_folders(given).finetune and not given.finetune
 
 
 # ------------------------------------------------------------ world
