@@ -19,7 +19,7 @@ from unicron.ctl.system.errors import WRONG_USE, UserError
 AUTO = "auto"
 MODES = (AUTO, SESSION, RESTART)
 MAX_BYTES = 1 << 20  # of a script's text; a longer one is no script
-# `import unicron`, `from unicron import Session`; not `unicron.memory`, `data` or `loggers` alone, which restart mode has
+# `import unicron`, `from unicron import Session`; not `memory`, `data` or `loggers` alone, which restart mode has
 _ALONE = r"(?:memory|data|loggers)\b"
 _ONE = rf"{_ALONE}[ \t]*(?:as[ \t]+\w+[ \t]*)?"
 _IMPORT = re.compile(
