@@ -16,12 +16,13 @@ _HOMES = {
     "StepResult": "unicron.transition.iteration.result",
     "init_process_group": "unicron.transition.iteration.rank_process",
 }
-__all__ = [*_HOMES, "memory"]
+_MODULES = ("data", "loggers", "memory")
+__all__ = [*_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:  # lazy: agents and commands import this package without torch
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    if name == "memory":
-        return import_module("unicron.memory")
+    if name in _MODULES:
+        return import_module(f"unicron.{name}")
     raise AttributeError(f"module 'unicron' has no attribute '{name}'")

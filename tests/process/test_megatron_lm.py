@@ -3,11 +3,13 @@ where UNICRON_MEGATRON_LM names a checkout (CONTRIBUTING.md)."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ from tests.support import megatron_lm
 from tests.support.jobs import World
 from tests.support.processes import call, of_a_world, outside_slurm
 from tests.support.warm import Script
-from unicron.transition.seams import megatron_lm as seams
 from unicron.transition.seams import table
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
@@ -31,14 +32,19 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 def undisturbed(command: Sequence[str], ranks: int) -> list[megatron_lm.Line]:
     """What a program with the installed Megatron logs in a world of torchrun's, without Unicron."""
+    return megatron_lm.lines(undisturbed_log(command, ranks))
+
+
+def undisturbed_log(command: Sequence[str], ranks: int) -> str:
+    """All that it writes."""
     started = [Script(*command[1:], environment=each) for each in of_a_world(ranks)]
     ended = [each.wait(PATIENCE) for each in started]
     assert [each.returncode for each in ended] == [0] * ranks, ended[0].stderr[-3000:]
-    return megatron_lm.lines("\n".join(each.stdout + each.stderr for each in ended))
+    return "\n".join(each.stdout + each.stderr for each in ended)
 
 
-def undisturbed_with_its_own(command: Sequence[str], ranks: int) -> list[megatron_lm.Line]:
-    """The same of a program that brings a Megatron: an interpreter for each rank, which has imported no other."""
+def undisturbed_with_its_own(command: Sequence[str], ranks: int) -> str:
+    """What a program writes that brings a Megatron: an interpreter for each rank, which has imported no other."""
     environments = [each | {"OMP_NUM_THREADS": "1"} for each in of_a_world(ranks)]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [subprocess.Popen(command, env=each, **output) for each in environments]
@@ -48,7 +54,7 @@ def undisturbed_with_its_own(command: Sequence[str], ranks: int) -> list[megatro
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0] * ranks, logs[0][-3000:]
-    return megatron_lm.lines("\n".join(logs))
+    return "\n".join(logs)
 
 
 def healed(folder: Path, command: Sequence[str], victim: int) -> tuple[list[megatron_lm.Line], str]:
@@ -107,13 +113,97 @@ def test_what_is_saved_is_gone_on_from(dataset, tmp_path):
     check(first + again, undisturbed(megatron_lm.stand_in(dataset, *words[:2]), 1), 16, "")
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [[], SHARDED], ids=["whole", "sharded"])
+def test_a_fine_tuning_begins_with_the_parameters_alone(dataset, tmp_path, options):
+    """At iteration 0, with the first samples; once it has saved, it goes on from there."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    words = ["--train-iterations", "8", "--save-interval", "2"]
+    command = megatron_lm.stand_in(dataset, *words)
+    launched = [command[0], *megatron_lm.LAUNCHER, *command[1:], *options]
+    trained = undisturbed([*launched, "--save-dir", first], 2)
+    tuning = [*launched, "--save-dir", second, "--load-dir", first, "--finetune", "1"]
+    tuned = undisturbed([*tuning, "--exit-interval", "4"], 2)
+    assert [(line.iteration, line.samples) for line in tuned] == [(number, 16 * number) for number in range(1, 5)]
+    assert tuned[0].loss < trained[0].loss - 0.1, "the same samples, after eight iterations"
+    assert [line.iteration for line in undisturbed(tuning, 2)] == [5, 6, 7, 8]
+
+
+EVALUATES = "--train-iterations 14 --eval-interval 3 --eval-iters 4 --micro-batch-seconds 0.02".split()
+
+
+@pytest.mark.parametrize("options", [TENSOR, pytest.param(SHARDED, marks=pytest.mark.wide)])
+def test_a_loss_in_an_evaluation_changes_neither_it_nor_the_training(dataset, tmp_path, options):
+    """Killed as soon as the iteration before the evaluation is logged; the evaluations after the training are there,
+    too."""
+    command = megatron_lm.stand_in(dataset, *EVALUATES, *options)
+    settings = {"UNICRON_MODE": "session", "UNICRON_RANKS_PER_NODE": "2"}
+    with World(tmp_path, 2, command=command, **settings) as world:
+        world.trains_on([0, 1, 2, 3], limit=PATIENCE)
+        victim = world.rank(1)["pid"]
+        world.wait(lambda: any(line.iteration == 6 for line in megatron_lm.lines(world.array.logs)), "iteration 6")
+        os.kill(victim, signal.SIGKILL)
+        assert world.array.wait() == [0, 0], world.array.logs[-3000:]
+        log = world.array.logs
+    wanted = undisturbed_log(command, 2)
+    check(megatron_lm.lines(log), megatron_lm.lines(wanted), 16, log)
+    found, theirs = megatron_lm.values(log), megatron_lm.values(wanted)
+    assert (
+        [where for where, _ in found]
+        == [where for where, _ in theirs]
+        == [
+            *(f"iteration {iteration}" for iteration in (3, 6, 9, 12)),
+            *(f"iteration 14 on {what} set" for what in ("validation", "test")),
+        ]
+    )
+    assert [value for _, value in found] == pytest.approx([value for _, value in theirs], rel=TOLERANCE)
+
+
+@pytest.mark.wide
+def test_tensorboard_is_written_by_whoever_is_the_last_rank(dataset, tmp_path):
+    """The last one is killed, and comes back as the last one. What it had not logged yet is not there."""
+    command = megatron_lm.stand_in(
+        dataset, "--train-iterations", "60", "--micro-batch-seconds", "0.05", "--tensorboard-dir", str(tmp_path / "tb")
+    )
+    with World(tmp_path, 2, command=command, UNICRON_MODE="session") as world:
+        world.trains_on([0, 1], limit=PATIENCE)
+        os.kill(world.rank(1)["pid"], signal.SIGKILL)
+        world.wait(lambda: len(world.job()["members"]) < 2, "the other goes on")
+        world.trains_on([0, 1], limit=PATIENCE)
+        assert world.array.wait() == [0, 0], world.array.logs[-3000:]
+        log = world.array.logs
+    assert len([*(tmp_path / "tb").iterdir()]) == 3, log[-3000:]
+    shown = megatron_lm.shown(tmp_path / "tb")
+    logged = {line.iteration: line.loss for line in megatron_lm.lines(log) if line.iteration != 2}  # that of two
+    assert len(shown) >= 59 and shown.keys() >= logged.keys()
+    assert {step: shown[step] for step in logged} == pytest.approx(logged, rel=TOLERANCE)
+
+
+@pytest.mark.wide
+def test_a_batch_that_grows_is_the_same_after_a_loss(dataset, tmp_path):
+    """From 4 samples to 16 by 4, over 120; a rank is killed on the way, and comes back."""
+    words = ["--train-iterations", "60", "--rampup-batch-size", "4 4 120", "--micro-batch-seconds", "0.05"]
+    command = megatron_lm.stand_in(dataset, *words)
+    with World(tmp_path, 2, command=command, UNICRON_MODE="session") as world:
+        world.trains_on([0, 1], limit=PATIENCE)
+        os.kill(world.rank(1)["pid"], signal.SIGKILL)
+        world.wait(lambda: len(world.job()["members"]) < 2, "the other goes on")
+        world.trains_on([0, 1], limit=PATIENCE)
+        assert world.array.wait() == [0, 0], world.array.logs[-3000:]
+        log = world.array.logs
+    found, wanted = sorted(megatron_lm.lines(log), key=lambda line: line.iteration), undisturbed(command, 1)
+    assert [(line.iteration, line.samples) for line in found] == [(line.iteration, line.samples) for line in wanted]
+    assert len({after.samples - before.samples for before, after in itertools.pairwise(wanted)}) == 4
+    assert [line.loss for line in found] == pytest.approx([line.loss for line in wanted], rel=TOLERANCE)
+
+
 def test_what_cannot_be_healed_is_one_line(dataset, tmp_path):
-    command = megatron_lm.stand_in(dataset, "--eval-iters", "10")
+    command = megatron_lm.stand_in(dataset, "--non-persistent-save-interval", "10")
     done = Script(*megatron_lm.LAUNCHER, *command[1:], environment=outside_slurm()).wait(PATIENCE)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "unicron: can't heal evaluation in the training job, which all ranks have to get through: add --eval-iters 0; "
-        "or run the job with --unicron-mode=restart"
+        "unicron: can't heal --non-persistent-save-interval: leave it out, ranks keep the state in memory; or run the "
+        "job with --unicron-mode=restart"
     )
     script = tmp_path / "train.py"
     script.write_text("")
@@ -148,12 +238,13 @@ def test_a_release_that_is_not_known_is_refused(tmp_path):
     script = tmp_path / "other.py"
     script.write_text(OTHER.format(folder=str(megatron_lm.HERE)))
     done = Script(script, environment=outside_slurm()).wait(PATIENCE)
-    instead = "check that one out, or run the job with --unicron-mode=restart"
-    named = f"this is not Megatron-LM core_v{seams.RELEASES[-1]}, in which {table.TRAINING}.train_step"
+    instead = "check one of those out, or run the job with --unicron-mode=restart"
+    named = f"this is not Megatron-LM core_v{version('megatron-core')}, in which {table.TRAINING}.train_step"
+    tested = ", ".join(f"core_v{each}" for each in table.KNOWN["megatron-core"])
     assert done.stdout.splitlines()[-3:] == [
         f"{named} takes (forward_step_func, data_iterator): {instead}",
         f"{named} is not there: {instead}",
-        f"knows Megatron-LM core_v{seams.RELEASES[-1]}, and this is core_v0.99.0: {instead}",
+        f"knows Megatron-LM {tested}, and this is core_v0.99.0: {instead}; UNICRON_TRUST_VERSIONS=1 tries it",
     ], done
 
 
@@ -164,6 +255,27 @@ def test_the_real_program_goes_on_as_if_nothing_had_been(tmp_path, ranks, option
     command = megatron_lm.real(*options, "--train-iters", str(MANY), healed=True)
     found, log = healed(tmp_path, command, 1)
     plain = megatron_lm.real(*options, "--train-iters", str(MANY), healed=False)
-    wanted = undisturbed_with_its_own([*plain, "--exit-interval", str(len(found))], ranks)
+    wanted = megatron_lm.lines(undisturbed_with_its_own([*plain, "--exit-interval", str(len(found))], ranks))
     # Megatron-LM puts its first iteration into the mean of the second line once more, in a loop that begins anew, too.
     check(found, wanted, 8, log)
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.parametrize("options", [TENSOR, SHARDED], ids=["tensor", "sharded"])
+def test_the_real_program_evaluates_as_if_nothing_had_been(tmp_path, options):
+    """A rank is killed as soon as the iteration before an evaluation is logged."""
+    words = "--train-iters 20 --eval-interval 5 --eval-iters 8".split()
+    settings = {"UNICRON_MODE": "session", "UNICRON_RANKS_PER_NODE": "2"}
+    with World(tmp_path, 2, command=megatron_lm.real(*options, *words, healed=True), **settings) as world:
+        world.trains_on([0, 1, 2, 3], limit=PATIENCE)
+        victim = world.rank(1)["pid"]
+        world.wait(lambda: any(line.iteration == 10 for line in megatron_lm.lines(world.array.logs)), "iteration 10")
+        os.kill(victim, signal.SIGKILL)
+        assert world.array.wait() == [0, 0], world.array.logs[-3000:]
+        log = world.array.logs
+    wanted = undisturbed_with_its_own(megatron_lm.real(*options, *words, healed=False), 4)
+    check(megatron_lm.lines(log), megatron_lm.lines(wanted), 8, log)
+    found, theirs = megatron_lm.values(log), megatron_lm.values(wanted)
+    assert [where for where, _ in found] == [where for where, _ in theirs]
+    assert len(found) == 6
+    assert [value for _, value in found] == pytest.approx([value for _, value in theirs], rel=TOLERANCE)

@@ -1,13 +1,15 @@
 """Faults at exact points of a rank's training: what the scripts of the rank tests have in common.
 
 Environment: TINY_OUT a folder; TINY_FAULT a JSON list of {"slot", "incarnation", "iteration", "at", "count", "kind",
-"delay"}; TINY_SLOW seconds per micro-batch; TINY_QUICK=1: the process ends as soon as it has trained.
+"delay"}; TINY_SLOW seconds per micro-batch; TINY_QUICK=1: the process ends as soon as it has trained;
+TINY_EVALUATE micro-batches of an evaluation after each iteration, whose values are in "evaluated.SLOT".
 
 `at`, always before the count-th time in the iteration: "fetch" a micro-batch; "backward" of one; "reduce" an all-
 reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it; "step" the optimizer; "outside"
 between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
 groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "resume": the ranks of a replica
-compare what they have after a recovery; "save" a checkpoint's file is written; "import"; of a distributed optimizer's
+compare what they have after a recovery; "save" a checkpoint's file is written; "import"; "evaluate" a micro-batch of
+the evaluation that follows the iteration is fetched, "valued" its loss is known; of a distributed optimizer's
 shards "export", "filled" (before they are copied into a room, which is torn by then), "copies" (before they are sent),
 "confirm"; of the copy to memory of the state with which `iteration` begins: "copy", "half" (of it is copied), "sum",
 "finish", "copied" (it is whole). With `recovery` n in place of `count`: the first time after n recoveries. `iteration`
@@ -41,10 +43,11 @@ ITERATIONS = int(os.environ.get("TINY_ITERATIONS", "5"))
 MICRO_BATCHES = int(os.environ.get("TINY_MICRO_BATCHES", "8"))
 CHECKPOINTS, EVERY = os.environ.get("TINY_CHECKPOINTS", ""), int(os.environ.get("TINY_CHECKPOINT_EVERY", "2"))
 SAVE = int(os.environ.get("TINY_SAVE", "8"))
+EVALUATE = int(os.environ.get("TINY_EVALUATE", "0"))
 SLOW = float(os.environ.get("TINY_SLOW", "0"))
 SESSIONS: list = []
 COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
-COUNTED += ("norm", "save", "import", "resume", "export", "filled", "copies", "confirm")
+COUNTED += ("evaluate", "valued", "norm", "save", "import", "resume", "export", "filled", "copies", "confirm")
 COPIES = ("copy", "half", "sum", "finish", "copied")
 BEGUN: list = []
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}
@@ -336,16 +339,33 @@ def save(saved: dict, path: Path) -> None:
     new.replace(path)
 
 
-def train(session, more=dict) -> None:
+def evaluate(session, data) -> None:
+    """The loss on other data, noted with the iteration that comes next."""
+
+    def fetch(iteration: int, index: int):
+        point("evaluate")
+        return data(1000 + iteration, index)
+
+    boundary, value = session.iteration, session.evaluate(fetch, EVALUATE)
+    with (OUT / f"evaluated.{SLOT}").open("a") as file:
+        file.write(json.dumps({"iteration": boundary, "value": value}) + "\n")
+    point("valued")
+
+
+def train(session, more=dict, data=None) -> None:
     """The loop: the losses come into a file, with what `more()` says beside them."""
     signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
     SESSIONS.append(session)
+    if EVALUATE:
+        session.evaluations.make_up = lambda part: evaluate(session, data)
     for result in session:
         point("outside")
         with (OUT / f"losses.{SLOT}").open("a") as file:
             step = {"iteration": result.iteration, "loss": result.loss, "generation": result.generation, **more()}
             step |= {"time": time.time(), "world_size": result.world_size}
             file.write(json.dumps(step | {"micro_batches": session._at.ledger.done}) + "\n")
+        if EVALUATE:
+            evaluate(session, data)
     if os.environ.get("TINY_QUICK") == "1":  # to tear an interpreter full of Megatron down takes 0.2 s of CPU
         sys.stdout.flush()
         sys.stderr.flush()

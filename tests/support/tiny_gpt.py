@@ -206,6 +206,10 @@ MASK = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
 def fetch(iteration: int, index: int):
     """Tokens of one micro-batch, shape (SIZE, SEQUENCE + 1)."""
     fetching(iteration, index)
+    return data(iteration, index)
+
+
+def data(iteration: int, index: int):
     generator = torch.Generator().manual_seed(1000003 * iteration + index)
     tokens = torch.randint(0, VOCABULARY, (SIZE, SEQUENCE + 1), generator=generator)
     return follow(tokens, generator) if RULE else tokens
@@ -358,7 +362,8 @@ def main() -> None:
     )
     from unicron.transition.megatron import auxiliary
 
-    train(session, lambda: {"scale": float(optimizer.get_loss_scale()), "biases": str(auxiliary.biases(chunks))})
+    more = lambda: {"scale": float(optimizer.get_loss_scale()), "biases": str(auxiliary.biases(chunks))}  # noqa: E731
+    train(session, more, data)
 
 
 if __name__ == "__main__":

@@ -192,7 +192,8 @@ def main() -> None:
             seed=1234,
             clip_grad=CLIP,
             scaler=torch.amp.GradScaler("cpu", growth_interval=2) if os.environ.get("TINY_SCALER") == "1" else None,
-        )
+        ),
+        data=data,
     )
 
 

@@ -4,6 +4,7 @@ session asks of the gradients in which micro-batches add up.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,20 @@ def wait_out(works: Iterable[Any], unblock: Callable[[], Any]) -> None:
                 raise LedgerError(f"a reduce outlives its connections by {DRAIN_SECONDS:.0f} s")
             unblock()
             time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, all of the modules are in evaluation mode, without gradients; then each is in its own mode again."""
+    found = [(module, module.training) for each in modules for module in each.modules()]
+    try:
+        for module, _ in found:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in found:
+            module.training = training
 
 
 @dataclass(frozen=True)
@@ -101,10 +116,12 @@ class Accumulation(ABC):
         self._backward_since: float | None = None
 
     # ------------------------------------------------------------ what the session asks
-    def begin_iteration(self, ordered: bool) -> None:
-        """A new iteration: zero the gradients, forget how to undo a reduce. ordered: overlapped reduces must not start
-        from the backward pass, since not all ranks have one, or know its order yet."""
+    def begin_iteration(self, ordered: bool, total: int) -> None:
+        """A new iteration of `total` micro-batches: zero the gradients, forget how to undo a reduce. ordered:
+        overlapped reduces must not start from the backward pass, since not all ranks have one, or know its order
+        yet."""
         self.drop()
+        self.total = total
         self.seconds = dict.fromkeys(self.seconds, 0.0)
 
     @abstractmethod
@@ -128,6 +145,14 @@ class Accumulation(ABC):
     @abstractmethod
     def _compute(self, ledger: Ledger) -> None:
         """Do the work of :meth:`compute`."""
+
+    @abstractmethod
+    def evaluate(
+        self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
+    ) -> dict[int, tuple[torch.Tensor, Any]]:
+        """Forward passes alone, in evaluation mode, over `fetch(iteration, index)` of each index: (sum of losses, what
+        it is to be divided by) by index. Empty in stages that have no loss. Raises :class:`PeerLost` between two of
+        them once the generation is over."""
 
     @abstractmethod
     def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
@@ -186,6 +211,11 @@ class Accumulation(ABC):
         return False
 
     # ------------------------------------------------------------ one micro-batch
+    def _begin_evaluation(self, iteration: int, index: int, **coordinate: int) -> None:
+        if self._work.over():
+            raise PeerLost("a member of the generation is gone")
+        randomness.seed(self.seed, iteration, index, **coordinate)
+
     def _fetched(self, iteration: int, index: int) -> Any:
         began = time.perf_counter()
         self._at_hand = iteration, index

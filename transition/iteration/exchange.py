@@ -104,6 +104,10 @@ class Exchange:
         told = self._largest(torch.tensor([number], dtype=torch.int64), None)
         return int(told)
 
+    def most(self, numbers: Sequence[float]) -> list[float]:
+        """The largest of each number that a member says; whole numbers up to 2^53 are exact."""
+        return [float(each) for each in self._largest(torch.tensor(numbers, dtype=torch.float64), None)]
+
     def all_there(self) -> None:
         """Returns when all members have come here."""
         self._largest(torch.zeros(1), None)

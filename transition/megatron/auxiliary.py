@@ -30,7 +30,7 @@ class Auxiliary:
     ranks."""
 
     def __init__(self, model: Sequence[Any], config: Any, total: int, pending: DeferredChanges):
-        self._config, self._total, self._pending = config, total, pending
+        self._config, self.total, self._pending = config, total, pending
         self._scalers = [
             getattr(import_module(module), name) for module, name, setting in _SCALERS if getattr(config, setting, None)
         ]
@@ -69,7 +69,7 @@ class Auxiliary:
             scale = torch.ones(1, device=output.device)
             if self._config.grad_scale_func is not None:
                 scale = self._config.grad_scale_func(scale)
-            weight = 1.0 if self._config.calculate_per_token_loss else 1.0 / self._total
+            weight = 1.0 if self._config.calculate_per_token_loss else 1.0 / self.total
             for scaler in self._scalers:
                 scaler.set_loss_scale(scale * (weight if real else 0.0))
             if not real and chunk not in self._frozen:  # recomputed layers count in the backward pass

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unicron.transition.iteration.accumulation import Accumulation, PeerLost, Work, wait_out
+from unicron.transition.iteration.accumulation import Accumulation, PeerLost, Work, evaluating, wait_out
 from unicron.transition.iteration.ledger import Ledger
 from unicron.transition.megatron.auxiliary import Auxiliary
 from unicron.transition.megatron.gradient_slices import own_parts_only
@@ -74,8 +74,9 @@ class Gradients(Accumulation):
         return [group for chunk in self.model for group in megatron_core.bucket_groups(chunk)]
 
     # ------------------------------------------------------------ computing
-    def begin_iteration(self, ordered: bool) -> None:
-        super().begin_iteration(ordered)
+    def begin_iteration(self, ordered: bool, total: int) -> None:
+        super().begin_iteration(ordered, total)
+        self._auxiliary.total = total
         self._ordered = ordered
 
     def drop(self) -> None:
@@ -123,6 +124,50 @@ class Gradients(Accumulation):
                 self._end_backward(time.perf_counter())
         self._auxiliary.computed()
         self._finished(ledger, owed if self.layout.size > 1 else owed[-1:])
+
+    def evaluate(
+        self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
+    ) -> dict[int, tuple[torch.Tensor, Any]]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._gather_parameters()  # all ranks do, those without a share, too
+        if not indices:
+            return {}
+        found: dict[int, tuple[torch.Tensor, Any]] = {}
+        count = self._padded(len(indices))
+        padded = [indices[min(number, len(indices) - 1)] for number in range(count)]
+        iterators = [(fetch(iteration, index) for index in padded) for _ in self.model]
+        with evaluating(self.model), self._schedule_configuration():
+            get_forward_backward_func()(
+                forward_step_func=self._evaluation_step(iteration, padded, found),
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.model,
+                num_microbatches=count,
+                forward_only=True,
+                **self.schedule_arguments,
+            )
+        return found
+
+    def _evaluation_step(
+        self, iteration: int, indices: Sequence[int], found: dict[int, tuple[torch.Tensor, Any]]
+    ) -> Callable[..., Any]:
+        passed = [0] * len(self.model)  # forward passes so far, by chunk
+
+        def forward_step(data_iterator: Any, model: Any, *rest: Any) -> Any:
+            chunk = next(number for number, one in enumerate(self.model) if one is model)
+            index, passed[chunk] = indices[passed[chunk]], passed[chunk] + 1
+            self._begin_evaluation(iteration, index, chunk=chunk, **self._coordinate)
+            with self._auxiliary.forward(chunk, real=False):
+                output, loss_function = self.forward_step(data_iterator, model, *rest)
+
+            def noted(*arguments: Any, **keywords: Any) -> Any:
+                told = loss_function(*arguments, **keywords)
+                found[index] = told[0].detach().clone(), told[1].detach().clone() if len(told) == 3 else 1
+                return told
+
+            return output, noted
+
+        return forward_step
 
     def _gather_parameters(self) -> None:
         """What the forward pass would have begun with, where gathers are overlapped with it."""

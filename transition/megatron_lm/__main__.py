@@ -36,8 +36,10 @@ def main() -> int:
         data.install()
         of_the_job = world.World()
         of_the_job.install()
-        loop.Loop(of_the_job).install()
+        of_the_script = loop.Loop(of_the_job)
+        of_the_script.install()
         runpy.run_path(str(script), run_name="__main__")
+        of_the_script.close()
     except (megatron_lm.Refused, UnsupportedLayout, CheckpointError) as error:
         print(f"unicron: {error}", file=sys.stderr, flush=True)
         return 1

@@ -30,7 +30,6 @@ REFUSED = {
     "create_all_gather_group": "--create-all-gather-group: leave it out",
     "num_experts": "--num-experts, whose log and auxiliary losses communicate between two iterations",
     "mtp_num_layers": "--mtp-num-layers, whose log communicates between two iterations",
-    "rampup_batch_size": "--rampup-batch-size: its micro-batches per iteration have to stay the same",
     "data_parallel_random_init": "--data-parallel-random-init: all replicas have to begin alike",
     "iterations_to_skip": "--iterations-to-skip: leave it out",
     "phase_transition_iterations": "--phase-transition-iterations: leave it out",
@@ -46,7 +45,6 @@ REFUSED = {
     "non_persistent_ckpt_type": "--non-persistent-ckpt-type: leave it out, ranks keep the state in memory",
     "ckpt_convert_format": "--ckpt-convert-format: nothing is trained then",
     "pretrained_checkpoint": "--pretrained-checkpoint: only unicron's own checkpoints can be gone on from",
-    "finetune": "--finetune: only a whole checkpoint can be gone on from",
     "no_load_optim": "--no-load-optim: only a whole checkpoint can be gone on from",
     "ckpt_step": "--ckpt-step: the newest sound checkpoint is gone on from",
     "use_checkpoint_args": "--use-checkpoint-args: give the options in the command",
@@ -55,6 +53,8 @@ REFUSED = {
     "log_energy": "--log-energy, which communicates between two iterations: leave it out",
     "log_max_attention_logit": "--log-max-attention-logit, which communicates between two iterations: leave it out",
     "qk_clip": "--qk-clip, which communicates between two iterations",
+    "full_validation": "--full-validation: give --eval-iters",
+    "multiple_validation_sets": "--multiple-validation-sets: evaluate them from a checkpoint",
     "check_weight_hash_across_dp_replicas_interval": "--check-weight-hash-across-dp-replicas-interval: leave it out",
     "save_dgrads_interval": "--save-dgrads-interval: leave it out",
     "save_wgrads_interval": "--save-wgrads-interval: leave it out",
@@ -68,7 +68,6 @@ ONLY = {
     "num_distributed_optimizer_instances": (1, "several instances of the distributed optimizer"),
     "dataloader_type": ("single", "--dataloader-type other than single: its samples depend on the number of ranks"),
     "cuda_graph_impl": ("none", "CUDA graphs, which hold the groups that they were captured with"),
-    "eval_iters": (0, "evaluation in the training job, which all ranks have to get through: add --eval-iters 0"),
 }
 
 
@@ -81,6 +80,7 @@ class Folders:
     load: Path | None
     interval: int
     needed: bool  # --exit-on-missing-checkpoint
+    finetune: bool = False  # of `load` the parameters alone are taken, and the training begins at iteration 0
 
 
 def layout_of(args: Any) -> Layout:
@@ -90,13 +90,17 @@ def layout_of(args: Any) -> Layout:
 
 def take_folders(args: Any) -> Folders:
     """The folders of checkpoints, and Megatron-LM is told of none: its own are written by all ranks together, and one
-    that dies meanwhile would take the others with it."""
+    that dies meanwhile would take the others with it. Raises :class:`Refused` for folders that contradict an option."""
     found = Folders(
         Path(args.save) if args.save else None,
         Path(args.load) if args.load else None,
         int(args.save_interval or 0),
         bool(getattr(args, "exit_on_missing_checkpoint", False)),
+        bool(getattr(args, "finetune", False)),
     )
+    if found.finetune and (found.load is None or found.load == found.save):
+        raise Refused("give --finetune a --load that is another folder than --save")
+    args.finetune = False  # there is nothing that Megatron-LM itself would load
     args.save = args.load = None
     args.async_save = False
     return found
@@ -119,5 +123,8 @@ def _wrong(args: Any) -> Iterator[str]:
             yield words
     if args.distributed_backend not in ("nccl", "gloo"):
         yield f"--distributed-backend {args.distributed_backend}: use nccl"
+    for name in ("micro", "global"):
+        if (size := getattr(args, f"eval_{name}_batch_size", None)) not in (None, getattr(args, f"{name}_batch_size")):
+            yield f"--eval-{name}-batch-size {size}: evaluations have the sizes of the training"
     if args.optimizer not in ("adam", "sgd"):
         yield f"--optimizer {args.optimizer}: use adam or sgd"

@@ -15,8 +15,12 @@ import torch
 
 from unicron.transition.iteration.rank_log import inform
 from unicron.transition.iteration.result import StepResult
+from unicron.transition.megatron_lm import data
+from unicron.transition.megatron_lm.batches import Batches
 from unicron.transition.megatron_lm.save_load import checkpoints
+from unicron.transition.megatron_lm.validation import IN_LOOP, Evaluation, GivenUp
 from unicron.transition.megatron_lm.world import World
+from unicron.transition.megatron_lm.writers import Writers
 from unicron.transition.seams.megatron_lm import Refused, end_was_signalled, replace
 from unicron.transition.seams.table import TRAINING, UnsupportedLayout
 from unicron.transition.session.session import Session
@@ -36,13 +40,19 @@ class Loop:
         self._results: Iterator[StepResult] = iter(())
         self._ahead: StepResult | None = None  # a step that was made before the loop was where it belongs
         self._stepped: tuple[bool, Any, Any] = (True, None, None)  # what the optimizer said of its last step
+        self._over = False  # the others have come to the end
         self._key = "lm loss"
         self._began = time.time()
+        self._batches: Batches | None = None
+        self._writers = Writers(self._next_step, lambda: world.folders.save if world.folders else None)
+        self._evaluation: Evaluation | None = None
 
     def install(self) -> None:
-        """Replace the loop's step, and what decides on its end."""
+        """Replace the loop's step, what decides on its end, and who writes."""
+        self._writers.install()
         replace(TRAINING, "train", self._train)
         replace(TRAINING, "train_step", lambda _: self._train_step)
+        replace(TRAINING, "evaluate", lambda _: self._evaluate)
         replace(TRAINING, "checkpoint_and_decide_exit", lambda _: self._decide_exit)
         # The first iteration would do without overlapped gathers: in a newcomer that is not the others' first.
         replace(TRAINING, "should_disable_forward_pre_hook", lambda _: lambda args: False)
@@ -62,34 +72,81 @@ class Loop:
             from megatron.training import get_args
 
             args, config = get_args(), get_model_config(model[0])
-            session = self._make(args, forward_step_func, model, optimizer, opt_param_scheduler, samples)
+            session = self._make(args, forward_step_func, model, optimizer, opt_param_scheduler, data.one(samples))
+
+            def to_the_end() -> Any:
+                while True:
+                    self._place(args)
+                    config.no_sync_func = config.grad_sync_func = None  # the loop asserts that it sets them itself
+                    try:
+                        return original(
+                            forward_step_func, model, optimizer, opt_param_scheduler, samples, *rest, **more
+                        )
+                    except (_Elsewhere, GivenUp):
+                        continue
+
+            self._evaluation = Evaluation(session, lambda: self._key, to_the_end)
+            session.evaluations.make_up = self._making_up(forward_step_func, model, config, *rest, **more)
             try:
-                args.iteration = session.join()
+                session.join()
             except CheckpointError as error:
                 raise Refused(str(error)) from None
-            while True:
-                args.consumed_train_samples = args.iteration * args.global_batch_size
-                config.no_sync_func = config.grad_sync_func = None  # the loop asserts that it sets them itself
-                self._world.follow()
-                try:
-                    ended = original(forward_step_func, model, optimizer, opt_param_scheduler, samples, *rest, **more)
-                except _Elsewhere:
-                    continue
-                self._finish()
-                return ended
+            ended = to_the_end()
+            self._evaluation.in_loop = False
+            return ended
 
         return train
 
+    def _place(self, args: Any) -> None:
+        """The loop is to begin where this rank's session is."""
+        from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+        assert self._session is not None
+        args.iteration = self._session.iteration if self._ahead is None else self._ahead.iteration
+        if self._over:
+            args.iteration = args.train_iters
+        assert self._batches is not None
+        args.consumed_train_samples = self._batches.before(args.iteration)
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        self._world.follow()
+        self._writers.note_return()
+
+    def _next_step(self) -> int | None:
+        """The iteration of the next line of the log, as Megatron-LM counts."""
+        return None if self._session is None else self._session.iteration
+
+    def _making_up(
+        self, forward_step: Any, model: Any, config: Any, valid: Any, process: Any, *rest: Any, **_: Any
+    ) -> Callable[[int], None]:
+        """What a rank that comes in does where the others are in an evaluation of the loop."""
+
+        def make_up(part: int) -> None:
+            from megatron.training import training
+
+            assert self._session is not None
+            if part == IN_LOOP:
+                iteration = self._session.iteration
+                training.evaluate_and_print_results(
+                    f"iteration {iteration}", forward_step, valid, model, iteration, process, config, verbose=False
+                )
+
+        return make_up
+
+    def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        assert self._evaluation is not None
+        return self._evaluation.evaluate(*arguments, **keywords)
+
     def _make(self, args: Any, forward_step: Any, model: Any, optimizer: Any, scheduler: Any, samples: Any) -> Session:
         self._note_steps(optimizer)
+        batches = self._batches = Batches(args)
         try:
             self._session = Session(
                 model=model,
                 optimizer=optimizer,
                 scheduler=scheduler,
-                micro_batches=args.global_batch_size // args.micro_batch_size,
+                micro_batches=batches.micro_batches,
                 forward_step=self._noting_names(forward_step),
-                fetch=samples,
+                fetch=lambda iteration, index: samples(batches.before(iteration), index),
                 seq_length=args.seq_length,
                 micro_batch_size=args.micro_batch_size,
                 train_iterations=args.train_iters,
@@ -99,6 +156,7 @@ class Loop:
         except (UnsupportedLayout, CheckpointError) as error:
             raise Refused(str(error).removeprefix("unicron ")) from None
         session = self._session
+        session.finishes = False  # evaluations follow
         signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
         self._results = iter(session)
         return session
@@ -148,11 +206,11 @@ class Loop:
         result = self._ahead or next(self._results, None)
         self._ahead = None
         if result is None:  # the others have come to the end without this rank
-            get_args().iteration = get_args().train_iters
+            self._over = True
             raise _Elsewhere
         self._world.follow()
         if result.iteration != iteration:
-            self._ahead, get_args().iteration = result, result.iteration
+            self._ahead = result
             raise _Elsewhere
         succeeded, _, zeros = self._stepped
         losses = {}
@@ -184,9 +242,15 @@ class Loop:
         self._finish()
         return True
 
+    def close(self) -> None:
+        """The program is over, its evaluations after the training included."""
+        if self._session is not None:
+            self._finish()
+
     def _finish(self) -> None:
-        """The session ends where the loop does, and writes its last checkpoint."""
+        """The session ends, and writes its last checkpoint."""
         assert self._session is not None
         self._session.train_iterations = self._session.iteration
         for result in self._results:
             raise RuntimeError(f"the session went on with iteration {result.iteration} after the loop's end")
+        self._session.finish()

@@ -20,7 +20,9 @@ class SavedAndLoaded(Checkpoints):
     def __init__(self, folders: Folders):
         folder = folders.save or folders.load
         assert folder is not None
-        super().__init__(folder, folders.interval if folders.save else 0)
+        # Without --save-interval it finds its interval by itself.
+        super().__init__(folder, (folders.interval or None) if folders.save else 0)
+        self._finetune = folders.finetune
         self._writes = folders.save is not None
         other = folders.load if folders.load != folders.save else None
         self._other = Checkpoints(other) if other is not None and self._writes else None
@@ -36,9 +38,28 @@ class SavedAndLoaded(Checkpoints):
                 )
 
     def _found_anywhere(self) -> bool:
-        return bool(self.found() or (self._other is not None and self._other.found()))
+        return bool(super().found() or (self._other is not None and self._other.found()))
+
+    def _weights(self) -> list[Found]:
+        """What a fine-tuning begins with, as if it were of iteration 0."""
+        source = self._other or self
+        return [each._replace(iteration=0) for each in Checkpoints.found(source)]
+
+    def found(self) -> list[Found]:
+        return [] if self._finetune and not self._writes else super().found()
+
+    def load_one(self, state: TrainingState, found: Found, alone: bool = False) -> bool:
+        if not self._finetune or found not in self._weights():
+            return super().load_one(state, found, alone)
+        sound = super().load_one(state, found, alone=True)
+        self.newest = 0
+        return sound
 
     def load(self, state: TrainingState, iteration: int | None = None) -> int | None:
+        if self._finetune and not self.found():
+            if any(self.load_one(state, each) for each in self._weights()):
+                return 0
+            raise CheckpointError("--finetune finds no sound checkpoint in --load: give another folder")
         if self._other is not None and not any(iteration in (None, each.iteration) for each in self.found()):
             return self._other.load(state, iteration)
         found = super().load(state, iteration)
@@ -47,7 +68,13 @@ class SavedAndLoaded(Checkpoints):
         return found
 
     def choices(self) -> list[Found]:
-        found = super().choices() or (self._other.choices() if self._other is not None else [])
+        found = super().choices()
+        if not found and self._finetune:
+            found = self._weights()
+            if not found:
+                raise CheckpointError("--finetune finds no checkpoint in --load: give another folder")
+        if not found and self._other is not None:
+            found = self._other.choices()
         if not found and self._needed:
             raise CheckpointError(NEEDED.format(self.folder))
         return found

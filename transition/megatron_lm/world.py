@@ -44,8 +44,7 @@ class World:
         replace(module, "validate_args", _validate)
         replace(INITIALIZE, "_initialize_distributed", self._initialize)
         replace(INITIALIZE, "_compile_dependencies", _compile)
-        for name in ("_set_tensorboard_writer", "_set_wandb_writer", "_set_one_logger"):
-            replace(GLOBALS, name, self._in_the_first_replica)
+        replace(GLOBALS, "_set_one_logger", self._in_the_first_replica)
         replace(TRAINING, "mpu", _AsOneReplica)
 
     def _parse(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,7 +79,7 @@ class World:
         return initialize_distributed
 
     def _in_the_first_replica(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """One rank writes TensorBoard's files: the last one of the replica that the job's first ranks make."""
+        """One rank has NVIDIA's own logger: the last one of the replica that the job's first ranks make."""
 
         def set_writer(args: Any) -> None:
             if self._home()[0] == 0:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from unicron.transition.iteration.accumulation import Accumulation, PeerLost, Sum, Work, wait_out
+from unicron.transition.iteration.accumulation import Accumulation, PeerLost, Sum, Work, evaluating, wait_out
 from unicron.transition.iteration.ledger import Ledger
 from unicron.transition.seams import modules
 from unicron.transition.seams.table import UnsupportedLayout
@@ -208,29 +208,49 @@ class PlainGradients(Accumulation):
 
     def _loss(self, ledger: Ledger, index: int, micro_batch: Any) -> torch.Tensor:
         """The forward pass of a micro-batch: its loss as it weighs in the gradient. The ledger notes it."""
-        told = self._forward_step(micro_batch, self._model)
-        loss, tokens = told if isinstance(told, tuple) and len(told) == 2 else (told, None)
-        if not isinstance(loss, torch.Tensor) or loss.dim() or (tokens is not None and not _is_number(tokens)):
-            raise TypeError(f"{LOSS}, 0-d tensors: this one returned {_shown(told)}")
+        loss, tokens = self._told(self._forward_step(micro_batch, self._model))
         if any((ledger.tokens[done] is None) != (tokens is None) for done in ledger.done):
             raise TypeError(f"{LOSS}: the same of them for every micro-batch")
         ledger.losses[index], ledger.tokens[index] = loss.detach().clone(), tokens
         return loss if tokens is not None else loss / self.total
 
+    @staticmethod
+    def _told(told: Any) -> tuple[torch.Tensor, Any]:
+        """What a forward step returned: (loss, tokens or None)."""
+        loss, tokens = told if isinstance(told, tuple) and len(told) == 2 else (told, None)
+        if not isinstance(loss, torch.Tensor) or loss.dim() or (tokens is not None and not _is_number(tokens)):
+            raise TypeError(f"{LOSS}, 0-d tensors: this one returned {_shown(told)}")
+        return loss, tokens
+
+    def evaluate(
+        self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
+    ) -> dict[int, tuple[torch.Tensor, Any]]:
+        before, found = _versions(self._model), {}
+        with evaluating([self._model]):
+            for index in indices:
+                self._begin_evaluation(iteration, index)
+                loss, tokens = self._told(self._forward_step(fetch(iteration, index), self._model))
+                found[index] = loss, 1 if tokens is None else tokens
+        self._check_buffers(before)
+        return found
+
     def _check_untouched(self, before: dict[str, tuple[int, int]]) -> None:
         """Raises :class:`UnsupportedLayout` for a model or a script that does what would be trained wrongly."""
-        changed = [name for name, version in _versions(self._model).items() if before.get(name) != version]
-        if changed:
-            raise UnsupportedLayout(
-                f"unicron can't heal {changed[0]}: a buffer that a forward pass changes depends on who computes what. "
-                "Use a layer without running statistics, or register it with persistent=False if it is a mere cache"
-            )
+        self._check_buffers(before)
         for bucket in reversed(self._buckets):
             for number in reversed(list(bucket.detached())):
                 raise UnsupportedLayout(
                     f"the gradient of {self._names[id(bucket.parameters[number])]} was replaced while it was computed: "
                     "leave zero_grad(), step() and .grad to the session"
                 )
+
+    def _check_buffers(self, before: dict[str, tuple[int, int]]) -> None:
+        changed = [name for name, version in _versions(self._model).items() if before.get(name) != version]
+        if changed:
+            raise UnsupportedLayout(
+                f"unicron can't heal {changed[0]}: a buffer that a forward pass changes depends on who computes what. "
+                "Use a layer without running statistics, or register it with persistent=False if it is a mere cache"
+            )
 
     # ------------------------------------------------------------ reducing
     def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,8 @@ class Plain:
     scheduler: one of `torch.optim.lr_scheduler`, stepped after each iteration, or None. clip_grad: the largest norm
     of all gradients together. scaler: a `torch.amp.GradScaler`, for fp16."""
 
+    varies = False  # the proof of the ledger has its place behind the gradients
+
     def __init__(
         self,
         model: torch.nn.Module,

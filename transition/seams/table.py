@@ -206,6 +206,8 @@ MEGATRON_LM = (
     Seam(GLOBALS, "_set_tensorboard_writer", "args", "one rank writes"),
     Seam(GLOBALS, "_set_wandb_writer", "args", "one rank writes"),
     Seam(GLOBALS, "_set_one_logger", "args", "one rank writes"),
+    Seam(TRAINING, "get_tensorboard_writer", "", "one rank writes"),
+    Seam(TRAINING, "get_wandb_writer", "", "one rank writes"),
     Seam(
         TRAINING,
         "train",
@@ -234,6 +236,27 @@ MEGATRON_LM = (
         "model optimizer opt_param_scheduler iteration num_floating_point_operations_so_far checkpointing_context "
         "train_data_iterator",
         "checkpoints and the end are the session's",
+    ),
+    Seam(
+        TRAINING,
+        "evaluate",
+        "forward_step_func data_iterator model process_non_loss_data_func config verbose non_loss_data_func eval_iters",
+        "the sums are the session's",
+        {
+            "0.19": "forward_step_func data_iterator model process_non_loss_data_func config verbose "
+            "non_loss_data_func eval_iters pg_collection p2p_communicator"
+        },
+    ),
+    Seam(
+        TRAINING,
+        "evaluate_and_print_results",
+        "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config verbose "
+        "write_to_tensorboard non_loss_data_func",
+        "a rank that comes in takes part in the evaluation at hand",
+        {
+            "0.19": "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config verbose "
+            "write_to_tensorboard non_loss_data_func pg_collection p2p_communicator"
+        },
     ),
     Seam(
         TRAINING,

@@ -42,6 +42,8 @@ class Member:
         self.rescue: Callable[[str], None] = lambda why: None
         self.generation = 0
         self.members: list[int] = []
+        self.losses = 0  # nodes that were lost, or at least a rank of theirs
+        self._ranks_per_node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
         self.inside = False  # it has a place in the job, and the training state
         self.came_new = False  # with its last entry it began an iteration of which nobody has a part
         self.half_received = False  # of the training state
@@ -61,6 +63,11 @@ class Member:
     def replica(self) -> int:
         """This rank's data-parallel rank."""
         return replica_of(self.members, self.layout.size, self.slot)
+
+    @property
+    def nodes(self) -> int:
+        """The nodes of the generation."""
+        return max(1, len({slot // self._ranks_per_node for slot in self.members}))
 
     @property
     def slots(self) -> list[int]:
@@ -189,6 +196,8 @@ class Member:
             self._check_alive()
         self._built = self._built if keep else plan.generation
         self.moments["grouped"] = time.monotonic()
+        if not plan.boundary:
+            self.losses += len({slot // self._ranks_per_node for slot in set(self.members) - set(plan.members)})
         self.members = list(plan.members)
         self.take(plan, newcomer)
         self._check_alive()

@@ -18,11 +18,12 @@ from unicron.transition.snapshot.migrate import TrainingState
 
 class Trained(Protocol):
     """What a session trains. chunks: parts of the model, each in `module`. optimizer, scheduler: with the methods of
-    Megatron's; scheduler may be None."""
+    Megatron's; scheduler may be None. varies: the number of micro-batches may differ between iterations."""
 
     chunks: Sequence[Any]
     optimizer: Any
     scheduler: Any
+    varies: bool
 
     def check(self, layout: Layout) -> None:
         """Raises :class:`table.UnsupportedLayout` for the first thing that this release cannot heal."""
@@ -42,6 +43,8 @@ class Trained(Protocol):
 
 class Megatron:
     """Megatron's DDP chunks, optimizer and OptimizerParamScheduler."""
+
+    varies = True
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any):
         self.chunks: Sequence[Any] = list(model)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 from unicron.transition.session.member import RELAID, Member
 from unicron.transition.session.save_schedule import SaveSchedule
 from unicron.transition.snapshot.checkpoint import TURN_SECONDS, Checkpoints, Writer
+from unicron.transition.snapshot.keeper import COPIES
 from unicron.transition.snapshot.local_state import LocalState
 from unicron.transition.snapshot.migrate import TrainingState
+from unicron.transition.snapshot.save_interval import Risk
 
 
 class Persistence:
@@ -14,8 +19,17 @@ class Persistence:
 
     def __init__(self, member: Member, state: TrainingState, checkpoints: Checkpoints | None, local: LocalState):
         self._member, self._state, self.checkpoints, self.local = member, state, checkpoints, local
-        self.schedule = SaveSchedule(checkpoints, local)
+        self.schedule = SaveSchedule(checkpoints, local, self._risk)
+        self._began = time.monotonic()
         member.watch.on_memory = local.on_message
+
+    def _risk(self) -> Risk:
+        """What the job may lose, as far as this rank knows. A loss of a node is covered by replicas on others, and by
+        the copies that agents and the ranks of a distributed optimizer keep."""
+        member, copied = self._member, int(os.environ.get(COPIES) or 1) > 0
+        covers = copied if self._state.sharded else member.replicas > 1 or (copied and self.local.reports)
+        copies = covers and member.channel is not None and member.nodes > 1
+        return Risk(member.nodes, copies, time.monotonic() - self._began, member.losses)
 
     @property
     def writes(self) -> bool:

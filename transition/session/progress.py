@@ -4,6 +4,7 @@ takes."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,8 @@ class SessionPosition:
 
 
 class RankReporter:
-    """Reports to the agent, where there is one. parameters: of this rank's part of the model. flops: of an
-    iteration."""
+    """Reports to the agent, where there is one. parameters: of this rank's part of the model. flops: of a
+    micro-batch."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class RankReporter:
         self._at, self._member, self._channel = at, member, member.channel
         self._gradients, self._persistence, self._local = gradients, persistence, persistence.local
         self._parameters, self._flops = parameters, flops
+        self.micro_batches_of: Callable[[int], int] = lambda iteration: at.ledger.total
         self._last_reported: tuple[Any, ...] = ()  # how far the last status has said that this rank is
 
     @property
@@ -91,9 +93,9 @@ class RankReporter:
             iteration=ledger.iteration if member.inside else at.iteration,
             phase=phase if member.inside else "computing",
             done=list(ledger.done) if keeps else [],
-            micro_batches=ledger.total,
+            micro_batches=self._micro_batches(ledger, phase),
             train_iterations=at.train_iterations,
-            flops_per_iteration=self._flops,
+            flops_per_iteration=self._flops * ledger.total,
             iteration_seconds=at.seconds,
             loss=at.loss,
             saved=-1 if persistence.checkpoints is None else persistence.checkpoints.newest,
@@ -103,6 +105,13 @@ class RankReporter:
             remembers=self._local.reports,
             outlives=notice.outlives_notice(),
         )
+
+    def _micro_batches(self, ledger: Ledger, phase: str) -> int:
+        """The micro-batches that a plan would deal: of the next iteration, if this one may be stepped by then."""
+        if not self._member.inside:
+            return self.micro_batches_of(self._at.iteration)
+        after = phase in ("synced", "stepped")
+        return self.micro_batches_of(ledger.iteration + 1) if after else ledger.total
 
     def _has(self, state: str) -> list[tuple[int, str]]:
         """(iteration, mark) of the states with which this rank can go on where nobody trains any more."""

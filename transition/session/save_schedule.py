@@ -3,20 +3,26 @@ collective of all, who wants one and who has not finished the last one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from unicron.transition.iteration.exchange import Said
 from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron.transition.snapshot.local_state import LocalState
 from unicron.transition.snapshot.migrate import TrainingState
+from unicron.transition.snapshot.save_interval import Risk
 
 
 class SaveSchedule:
-    """The schedule of one rank. checkpoints: None where the script makes none. local: the state in memory."""
+    """The schedule of one rank. checkpoints: None where the script makes none. local: the state in memory. risk(): what
+    the job may lose."""
 
-    def __init__(self, checkpoints: Checkpoints | None, local: LocalState):
-        self._checkpoints, self._local = checkpoints, local
+    def __init__(
+        self, checkpoints: Checkpoints | None, local: LocalState, risk: Callable[[], Risk] = lambda: Risk(1, False)
+    ):
+        self._checkpoints, self._local, self._risk = checkpoints, local, risk
+        self._filing_since: float | None = None  # the agent makes a file of what this rank has set aside
         self.writes = checkpoints is not None and checkpoints.destination is not None
         self._said = Said()
         self._warned = False  # that one was left out
@@ -25,14 +31,14 @@ class SaveSchedule:
     @property
     def by_clock(self) -> bool:
         """Whether ranks without an agent have to agree on an iteration, too."""
-        return self.writes and self._checkpoints is not None and bool(self._checkpoints.minutes)
+        return self.writes and self._checkpoints is not None and self._checkpoints.by_clock
 
     @property
     def wanted(self) -> bool:
         """Whether this rank wants one: somebody has asked its agent, or its minutes are over."""
         if self._checkpoints is None or not self.writes:
             return False
-        return self._local.asked or self._checkpoints.is_overdue()
+        return self._local.asked or self._checkpoints.is_overdue(self._risk)
 
     @property
     def busy(self) -> bool:
@@ -42,6 +48,17 @@ class SaveSchedule:
     def begin_iteration(self) -> None:
         """No rank has said anything of this iteration yet."""
         self._said = Said()
+        if self._filing_since is not None and not self.busy:
+            self._note(written=time.monotonic() - self._filing_since)
+            self._filing_since = None
+
+    def _note(self, blocked: float = 0.0, written: float = 0.0) -> None:
+        """What this rank's part of a checkpoint has cost."""
+        clock = self._checkpoints.clock if self._checkpoints is not None else None
+        if clock is not None and blocked:
+            clock.note_blocked(blocked)
+        if clock is not None and written:
+            clock.note_written(written)
 
     def on_commit(self, said: Said) -> None:
         """What the commit of this iteration came to. A rank that steps by a plan has not heard it, which costs at most
@@ -72,7 +89,11 @@ class SaveSchedule:
         """The one of `iteration` is due, and this rank writes a part of it: its agent does, or else a thread of this
         rank."""
         assert self._checkpoints is not None
-        if not self._local.set_aside(iteration, members, generation, writer):
+        began = time.monotonic()
+        if self._local.set_aside(iteration, members, generation, writer):
+            self._filing_since = began
+        else:
             self._checkpoints.save(state, iteration, self._local.file_writer(writer))
             if self._asked:
                 inform(f"the checkpoint of iteration {iteration} goes to {self._checkpoints.folder}")
+        self._note(blocked=time.monotonic() - began)

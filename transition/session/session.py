@@ -28,6 +28,7 @@ from unicron.transition.iteration.gradient_copies import Where, chosen
 from unicron.transition.iteration.ledger import Ledger, LedgerError, deal
 from unicron.transition.iteration.result import StepResult
 from unicron.transition.seams.table import UnsupportedLayout
+from unicron.transition.session.evaluation import Evaluations
 from unicron.transition.session.handover import Handover
 from unicron.transition.session.member import Member
 from unicron.transition.session.model_kinds import Trained, kind_of
@@ -69,8 +70,9 @@ class Session:
     """Iterate over it: one :class:`StepResult` for each optimizer step.
 
     model: a `torch.nn.Module` with torch's optimizer and schedule, or a list of Megatron's DDP chunks with Megatron's.
-    micro_batches: per iteration, over all ranks. forward_step: `forward_step(micro_batch, model)` -> mean loss, or (sum
-    of losses, tokens); with Megatron its `forward_step_func`. fetch: `fetch(iteration, index)` -> one micro-batch, a
+    micro_batches: per iteration, over all ranks; with Megatron also a function of the iteration that never falls.
+    forward_step: `forward_step(micro_batch, model)` -> mean loss, or (sum of losses, tokens); with Megatron its
+    `forward_step_func`. fetch: `fetch(iteration, index)` -> one micro-batch, a
     function of nothing else. seq_length, micro_batch_size: Megatron's schedule needs them, else they count FLOPs.
     checkpoints: where to go on from, and where the first member saves. seed: of the training's random numbers, by
     default torch's own. clip_grad, scaler: the largest norm and a `torch.amp.GradScaler`, for a plain module. Raises
@@ -84,7 +86,7 @@ class Session:
         model: Any,
         optimizer: Any,
         scheduler: Any = None,
-        micro_batches: int,
+        micro_batches: int | Callable[[int], int],
         forward_step: Callable[..., Any],
         fetch: Callable[[int, int], Any],
         seq_length: int = 0,
@@ -96,21 +98,22 @@ class Session:
         clip_grad: float | None = None,
         scaler: Any = None,
     ):
-        if micro_batches < 1 or train_iterations < start_iteration:
+        self.micro_batches_of = micro_batches if callable(micro_batches) else lambda iteration: micro_batches
+        first = self.micro_batches_of(start_iteration)
+        if first < 1 or train_iterations < start_iteration:
             raise ValueError(
-                f"micro_batches {micro_batches} and train_iterations {train_iterations} must be at least 1 and "
+                f"micro_batches {first} and train_iterations {train_iterations} must be at least 1 and "
                 f"{start_iteration}"
             )
         self._process = current = rank_process.current()
         self.layout = current.layout
         trained = kind_of(model, optimizer, scheduler, clip_grad=clip_grad, scaler=scaler)
         trained.check(self.layout)
+        if callable(micro_batches) and not trained.varies:
+            raise ValueError("micro_batches is one number for a plain module: a function is for Megatron's models")
         self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
         self._model, self._optimizer, self._scheduler = trained.chunks, trained.optimizer, trained.scheduler
-        self.micro_batches = micro_batches
-        self._at = SessionPosition(
-            start_iteration, train_iterations, (Ledger(start_iteration, micro_batches, []), "computing")
-        )
+        self._at = SessionPosition(start_iteration, train_iterations, (Ledger(start_iteration, first, []), "computing"))
         self._state = trained.state(torch.initial_seed() if seed is None else seed)
         self._member = self._join(current, trained)
         self._exchange = Exchange(current)
@@ -119,7 +122,7 @@ class Session:
         self._local = self._local_state(current, where)
         work = Work(
             fetch=fetch,
-            total=micro_batches,
+            total=first,
             lost=self._watch.lost if self.layout.size == 1 else self._watch.hit,
             over=self._watch.lost,
             layout=self.layout,
@@ -137,9 +140,9 @@ class Session:
         at_commit(self._optimizer, self._commit)
         hold_scalers(self._optimizer, self._pending)
         parameters = sum(each.numel() for chunk in self._model for each in chunk.module.parameters())
-        self._samples = micro_batches * max(1, micro_batch_size)
+        self._size = max(1, micro_batch_size)
         # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
-        flops = 6.0 * parameters * self.layout.size * self._samples * max(1, seq_length)
+        flops = 6.0 * parameters * self.layout.size * self._size * max(1, seq_length)
         self._next_assignment: list[int] | None = None
         self._ordered_next = True
         self._committed = False
@@ -150,11 +153,14 @@ class Session:
         self._persistence = Persistence(self._member, self._state, checkpoints, self._local)
         self._saving = self._persistence.schedule
         self._reporter = RankReporter(self._at, self._member, self._gradients, self._persistence, parameters, flops)
+        self._reporter.micro_batches_of = self.micro_batches_of
         self._member.report = self._reporter.status
         if self._channel is not None:
             self._channel.progress = self._reporter.progress
         self._at.iteration = self._persistence.find_start(start_iteration)
         self._handover = Handover(self._member, self._state, self._exchange, self._local)
+        self.finishes = True
+        self.evaluations = Evaluations(self._exchange, self._gradients, self._watch.lost, current.device)
 
     def _local_state(self, current: rank_process.Process, where: Where) -> LocalState:
         """Where this rank's state outlives it; without an agent, nowhere."""
@@ -189,6 +195,11 @@ class Session:
         return self._at.iteration
 
     @property
+    def micro_batches(self) -> int:
+        """The number of the iteration at hand, over all ranks."""
+        return self.micro_batches_of(self._at.iteration)
+
+    @property
     def train_iterations(self) -> int:
         """The iteration at which the training ends. It may be set, to the same on all ranks."""
         return self._at.train_iterations
@@ -214,6 +225,7 @@ class Session:
         if self._channel is not None and not self._member.inside:
             self._member.rest("waiting")
             self._change_to(self._member.enter_until_in(self._member.wait_plan()))
+            self.evaluations.catch_up()
         return self._at.iteration
 
     def __iter__(self) -> Iterator[StepResult]:
@@ -222,15 +234,19 @@ class Session:
             try:
                 result = self._train_iteration()
             except _Rejoined:
+                self.evaluations.catch_up()
                 continue
             left = time.perf_counter()
             yield result
+            if self._at.iteration != result.iteration + 1:  # an evaluation has ended elsewhere
+                continue
             if self._at.iteration < self._at.train_iterations and not self._stopping:
                 self._persistence.keep_boundary(self._at.iteration)
             self._outside_seconds = time.perf_counter() - left
             if self._agreed_offer is not None and self._at.iteration < self._at.train_iterations and not self._stopping:
                 self._change_to(self._member.enter_until_in(self._agreed_offer))
-        self._finish()
+        if self.finishes:
+            self.finish()
 
     def _change_to(self, plan: Plan) -> None:
         """At an iteration boundary this rank is in `plan`: what everybody held, or what followed when it broke."""
@@ -238,18 +254,58 @@ class Session:
         self._local.note_has_state()
         self._member.publish("running")
         if not plan.boundary:
-            self._next_assignment = self._member.assigned(plan)
+            self._next_assignment = self._assigned(plan)
+
+    # ------------------------------------------------------------ between two iterations
+    def evaluate(self, fetch: Callable[[int, int], Any], micro_batches: int, part: int = 0) -> float | None:
+        """The mean loss over so many micro-batches of `fetch(iteration, index)`, iteration being the next one: forward
+        passes in evaluation mode, dealt among the replicas. All ranks call it in the body of the loop after the same
+        iteration, and get the same value, whatever the number of ranks; a loss of ranks in it is healed.
+
+        part: tells evaluations between the same two iterations apart, in rising order. Returns None where the job had
+        to go back, or this rank was left out and is elsewhere by now. Raises ValueError for a part that is over.
+        """
+        before, boundary, member = self._at.moment, self._at.iteration, self._member
+        self.evaluations.begin_part(boundary, part)
+        while self.evaluations.running:
+            self._watch.shelter(False)  # whoever is lost, this rank leaves its schedule at once
+            try:
+                self.evaluations.compute(fetch, micro_batches, member.replicas, member.replica)
+            except (PeerLost, RuntimeError) as error:
+                if not self._is_loss(error):
+                    raise
+                self._regroup(error)
+                if self._at.iteration == boundary:
+                    self._at.moment = before
+        self._watch.shelter(True)
+        return self.evaluations.end()
+
+    def _regroup(self, error: Exception) -> None:
+        """A loss between two iterations is one at the begin of the next, of which nothing is computed."""
+        self._gradients.drop()
+        self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
+        with contextlib.suppress(_Rejoined):
+            if self._recover(error):
+                raise LedgerError("a plan steps an iteration that has not begun") from error
+            self._next_assignment = list(self._at.ledger.assigned)
+
+    def _assigned(self, plan: Plan) -> list[int] | None:
+        """What the plan gives this replica of its iteration. Ranks that are about to step report the number of
+        micro-batches of the next one, which may be larger."""
+        assigned = self._member.assigned(plan)
+        total = self.micro_batches_of(self._at.iteration if plan.iteration is None else plan.iteration)
+        return None if assigned is None else [index for index in assigned if index < total]
 
     def _train_iteration(self) -> StepResult:
         began = time.perf_counter()
         self._agreed_offer, self._committed = None, False
         self._saving.begin_iteration()
-        assigned = self._next_assignment
+        assigned, total = self._next_assignment, self.micro_batches
         if assigned is None:
-            assigned = deal(self.micro_batches, self._member.replicas, self._member.replica)
+            assigned = deal(total, self._member.replicas, self._member.replica)
         self._next_assignment = None
-        self._at.moment = Ledger(self._at.iteration, self.micro_batches, assigned), "computing"
-        self._gradients.begin_iteration(self._ordered_next or self._member.replicas > self.micro_batches)
+        self._at.moment = Ledger(self._at.iteration, total, assigned), "computing"
+        self._gradients.begin_iteration(self._ordered_next or self._member.replicas > total, total)
         self._optimizer.zero_grad()
         self._member.publish("running")  # at once: a script that hangs may hold the interpreter from here on
         return self._until_stepped(began)
@@ -298,6 +354,7 @@ class Session:
         self._self_stops += 1
         # a forward pass may wait for peers, too: of its replica, or for gathered parameters
         waits = not alone or self._local.sharded or self._at.phase in ("reducing", "synced")
+        waits = waits or self.evaluations.running
         in_collective = waits and type(error) in BROKEN
         return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
 
@@ -309,7 +366,7 @@ class Session:
         on the same communicator. The losses travel with the counts so that the job's loss does not depend on who
         computed what, and the wishes to stop so that all who have the reduced gradients agree on the end.
         """
-        proof = torch.zeros(4, self.micro_batches, dtype=torch.float64)
+        proof = torch.zeros(4, self._at.ledger.total, dtype=torch.float64)
         counts, wishes, losses, tokens = proof
         wishes[0] = float(self._stop_agreed)
         for index in self._at.ledger.done:
@@ -375,7 +432,7 @@ class Session:
         succeeded, grad_norm, _ = self._optimizer.step()
         self._commit()  # an overflow has skipped the step, and with it the commit
         if self._scheduler is not None and succeeded:
-            self._scheduler.step(increment=self._samples)
+            self._scheduler.step(increment=self._at.ledger.total * self._size)
         self._state.loss = self._at.loss
         self._keep_step()
         self._watch.shelter(True)
@@ -421,10 +478,10 @@ class Session:
         if member.came_new or not steps:
             self._pending.forget()
         if member.came_new:
-            self._next_assignment = member.assigned(plan)
+            self._next_assignment = self._assigned(plan)
             raise _Rejoined
         if steps or (plan.state is not None and plan.iteration == self._at.ledger.iteration + 1):
-            self._next_assignment = member.assigned(plan)
+            self._next_assignment = self._assigned(plan)
             self._watch.shelter(False)
             return True
         self._committed = False
@@ -432,7 +489,7 @@ class Session:
         if not self._gradients.restore():
             self._at.ledger.drop()
         self._set_phase("computing")  # a further loss must not find it reduced
-        assigned = member.assigned(plan)
+        assigned = self._assigned(plan)
         if assigned is None or plan.iteration not in (None, self._at.ledger.iteration):
             raise LedgerError(
                 f"the plan for iteration {self._at.ledger.iteration} gives this replica nothing to compute"
@@ -477,8 +534,10 @@ class Session:
         self._gradients.seed = self._state.seed
         if self._member.came_new:
             self._stopping = False
-            self._next_assignment = self._member.assigned(plan)
+            self._next_assignment = self._assigned(plan)
             self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
+        if not plan.boundary:
+            self.evaluations.agree(self._at.iteration, self._member.came_new)
 
     def _rescue(self, why: str) -> None:
         """Nobody leads the job any more, or all ranks end: what this rank knows goes to disk before."""
@@ -490,7 +549,9 @@ class Session:
         """The channel's thread tells of it, unless the step is there first."""
         self._at.moment = self._at.ledger, phase
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """The training is over, and evaluations after it: write the last checkpoint, and leave the job. Iterating to
+        the end does it, unless `finishes` was set to False."""
         self._at.train_iterations = self._at.iteration  # an end that was asked for is the end for everybody
         self._persistence.finish(self._at.iteration)
         with contextlib.suppress(RuntimeError):  # a peer that ends now has all that it needs, or is lost

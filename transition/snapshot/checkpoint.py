@@ -18,9 +18,10 @@ import os
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,6 +31,7 @@ from unicron.transition.snapshot.checkpoint_file import DAMAGED, finished, folde
 from unicron.transition.snapshot.folders import Found
 from unicron.transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
 from unicron.transition.snapshot.migrate import Settings, StateMismatch, TrainingState, as_before
+from unicron.transition.snapshot.save_interval import Risk, SaveClock
 
 # Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up
 # to the RESCUERSth, unless one before it has done so.
@@ -39,6 +41,7 @@ LOOK_SECONDS = 0.2
 TURN_SECONDS = 5.0  # the same, where all of them are asked to save
 OTHERS_SECONDS = 10.0  # at the end of a training, for the others' files: what is older goes when all are there
 MINUTES = "UNICRON_CHECKPOINT_MINUTES"
+AUTO = "auto"
 
 
 class CheckpointError(RuntimeError):
@@ -80,17 +83,26 @@ class Writer:
 class Checkpoints:
     """The checkpoints of one job in `folder`, which all its nodes share.
 
-    interval: iterations between two of them, minutes: minutes; with neither, which is 0, there is one at the end only.
-    keep: how many stay. A write that fails costs nothing but itself: it is reported, and the next one is tried when it
-    is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`. Raises ValueError, one line, for what makes no
-    sense.
+    interval: iterations between two of them, minutes: minutes. minutes "auto", which it is where neither is given: as
+    often as what a save costs, and how often one would be needed, call for (`save_interval`). With 0 of both there is
+    one at the end only. keep: how many stay. A write that fails costs nothing but itself: it is reported, and the next
+    one is tried when it is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`. Raises ValueError, one line,
+    for what makes no sense.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], interval: int = 0, keep: int = 2, minutes: float = 0.0):
-        minutes = _minutes(minutes)
-        if interval < 0 or keep < 1:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        interval: int | None = None,
+        keep: int = 2,
+        minutes: float | Literal["auto"] | None = None,
+    ):
+        given = _minutes(minutes if minutes is not None else AUTO if interval is None else 0.0)
+        self.folder, self.interval, self.keep = Path(folder), interval or 0, keep
+        if self.interval < 0 or keep < 1:
             raise ValueError(f"interval {interval} must be at least 0 and keep {keep} at least 1")
-        self.folder, self.interval, self.keep, self.minutes = Path(folder), interval, keep, minutes
+        self.clock = SaveClock() if given == AUTO else None
+        self.minutes: float = 0.0 if given == AUTO else float(given)
         self._last = time.monotonic()  # when one was due
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -118,11 +130,11 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder} has no whole checkpoint of iteration {iteration}")
         return None
 
-    def load_one(self, state: TrainingState, found: Found) -> bool:
-        """Puts one into `state`; False for a damaged one, which is said. Raises :class:`CheckpointError` for one of
-        another model."""
+    def load_one(self, state: TrainingState, found: Found, alone: bool = False) -> bool:
+        """Puts one into `state`, with `alone` only its parameters; False for a damaged one, which is said. Raises
+        :class:`CheckpointError` for one of another model."""
         try:
-            _load(state, found)
+            _load(state, found, alone)
         except (OSError, BadImage) as error:
             warn(f"checkpoint of iteration {found.iteration} passed over: {error}")
             return False
@@ -155,13 +167,23 @@ class Checkpoints:
         """Whether one is to be written when `iteration` iterations are done."""
         return bool(self.interval) and iteration % self.interval == 0
 
-    def is_overdue(self) -> bool:
-        """`minutes` are over since the last one. Ranks' clocks differ, so they have to agree on one iteration."""
-        return bool(self.minutes) and time.monotonic() - self._last >= 60.0 * self.minutes
+    @property
+    def by_clock(self) -> bool:
+        """Whether time decides, too."""
+        return bool(self.minutes) or self.clock is not None
+
+    def is_overdue(self, risk: Callable[[], Risk]) -> bool:
+        """The time is over since the last one. Ranks' clocks differ, so they have to agree on one iteration."""
+        if not self.by_clock:
+            return False
+        seconds = 60.0 * self.minutes if self.clock is None else self.clock.seconds(risk())
+        return time.monotonic() - self._last >= seconds
 
     def restart_clock(self) -> None:
-        """One is written now, by whomever: the minutes begin anew."""
+        """One is written now, by whomever: the time begins anew."""
         self._last = time.monotonic()
+        if self.clock is not None:
+            self.clock.note_saved()
 
     def save(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
         """Copies this rank's part of the state, and lets a thread write it; no other rank is waited for. Waits for the
@@ -234,7 +256,7 @@ class Checkpoints:
 
     def _write(self, head: bytes, data: torch.Tensor, iteration: int, writer: Writer) -> None:
         path = self._path(iteration, writer)
-        new = unfinished(path)
+        new, begun = unfinished(path), time.monotonic()
         try:
             self._pruned(iteration, writer)  # the one before is whole by now
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,6 +267,8 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
             finished(path, writer.mark)
+            if self.clock is not None:
+                self.clock.note_written(time.monotonic() - begun)
             self.newest = iteration
             self._pruned(iteration, writer)
         except Exception as error:  # whatever it is, it must not count as written
@@ -263,14 +287,16 @@ class Checkpoints:
             return True  # this rank's part is written, whatever becomes of older ones
 
 
-def _minutes(given: float) -> float:
+def _minutes(given: float | str) -> float | str:
     text = os.environ.get(MINUTES) or str(given)
+    if text == AUTO:
+        return AUTO
     try:
         minutes = float(text)
     except ValueError:
         minutes = -1.0
     if not 0.0 <= minutes < math.inf:
-        raise ValueError(f"{MINUTES}={text!r}: write minutes between two checkpoints, 0 for none by the clock")
+        raise ValueError(f"{MINUTES}={text!r}: write minutes between two checkpoints, auto, or 0 for none by the clock")
     return minutes
 
 
@@ -283,11 +309,11 @@ def _copied(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes
     return contents.head_of(state, found.about, iteration, writer.layout), data
 
 
-def _load(state: TrainingState, found: Found) -> None:
-    """Raises BadImage, OSError, or CheckpointError for what is sound and yet of no use here."""
+def _load(state: TrainingState, found: Found, alone: bool = False) -> None:
+    """alone: the parameters only. Raises BadImage, OSError, or CheckpointError for what is sound and yet of no use."""
     first = found.paths[0]
     try:
-        _assemble(state, [contents.opened(read_page(path)) for path in found.paths], first.parent)
+        _assemble(state, [contents.opened(read_page(path)) for path in found.paths], first.parent, alone)
     except BadImage as error:  # so that ranks that read other files of it pass it over as well
         with contextlib.suppress(OSError):
             first.with_name(f"{found.mark}.{DAMAGED}").write_text(f"{error}\n")
@@ -306,7 +332,7 @@ def _other_model(path: Path, why: object) -> CheckpointError:
     )
 
 
-def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) -> None:
+def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path, alone: bool = False) -> None:
     sources: dict[str, list[parts.Source]] = defaultdict(list)
     saved: dict[str, list[parts.Saved]] = defaultdict(list)
     for file in files:
@@ -319,11 +345,13 @@ def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) 
             sources[name].append(parts.Source(box, begin, end, read))
             saved[name].append(parts.Saved(box, [key for key in keys if key != parts.PARAMETER], others))
     try:
-        parts.restore(state.model, state.optimizer, sources, saved)
+        parts.restore(state.model, state.optimizer, sources, {} if alone else saved)
     except (parts.Missing, KeyError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise _other_model(folder, error) from None
+    if alone:
+        return
     head = files[0].head
     state.seed, state.loss = head.seed, head.loss
     _restore_groups(state, head.groups)

@@ -95,7 +95,8 @@ OF_JOBS = (
     ),
     Variable(
         "UNICRON_CHECKPOINT_MINUTES",
-        "minutes between two checkpoints of a session, in place of the script's `minutes`; 0: none by the clock",
+        "minutes between two checkpoints of a session, in place of the script's `minutes`; `auto`: as their cost and "
+        "the failures call for; 0: none by the clock",
         "the script's",
     ),
     Variable(

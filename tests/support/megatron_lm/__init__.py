@@ -46,6 +46,28 @@ def lines(log: str) -> list[Line]:
     return [Line(int(m["iteration"]), int(m["samples"]), float(m["loss"]), float(m["norm"])) for m in found]
 
 
+VALUE = re.compile(r" validation loss at (iteration \d+(?: on \w+ set)?) \| lm loss value: (\S+) ")
+
+
+def values(log: str) -> list[tuple[str, float]]:
+    """All evaluations in a log: (where, loss)."""
+    return [(where, float(loss)) for where, loss in VALUE.findall(log)]
+
+
+def shown(folder: Path) -> dict[int, float]:
+    """What TensorBoard would show of the stand-in's files: step -> value. No step may be there twice."""
+    found: dict[int, float] = {}
+    for path in sorted(folder.iterdir()):
+        for line in path.read_text().splitlines():
+            step, value = line.split()
+            if step == "purge":
+                found = {at: told for at, told in found.items() if at < int(value)}
+            else:
+                assert int(step) not in found, f"step {step} shows twice"
+                found[int(step)] = float(value)
+    return found
+
+
 def stand_in(dataset: Path, *options: str) -> list[str]:
     """The stand-in's command, with 16 samples an iteration."""
     small = "--num-layers 2 --hidden-size 64 --seq-length 64 --micro-batches 8 --lr-decay-style constant".split()

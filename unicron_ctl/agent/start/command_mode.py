@@ -19,11 +19,13 @@ from unicron.ctl.system.errors import WRONG_USE, UserError
 AUTO = "auto"
 MODES = (AUTO, SESSION, RESTART)
 MAX_BYTES = 1 << 20  # of a script's text; a longer one is no script
-# `import unicron`, `from unicron import Session`; not `unicron.memory` alone, which is for restart mode
+# `import unicron`, `from unicron import Session`; not `memory`, `data` or `loggers` alone, which restart mode has
+_ALONE = r"(?:memory|data|loggers)\b"
+_ONE = rf"{_ALONE}[ \t]*(?:as[ \t]+\w+[ \t]*)?"
 _IMPORT = re.compile(
-    r"^[ \t]*(?:from[ \t]+unicron(?!\.memory\b)(?:\.\w+)*[ \t]+import\b"
-    r"(?![ \t]+memory[ \t]*(?:as[ \t]+\w+[ \t]*)?\r?(?:#|$))"
-    r"|import[ \t]+(?:[\w.]+(?:[ \t]+as[ \t]+\w+)?[ \t]*,[ \t]*)*unicron\b(?!\.memory\b))",
+    rf"^[ \t]*(?:from[ \t]+unicron(?!\.{_ALONE})(?:\.\w+)*[ \t]+import\b"
+    rf"(?![ \t]+{_ONE}(?:,[ \t]*{_ONE})*\r?(?:#|$))"
+    rf"|import[ \t]+(?:[\w.]+(?:[ \t]+as[ \t]+\w+)?[ \t]*,[ \t]*)*unicron\b(?!\.{_ALONE}))",
     re.MULTILINE,
 )
 # `from megatron.training import pretrain`: a program of Megatron-LM's, or made like one

@@ -72,7 +72,7 @@ def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Wh
         size=0,
     )
     made = Plain(model, torch.optim.SGD(model.parameters(), lr=0.1), None).gradients(forward_step, work)
-    made.begin_iteration(ordered=True)
+    made.begin_iteration(ordered=True, total=TOTAL)
     return made
 
 
@@ -219,7 +219,7 @@ def in_buckets(monkeypatch, model: nn.Module, begun: list[tuple[int, bool]]):
 
 def one_iteration(mine) -> None:
     ledger = Ledger(0, TOTAL, list(range(TOTAL)))
-    mine.begin_iteration(ordered=False)
+    mine.begin_iteration(ordered=False, total=TOTAL)
     mine.compute(ledger)
     mine.reduce(ledger, PROOF)
     mine.proven(0.0)

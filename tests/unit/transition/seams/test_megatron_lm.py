@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from unicron.transition.generations.layout import Layout
-from unicron.transition.megatron_lm import arguments, data, loop, save_load, world
+from unicron.transition.megatron_lm import arguments, batches, data, loop, save_load, world
 from unicron.transition.seams.megatron_lm import Refused
 from unicron.transition.session.session import StepResult
 from unicron.transition.snapshot.checkpoint import CheckpointError, Writer
@@ -25,11 +25,12 @@ def args(**more):
         "context_parallel_size": 1,
         "pipeline_model_parallel_size": 4,
         "global_batch_size": 16,
+        "micro_batch_size": 2,
         "distributed_backend": "nccl",
         "optimizer": "adam",
         "dataloader_type": "single",
         "cuda_graph_impl": "none",
-        "eval_iters": 0,
+        "eval_iters": 100,
         "save": None,
         "load": None,
         "save_interval": None,
@@ -41,7 +42,7 @@ def args(**more):
 # ------------------------------------------------------------ options
 def test_what_can_be_healed_is_not_refused():
     arguments.check(args())
-    arguments.check(args(rampup_batch_size=None, num_experts=None, fim_data=False, eval_iters=None))
+    arguments.check(args(rampup_batch_size=["4", "4", "100"], num_experts=None, fim_data=False, eval_iters=None))
 
 
 @pytest.mark.parametrize("name", sorted(arguments.REFUSED))
@@ -59,7 +60,7 @@ def test_each_of_the_others_is_refused_by_its_name(name):
         ({"context_parallel_size": 2}, "context parallelism"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type other than single"),
         ({"cuda_graph_impl": "local"}, "CUDA graphs"),
-        ({"eval_iters": 100}, "evaluation .* add --eval-iters 0"),
+        ({"eval_micro_batch_size": 4}, "--eval-micro-batch-size 4: evaluations have the sizes of the training"),
         ({"distributed_backend": "ucc"}, "--distributed-backend ucc"),
         ({"optimizer": "muon"}, "--optimizer muon: use adam or sgd"),
         ({"global_batch_size": None}, "give --global-batch-size"),
@@ -75,6 +76,14 @@ def test_the_layout_and_the_folders_are_taken_from_the_arguments():
     assert arguments.layout_of(given) == Layout(tensor=2, pipeline=4)
     assert arguments.take_folders(given) == arguments.Folders(Path("/s"), Path("/l"), 500, False)
     assert (given.save, given.load, given.async_save) == (None, None, False), "Megatron-LM itself saves nothing"
+
+
+@pytest.mark.parametrize("more", [{}, {"save": "/s"}, {"load": "/s", "save": "/s"}])
+def test_a_fine_tuning_has_a_folder_to_begin_from(more):
+    with pytest.raises(Refused, match="give --finetune a --load that is another folder than --save"):
+        arguments.take_folders(args(finetune=True, **more))
+    given = args(finetune=True, load="/l", save="/s")
+    assert arguments.take_folders(given).finetune and not given.finetune
 
 
 # ------------------------------------------------------------ world
@@ -118,15 +127,49 @@ def dealt(replicas: int, iterations: int, whole: int, micro: int):
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_a_micro_batch_has_the_samples_that_megatron_gives_it(replicas):
-    samples = data.Samples([{"tokens": torch.tensor([number])} for number in range(64)], 16, 2)
-    for (iteration, replica), batches in dealt(replicas, 4, 16, 2).items():
-        for number, wanted in enumerate(batches):
-            found = samples(iteration, replica + number * replicas)
+    samples = data.Samples([{"tokens": torch.tensor([number])} for number in range(64)], 2)
+    for (iteration, replica), wanted_ones in dealt(replicas, 4, 16, 2).items():
+        for number, wanted in enumerate(wanted_ones):
+            found = samples(16 * iteration, replica + number * replicas)
             assert found["tokens"].flatten().tolist() == wanted
 
 
 def test_ranks_without_a_dataset_have_nothing_to_fetch():
-    assert data.Samples(None, 16, 2)(3, 1) is None
+    assert data.Samples(None, 2)(48, 1) is None
+    there = data.Samples([], 2)
+    assert data.one([data.Samples(None, 2), there]) is there, "of the virtual stages, the one that has them"
+
+
+@pytest.mark.parametrize(
+    ("more", "valid", "test"),
+    [
+        ({}, True, True),
+        ({"split": "99,1,0"}, True, False),
+        ({"split": "100"}, False, False),
+        ({"train_data_path": ["a"], "valid_data_path": ["b"], "test_data_path": None}, True, False),
+        ({"eval_iters": 0}, False, False),
+    ],
+)
+def test_what_there_is_to_evaluate_is_known_without_a_dataset(more, valid, test):
+    assert data._has_samples(args(**more)) == {"train": True, "valid": valid, "test": test}
+
+
+@pytest.mark.parametrize("ramp", [None, [4, 4, 120], [8, 8, 1000]])
+def test_batches_are_those_of_megatrons_own_calculator(ramp):
+    from megatron.core import num_microbatches_calculator as calculator
+
+    mine = batches.Batches(args(rampup_batch_size=ramp and list(map(str, ramp))))
+    calculator.unset_num_microbatches_calculator()
+    calculator.init_num_microbatches_calculator(1, ramp, 16, 2, 1)
+    try:
+        consumed = 0
+        for iteration in range(100):
+            calculator.update_num_microbatches(consumed, consistency_check=False)
+            wanted = calculator.get_num_microbatches()
+            assert (mine.before(iteration), mine.micro_batches(iteration)) == (consumed, wanted)
+            consumed += 2 * wanted
+    finally:
+        calculator.unset_num_microbatches_calculator()
 
 
 def test_datasets_are_built_as_if_alone(monkeypatch):
@@ -141,7 +184,7 @@ def test_datasets_are_built_as_if_alone(monkeypatch):
 # ------------------------------------------------------------ the loop
 @pytest.fixture
 def stepping(monkeypatch):
-    """steps(results) -> (the loop's training step, which takes an iteration; Megatron-LM's arguments)."""
+    """steps(results) -> (the loop's training step, which takes an iteration; the loop)."""
     from megatron.core import parallel_state
 
     given = SimpleNamespace(exit_signal_handler=False, exit_duration_in_mins=None, train_iters=9, iteration=0)
@@ -155,7 +198,7 @@ def stepping(monkeypatch):
         results = (StepResult(number, number / 2, 1.5, 1e-3, 0.1, 1, 4) for number in iterations)
         running._results = iter(results)
         model = [torch.nn.Linear(1, 1)]
-        return lambda iteration: running._train_step(None, None, model, None, None, None, None, iteration), given
+        return lambda iteration: running._train_step(None, None, model, None, None, None, None, iteration), running
 
     return steps
 
@@ -171,20 +214,20 @@ def test_a_step_is_what_the_loop_wants_of_it(stepping):
 
 
 def test_a_rank_that_was_left_out_begins_its_loop_where_the_others_are(stepping):
-    step, given = stepping(3, 7)
+    step, running = stepping(3, 7)
     step(3)
     with pytest.raises(loop._Elsewhere):
         step(4)
-    assert given.iteration == 7
+    assert running._ahead.iteration == 7
     assert step(7)[0]["lm loss"].item() == 3.5, "the step that was made is the loop's first one"
 
 
 def test_a_rank_that_the_others_have_not_waited_for_is_at_the_end(stepping):
-    step, given = stepping(3)
+    step, running = stepping(3)
     step(3)
     with pytest.raises(loop._Elsewhere):
         step(4)
-    assert given.iteration == given.train_iters
+    assert running._over
 
 
 # ------------------------------------------------------------ checkpoints

@@ -96,6 +96,17 @@ def test_everything_comes_back_bit_for_bit(tmp_path, state):
     assert other.optimizer.param_groups[0]["lr"] == state.optimizer.param_groups[0]["lr"]
 
 
+def test_the_parameters_alone_leave_optimizer_schedule_and_seed_as_they_are(tmp_path, state):
+    state.seed, other, fresh = 77, training(seed=3), training(seed=3)
+    written(tmp_path, state, 7, Writer())
+    job = Checkpoints(tmp_path)
+    assert job.load_one(other, job.found()[0], alone=True)
+    weights = len(state.model[0].state_dict())
+    assert all(map(torch.equal, everything(other)[:weights], everything(state)[:weights]))
+    assert all(map(torch.equal, everything(other)[weights:], everything(fresh)[weights:]))
+    assert (other.seed, other.scheduler.state_dict()) == (fresh.seed, fresh.scheduler.state_dict())
+
+
 def test_megatrons_schedule_is_as_far_as_it_was_and_else_what_the_script_says_today(tmp_path, state):
     class Schedule:
         """Megatron's counts samples, and refuses a state of other settings."""

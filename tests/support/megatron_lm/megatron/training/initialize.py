@@ -10,9 +10,13 @@ from .global_vars import get_args, set_global_variables
 
 OWN = {  # of the real script's options those that the template has not
     "--eval-iters": ("eval_iters", 0),
+    "--eval-interval": ("eval_interval", 1000),
+    "--non-persistent-save-interval": ("non_persistent_save_interval", None),
     "--exit-interval": ("exit_interval", None),
     "--save-dir": ("save", None),
     "--load-dir": ("load", None),
+    "--tensorboard-dir": ("tensorboard_dir", None),
+    "--finetune": ("finetune", 0),
     "--rampup-batch-size": ("rampup_batch_size", None),
 }
 
@@ -25,7 +29,7 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     for word in given:
         if word in OWN:
             text = next(given)
-            own[OWN[word][0]] = int(text) if text.isdigit() else text
+            own[OWN[word][0]] = int(text) if text.isdigit() else text.split() if " " in text else text
         else:
             words.append(word)
     args = gpt_options.parse(words)
@@ -36,7 +40,7 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     args.global_batch_size = args.micro_batches * args.micro_batch_size
     args.context_parallel_size, args.dataloader_type = 1, "single"
     args.exit_signal_handler, args.exit_duration_in_mins = True, None
-    args.iteration = args.consumed_train_samples = 0
+    args.iteration = args.consumed_train_samples = args.consumed_valid_samples = 0
     return args
 
 

@@ -6,12 +6,19 @@ from datetime import datetime
 import torch
 from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch.utils.data import default_collate
 
-from .global_vars import get_args, get_signal_handler, get_timers, get_writers
+from .global_vars import (
+    get_args,
+    get_signal_handler,
+    get_tensorboard_writer,
+    get_timers,
+    get_wandb_writer,  # noqa: F401
+    get_writers,
+)
 from .initialize import initialize_megatron
 
 
@@ -23,13 +30,17 @@ def pretrain(train_valid_test_dataset_provider, model_provider, model_type, forw
     print_datetime("after megatron is initialized")
     model = model_provider(args)
     optimizer, scheduler = gpt_model.build_optimizer(args, model)
-    train_data_iterator, _, _ = build_train_valid_test_data_iterators(train_valid_test_dataset_provider)
+    train_data, valid_data, test_data = build_train_valid_test_data_iterators(train_valid_test_dataset_provider)
+    config, iteration = get_model_config(model[0]), 0
     if args.do_train:
-        train(
-            forward_step_func, model, optimizer, scheduler, train_data_iterator, None, None,
-            get_model_config(model[0]), {}, None, None,
-        )  # fmt: skip
+        iteration, _ = train(
+            forward_step_func, model, optimizer, scheduler, train_data, valid_data, None, config, {}, None, None
+        )
     print_datetime("after training is done")
+    for wanted, data, what in ((args.do_valid, valid_data, "validation"), (args.do_test, test_data, "test")):
+        if wanted:
+            prefix = f"iteration {iteration} on {what} set"
+            evaluate_and_print_results(prefix, forward_step_func, data, model, iteration, None, config, verbose=True)
 
 
 def model_provider(args):
@@ -61,7 +72,21 @@ def train_valid_test_datasets_provider(train_val_test_num_samples):
     import train_gpt
 
     assert train_val_test_num_samples[0] == get_args().train_iters * get_args().global_batch_size
-    return train_gpt.build_dataset(get_args()), None, None
+    dataset = train_gpt.build_dataset(get_args())
+    return dataset, _Backwards(dataset), _Backwards(dataset)
+
+
+class _Backwards:
+    """The samples from the last one on: those that are trained last, if ever."""
+
+    def __init__(self, dataset):
+        self._dataset = dataset
+
+    def __len__(self):
+        return len(self._dataset)
+
+    def __getitem__(self, sample):
+        return self._dataset[len(self._dataset) - 1 - sample]
 
 
 def build_train_valid_test_datasets(build_train_valid_test_datasets_provider, train_valid_test_num_samples=None):
@@ -71,11 +96,11 @@ def build_train_valid_test_datasets(build_train_valid_test_datasets_provider, tr
 
 def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provider):
     args = get_args()
-    dataset = build_train_valid_test_datasets(build_train_valid_test_datasets_provider)[0]
-    flags = torch.tensor([1])
+    datasets = build_train_valid_test_datasets(build_train_valid_test_datasets_provider)
+    flags = torch.tensor([1, int(args.eval_iters > 0), int(args.eval_iters > 0)])
     torch.distributed.broadcast(flags, 0)
-    args.do_train = bool(flags[0])
-    return _loader(dataset, args), None, None
+    args.do_train, args.do_valid, args.do_test = map(bool, flags)
+    return tuple(_loader(dataset, args) for dataset in datasets)
 
 
 def _loader(dataset, args):
@@ -102,7 +127,11 @@ def train(
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=False)
     start, should_exit, totals = iteration, False, {}
+    num_microbatches = get_num_microbatches()
     while iteration < args.train_iters and not should_exit:
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        assert get_num_microbatches() >= num_microbatches, "it only grows"
+        num_microbatches = get_num_microbatches()
         loss_dict, skipped, _, _, exit_code, grad_norm, _, _ = train_step(
             forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler, config,
             get_forward_backward_func(), iteration=iteration,
@@ -117,6 +146,13 @@ def train(
             loss_dict, totals, optimizer.param_groups[0]["lr"], iteration, 1.0, False, skipped, grad_norm, None, None,
             0, is_first_iteration=iteration == start + 1,
         )  # fmt: skip
+        if args.eval_interval and iteration % args.eval_interval == 0 and args.do_valid:
+            timers("interval-time").stop()
+            evaluate_and_print_results(
+                f"iteration {iteration}", forward_step_func, valid_data_iterator, model, iteration,
+                process_non_loss_data_func, config,
+            )  # fmt: skip
+            timers("interval-time", log_level=0).start(barrier=True)
         should_exit = checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration, 0, {}, None)
     if should_exit:
         sys.exit(exit_code)
@@ -149,6 +185,48 @@ def train_step(
     return loss_dict, 0, False, False, 0, grad_norm, None, 0
 
 
+def evaluate(
+    forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose=False,
+    non_loss_data_func=None, eval_iters=None,
+):  # fmt: skip
+    args, timers = get_args(), get_timers()
+    timers("evaluate", log_level=0).start(barrier=True)
+    for chunk in model:
+        chunk.eval()
+    total = {}
+    with torch.no_grad():
+        for _ in range(args.eval_iters if eval_iters is None else eval_iters):
+            losses = get_forward_backward_func()(
+                forward_step_func=forward_step_func, data_iterator=data_iterator, model=model,
+                num_microbatches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+                seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, forward_only=True,
+            )  # fmt: skip
+            if mpu.is_pipeline_last_stage(ignore_virtual=True):
+                value = torch.stack([loss["lm loss"] for loss in losses]).sum(0)
+                torch.distributed.all_reduce(value, group=mpu.get_data_parallel_group())
+                total["lm loss"] = total.get("lm loss", 0) + value
+            args.consumed_valid_samples += args.global_batch_size
+    for chunk in model:
+        chunk.train()
+    timers("evaluate").stop()
+    timers.log(["evaluate"])
+    return {key: value[0] / value[1] for key, value in total.items()}, None, False
+
+
+def evaluate_and_print_results(
+    prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, verbose=False,
+    write_to_tensorboard=True, non_loss_data_func=None,
+):  # fmt: skip
+    losses, _, _ = evaluate(
+        forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose, non_loss_data_func,
+        eval_iters=get_args().eval_iters,
+    )  # fmt: skip
+    line = f" validation loss at {prefix} | "
+    for key, value in losses.items():
+        line += f"{key} value: {value.item():.6E} | "
+    print_rank_last(line)
+
+
 def training_log(
     loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, grad_norm,
     params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False,
@@ -165,6 +243,8 @@ def training_log(
     line += f" elapsed time per iteration (ms): {seconds * 1000:.1f} | learning rate: {learning_rate:.6E} |"
     for key, values in total_loss_dict.items():
         line += f" {key}: {sum(values) / len(values):.6E} |"
+    if (writer := get_tensorboard_writer()) is not None:
+        writer.add_scalar("lm loss", loss_dict["lm loss"].item(), iteration)
     if not is_first_iteration:
         total_loss_dict.clear()
     print_rank_last(f"{line} grad norm: {grad_norm:.5f} | skipped: {skipped_iter} | writers: {len(get_writers())} |")

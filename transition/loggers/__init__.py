@@ -1,0 +1,1 @@
+"""Loggers of committed iterations, written by one rank at a time: what `unicron.loggers` offers."""
