@@ -44,7 +44,8 @@ class Folder:
         self.autoload = f"{self.path}/torch"
         about = f"{self.autoload}/{counters.NAME}-{VERSION}.dist-info"
         os.makedirs(about)
-        os.symlink(os.path.abspath(counters.__file__), f"{self.autoload}/{counters.NAME}.py")
+        # A copy: in a container around the ranks alone there is this folder, and none of the project's.
+        shutil.copyfile(counters.__file__, f"{self.autoload}/{counters.NAME}.py")
         for name, text in (
             ("METADATA", f"Metadata-Version: 2.1\nName: {counters.NAME}\nVersion: {VERSION}\n"),
             ("entry_points.txt", f"[torch.backends]\n{counters.NAME} = {counters.NAME}:install\n"),
