@@ -25,16 +25,16 @@ def build(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
 class Site:
     """A cluster with the plugin, the real agent and a controller."""
 
-    def __init__(self, folder: Path, nodes: int = 2, gpus: int = 1):
+    def __init__(self, folder: Path, nodes: int = 2, gpus: int = 1, auth: str = "none"):
         self.folder = folder
         assert build(folder / "build").returncode == 0
         scripts = sysconfig.get_path("scripts")
         self.environment = outside_slurm() | {"PLAIN_OUT": str(folder)}
         programs = [scripts, self.environment["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"]
         self.environment["PATH"] = os.pathsep.join(programs)
-        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=gpus, auth="none")
+        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=gpus, auth=auth)
         self.environment |= {"SLURM_CONF": str(self.cluster.layout.slurm_conf)}
-        self.controller = Controller(folder, SETTINGS, self.environment)
+        self.controller = Controller(folder, f'{SETTINGS}auth = "{auth}"\n', self.environment)
         self.cluster.up()
         plugin = (
             f"optional {folder}/build/unicron.so agent={scripts}/unicron-agent controller={self.controller.address}\n"
