@@ -6,14 +6,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.plugin_site import Site
-from tests.support.processes import ROOT, call, wait_for
+from tests.support.processes import call, wait_for
 from tests.support.small_root import add, make_root, plugin_line
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change a task's root")
@@ -26,17 +25,6 @@ echo "rank $RANK of $WORLD_SIZE, world $UNICRON_GENERATION"
 i=0
 while [ "$UNICRON_GENERATION" = 1 ] && [ $i -lt 100000000 ]; do i=$((i+1)); done
 """
-
-
-@pytest.fixture(scope="module")
-def agent_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("made") / "unicron-agent"
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools/agent_folder.py", folder], capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture
@@ -54,9 +42,9 @@ def contain(site: Site, agent: Path, *mounted: Path | str) -> None:
     if found := re.search(r"^TaskProlog=(.*)$", site.cluster.layout.slurm_conf.read_text(), re.MULTILINE):
         add(root, Path(found[1]))
     line = plugin_line(site.folder / "container.so", root, mounted)
+    site.use_agent(agent)
     plugstack = site.cluster.layout.etc_dir / "plugstack.conf"
-    ours = re.sub(r"agent=\S+", f"agent={agent}", plugstack.read_text())
-    plugstack.write_text(f"{line}\n{ours}")
+    plugstack.write_text(f"{line}\n{plugstack.read_text()}")
 
 
 def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -40,6 +41,11 @@ class Site:
             f"optional {folder}/build/unicron.so agent={scripts}/unicron-agent controller={self.controller.address}\n"
         )
         (self.cluster.layout.etc_dir / "plugstack.conf").write_text(plugin)
+
+    def use_agent(self, path: Path) -> None:
+        """From now on another agent is put in front of commands."""
+        plugstack = self.cluster.layout.etc_dir / "plugstack.conf"
+        plugstack.write_text(re.sub(r"agent=\S+", f"agent={path}", plugstack.read_text()))
 
     def close(self) -> None:
         self.controller.close()

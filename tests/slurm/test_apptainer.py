@@ -1,0 +1,67 @@
+"""Ranks in containers of Apptainer's, which the command itself starts: the agent stays outside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import PLAIN
+from tests.support.plugin_site import Site
+from tests.support.processes import call, wait_for
+from tests.support.small_root import make_root
+
+pytestmark = [pytest.mark.wide, pytest.mark.apptainer]
+
+OF_THE_HOST = tuple(dict.fromkeys(("/usr", "/lib", "/lib64", sys.prefix, sys.base_prefix)))
+
+
+@pytest.fixture
+def site(tmp_path: Path, agent_folder: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    try:
+        made.use_agent(agent_folder / "bin/unicron-agent")
+        yield made
+    finally:
+        made.close()
+
+
+def container(site: Site) -> str:
+    """The words in front of a container's command. There is nothing in it but this system's programs and this Python's packages: the
+    project itself is not there."""
+    image = make_root(site.folder / "image")
+    for name in (*OF_THE_HOST, "/etc", "/sys", "/var/tmp"):
+        (image / name.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    for name in ("passwd", "group", "hosts", "resolv.conf", "nsswitch.conf"):
+        (image / "etc" / name).touch()
+    binds = ",".join(f"{path}:{path}:ro" for path in OF_THE_HOST)
+    as_root = "--no-privs " if os.geteuid() == 0 else ""
+    return f"apptainer exec {as_root}--no-home --bind {binds} {image}"
+
+
+def submit(site: Site, *words: str, **environment: str) -> str:
+    command = ["sbatch", "--parsable", "--unicron", "--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive", *words]
+    done = call(*command, cwd=site.folder, environment=site.environment | environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_killed_rank_in_a_container_is_healed_in_restart_mode(site: Site) -> None:
+    script = Path(shutil.copy(PLAIN, site.folder))
+    command = f"srun {container(site)} {sys.executable} {script}"
+    number = submit(site, "--wrap", command, PLAIN_BACKEND="gloo")
+    before = site.world(0)
+    victim = site.steps(0)[-1]
+    os.kill(victim["pid"], signal.SIGKILL)
+    after = site.world(before["generation"])
+    assert after["begun"] >= before["step"] and after["pid"] != before["pid"]
+    wait_for(lambda: site.job(number)["iteration"], site.logs)  # counted in the container
+    (site.folder / "stop").touch()
+    wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
+    assert site.job(number)["ended"]["code"] == 0, site.logs()
+    print(site.logs())
