@@ -1,5 +1,5 @@
-"""Makes the agent's folder: the agent and unicron-launch with a Python, a C library and packages of their own, so that
-they run in any container that mounts it, wherever it lies there, and need nothing of the container's (docs/containers.md).
+"""Makes the agent's folder: the agent and unicron-launch with a Python, a C library and packages of their own. They run
+in any container that mounts it, wherever it lies there, and need nothing of the container's (docs/containers.md).
 
 python tools/agent_folder.py [FOLDER]    (build/unicron-agent)
 
@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +34,9 @@ WHEELS = ("click", "msgpack", "msgspec", "pyzmq", "xxhash")
 # Parts of the project that no agent and no rank imports
 NOT_OURS = ("cli", "controller", "lab", "planner", "sbatch_templates")
 # Parts of the standard library that it has no use for, some of which would bring large libraries with them
-NOT_STANDARD = "__pycache__ config-* curses dbm dist-packages distutils ensurepip idlelib lib2to3 pydoc_data site-packages "
+NOT_STANDARD = (
+    "__pycache__ config-* curses dbm dist-packages distutils ensurepip idlelib lib2to3 pydoc_data site-packages "
+)
 NOT_STANDARD += "sitecustomize.py sqlite3 test tests tkinter turtle.py turtledemo usercustomize.py venv "
 NOT_STANDARD += "_bz2.* _crypt.* _curses* _dbm.* _gdbm.* _lzma.* _sqlite3.* _test* _tkinter.* _xx* nis.* readline.* xx*"
 # What the C library and the agent load by name, so that no file says that it is needed
@@ -84,7 +86,9 @@ def check_loader() -> None:
     found = tuple(int(part) for part in number.split(".")[:2]) if name == "glibc" else ()
     if found < LEAST_GLIBC:
         least = ".".join(map(str, LEAST_GLIBC))
-        raise Failed(f"this system has {name or 'no glibc'} {number}, and the folder needs glibc {least}: make it on a newer system")
+        raise Failed(
+            f"this system has {name or 'no glibc'} {number}, and the folder needs glibc {least}: use a newer system"
+        )
 
 
 def copy_python(new: Path) -> None:
@@ -109,7 +113,7 @@ def copy_packages(new: Path) -> None:
 
 
 def build_programs(folder: Path) -> None:
-    """unicron-agent and unicron-launch, linked statically: they are the first that runs in a container of any system."""
+    """unicron-agent and unicron-launch, linked statically: they run first in containers of any system."""
     flags = "-D_GNU_SOURCE -std=gnu11 -Wall -Wextra -Werror -O2 -static".split()
     compiler = os.environ.get("CC", "cc")
     for name, source in (("unicron-agent", CONTAINERS / "start.c"), ("unicron-launch", SPANK / "launch.c")):
@@ -117,7 +121,9 @@ def build_programs(folder: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Failed(f"{name} cannot be linked statically ({said}): install the C library's static part (glibc-static)")
+            raise Failed(
+                f"{name} cannot be linked statically ({said}): install the C library's static part (glibc-static)"
+            )
     (folder / "python").symlink_to("unicron-agent")
 
 
@@ -160,7 +166,8 @@ def main() -> int:
     except (Failed, OSError, importlib.metadata.PackageNotFoundError) as error:
         print(f"unicron: couldn't make the agent's folder: {error}", file=sys.stderr)
         return 1
-    print(f"{folder}: {size(folder.rglob('*')) / 1e6:.0f} MB; put it on all nodes, and mount it into containers (docs/containers.md)")
+    megabytes = size(folder.rglob("*")) / 1e6
+    print(f"{folder}: {megabytes:.0f} MB; put it on all nodes, and mount it into containers (docs/containers.md)")
     return 0
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import PLAIN
+from tests.support.jobs import FOREVER, PLAIN
 from tests.support.plugin_site import Site
-from tests.support.processes import call, wait_for
+from tests.support.processes import ROOT, call, wait_for
 from tests.support.small_root import make_root
 
-pytestmark = [pytest.mark.wide, pytest.mark.apptainer]
+pytestmark = [pytest.mark.slurm, pytest.mark.wide, pytest.mark.apptainer]
 
 OF_THE_HOST = tuple(dict.fromkeys(("/usr", "/lib", "/lib64", sys.prefix, sys.base_prefix)))
 
@@ -32,8 +32,8 @@ def site(tmp_path: Path, agent_folder: Path) -> Iterator[Site]:
 
 
 def container(site: Site) -> str:
-    """The words in front of a container's command. There is nothing in it but this system's programs and this Python's packages: the
-    project itself is not there."""
+    """The words in front of a container's command. There is nothing in it but this system's programs and this Python's
+    packages: the project itself is not there."""
     image = make_root(site.folder / "image")
     for name in (*OF_THE_HOST, "/etc", "/sys", "/var/tmp"):
         (image / name.lstrip("/")).mkdir(parents=True, exist_ok=True)
@@ -45,8 +45,18 @@ def container(site: Site) -> str:
 
 
 def submit(site: Site, *words: str, **environment: str) -> str:
-    command = ["sbatch", "--parsable", "--unicron", "--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive", *words]
-    done = call(*command, cwd=site.folder, environment=site.environment | environment)
+    command = [
+        "sbatch",
+        "--parsable",
+        "--unicron",
+        "--unicron-min-nodes=2",
+        "--array=0-1",
+        "-N1",
+        "--exclusive",
+        *words,
+    ]
+    given = {name: value for name, value in site.environment.items() if name != "PYTHONPATH"}
+    done = call(*command, cwd=site.folder, environment=given | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -64,4 +74,25 @@ def test_a_killed_rank_in_a_container_is_healed_in_restart_mode(site: Site) -> N
     (site.folder / "stop").touch()
     wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
     assert site.job(number)["ended"]["code"] == 0, site.logs()
-    print(site.logs())
+
+
+def test_a_killed_rank_in_a_container_is_healed_in_session_mode(site: Site) -> None:
+    """The image has torch and the wheels; the project comes with the agent's folder, which is mounted with /tmp."""
+    templates = shutil.copytree(ROOT / "sbatch_templates", site.folder / "templates")
+    words = f"{templates}/train_plain.py --text {templates} --iterations {FOREVER} --save {site.folder}/saves"
+    number = submit(site, "--wrap", f"srun {container(site)} {sys.executable} {words}", OMP_NUM_THREADS="1")
+
+    def trains(least: int) -> bool:
+        job = site.job(number)
+        return job.get("members") == [0, 1] and job["state"] == "running" and job["iteration"] >= least
+
+    wait_for(lambda: trains(3), site.logs)
+    assert site.job(number)["mode"] == "session"
+    before = site.job(number)
+    os.kill(site.controller.rank(1, number)["pid"], signal.SIGKILL)
+    wait_for(
+        lambda: trains(before["iteration"] + 5) and site.job(number)["generation"] > before["generation"], site.logs
+    )
+    assert not site.controller.events("reform", job=number)  # the other one has kept its work
+    call("scancel", number, environment=site.environment)
+    wait_for(lambda: site.job(number)["ended"], site.logs)

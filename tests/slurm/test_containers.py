@@ -1,4 +1,5 @@
-"""Tasks in a container, by a plugin that gives them another root as pyxis does: the agent's own folder is all that is mounted there."""
+"""Tasks in a container, by a plugin that gives them another root as pyxis does. The agent's own folder is all that is
+mounted there."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from tests.support.plugin_site import Site
 from tests.support.processes import call, wait_for
 from tests.support.small_root import add, make_root, plugin_line
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change a task's root")
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can change a task's root"),
+]
 
 # The first world breaks by itself. What the agent needs for itself must not be left in a rank's environment.
 TRAIN = """
@@ -117,6 +121,8 @@ def test_munge_s_socket_is_mounted_or_said_to_be_missing(tmp_path: Path, agent_f
         else:
             assert " world 2" not in done.stdout and done.stdout.count("contained") == 2, done.stdout
             lines = [line for line in done.stderr.splitlines() if "unprotected" in line]
-            assert len(lines) == 2 and all(f"({munge}): does munged run, and is its socket in" in line for line in lines), done.stderr
+            assert len(lines) == 2 and all(
+                f"({munge}): does munged run, and is its socket in" in line for line in lines
+            ), done.stderr
     finally:
         site.close()

@@ -14,8 +14,8 @@ FOLDERS = ("bin", "dev", "proc", "tmp")
 
 
 def make_root(root: Path) -> Path:
-    """A root in which there is a shell, under the name of a program that nobody knows, too, and slurmstepd, by which Slurm starts
-    task prologs (from 23.11 on)."""
+    """A root in which there is a shell, under the name of a program that nobody knows, too, and slurmstepd, by which
+    Slurm starts task prologs (from 23.11 on)."""
     shell, stepd = Path("/bin/sh").resolve(), shutil.which("slurmstepd", path=f"{os.environ['PATH']}:/usr/sbin")
     programs = [shell] if stepd is None else [shell, Path(stepd)]
     linked = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout.split()
@@ -39,7 +39,7 @@ def add(root: Path, path: Path) -> None:
 
 
 def plugin_line(plugin: Path, root: Path, mounted: Sequence[Path | str] = ()) -> str:
-    """The line of plugstack.conf with which tasks have this root, and these folders in it. The plugin is built there."""
+    """The line of plugstack.conf with which tasks have this root, and these folders in it. It builds the plugin."""
     subprocess.run(["cc", "-shared", "-fPIC", "-o", plugin, SOURCE], check=True)
     for path in mounted:
         (root / str(path).lstrip("/")).mkdir(parents=True, exist_ok=True)

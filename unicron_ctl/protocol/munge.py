@@ -139,7 +139,8 @@ def _problem(library: ctypes.CDLL, error: int) -> MungeError:
     if error in (_EXPIRED, _REWOUND):
         text += ": compare the clocks of the two nodes"
     if error == _NO_SOCKET:
-        text += f" ({_socket() or 'at its usual socket'}): does munged run, and is its socket in this container, if it is one?"
+        where = _socket() or "at its usual socket"
+        text += f" ({where}): does munged run, and is its socket in this container, if it is one?"
     return MungeError(f"munge: {text}", outage=error in _NOT_THE_CREDENTIAL or error in (_EXPIRED, _REWOUND))
 
 

@@ -46,7 +46,7 @@ class Folder:
         os.makedirs(about)
         # Copies: in a container that the ranks alone are in there is this folder, and none of the project's.
         for module in (counters, stacks):
-            shutil.copy(module.__file__, self.path)
+            shutil.copy(str(module.__file__), self.path)
         os.symlink(f"../{os.path.basename(counters.__file__)}", f"{self.autoload}/{counters.NAME}.py")
         for name, text in (
             ("METADATA", f"Metadata-Version: 2.1\nName: {counters.NAME}\nVersion: {VERSION}\n"),

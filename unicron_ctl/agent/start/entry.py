@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import sys
 
-# What the launcher (slurm_plugin/spank/set_aside.h) puts in front of the names of the user's PYTHON... variables, and the
-# agent's own folder of the LD_... ones, too.
+# What unicron-launch puts in front of the names of the user's PYTHON... variables, and the agent's own folder in front
+# of those of the LD_... ones (slurm_plugin/spank/set_aside.h).
 SET_ASIDE = "_UNICRON_USERS_"
 
 
