@@ -31,15 +31,17 @@ def site(tmp_path: Path, agent_folder: Path) -> Iterator[Site]:
         made.close()
 
 
-def container(site: Site) -> str:
+def container(site: Site, *hidden: Path) -> str:
     """The words in front of a container's command. There is nothing in it but this system's programs and this Python's
-    packages: the project itself is not there."""
+    packages: the project itself is not there. hidden: folders that are empty in it."""
     image = make_root(site.folder / "image")
     for name in (*OF_THE_HOST, "/etc", "/sys", "/var/tmp"):
         (image / name.lstrip("/")).mkdir(parents=True, exist_ok=True)
     for name in ("passwd", "group", "hosts", "resolv.conf", "nsswitch.conf"):
         (image / "etc" / name).touch()
     binds = ",".join(f"{path}:{path}:ro" for path in OF_THE_HOST)
+    (empty := site.folder / "empty").mkdir(exist_ok=True)
+    binds += "".join(f",{empty}:{folder}" for folder in hidden)
     as_root = "--no-privs " if os.geteuid() == 0 else ""
     return f"apptainer exec {as_root}--no-home --bind {binds} {image}"
 
@@ -61,9 +63,10 @@ def submit(site: Site, *words: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_killed_rank_in_a_container_is_healed_in_restart_mode(site: Site) -> None:
+def test_a_killed_rank_in_a_container_is_healed_in_restart_mode(site: Site, agent_folder: Path) -> None:
+    """Nothing of the project's is in the container."""
     script = Path(shutil.copy(PLAIN, site.folder))
-    command = f"srun {container(site)} {sys.executable} {script}"
+    command = f"srun {container(site, agent_folder)} {sys.executable} {script}"
     number = submit(site, "--wrap", command, PLAIN_BACKEND="gloo")
     before = site.world(0)
     victim = site.steps(0)[-1]
