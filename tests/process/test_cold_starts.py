@@ -88,9 +88,7 @@ def test_an_unmodified_script_that_starts_cold_is_counted(tmp_path):
 
 def test_what_belongs_to_models_fits_what_is_installed():
     """In a process of its own: these modules compile functions when they are imported."""
-    program = (
-        "from unicron.transition.seams.table import *; print(difference(TORCH_MODELS, __import__('torch').__version__))"
-    )
+    program = "from unicron.transition.seams.table import *; print(difference(TORCH_MODELS, __import__('torch').__version__))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
     assert done.stdout.strip() == "None", done.stderr
 

@@ -76,9 +76,7 @@ def test_columns_come_in_their_order():
 def test_a_release_that_is_not_known_is_refused_and_tried_where_the_user_says_so(monkeypatch):
     row = Seam(C10D, "_set_pg_timeout", "timeout group", "")
     monkeypatch.setattr("torch.__version__", "9.1.0")
-    with pytest.raises(
-        UnsupportedLayout, match=r"does not know this torch \(9\.1\.0\): UNICRON_TRUST_VERSIONS=1 tries it"
-    ):
+    with pytest.raises(UnsupportedLayout, match=r"does not know this torch \(9\.1\.0\): UNICRON_TRUST_VERSIONS=1 tries it"):
         table.check("torch", [row], needed=[C10D])
     monkeypatch.setenv(table.TRUST, "1")
     table.check("torch", [row], needed=[C10D])
