@@ -30,7 +30,7 @@ CONSTRAINTS ?= constraints.txt
 # A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin demo test test-mutants test-others test-demo test-wide test-long test-unit test-debian13 test-sid test-matrix lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test plugin agent-folder demo test test-mutants test-others test-demo test-wide test-long test-unit test-debian13 test-sid test-matrix lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -53,6 +53,9 @@ system-test:     # and what only the tests need: Slurm's accounting
 
 plugin: system   ## builds the SPANK plugin against the installed Slurm
 	$(MAKE) -C slurm_plugin/spank
+
+agent-folder: system venv   ## the agent with a Python of its own, for nodes and containers, in build/unicron-agent
+	$(BIN)/python tools/agent_folder.py
 
 demo: system venv plugin   ## two jobs train on a private Slurm cluster and are healed before your eyes
 	$(BIN)/unicronctl demo $(DEMO_ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,11 +57,15 @@ def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The files that take longest come first. The tests of the real Megatron-LM and of the real DeepSpeed are left out
+    """The files that take longest come first. The tests of the real Megatron-LM, DeepSpeed and Apptainer are left out
     where these are not (CONTRIBUTING.md)."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-    there = {"megatron_lm": "UNICRON_MEGATRON_LM" in os.environ, "deepspeed": bool(find_spec("deepspeed"))}
+    there = {
+        "megatron_lm": "UNICRON_MEGATRON_LM" in os.environ,
+        "deepspeed": bool(find_spec("deepspeed")),
+        "apptainer": bool(shutil.which("apptainer")),
+    }
     missing = [name for name, is_there in there.items() if not is_there]
     left_out = [item for item in items if any(item.get_closest_marker(name) for name in missing)]
     items[:] = [item for item in items if item not in left_out]

@@ -7,7 +7,7 @@
  * So the command line is changed, and Slurm executes it when it is ready. What it then executes is unicron-launch, which lies
  * beside the plugin: it becomes the agent, or the user's command where the agent cannot be executed, be it for an interpreter that
  * is gone. Nobody can know that before: the file may be there and still be no program. The launcher itself is tried here, for the
- * task's root may be a container's by now, where there is none or it does not run.
+ * task's root may be a container's by now, where there is none or it does not run; the agent's folder has one that runs anywhere.
  *   - from Slurm 23.11 on, spank_prepend_task_argv() puts "unicron-launch AGENT" in front of the command;
  *   - before, the command's first word is replaced by unicron-launch, which finds the agent and the word in two variables.
  *     Those releases will not change any more, and S_JOB_ARGV is in them the vector that the task executes. (With srun
@@ -19,12 +19,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "agent.h"
 #include "launch.h"
 #include "tasks.h"
+
+#define MOUNT "ask the administrator to mount the agent's folder there (docs/containers.md)"
 
 static const char *base_name(const char *path)
 {
@@ -45,19 +48,20 @@ void agent_set_launcher(const char *path)
 	snprintf(launcher, sizeof(launcher), "%s", path);
 }
 
-/* unicron-launch lies beside the plugin, wherever that is. */
-static int find_launcher(void)
-{
-	Dl_info info;
+static struct stat root;    /* of slurmstepd; st_ino is 0 where it is not known */
 
-	if (launcher[0] != '\0')
-		return (0);
-	if (dladdr((void *) (uintptr_t) agent_wrap, &info) == 0 || info.dli_fname == NULL)
-		return (-1);
-	if (snprintf(launcher, sizeof(launcher), "%.*s" UNICRON_LAUNCHER, (int) (base_name(info.dli_fname) - info.dli_fname),
-		     info.dli_fname) >= (int) sizeof(launcher))
-		return (-1);
-	return (0);
+void agent_note_root(void)
+{
+	if (stat("/", &root) < 0)
+		root.st_ino = 0;
+}
+
+/* A container plugin has given this task another root than slurmstepd's. */
+static bool in_container(void)
+{
+	struct stat here;
+
+	return (root.st_ino != 0 && stat("/", &here) == 0 && (here.st_ino != root.st_ino || here.st_dev != root.st_dev));
 }
 
 /*
@@ -80,6 +84,38 @@ static bool launcher_runs(void)
 		if (errno != EINTR)
 			return (false);
 	return (WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+/* NAME in the folder of a file. */
+static bool beside(const char *file, char path[PATH_MAX])
+{
+	return (snprintf(path, PATH_MAX, "%.*s" UNICRON_LAUNCHER, (int) (base_name(file) - file), file) < PATH_MAX);
+}
+
+enum found { MISSING, BROKEN, RUNS };
+
+static enum found try_launcher(void)
+{
+	return (access(launcher, X_OK) != 0 ? MISSING : launcher_runs() ? RUNS : BROKEN);
+}
+
+/* The launcher beside the plugin, or, in a container, beside the agent. Returns why there is none, or NULL. */
+static const char *find_launcher(const char *agent)
+{
+	enum found found = MISSING;
+	Dl_info info;
+
+	if (launcher[0] != '\0' || (dladdr((void *) (uintptr_t) agent_wrap, &info) != 0 && info.dli_fname != NULL &&
+				    beside(info.dli_fname, launcher)))
+		found = try_launcher();
+	if (found != RUNS && in_container() && beside(agent, launcher))
+		found = try_launcher();
+	if (found == RUNS)
+		return (NULL);
+	if (in_container())
+		return ("the agent there has no " UNICRON_LAUNCHER " beside it that runs in this container; " MOUNT);
+	return (found == BROKEN ? UNICRON_LAUNCHER " cannot be executed here; install it again with make install"
+				: UNICRON_LAUNCHER " isn't installed beside the plugin; install it with make install");
 }
 
 #if UNICRON_PREPENDS
@@ -120,11 +156,9 @@ void agent_wrap(spank_t sp, const char *agent, uint32_t local)
 	else if (argv[0][0] == '\0' || argv[0][strlen(argv[0]) - 1] == '/')
 		reason = "the command is copied into a folder; name a file in --bcast";
 	else if (access(agent, X_OK) != 0)
-		reason = strerror(errno);
-	else if (find_launcher() < 0 || access(launcher, X_OK) != 0)
-		reason = UNICRON_LAUNCHER " isn't installed beside the plugin; install it with make install";
-	else if (!launcher_runs())
-		reason = UNICRON_LAUNCHER " cannot be executed here, as in a container of another system";
+		reason = in_container() ? "the task's container has no such program; " MOUNT : strerror(errno);
+	else if ((reason = find_launcher(agent)) != NULL)
+		;
 	else if (tasks_keep(sp, local) < 0)
 		reason = "Slurm refused the longer environment";
 	else

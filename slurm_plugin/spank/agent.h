@@ -11,6 +11,9 @@
 spank_err_t spank_prepend_task_argv(spank_t sp, int argc, const char *argv[]);
 #endif
 
+/* In slurmstepd, before any task: what its root is, so that agent_wrap sees that a task's is a container's. */
+void agent_note_root(void);
+
 /*
  * Puts the launcher of "AGENT run --" in front of the command of the task that is about to start. To be called from slurm_spank_task_init,
  * as the user. When that cannot be done, one line on the task's stderr says so, and the command runs unprotected. local: the task's

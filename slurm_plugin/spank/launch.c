@@ -12,40 +12,8 @@
 #include <unistd.h>
 
 #include "launch.h"
+#include "set_aside.h"
 #include "wait.h"
-
-extern char **environ;
-
-/*
- * Gives every variable whose name begins with one prefix another prefix. The agent's Python starts without the user's PYTHONHOME,
- * PYTHONPATH and their kin, which may be for another Python; the agent gives them back to the ranks.
- */
-static void rename_variables(const char *from, const char *to)
-{
-	size_t length = strlen(from);
-
-	for (char **entry = environ; entry != NULL && *entry != NULL;) {
-		char *name = *entry, *changed;
-		size_t size = strlen(to) + strlen(name) - length + 1;
-
-		if (strncmp(name, from, length) != 0 || strchr(name, '=') == NULL || (changed = malloc(size)) == NULL) {
-			++entry;
-			continue;
-		}
-		snprintf(changed, size, "%s%s", to, name + length);
-		if (putenv(changed) != 0) {
-			free(changed);
-			return;
-		}
-		name = strdup(name);      /* putenv may have moved the list, not its texts */
-		if (name == NULL)
-			return;
-		*strchr(name, '=') = '\0';
-		unsetenv(name);
-		free(name);
-		entry = environ;
-	}
-}
 
 /* Returns where the agent cannot be executed. */
 static void become_agent(char *agent, char *command, int argc, char **argv)
@@ -63,9 +31,9 @@ static void become_agent(char *agent, char *command, int argc, char **argv)
 		line[2] = (char *) "--";
 		line[3] = command;
 		memcpy(line + 4, argv + 1, (size_t) (argc - 1) * sizeof(*line));
-		rename_variables("PYTHON", UNICRON_USERS_PYTHON);
+		rename_variables("PYTHON", UNICRON_USERS "PYTHON");
 		execv(agent, line);
-		rename_variables(UNICRON_USERS_PYTHON, "PYTHON");
+		rename_variables(UNICRON_USERS "PYTHON", "PYTHON");
 		fprintf(stderr, "unicron: couldn't start %s: %s; the command runs unprotected\n", agent, strerror(errno));
 	}
 	who[0] = TELL_RUN;

@@ -4,7 +4,6 @@
 #define UNICRON_LAUNCH_H
 
 #define UNICRON_LAUNCHER "unicron-launch"
-#define UNICRON_USERS_PYTHON "_UNICRON_USERS_PYTHON"    /* agent/start/entry.py takes it off again */
 #define UNICRON_LAUNCH_TRY "--try"    /* its only argument: it ends with 0 */
 /* Where its first two arguments are not these: */
 #define UNICRON_LAUNCH_AGENT "UNICRON_LAUNCH_AGENT"         /* path of the agent */

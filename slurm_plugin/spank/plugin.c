@@ -48,6 +48,8 @@ CALLBACK slurm_spank_init(spank_t sp, int ac, char **av)
 
 	if (context == S_CTX_ALLOCATOR)
 		submitter_asked = inherit_forget();
+	if (context == S_CTX_REMOTE)
+		agent_note_root();
 	/* Registered also when the configuration is unusable: srun --unicron then still runs, unprotected. */
 	if (context == S_CTX_LOCAL || context == S_CTX_ALLOCATOR || context == S_CTX_REMOTE)
 		args_register(sp);

@@ -102,7 +102,8 @@ enum step_verdict step_judge(const struct step *step, bool asked, char reason[UN
 		snprintf(reason, UNICRON_REASON_MAX, "its job is heterogeneous, and each component is a job of its own: "
 			 "submit one job, such as sbatch -N 4, in place of components");
 	else if (step->container)
-		snprintf(reason, UNICRON_REASON_MAX, "it runs in a container (--container), where no agent is");
+		snprintf(reason, UNICRON_REASON_MAX, "Slurm starts its container (--container) around the agent, too, where none is: "
+			 "start the container in the command (srun apptainer exec ...), or by pyxis");
 	else if (step->nodes < step->job_nodes)
 		snprintf(reason, UNICRON_REASON_MAX, "it has %" PRId64 " of the job's %" PRId64 " nodes: a training has all of them",
 			 step->nodes, step->job_nodes);

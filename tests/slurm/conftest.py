@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.nodes import all_idle
-from tests.support.processes import outside_slurm, wait_for
+from tests.support.processes import ROOT, outside_slurm, wait_for
 from unicron.ctl.lab.cluster import LocalCluster
 from unicron.ctl.slurm import ElementInfo, SlurmClient
 
@@ -97,3 +99,15 @@ def controller(cluster: LocalCluster, tmp_path: Path) -> Iterator[Controller]:
     started = Controller(tmp_path, quick_on_slurm("act"), outside_slurm() | cluster.env())
     yield started
     started.close()
+
+
+@pytest.fixture(scope="session")
+def agent_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The agent's own folder, as `make agent-folder` makes it."""
+    folder = tmp_path_factory.mktemp("made") / "unicron-agent"
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/agent_folder.py", folder], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    yield folder
+    shutil.rmtree(folder)

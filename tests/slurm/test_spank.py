@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import pytest
 
 from tests.support.plugin_site import SOURCE, build
 from tests.support.processes import wait_for
+from tests.support.small_root import add, make_root, plugin_line
 from unicron.ctl.lab.cluster.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
@@ -544,46 +544,24 @@ def test_one_node_of_several_is_no_training(bench: Bench) -> None:
     assert first == "1" and "runs unprotected: it has 1 of the job's 2 nodes" in second and bench.recorded(job) == []
 
 
-def container(folder: Path) -> Path:
-    """A root in which there is a shell, slurmstepd, by which Slurm starts task prologs (from 23.11 on), and nothing of
-    ours."""
-    root = folder / "root"
-    shell, stepd = Path("/bin/sh").resolve(), shutil.which("slurmstepd", path=f"{os.environ['PATH']}:/usr/sbin")
-    programs = [shell] if stepd is None else [shell, Path(stepd)]
-    linked = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout.split()
-    for path in (*programs, *(Path(word) for word in linked if word.startswith("/") and not word.endswith(":"))):
-        (root / path.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, root / path.relative_to("/"))
-    for name in ("bin", "dev"):
-        (root / name).mkdir(exist_ok=True)
-    if not (root / "dev" / "null").exists():
-        os.mknod(root / "dev" / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # Slurm's own prologs open it
-    if not (root / "bin" / "sh").exists():
-        (root / "bin" / "sh").symlink_to(shell)
-        (root / "bin" / "program").symlink_to(shell)
-    prolog = folder / "task_prolog"
-    (root / prolog.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(prolog, root / prolog.relative_to("/"))
-    return root
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change a task's root")
 @pytest.mark.parametrize("there", ["neither", "a launcher that does not run"])
 def test_a_command_in_a_container_runs_without_the_agent(bench: Bench, there: str) -> None:
     """Defect: pyxis came after Unicron, so the agent was found on the host and executed in the container."""
-    root, plugin = container(bench.folder), bench.folder / "container.so"
-    source = Path(__file__).resolve().parents[1] / "support" / "container_plugin.c"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", plugin, source], check=True)
+    root = make_root(bench.folder / "root")
+    add(root, bench.folder / "task_prolog")
     if there != "neither":
         for path in (bench.agent, bench.plugin.parent / "unicron-launch"):
             (root / path.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
             (root / path.relative_to("/")).write_text("#!/nonexistent/interpreter\n")
             (root / path.relative_to("/")).chmod(0o755)
-    bench.load(f"required {plugin} {root}", bench.line())
+    bench.load(plugin_line(bench.folder / "container.so", root), bench.line())
     done = bench.call("srun", "--unicron", "/bin/program", "-c", "test -e /etc || echo contained; exit 3")
     assert done.stdout == "contained\n" and done.returncode == 3, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "unicron" in line]
-    assert "runs unprotected" in line
+    missing = "container has no such program" if there == "neither" else "that runs in this container"
+    assert f"{missing}; ask the administrator to mount the agent's folder there (docs/containers.md)" in line
+    assert line.endswith("it runs unprotected")
 
 
 def test_the_link_of_the_plugin_comes_after_those_of_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -25,21 +26,26 @@ def build(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
 class Site:
     """A cluster with the plugin, the real agent and a controller."""
 
-    def __init__(self, folder: Path, nodes: int = 2, gpus: int = 1):
+    def __init__(self, folder: Path, nodes: int = 2, gpus: int = 1, auth: str = "none"):
         self.folder = folder
         assert build(folder / "build").returncode == 0
         scripts = sysconfig.get_path("scripts")
         self.environment = outside_slurm() | {"PLAIN_OUT": str(folder)}
         programs = [scripts, self.environment["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"]
         self.environment["PATH"] = os.pathsep.join(programs)
-        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=gpus, auth="none")
+        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=gpus, auth=auth)
         self.environment |= {"SLURM_CONF": str(self.cluster.layout.slurm_conf)}
-        self.controller = Controller(folder, SETTINGS, self.environment)
+        self.controller = Controller(folder, f'{SETTINGS}auth = "{auth}"\n', self.environment)
         self.cluster.up()
         plugin = (
             f"optional {folder}/build/unicron.so agent={scripts}/unicron-agent controller={self.controller.address}\n"
         )
         (self.cluster.layout.etc_dir / "plugstack.conf").write_text(plugin)
+
+    def use_agent(self, path: Path) -> None:
+        """From now on another agent is put in front of commands."""
+        plugstack = self.cluster.layout.etc_dir / "plugstack.conf"
+        plugstack.write_text(re.sub(r"agent=\S+", f"agent={path}", plugstack.read_text()))
 
     def close(self) -> None:
         self.controller.close()

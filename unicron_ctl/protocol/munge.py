@@ -19,7 +19,7 @@ HANGING = 8  # calls that hang at once
 LIBRARY = "libmunge.so.2"
 MOST_BYTES = 4096  # of a credential: one of ours has some 300
 # munge.h: munge_err_t, munge_opt_t
-_SUCCESS, _EXPIRED, _REWOUND, _REPLAYED = 0, 15, 16, 17
+_SUCCESS, _NO_SOCKET, _EXPIRED, _REWOUND, _REPLAYED = 0, 6, 15, 16, 17
 _NOT_THE_CREDENTIAL = frozenset((1, 4, 5, 6, 7))  # snafu, overflow, no memory, socket, time-out: munged's own trouble
 _OPTION_SOCKET = 8
 _AUTH_INFO = re.compile(r"^[ \t]*AuthInfo=(?:[^#\n]*,)?socket=([^,\s]+)", re.IGNORECASE | re.MULTILINE)
@@ -138,6 +138,9 @@ def _problem(library: ctypes.CDLL, error: int) -> MungeError:
     text = (library.munge_strerror(error) or b"unknown error").decode(errors="replace")
     if error in (_EXPIRED, _REWOUND):
         text += ": compare the clocks of the two nodes"
+    if error == _NO_SOCKET:
+        where = _socket() or "at its usual socket"
+        text += f" ({where}): does munged run, and is its socket in this container, if it is one?"
     return MungeError(f"munge: {text}", outage=error in _NOT_THE_CREDENTIAL or error in (_EXPIRED, _REWOUND))
 
 

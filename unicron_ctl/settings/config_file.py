@@ -72,7 +72,8 @@ def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Conf
     if path is None:
         named = environment.get("UNICRON_CONFIG")
         if named and not Path(named).is_file():
-            raise UserError(f"UNICRON_CONFIG={named}: no such file; unset it or write the file", WRONG_USE)
+            advice = "write it, mount it if this is a container, or unset the variable"
+            raise UserError(f"UNICRON_CONFIG={named}: no such file; {advice}", WRONG_USE)
         path = next((candidate for candidate in search_path(environment) if candidate.is_file()), None)
         if path is None:
             return Config(), []

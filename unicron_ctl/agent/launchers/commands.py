@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unicron.ctl.agent.ranks.warm_commands import ELSEWHERE
+
 PYTHON = re.compile(r"python[\d.]*t?")
 SHELLS = ("ash", "bash", "dash", "ksh", "sh", "zsh")
 # Programs that run the command in their arguments, and may stand in front of each rank.
 WRAPPERS = {"chrt", "env", "ionice", "linux32", "linux64", "nice", "nohup", "numactl", "prlimit", "setarch", "setpriv"}
 WRAPPERS |= {"setsid", "stdbuf", "taskset", "time", "timeout"}
-# The same, with another Python inside than outside.
-ELSEWHERE = {"apptainer", "ch-run", "conda", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "poetry"}
-ELSEWHERE |= {"shifter", "singularity", "uv"}
 # Programs that watch one process, or hide the environment from it.
 NOT_FOR_RANKS = {"compute-sanitizer", "cuda-gdb", "docker", "enroot", "gdb", "ltrace", "ncu", "nsys", "perf", "podman"}
 NOT_FOR_RANKS |= {"podman-hpc", "rocprof", "sarus", "script", "strace", "sudo", "unbuffer", "valgrind", "xargs"}

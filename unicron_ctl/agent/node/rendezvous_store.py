@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from unicron.ctl.agent.ranks.warm_commands import python_of
 from unicron.ctl.agent.ranks.zygote_client import Coming
 from unicron.detector.processes.supervise import Child
 
@@ -115,7 +115,7 @@ class StoreProcess:
     def _begin_cold(self) -> None:
         with contextlib.suppress(OSError):  # then the pipe has no writer, and ends
             self._process = subprocess.Popen(
-                [self._python, *HOST], stdin=subprocess.PIPE, stdout=self._its_output, env=self._environment
+                [*self._python, *HOST], stdin=subprocess.PIPE, stdout=self._its_output, env=self._environment
             )
         self._has_output()
 
@@ -148,7 +148,7 @@ class StoreProcess:
             self.start()
         else:
             self._warn(
-                f"couldn't start the rendezvous store with {self._python}: is torch installed there? "
+                f"couldn't start the rendezvous store with {' '.join(self._python)}: is torch installed there? "
                 "Other nodes' stores are used"
             )
 
@@ -175,8 +175,3 @@ class StoreProcess:
             self._unwatch(self._output)
             os.close(self._output)
             self._output = -1
-
-
-def python_of(command: Sequence[str]) -> str:
-    """The interpreter that has torch: the user's when the command names one, else this one."""
-    return command[0] if os.path.basename(command[0]).startswith("python") else sys.executable

@@ -71,7 +71,8 @@ class Sampling:
         self._tries += 1
         command = [sys.executable, "-m", "unicron.detector.health.sampler", f"--seconds={self._seconds}"]
         # The working folder leads with -m; a folder `detector` of the user's there must not be taken.
-        environment = {**os.environ, "PYTHONPATH": package_path(os.environ), "PYTHONSAFEPATH": "1"}
+        environment = {**os.environ, "PYTHONPATH": package_path({}), "PYTHONSAFEPATH": "1"}
+        environment.pop("PYTHONHOME", None)  # the user's may be another Python's
         try:
             self._child = subprocess.Popen(
                 [*command, f"--directory={self._directory}"],

@@ -20,7 +20,7 @@ import msgspec
 from unicron.ctl.agent.connections.held_folders import let_go, try_hold
 from unicron.ctl.agent.ranks.ranks import stacks_file
 from unicron.ctl.protocol import structs
-from unicron.detector.processes import counters
+from unicron.detector.processes import counters, stacks
 from unicron.detector.processes.counters import AT, BYTES, TEXT, VERSION
 from unicron.detector.processes.rank_messages import Step
 
@@ -44,7 +44,10 @@ class Folder:
         self.autoload = f"{self.path}/torch"
         about = f"{self.autoload}/{counters.NAME}-{VERSION}.dist-info"
         os.makedirs(about)
-        os.symlink(os.path.abspath(counters.__file__), f"{self.autoload}/{counters.NAME}.py")
+        # Copies: in a container that the ranks alone are in there is this folder, and none of the project's.
+        for module in (counters, stacks):
+            shutil.copy(str(module.__file__), self.path)
+        os.symlink(f"../{os.path.basename(counters.__file__)}", f"{self.autoload}/{counters.NAME}.py")
         for name, text in (
             ("METADATA", f"Metadata-Version: 2.1\nName: {counters.NAME}\nVersion: {VERSION}\n"),
             ("entry_points.txt", f"[torch.backends]\n{counters.NAME} = {counters.NAME}:install\n"),

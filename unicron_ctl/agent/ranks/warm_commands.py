@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 
 from unicron.ctl.system.errors import WRONG_USE, UserError
@@ -12,6 +13,9 @@ WARM, PRELOAD = "UNICRON_WARM", "UNICRON_PRELOAD"
 _PYTHON = re.compile(r"python[\d.]*t?")
 _ALONE = re.compile(r"-[bBdEIOPqsSuv]+|-[WX].+")  # options of the interpreter that are a word each, python(1)
 _WITH_A_WORD = ("-W", "-X", "--check-hash-based-pycs")
+# Programs that run the command in their arguments with another Python inside than outside.
+ELSEWHERE = {"apptainer", "ch-run", "conda", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "poetry"}
+ELSEWHERE |= {"shifter", "singularity", "uv"}
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -28,6 +32,16 @@ def python_command(command: Sequence[str]) -> tuple[list[str], list[str]] | None
     words = list(command[at:])
     sound = len(words) > 1 if words[:1] == ["-m"] else bool(words) and words[0].endswith(".py")
     return (list(command[:at]), words) if sound else None
+
+
+def python_of(command: Sequence[str]) -> list[str]:
+    """The words that start the Python which has torch: the first that the command names, behind the container or
+    environment that it is in; else this one."""
+    at = next((at for at, word in enumerate(command) if _PYTHON.fullmatch(os.path.basename(word))), None)
+    if at is None:
+        return [sys.executable]
+    first = next((start for start in range(at) if os.path.basename(command[start]) in ELSEWHERE), at)
+    return list(command[first : at + 1])
 
 
 def wanted(environment: Mapping[str, str]) -> bool:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import os
 import sys
 
-SET_ASIDE = "_UNICRON_USERS_PYTHON"  # what unicron-launch puts in front of the names of the user's PYTHON... variables
+# What unicron-launch puts in front of the names of the user's PYTHON... variables, and the agent's own folder in front
+# of those of the LD_... ones (slurm_plugin/spank/set_aside.h).
+SET_ASIDE = "_UNICRON_USERS_"
 
 
 def restore_variables() -> None:
     """The user's PYTHON... variables are for the command and its ranks; this Python has begun without them."""
     for name in [name for name in os.environ if name.startswith(SET_ASIDE)]:
-        os.environ["PYTHON" + name[len(SET_ASIDE) :]] = os.environ.pop(name)
+        os.environ[name[len(SET_ASIDE) :]] = os.environ.pop(name)
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ THREADS_SECONDS = 5.0
 
 def shortage(ranks: int) -> str:
     """Why an agent with so many ranks cannot begin, and what to do; empty when it can."""
+    if not os.path.exists("/proc/self/stat"):
+        return "there is no /proc here, in which an agent sees its ranks: mount it into the container"
     return descriptors_short(DESCRIPTORS + FOR_A_RANK * ranks) or _threads(THREADS)
 
 

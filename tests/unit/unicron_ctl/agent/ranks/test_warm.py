@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from unicron.ctl.agent.ranks.warm_commands import common, named_modules, python_command, wanted
+from unicron.ctl.agent.ranks.warm_commands import common, named_modules, python_command, python_of, wanted
 from unicron.ctl.system.errors import UserError
 
 
@@ -61,3 +63,17 @@ def test_what_users_may_say():
 
 def test_a_zygote_has_what_two_ranks_have_in_common():
     assert common([{"A": "1", "RANK": "0", "MINE": ""}, {"A": "1", "RANK": "1"}]) == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("/opt/bin/python3 -u train.py", "/opt/bin/python3"),
+        ("apptainer exec --nv image.sif python train.py", "apptainer exec --nv image.sif python"),
+        ("numactl -l conda run -n torch python -m train", "conda run -n torch python"),
+        ("nsys profile -o x python train.py", "python"),
+        ("apptainer run image.sif --lr 1", sys.executable),
+    ],
+)
+def test_the_store_starts_with_the_python_of_the_ranks(command, words):
+    assert python_of(command.split()) == words.split()
