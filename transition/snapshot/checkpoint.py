@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from unicron.transition.iteration.rank_log import inform, warn
-from unicron.transition.snapshot import contents, folders, parts
+from unicron.transition.snapshot import contents, folders, foreign, parts
 from unicron.transition.snapshot.checkpoint_file import DAMAGED, finished, folder_name, stem, unfinished
 from unicron.transition.snapshot.folders import Found
+from unicron.transition.snapshot.formats.index import BadCheckpoint
 from unicron.transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
 from unicron.transition.snapshot.migrate import Settings, StateMismatch, TrainingState, as_before
 
@@ -82,15 +83,36 @@ class Checkpoints:
 
     interval: iterations between two of them, minutes: minutes; with neither, which is 0, there is one at the end only.
     keep: how many stay. A write that fails costs nothing but itself: it is reported, and the next one is tried when it
-    is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`. Raises ValueError, one line, for what makes no
-    sense.
+    is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`.
+
+    begin_from: a checkpoint of another format, or of another job, with which the training begins while there is no
+    checkpoint of its own: Megatron-LM's `torch_dist` or `torch`, torch DCP, safetensors. begin_names: the table of
+    names, for a model of Hugging Face's that Megatron trains; it is found where it is one of ours. begin_with: "all",
+    or "model" for the parameters alone, from iteration 0.
+
+    Raises ValueError, one line, for what makes no sense.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], interval: int = 0, keep: int = 2, minutes: float = 0.0):
+    needs_beginning = True  # a folder in `begin_from` without a checkpoint is an error
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        interval: int = 0,
+        keep: int = 2,
+        minutes: float = 0.0,
+        begin_from: str | os.PathLike[str] | None = None,
+        begin_names: str = "",
+        begin_with: str = "all",
+    ):
         minutes = _minutes(minutes)
         if interval < 0 or keep < 1:
             raise ValueError(f"interval {interval} must be at least 0 and keep {keep} at least 1")
+        if begin_with not in ("all", "model"):
+            raise ValueError(f'begin_with {begin_with!r} must be "all" or "model"')
         self.folder, self.interval, self.keep, self.minutes = Path(folder), interval, keep, minutes
+        self.begin_from = Path(begin_from) if begin_from is not None else None
+        self.begin = foreign.Wanted(begin_with == "all", begin_with == "all", begin_names)
         self._last = time.monotonic()  # when one was due
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -108,7 +130,8 @@ class Checkpoints:
 
         Raises :class:`CheckpointError` when there are some and none can be used: starting anew would hide that.
         """
-        wanted = [each for each in self.found() if iteration in (None, each.iteration)]
+        there = self.found() or self._beginning()
+        wanted = [each for each in there if iteration in (None, each.iteration)]
         for each in wanted:
             if self.load_one(state, each):
                 return each.iteration
@@ -121,6 +144,9 @@ class Checkpoints:
     def load_one(self, state: TrainingState, found: Found) -> bool:
         """Puts one into `state`; False for a damaged one, which is said. Raises :class:`CheckpointError` for one of
         another model."""
+        if found.foreign:
+            self._load_beginning(state)
+            return True
         try:
             _load(state, found)
         except (OSError, BadImage) as error:
@@ -135,8 +161,39 @@ class Checkpoints:
         found = self.found()
         if not found and self._damaged():
             raise CheckpointError(self._nothing_sound())
+        found = found or self._beginning()
         self.newest = max([self.newest, *(each.iteration for each in found)])
         return found
+
+    def _beginning(self) -> list[Found]:
+        """What the script begins from, while there is no checkpoint of its own. Raises :class:`CheckpointError`."""
+        there = self._foreign()
+        return [] if there is None else [Found(there.iteration, (there.folder,), True)]
+
+    def _foreign(self) -> foreign.Foreign | None:
+        if self.begin_from is None:
+            return None
+        try:
+            found = foreign.found_in(self.begin_from, self.begin)
+        except (BadCheckpoint, OSError) as error:
+            raise CheckpointError(str(error)) from None
+        if found is None and self.needs_beginning:
+            raise CheckpointError(f"{self.begin_from} has no checkpoint to begin from: give another folder")
+        return found
+
+    def _load_beginning(self, state: TrainingState) -> None:
+        found = self._foreign()
+        assert found is not None
+        try:
+            if (own := found.own) is not None and self.begin.optimizer:
+                _load(state, own)
+            else:
+                found.load(state)
+        except (parts.Missing, KeyError, RuntimeError) as error:
+            raise _other_model(found.folder, error) from None
+        except (BadCheckpoint, BadImage, OSError) as error:
+            raise CheckpointError(f"{error}: the training cannot begin from it") from None
+        self.newest = found.iteration
 
     def _damaged(self) -> bool:
         """Somebody has found a checkpoint damaged that is still there."""
@@ -319,7 +376,7 @@ def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) 
             sources[name].append(parts.Source(box, begin, end, read))
             saved[name].append(parts.Saved(box, [key for key in keys if key != parts.PARAMETER], others))
     try:
-        parts.restore(state.model, state.optimizer, sources, saved)
+        parts.restore(state.model, state.optimizer, parts.Assembled(sources, saved))
     except (parts.Missing, KeyError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
