@@ -102,6 +102,24 @@ def save(folder: Path, chunks, optimizer, scheduler) -> None:
         (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATIONS))
 
 
+def loads_without_transformer_engine() -> None:
+    """torch's own Adam has its step in each parameter's state, where Megatron's distributed optimizer takes it for a
+    tensor that it has to load."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self, parameter, tensors):
+        group, order = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"].clone()}
+        with torch.no_grad():
+            return original(self, parameter, tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+
+
 def load(folder: Path, chunks, optimizer, scheduler) -> dict:
     """Everything that Megatron-LM's `--load` takes; returns the common part."""
     from megatron.core import dist_checkpointing
@@ -189,6 +207,10 @@ def main() -> None:
     elif what == "begin":
         told = {"iteration": begin(folder, out, chunks, optimizer, scheduler)}
     else:
+        loads_without_transformer_engine()
+        if tiny_gpt.DISTOPT:  # Megatron's looks for the step of a state that is there
+            tiny_gpt.plain_iteration(chunks, optimizer, scheduler, 0, range(1))
+            scheduler.num_steps = 0
         common = load(folder, chunks, optimizer, scheduler)
         told = {"iteration": common["iteration"], "version": common["checkpoint_version"]}
     groups = [

@@ -189,5 +189,7 @@ def facts_of(args: dict[str, Any]) -> dict[str, Any]:
         "groups": groups or heads,
         "channels": args.get("kv_channels") or 0,
         "gated": bool(args.get("swiglu")),
+        "layers": args.get("num_layers") or 0,
+        "hidden": args.get("hidden_size") or 0,
     }
 

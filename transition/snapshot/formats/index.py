@@ -58,13 +58,15 @@ def raw_type(dtype: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Raw:
-    """Where elements lie in a file: from byte `offset` on, of this shape; strides in elements, None for row-major."""
+    """Where elements lie in a file: from byte `offset` on, of this shape; strides in elements, None for row-major. crc:
+    the checksum (CRC-32) of these very bytes, where the file has one."""
 
     path: Path
     offset: int
     dtype: str
     shape: Place
     strides: Place | None = None
+    crc: int | None = None
 
     def array(self) -> Array:
         """The elements, mapped; the mapping is released with the last reference. Raises BadCheckpoint where the file is

@@ -53,11 +53,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. ignored: endings of names that hold no weights."""
+    """A table. ignored: endings of names that hold no weights. needed: a tensor that tells its models from others."""
 
     name: str
     entries: tuple[Entry, ...]
     ignored: tuple[str, ...] = ()
+    needed: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def tables(path: Path | None = None) -> dict[str, Table]:
 
 def _table(path: Path, name: str, lines: dict[str, Any], known: Mapping[str, Table]) -> Table:
     like, ignored = lines.pop("like", None), list(lines.pop("ignored", []))
+    needed = str(lines.pop("needed", ""))
     if like is not None and like not in known:
         raise BadCheckpoint(f"{path}: [{name}] is like {like!r}: there are {', '.join(known)}")
     entries = {entry.mine: entry for entry in known[like].entries} if like else {}
@@ -97,7 +99,7 @@ def _table(path: Path, name: str, lines: dict[str, Any], known: Mapping[str, Tab
             raise BadCheckpoint(f"{path}: [{name}] {mine!r}: {error}: see the top of {TABLES.name}") from None
     if not entries:
         raise BadCheckpoint(f"{path}: [{name}] names no tensor")
-    return Table(name, tuple(entries.values()), tuple(ignored))
+    return Table(name, tuple(entries.values()), tuple(ignored), needed)
 
 
 def _entry(mine: str, value: Any) -> Entry:
@@ -137,7 +139,8 @@ def _fits(table: Table, index: Index) -> bool:
     known = {entry.mine for entry in table.entries}
     there = {tensor.name for tensor in index.parameters()}
     gated = any(entry.mine.endswith("linear_fc1.weight") and len(entry.theirs) == 2 for entry in table.entries)
-    return bool(there) and there <= known and index.common.facts.get("gated") in (None, gated)
+    needed = table.needed in there if table.needed else bool(there)
+    return needed and there <= known and index.common.facts.get("gated") in (None, gated)
 
 
 def _is_of(table: Table, index: Index) -> bool:
@@ -255,9 +258,9 @@ def _part(tensor: Tensor, piece: Piece, transposed: bool) -> Raw:
 
 
 # ------------------------------------------------------------ Megatron's to theirs
-def outs(index: Index, names: str, dtype: str) -> Iterator[Out] | None:
-    """The model's tensors under their names; None where no table fits and none was asked for. dtype: "" for that of the
-    index. Raises BadCheckpoint."""
+def outs(index: Index, names: str, dtypes: Mapping[str, str]) -> list[Out] | None:
+    """The model's tensors under their names; None where no table fits and none was asked for. dtypes: by Megatron's
+    name, "" for that of the index. Raises BadCheckpoint."""
     table = chosen(names, index, to_theirs=True)
     if table is None:
         return None
@@ -265,12 +268,12 @@ def outs(index: Index, names: str, dtype: str) -> Iterator[Out] | None:
     lost = [tensor.name for tensor in index.parameters() if tensor.name not in known]
     if lost:
         raise BadCheckpoint(f"the table {table.name} has no name for {lost[0]}: add it with --names FILE")
-    return _all(index, known, dtype)
+    return list(_all(index, known, dtypes))
 
 
-def _all(index: Index, known: Mapping[str, Entry], dtype: str) -> Iterator[Out]:
+def _all(index: Index, known: Mapping[str, Entry], dtypes: Mapping[str, str]) -> Iterator[Out]:
     for tensor in index.parameters():
-        entry, facts = known[tensor.name], index.common.facts
+        entry, facts, dtype = known[tensor.name], index.common.facts, dtypes[tensor.name]
         layers = tensor.shape[0] if entry.layered else 1
         rows = tensor.shape[1 if entry.layered else 0]
         rest = tensor.shape[2 if entry.layered else 1 :]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import io
+import math
 import pickle
 import struct
 import zipfile
@@ -283,24 +284,24 @@ class Archive:
 
     path: Path
     content: Any
-    storages: dict[str, tuple[int, int]]  # key -> (where its bytes begin in the file, how many)
+    storages: dict[str, tuple[int, int, int]]  # key -> (where its bytes begin in the file, how many, their CRC-32)
 
     def raw(self, tensor: TensorReference) -> Raw:
         """Where the elements lie. Raises BadCheckpoint where they are not there."""
         kind = tensor.storage.dtype
         if tensor.storage.key not in self.storages or kind not in RAW:
             raise BadCheckpoint(f"{self.path}: the bytes of one of its tensors are not there")
-        begin, length = self.storages[tensor.storage.key]
+        begin, length, crc = self.storages[tensor.storage.key]
         size = np.dtype(RAW[kind]).itemsize
-        dense = tensor.strides == row_major(tensor.shape) or not all(tensor.shape)
+        pairs = zip(tensor.shape, tensor.strides, row_major(tensor.shape), strict=True)
+        dense = all(extent < 2 or stride == wanted for extent, stride, wanted in pairs) or not all(tensor.shape)
         last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.strides, strict=True))
         if all(tensor.shape) and (tensor.offset < 0 or last < 0 or (tensor.offset + last + 1) * size > length):
             raise BadCheckpoint(f"{self.path}: one of its tensors is larger than its bytes")
-        ones = all(extent == 1 or stride == dense_stride for extent, stride, dense_stride in zip(
-            tensor.shape, tensor.strides, row_major(tensor.shape), strict=True
-        ))
-        strides = None if dense or ones else tensor.strides
-        return Raw(self.path, begin + tensor.offset * size, kind, tensor.shape, strides)
+        strides = None if dense else tensor.strides
+        whole = tensor.offset == 0 and math.prod(tensor.shape) * size == length
+        known = crc if whole and crc and strides is None else None  # 0: torch was told to write none
+        return Raw(self.path, begin + tensor.offset * size, kind, tensor.shape, strides, known)
 
 
 def archive(path: Path, offset: int = 0, length: int | None = None) -> Archive:
@@ -337,7 +338,7 @@ def archive(path: Path, offset: int = 0, length: int | None = None) -> Archive:
                 begin = offset + each.header_offset + _LOCAL.size + name + extra
                 if begin + each.file_size > end:
                     raise BadCheckpoint(f"{path} is cut off: it ends before byte {begin + each.file_size}")
-                storages[each.filename.removeprefix(f"{root}data/")] = begin, each.file_size
+                storages[each.filename.removeprefix(f"{root}data/")] = begin, each.file_size, each.CRC
     return Archive(path, unpickled(content, path), storages)
 
 
