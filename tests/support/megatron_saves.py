@@ -181,9 +181,7 @@ def train(chunks, optimizer, scheduler) -> None:
 
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     for number in range(ITERATIONS):
-        tiny_gpt.plain_iteration(
-            chunks, optimizer, scheduler, number, range(rank, tiny_gpt.MICRO_BATCHES, ranks)
-        )
+        tiny_gpt.plain_iteration(chunks, optimizer, scheduler, number, range(rank, tiny_gpt.MICRO_BATCHES, ranks))
 
 
 def main() -> None:
@@ -213,9 +211,7 @@ def main() -> None:
             scheduler.num_steps = 0
         common = load(folder, chunks, optimizer, scheduler)
         told = {"iteration": common["iteration"], "version": common["checkpoint_version"]}
-    groups = [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     kept = {"held": held(chunks, optimizer), "groups": groups, "schedule": scheduler.state_dict(), "told": told}
     torch.save(kept, out / f"{dist.get_rank()}.pt")
     dist.barrier()

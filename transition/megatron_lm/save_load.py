@@ -1,4 +1,4 @@
-"""Unicron's checkpoints in the folders of Megatron-LM's `--save` and `--load`."""
+"""Unicron's checkpoints in the folder of Megatron-LM's `--save`, and what `--load` names, of any format."""
 
 from __future__ import annotations
 
@@ -8,48 +8,40 @@ from typing import Any
 from unicron.transition.megatron_lm.arguments import Folders
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron.transition.snapshot.folders import Found
+from unicron.transition.snapshot.foreign import Wanted
 from unicron.transition.snapshot.migrate import TrainingState
 
 NEEDED = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
-TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's own checkpoints
 
 
 class SavedAndLoaded(Checkpoints):
-    """Written to `--save`. Gone on from there, else from `--load`; with no `--save` nothing is written."""
+    """Written to `--save`. The training goes on from there, else it begins from `--load`: Unicron's own checkpoints, or
+    Megatron-LM's. With no `--save` nothing is written."""
+
+    needs_beginning = False  # Megatron-LM starts anew where the folder is empty, unless told otherwise
 
     def __init__(self, folders: Folders):
         folder = folders.save or folders.load
         assert folder is not None
-        super().__init__(folder, folders.interval if folders.save else 0)
+        super().__init__(folder, folders.interval if folders.save else 0, begin_from=folders.load)
+        self.begin = Wanted(folders.optimizer, folders.iteration)
         self._writes = folders.save is not None
-        other = folders.load if folders.load != folders.save else None
-        self._other = Checkpoints(other) if other is not None and self._writes else None
         self._needed = folders.needed
-        self._check_whose(folders)
+        self.choices()  # so that a folder that cannot be used is known before the model is built
 
-    def _check_whose(self, folders: Folders) -> None:
-        for folder in (folders.load, folders.save):
-            if folder is not None and Path(folder, TRACKER).exists() and not self._found_anywhere():
-                raise CheckpointError(
-                    f"{folder} holds checkpoints of Megatron-LM's own format, which unicron cannot go on from: give "
-                    "another folder, or run the job with --unicron-mode=restart"
-                )
-
-    def _found_anywhere(self) -> bool:
-        return bool(self.found() or (self._other is not None and self._other.found()))
+    def found(self) -> list[Found]:
+        return super().found() if self._writes else []
 
     def load(self, state: TrainingState, iteration: int | None = None) -> int | None:
-        if self._other is not None and not any(iteration in (None, each.iteration) for each in self.found()):
-            return self._other.load(state, iteration)
         found = super().load(state, iteration)
         if found is None and self._needed:
-            raise CheckpointError(NEEDED.format(self.folder))
+            raise CheckpointError(NEEDED.format(self.begin_from or self.folder))
         return found
 
     def choices(self) -> list[Found]:
-        found = super().choices() or (self._other.choices() if self._other is not None else [])
+        found = super().choices()
         if not found and self._needed:
-            raise CheckpointError(NEEDED.format(self.folder))
+            raise CheckpointError(NEEDED.format(self.begin_from or self.folder))
         return found
 
     @property
@@ -69,5 +61,5 @@ class SavedAndLoaded(Checkpoints):
 
 
 def checkpoints(folders: Folders | None) -> SavedAndLoaded | None:
-    """None where neither option was given. Raises :class:`CheckpointError` for a folder of another kind."""
+    """None where neither option was given. Raises :class:`CheckpointError` for a folder that cannot be used."""
     return SavedAndLoaded(folders) if folders is not None and (folders.save or folders.load) else None

@@ -28,7 +28,7 @@ from unicron.transition.seams import elastic_buckets
 from unicron.transition.seams.modules import copy_all
 from unicron.transition.sharded.buffer_pool import Buffer, BufferPool, Claimed
 from unicron.transition.sharded.shard_exchange import CopyFailed, ShardExchange
-from unicron.transition.snapshot import contents, parts
+from unicron.transition.snapshot import parts
 from unicron.transition.snapshot.checkpoint_file import behind, set_mark
 from unicron.transition.snapshot.image_format import SHARD, STEP, Found, Key
 from unicron.transition.snapshot.migrate import StateMismatch, as_before, plain

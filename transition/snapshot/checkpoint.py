@@ -86,7 +86,7 @@ class Checkpoints:
     is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`.
 
     begin_from: a checkpoint of another format, or of another job, with which the training begins while there is no
-    checkpoint of its own: Megatron-LM's `torch_dist` or `torch`, torch DCP, safetensors. begin_names: the table of
+    checkpoint of its own: Megatron-LM's `torch_dist`, torch DCP, safetensors. begin_names: the table of
     names, for a model of Hugging Face's that Megatron trains; it is found where it is one of ours. begin_with: "all",
     or "model" for the parameters alone, from iteration 0.
 
@@ -135,7 +135,7 @@ class Checkpoints:
         for each in wanted:
             if self.load_one(state, each):
                 return each.iteration
-        if wanted or self._damaged():
+        if wanted or self._damaged():  # of another folder, all that were there have been found damaged just now
             raise CheckpointError(self._nothing_sound())
         if iteration is not None:
             raise CheckpointError(f"{self.folder} has no whole checkpoint of iteration {iteration}")
@@ -145,7 +145,7 @@ class Checkpoints:
         """Puts one into `state`; False for a damaged one, which is said. Raises :class:`CheckpointError` for one of
         another model."""
         if found.foreign:
-            self._load_beginning(state)
+            self._load_beginning(state, found.folder)
             return True
         try:
             _load(state, found)
@@ -166,41 +166,44 @@ class Checkpoints:
         return found
 
     def _beginning(self) -> list[Found]:
-        """What the script begins from, while there is no checkpoint of its own. Raises :class:`CheckpointError`."""
-        there = self._foreign()
+        """What the script begins from, while there is no checkpoint of its own: those of another job, the newest first,
+        or the one of another format. Raises :class:`CheckpointError`."""
+        if self.begin_from is None:
+            return []
+        if self.begin.whole:
+            if found := folders.whole(self.begin_from):
+                return found
+            if _has_damaged(self.begin_from):
+                raise CheckpointError(self._nothing_sound(self.begin_from))
+        there = self._foreign(self.begin_from)
         return [] if there is None else [Found(there.iteration, (there.folder,), True)]
 
-    def _foreign(self) -> foreign.Foreign | None:
-        if self.begin_from is None:
-            return None
+    def _foreign(self, folder: Path) -> foreign.Foreign | None:
         try:
-            found = foreign.found_in(self.begin_from, self.begin)
+            found = foreign.found_in(folder, self.begin)
         except (BadCheckpoint, OSError) as error:
             raise CheckpointError(str(error)) from None
         if found is None and self.needs_beginning:
-            raise CheckpointError(f"{self.begin_from} has no checkpoint to begin from: give another folder")
+            raise CheckpointError(f"{folder} has no checkpoint to begin from: give another folder")
         return found
 
-    def _load_beginning(self, state: TrainingState) -> None:
-        found = self._foreign()
-        assert found is not None
+    def _load_beginning(self, state: TrainingState, folder: Path) -> None:
+        if (found := self._foreign(folder)) is None:
+            raise CheckpointError(f"the checkpoint in {folder} is gone")
         try:
-            if (own := found.own) is not None and self.begin.optimizer:
-                _load(state, own)
-            else:
-                found.load(state)
+            found.load(state)
         except (parts.Missing, KeyError, RuntimeError) as error:
             raise _other_model(found.folder, error) from None
-        except (BadCheckpoint, BadImage, OSError) as error:
+        except (BadCheckpoint, OSError) as error:
             raise CheckpointError(f"{error}: the training cannot begin from it") from None
         self.newest = found.iteration
 
     def _damaged(self) -> bool:
         """Somebody has found a checkpoint damaged that is still there."""
-        return any(self.folder.glob(f"iteration-*/*.{DAMAGED}"))
+        return _has_damaged(self.folder)
 
-    def _nothing_sound(self) -> str:
-        return f"no checkpoint can be read: move {self.folder} away to start anew"
+    def _nothing_sound(self, folder: Path | None = None) -> str:
+        return f"no checkpoint can be read: move {folder or self.folder} away to start anew"
 
     @property
     def destination(self) -> Path | None:
@@ -318,6 +321,10 @@ class Checkpoints:
             return folders.prune(self.folder, self.keep) >= iteration
         except OSError:
             return True  # this rank's part is written, whatever becomes of older ones
+
+
+def _has_damaged(folder: Path) -> bool:
+    return any(folder.glob(f"iteration-*/*.{DAMAGED}"))
 
 
 def _minutes(given: float) -> float:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from unicron.transition.iteration.rank_log import inform
-from unicron.transition.snapshot import folders, parts
+from unicron.transition.snapshot import parts
 from unicron.transition.snapshot.formats import names, opening, own
-from unicron.transition.snapshot.formats.index import MAINS, Index, Tensor
+from unicron.transition.snapshot.formats.index import MAINS, BadCheckpoint, Index, Tensor
 from unicron.transition.snapshot.migrate import StateMismatch, TrainingState
 
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # rows behind the vocabulary are no words
@@ -32,6 +32,10 @@ class Wanted:
     iteration: bool = True
     names: str = ""
 
+    @property
+    def whole(self) -> bool:
+        return self.optimizer and self.iteration
+
 
 class Foreign:
     """A checkpoint of another format to begin from.
@@ -46,14 +50,11 @@ class Foreign:
     def iteration(self) -> int:
         return self.index.iteration if self.wanted.iteration else 0
 
-    @property
-    def own(self) -> folders.Found | None:
-        """The files, where it is one of Unicron's own: its checksums are checked when it is read."""
-        return own.newest(self.folder) if self.index.format == own.FORMAT else None
-
     def load(self, state: TrainingState) -> None:
         """Put it into `state`. Raises BadCheckpoint, OSError, and parts.Missing for one of another model."""
         index, optimizer = self.index, self.wanted.optimizer
+        if index.format == own.FORMAT and (found := own.newest(self.folder)) is not None and (wrong := own.check(found)):
+            raise BadCheckpoint(wrong[0])
         mine = {box.name: box.whole for _, boxes, _ in parts.places(state.model) for box in boxes}
         if index.format != own.FORMAT and not any(name in index.tensors for name in mine):
             of_megatron = bool(state.facts.get("heads"))

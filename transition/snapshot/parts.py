@@ -291,7 +291,7 @@ class Assembled:
         return assemble(box, key, self._sources[box.name])
 
     def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
-        """Of this block: layers that are blocks of one tensor need not all be trained."""
+        """This block's: layers that are blocks of one tensor need not all be trained."""
         saved = self._saved.get(box.name, ())
         return next(((each.keys, each.others) for each in saved if _overlap(box, each.box)), ((), {}))
 

@@ -30,7 +30,7 @@ class TensorReport(msgspec.Struct, kw_only=True):
 
 
 class CheckpointReport(msgspec.Struct, kw_only=True):
-    """The JSON of `unicronctl checkpoint show`. format: unicron, torch_dist, torch, dcp or safetensors; iteration: the
+    """The JSON of `unicronctl checkpoint show`. format: unicron, torch_dist, dcp or safetensors; iteration: the
     one to go on with; layout: of the ranks that wrote it, "" where it does not say."""
 
     format: str
@@ -77,7 +77,9 @@ def show(folder: Path, as_json: bool) -> None:
         return
     size = sum(tensor.nbytes for tensor in index.tensors.values())
     layout = f", written by {index.layout}" if index.layout else ""
-    click.echo(f"{index.format}, iteration {index.iteration}{layout}: {len(index.tensors)} tensors, {size / 1e9:.3f} GB")
+    click.echo(
+        f"{index.format}, iteration {index.iteration}{layout}: {len(index.tensors)} tensors, {size / 1e9:.3f} GB"
+    )
     if index.common.unread:
         click.echo(f"not shown: {index.common.unread}", err=True)
     for tensor in index.tensors.values():
@@ -160,7 +162,9 @@ def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.m
     deadline = now() + wait
     while not (fresh := {each for each in whole() - before if each[0] >= max((i for i, _ in before), default=0)}):
         if now() >= deadline:
-            raise UserError(f"no new checkpoint was whole in {saves} after {wait:g} s: see the job's log, or --wait more")
+            raise UserError(
+                f"no new checkpoint was whole in {saves} after {wait:g} s: see the job's log, or --wait more"
+            )
         time.sleep(LOOK_SECONDS)
     newest = max(fresh)[0]
     return saves / f"iteration-{newest:08d}"

@@ -101,5 +101,3 @@ def _whole(out: Path, write: Callable[[Path], None]) -> None:
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-
-

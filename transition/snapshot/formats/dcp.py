@@ -192,4 +192,3 @@ def facts_of(args: dict[str, Any]) -> dict[str, Any]:
         "layers": args.get("num_layers") or 0,
         "hidden": args.get("hidden_size") or 0,
     }
-

@@ -85,9 +85,7 @@ class Raw:
         flat: Array = np.frombuffer(mapped, kind, last + 1, self.offset - begin)
         if self.strides is None:
             return flat.reshape(self.shape)
-        return np.lib.stride_tricks.as_strided(
-            flat, self.shape, [stride * kind.itemsize for stride in strides]
-        )
+        return np.lib.stride_tricks.as_strided(flat, self.shape, [stride * kind.itemsize for stride in strides])
 
 
 def row_major(shape: Place) -> Place:
@@ -196,9 +194,7 @@ class Tensor:
         return flat.reshape(ranges[0].extent)
 
 
-def overlap(
-    one: tuple[Place, Place], other: tuple[Place, Place]
-) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def overlap(one: tuple[Place, Place], other: tuple[Place, Place]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """What two boxes have in common, as slices of each; None for nothing."""
     mine, its = [], []
     for at, size, there, extent in zip(*one, *other, strict=True):

@@ -150,7 +150,7 @@ def _is_of(table: Table, index: Index) -> bool:
 
 # ------------------------------------------------------------ how the rows lie
 def _pieces(entry: Entry, rows: int, facts: Mapping[str, Any]) -> list[Piece]:
-    """Of Megatron's tensor of one layer, which has so many rows. Raises BadCheckpoint."""
+    """The pieces of Megatron's tensor of one layer, which has so many rows. Raises BadCheckpoint."""
     if not entry.qkv:
         each, left = divmod(rows, len(entry.theirs))
         if left:
@@ -168,7 +168,9 @@ def _pieces(entry: Entry, rows: int, facts: Mapping[str, Any]) -> list[Piece]:
     found = []
     for group in range(groups):
         at = group * (queries + 2) * size
-        for number, (count, mine) in enumerate(((queries, at), (1, at + queries * size), (1, at + (queries + 1) * size))):
+        for number, (count, mine) in enumerate(
+            ((queries, at), (1, at + queries * size), (1, at + (queries + 1) * size))
+        ):
             begin = bases[number] + group * count * size
             found.append(Piece(0 if one else number, begin, mine, count * size))
     return found

@@ -10,7 +10,16 @@ from typing import Any
 import msgpack
 
 from unicron.transition.snapshot import checkpoint_file, folders
-from unicron.transition.snapshot.formats.index import PARAMETER, STATE, BadCheckpoint, Block, Common, Index, Raw, raw_type
+from unicron.transition.snapshot.formats.index import (
+    PARAMETER,
+    STATE,
+    BadCheckpoint,
+    Block,
+    Common,
+    Index,
+    Raw,
+    raw_type,
+)
 from unicron.transition.snapshot.image_format import ALIGN, PAGE, STEP, BadImage, Found, digest, read_page
 
 FORMAT = "unicron"

@@ -62,7 +62,7 @@ class _Piece:
 
 def _write(file: BinaryIO, total: Any, block: _Piece) -> None:
     array = np.ascontiguousarray(block.tensor.read(block.offset, block.extent))
-    for data in (memoryview(array).cast("B") if array.size else b"", bytes(-block.nbytes % ALIGN)):
+    for data in (memoryview(array.data).cast("B") if array.size else b"", bytes(-block.nbytes % ALIGN)):
         file.write(data)
         total.update(data)
 

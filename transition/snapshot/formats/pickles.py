@@ -259,9 +259,6 @@ class _Window(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = max(0, offset + (0, self._at, self._length)[whence])
         return self._at
@@ -312,7 +309,7 @@ def archive(path: Path, offset: int = 0, length: int | None = None) -> Archive:
         if offset < 0 or end > size:
             raise BadCheckpoint(f"{path} is cut off: it ends before byte {end}")
         try:
-            packed = zipfile.ZipFile(_Window(file, offset, end - offset))  # type: ignore[arg-type]
+            packed = zipfile.ZipFile(_Window(file, offset, end - offset))
             entries = packed.infolist()
             pickles = [each for each in entries if each.filename.endswith("data.pkl")]
             if len(pickles) != 1 or pickles[0].file_size > MOST:

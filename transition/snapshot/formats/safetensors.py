@@ -1,4 +1,4 @@
-"""Files of safetensors: a header in JSON, and the tensors' bytes behind it. Hugging Face's folders have one or several."""
+"""Files of safetensors: a header in JSON, and the tensors' bytes behind it. Hugging Face's folders have one or more."""
 
 from __future__ import annotations
 
@@ -158,6 +158,4 @@ def _pieces(outs: Iterable[Out]) -> Iterable[memoryview]:
     for out in outs:
         for array in out.whole():
             assert array.dtype == raw_type(out.dtype)
-            yield memoryview(array).cast("B") if array.size else memoryview(b"")
-
-
+            yield memoryview(array.data).cast("B") if array.size else memoryview(b"")

@@ -44,7 +44,7 @@ def _check(tensor: Tensor) -> None:
 
 
 def _sum(array: Array) -> int:
-    data, found = memoryview(array.reshape(-1)).cast("B"), 0
+    data, found = memoryview(array.reshape(-1).data).cast("B"), 0
     for begin in range(0, len(data), PIECE):
         found = zlib.crc32(data[begin : begin + PIECE], found)
     return found

@@ -105,7 +105,7 @@ def write_dcp(folder: Path, index: Index) -> None:
 
 # ------------------------------------------------------------ Megatron's
 def write_torch_dist(folder: Path, index: Index) -> None:
-    """The same as Megatron's releases since 0.16 load it, with a distributed optimizer or without. Raises
+    """Write the tensors as Megatron's releases since 0.16 load it, with a distributed optimizer or without. Raises
     BadCheckpoint, OSError."""
     writer = _Writer(folder, TORCH_DIST)
     outs, aliases = [], {}
@@ -122,7 +122,7 @@ def write_torch_dist(folder: Path, index: Index) -> None:
             outs.append(of(main or tensor, names[0]))
             aliases[names[0]] = names[1:]
         outs += [of(state) for key, state in states.items() if key not in MAINS]
-    writer.write(outs, aliases, dict.fromkeys(_extra_states(index), [None]))
+    writer.write(outs, aliases, {name: [None] for name in _extra_states(index)})
     writer.save(_common(index, writer), COMMON)
     (folder / CONFIG).write_text(json.dumps({"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}))
 
@@ -175,7 +175,9 @@ def _optimizer(common: Common, writer: _Writer) -> dict[str, Any]:
         "param_state_sharding_type": RESHARDABLE,
     }
     if common.scales:
-        scale = {key: writer.tensor(value) if isinstance(value, list) else value for key, value in common.scales[0].items()}
+        scale = {
+            key: writer.tensor(value) if isinstance(value, list) else value for key, value in common.scales[0].items()
+        }
         found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale  # type: ignore[index]
     return found
 
