@@ -130,8 +130,8 @@ class Checkpoints:
 
         Raises :class:`CheckpointError` when there are some and none can be used: starting anew would hide that.
         """
-        there = self.found() or self._beginning()
-        wanted = [each for each in there if iteration in (None, each.iteration)]
+        wanted = [each for each in self.found() if iteration in (None, each.iteration)]
+        wanted = wanted or [each for each in self._beginning() if iteration in (None, each.iteration)]
         for each in wanted:
             if self.load_one(state, each):
                 return each.iteration

@@ -53,7 +53,11 @@ class Foreign:
     def load(self, state: TrainingState) -> None:
         """Put it into `state`. Raises BadCheckpoint, OSError, and parts.Missing for one of another model."""
         index, optimizer = self.index, self.wanted.optimizer
-        if index.format == own.FORMAT and (found := own.newest(self.folder)) is not None and (wrong := own.check(found)):
+        if (
+            index.format == own.FORMAT
+            and (found := own.newest(self.folder)) is not None
+            and (wrong := own.check(found))
+        ):
             raise BadCheckpoint(wrong[0])
         mine = {box.name: box.whole for _, boxes, _ in parts.places(state.model) for box in boxes}
         if index.format != own.FORMAT and not any(name in index.tensors for name in mine):

@@ -4,6 +4,7 @@ metadata, a pickle, says of which chunks each tensor is made, and in which file 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def _add_tensors(index: Index, folder: Path, metadata: Any) -> dict[str, Any]:
             raise BadCheckpoint(f"{folder}: its files are compressed: save it without an extension")
         offset = getattr(key, "offset", None)
         where[key.fqn, None if offset is None else tuple(offset)] = value
+    _check_lengths(folder, where.values())
     objects = {}
     for name, told in metadata.state_dict_metadata.items():
         if not hasattr(told, "chunks"):
@@ -61,6 +63,17 @@ def _add_tensors(index: Index, folder: Path, metadata: Any) -> dict[str, Any]:
                 raise BadCheckpoint(f"{folder}: its metadata do not say where {name} is")
             index.add(name, shape, kind, Block.of(offset, extent, partial(_chunk, folder, at, name)))
     return {name: (folder, at) for name, at in objects.items() if at is not None}
+
+
+def _check_lengths(folder: Path, where: Iterable[Any]) -> None:
+    """Raises BadCheckpoint for a file that ends before what is in it, OSError for one that is not there."""
+    ends: dict[str, int] = {}
+    for at in where:
+        ends[at.relative_path] = max(ends.get(at.relative_path, 0), int(at.offset) + int(at.length))
+        _file(folder, at)
+    for name, end in ends.items():
+        if (folder / name).stat().st_size < end:
+            raise BadCheckpoint(f"{folder / name} is cut off: it ends before byte {end}")
 
 
 def _dtype(properties: Any) -> str:

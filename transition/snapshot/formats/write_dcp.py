@@ -70,7 +70,7 @@ class _Writer:
             self._known[name] = types.TensorStorageMetadata(properties, size, chunks)
 
     def _tensor(self, array: Array, kind: Any) -> Any:
-        found = self._torch.from_numpy(np.ascontiguousarray(array))
+        found = self._torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))  # also of one element
         return found if found.dtype == kind else found.view(kind)
 
     def save(self, value: Any, name: str) -> None:
