@@ -1,11 +1,11 @@
-"""One rank of a small GPT that saves or loads its state with megatron-core's own `dist_checkpointing`, or writes the
-older `torch` format, as Megatron-LM's `save_checkpoint` and `load_checkpoint` do.
+"""One rank of a small GPT that saves or loads its state with megatron-core's own `dist_checkpointing`, as Megatron-LM's
+`save_checkpoint` and `load_checkpoint` do.
 
     megatron_saves.py save|load|begin FOLDER OUT
 
 save: trains ITERATIONS of tiny_gpt's iterations and saves in FOLDER. load: loads from FOLDER. begin: begins from FOLDER
 as a session does, and writes a checkpoint of Unicron's in OUT/saves. All leave OUT/RANK.pt: this rank's parameters,
-main parameters and optimizer state. SAVES_FORMAT torch_dist or torch; SAVES_SHARDING a
+main parameters and optimizer state. SAVES_SHARDING a
 `distrib_optim_sharding_type`. The layout is tiny_gpt's TINY_LAYOUT, and so on.
 """
 
@@ -24,7 +24,6 @@ import torch.distributed as dist  # noqa: E402
 
 from tests.support import tiny_gpt  # noqa: E402
 
-FORMAT = os.environ.get("SAVES_FORMAT", "torch_dist")
 SHARDING = os.environ.get("SAVES_SHARDING", "fully_reshardable")
 ITERATIONS = 2
 
@@ -68,35 +67,17 @@ def state_dict(chunks, optimizer, scheduler, loading: bool) -> dict:
 
 def save(folder: Path, chunks, optimizer, scheduler) -> None:
     """Into `folder`, a new iteration of it."""
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     at = folder / f"iter_{ITERATIONS:07d}"
     if dist.get_rank() == 0:
         at.mkdir(parents=True)
     dist.barrier()
-    if FORMAT == "torch_dist":
-        kept = {key: value for key, value in metadata().items() if key != "dp_cp_group"}
-        found = state_dict(chunks, optimizer, scheduler, False)
-        strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
-        dist_checkpointing.save(found, str(at), strategy, content_metadata=kept)
-    else:
-        tensor, pipeline = (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        part = at / (f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if tiny_gpt.PIPELINE > 1 else ""))
-        part.mkdir(exist_ok=True)
-        found = {"args": arguments(), "checkpoint_version": 3.0, "iteration": ITERATIONS}
-        for number, chunk in enumerate(chunks):
-            key = "model" if len(chunks) == 1 else f"model{number}"
-            found[key] = chunk.module.state_dict_for_save_checkpoint()
-        found["optimizer"] = optimizer.state_dict()
-        found["opt_param_scheduler"] = scheduler.state_dict()
-        if tiny_gpt.DISTOPT:
-            optimizer.save_parameter_state(str(part / "distrib_optim.pt"))
-        if parallel_state.get_data_parallel_rank() == 0:
-            torch.save(found, part / "model_optim_rng.pt")
+    kept = {key: value for key, value in metadata().items() if key != "dp_cp_group"}
+    found = state_dict(chunks, optimizer, scheduler, False)
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    dist_checkpointing.save(found, str(at), strategy, content_metadata=kept)
     dist.barrier()
     if dist.get_rank() == 0:
         (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATIONS))
