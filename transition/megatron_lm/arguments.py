@@ -45,7 +45,6 @@ REFUSED = {
     "non_persistent_ckpt_type": "--non-persistent-ckpt-type: leave it out, ranks keep the state in memory",
     "ckpt_convert_format": "--ckpt-convert-format: nothing is trained then",
     "pretrained_checkpoint": "--pretrained-checkpoint: only unicron's own checkpoints can be gone on from",
-    "no_load_optim": "--no-load-optim: only a whole checkpoint can be gone on from",
     "ckpt_step": "--ckpt-step: the newest sound checkpoint is gone on from",
     "use_checkpoint_args": "--use-checkpoint-args: give the options in the command",
     "log_params_norm": "--log-params-norm, which communicates between two iterations: leave it out",
@@ -80,7 +79,8 @@ class Folders:
     load: Path | None
     interval: int
     needed: bool  # --exit-on-missing-checkpoint
-    finetune: bool = False  # of `load` the parameters alone are taken, and the training begins at iteration 0
+    optimizer: bool = True  # its state is taken from `load`, too: neither --no-load-optim nor --finetune
+    iteration: bool = True  # the training goes on with the iteration of `load`: no --finetune
 
 
 def layout_of(args: Any) -> Layout:
@@ -96,9 +96,10 @@ def take_folders(args: Any) -> Folders:
         Path(args.load) if args.load else None,
         int(args.save_interval or 0),
         bool(getattr(args, "exit_on_missing_checkpoint", False)),
-        bool(getattr(args, "finetune", False)),
+        not (getattr(args, "no_load_optim", None) or getattr(args, "finetune", False)),
+        not getattr(args, "finetune", False),
     )
-    if found.finetune and (found.load is None or found.load == found.save):
+    if not found.iteration and (found.load is None or found.load == found.save):
         raise Refused("give --finetune a --load that is another folder than --save")
     args.finetune = False  # there is nothing that Megatron-LM itself would load
     args.save = args.load = None

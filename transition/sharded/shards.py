@@ -28,9 +28,9 @@ from unicron.transition.seams import elastic_buckets
 from unicron.transition.seams.modules import copy_all
 from unicron.transition.sharded.buffer_pool import Buffer, BufferPool, Claimed
 from unicron.transition.sharded.shard_exchange import CopyFailed, ShardExchange
-from unicron.transition.snapshot import contents, parts
+from unicron.transition.snapshot import parts
 from unicron.transition.snapshot.checkpoint_file import behind, set_mark
-from unicron.transition.snapshot.image_format import SHARD, Found, Key
+from unicron.transition.snapshot.image_format import SHARD, STEP, Found, Key
 from unicron.transition.snapshot.migrate import StateMismatch, as_before, plain
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -336,7 +336,7 @@ class Shards:
                 at = [torch.float32.itemsize * (number * row + begin) for number in range(len(STATES))]
                 tensors += [("float32", part.end - part.begin, offset) for offset in at]
                 steps = {key: [len(tensors), list(value.shape)] for key, value in part.others.items()}
-                tensors += [(_name(value.dtype), 1, contents.STEP) for value in part.others.values()]
+                tensors += [(_name(value.dtype), 1, STEP) for value in part.others.values()]
                 index.append((*part.box, part.begin, part.end, keys, {}, steps))
             for part in rest:
                 index.append((*part.box, part.begin, part.end, {parts.PARAMETER: len(tensors)}, {}, {}))

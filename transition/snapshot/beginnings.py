@@ -71,7 +71,7 @@ class Beginnings:
             self.untouched = False
             assert self._checkpoints is not None
             if self._checkpoints.load_one(state, each):
-                inform(f"goes on from {each.paths[0].parent}, with iteration {wanted}")
+                inform(f"goes on from {each.folder}, with iteration {wanted}")
                 return wanted
         if wanted == self._start and self.untouched:
             return wanted

@@ -26,9 +26,10 @@ from typing import Any, Literal
 import torch
 
 from unicron.transition.iteration.rank_log import inform, warn
-from unicron.transition.snapshot import contents, folders, parts
+from unicron.transition.snapshot import contents, folders, foreign, parts
 from unicron.transition.snapshot.checkpoint_file import DAMAGED, finished, folder_name, stem, unfinished
 from unicron.transition.snapshot.folders import Found
+from unicron.transition.snapshot.formats.index import BadCheckpoint
 from unicron.transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
 from unicron.transition.snapshot.migrate import Settings, StateMismatch, TrainingState, as_before
 from unicron.transition.snapshot.save_interval import Risk, SaveClock
@@ -86,9 +87,17 @@ class Checkpoints:
     interval: iterations between two of them, minutes: minutes. minutes "auto", which it is where neither is given: as
     often as what a save costs, and how often one would be needed, call for (`save_interval`). With 0 of both there is
     one at the end only. keep: how many stay. A write that fails costs nothing but itself: it is reported, and the next
-    one is tried when it is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`. Raises ValueError, one line,
-    for what makes no sense.
+    one is tried when it is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`.
+
+    begin_from: a checkpoint of another format, or of another job, with which the training begins while there is no
+    checkpoint of its own: Megatron-LM's `torch_dist`, torch DCP, safetensors. begin_names: the table of
+    names, for a model of Hugging Face's that Megatron trains; it is found where it is one of ours. begin_with: "all",
+    or "model" for the parameters alone, from iteration 0.
+
+    Raises ValueError, one line, for what makes no sense.
     """
+
+    needs_beginning = True  # a folder in `begin_from` without a checkpoint is an error
 
     def __init__(
         self,
@@ -96,13 +105,20 @@ class Checkpoints:
         interval: int | None = None,
         keep: int = 2,
         minutes: float | Literal["auto"] | None = None,
+        begin_from: str | os.PathLike[str] | None = None,
+        begin_names: str = "",
+        begin_with: str = "all",
     ):
         given = _minutes(minutes if minutes is not None else AUTO if interval is None else 0.0)
         self.folder, self.interval, self.keep = Path(folder), interval or 0, keep
         if self.interval < 0 or keep < 1:
             raise ValueError(f"interval {interval} must be at least 0 and keep {keep} at least 1")
+        if begin_with not in ("all", "model"):
+            raise ValueError(f'begin_with {begin_with!r} must be "all" or "model"')
         self.clock = SaveClock() if given == AUTO else None
         self.minutes: float = 0.0 if given == AUTO else float(given)
+        self.begin_from = Path(begin_from) if begin_from is not None else None
+        self.begin = foreign.Wanted(begin_with == "all", begin_with == "all", begin_names)
         self._last = time.monotonic()  # when one was due
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -121,20 +137,24 @@ class Checkpoints:
         Raises :class:`CheckpointError` when there are some and none can be used: starting anew would hide that.
         """
         wanted = [each for each in self.found() if iteration in (None, each.iteration)]
+        wanted = wanted or [each for each in self._beginning() if iteration in (None, each.iteration)]
         for each in wanted:
             if self.load_one(state, each):
                 return each.iteration
-        if wanted or self._damaged():
+        if wanted or self._damaged():  # of another folder, all that were there have been found damaged just now
             raise CheckpointError(self._nothing_sound())
         if iteration is not None:
             raise CheckpointError(f"{self.folder} has no whole checkpoint of iteration {iteration}")
         return None
 
-    def load_one(self, state: TrainingState, found: Found, alone: bool = False) -> bool:
-        """Puts one into `state`, with `alone` only its parameters; False for a damaged one, which is said. Raises
-        :class:`CheckpointError` for one of another model."""
+    def load_one(self, state: TrainingState, found: Found) -> bool:
+        """Puts one into `state`; False for a damaged one, which is said. Raises :class:`CheckpointError` for one of
+        another model."""
+        if found.foreign:
+            self._load_beginning(state, found.folder)
+            return True
         try:
-            _load(state, found, alone)
+            _load(state, found)
         except (OSError, BadImage) as error:
             warn(f"checkpoint of iteration {found.iteration} passed over: {error}")
             return False
@@ -147,15 +167,49 @@ class Checkpoints:
         found = self.found()
         if not found and self._damaged():
             raise CheckpointError(self._nothing_sound())
+        found = found or self._beginning()
         self.newest = max([self.newest, *(each.iteration for each in found)])
         return found
 
+    def _beginning(self) -> list[Found]:
+        """What the script begins from, while there is no checkpoint of its own: those of another job, the newest first,
+        or the one of another format. Raises :class:`CheckpointError`."""
+        if self.begin_from is None:
+            return []
+        if self.begin.whole:
+            if found := folders.whole(self.begin_from):
+                return found
+            if _has_damaged(self.begin_from):
+                raise CheckpointError(self._nothing_sound(self.begin_from))
+        there = self._foreign(self.begin_from)
+        return [] if there is None else [Found(there.iteration, (there.folder,), True)]
+
+    def _foreign(self, folder: Path) -> foreign.Foreign | None:
+        try:
+            found = foreign.found_in(folder, self.begin)
+        except (BadCheckpoint, OSError) as error:
+            raise CheckpointError(str(error)) from None
+        if found is None and self.needs_beginning:
+            raise CheckpointError(f"{folder} has no checkpoint to begin from: give another folder")
+        return found
+
+    def _load_beginning(self, state: TrainingState, folder: Path) -> None:
+        if (found := self._foreign(folder)) is None:
+            raise CheckpointError(f"the checkpoint in {folder} is gone")
+        try:
+            found.load(state)
+        except (parts.Missing, KeyError, RuntimeError) as error:
+            raise _other_model(found.folder, error) from None
+        except (BadCheckpoint, OSError) as error:
+            raise CheckpointError(f"{error}: the training cannot begin from it") from None
+        self.newest = found.iteration
+
     def _damaged(self) -> bool:
         """Somebody has found a checkpoint damaged that is still there."""
-        return any(self.folder.glob(f"iteration-*/*.{DAMAGED}"))
+        return _has_damaged(self.folder)
 
-    def _nothing_sound(self) -> str:
-        return f"no checkpoint can be read: move {self.folder} away to start anew"
+    def _nothing_sound(self, folder: Path | None = None) -> str:
+        return f"no checkpoint can be read: move {folder or self.folder} away to start anew"
 
     @property
     def destination(self) -> Path | None:
@@ -287,6 +341,10 @@ class Checkpoints:
             return True  # this rank's part is written, whatever becomes of older ones
 
 
+def _has_damaged(folder: Path) -> bool:
+    return any(folder.glob(f"iteration-*/*.{DAMAGED}"))
+
+
 def _minutes(given: float | str) -> float | str:
     text = os.environ.get(MINUTES) or str(given)
     if text == AUTO:
@@ -309,11 +367,11 @@ def _copied(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes
     return contents.head_of(state, found.about, iteration, writer.layout), data
 
 
-def _load(state: TrainingState, found: Found, alone: bool = False) -> None:
-    """alone: the parameters only. Raises BadImage, OSError, or CheckpointError for what is sound and yet of no use."""
+def _load(state: TrainingState, found: Found) -> None:
+    """Raises BadImage, OSError, or CheckpointError for what is sound and yet of no use."""
     first = found.paths[0]
     try:
-        _assemble(state, [contents.opened(read_page(path)) for path in found.paths], first.parent, alone)
+        _assemble(state, [contents.opened(read_page(path)) for path in found.paths], first.parent)
     except BadImage as error:  # so that ranks that read other files of it pass it over as well
         with contextlib.suppress(OSError):
             first.with_name(f"{found.mark}.{DAMAGED}").write_text(f"{error}\n")
@@ -332,7 +390,7 @@ def _other_model(path: Path, why: object) -> CheckpointError:
     )
 
 
-def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path, alone: bool = False) -> None:
+def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) -> None:
     sources: dict[str, list[parts.Source]] = defaultdict(list)
     saved: dict[str, list[parts.Saved]] = defaultdict(list)
     for file in files:
@@ -345,13 +403,11 @@ def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path, 
             sources[name].append(parts.Source(box, begin, end, read))
             saved[name].append(parts.Saved(box, [key for key in keys if key != parts.PARAMETER], others))
     try:
-        parts.restore(state.model, state.optimizer, sources, {} if alone else saved)
+        parts.restore(state.model, state.optimizer, parts.Assembled(sources, saved))
     except (parts.Missing, KeyError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise _other_model(folder, error) from None
-    if alone:
-        return
     head = files[0].head
     state.seed, state.loss = head.seed, head.loss
     _restore_groups(state, head.groups)

@@ -13,12 +13,10 @@ import torch
 
 from unicron.transition.seams import modules
 from unicron.transition.snapshot import checkpoint_file, parts
-from unicron.transition.snapshot.image_format import BadImage, Found, Image
+from unicron.transition.snapshot.image_format import ALIGN, STEP, BadImage, Found, Image
 from unicron.transition.snapshot.migrate import Settings, TrainingState, as_plain, plain
 
-ALIGN = 64  # bytes: where a tensor may begin
 SMALL = 1 << 15  # bytes of a tensor that torch copies with one thread, however many it has
-STEP = "step"  # in place of an offset: the tensor is nothing but the optimizer's step, which the head has
 
 
 @dataclass
@@ -78,7 +76,7 @@ class Gatherer:
 class Head:
     """What is no tensor. layout: as people write it. step: the optimizer's, where it is in no tensor. untrained: the
     mark of the image whose data stand behind these in a file (:mod:`checkpoint_file`). about: which
-    tensors there are (:class:`Contents`)."""
+    tensors there are (:class:`Contents`). facts: what an exporter needs to know of the model (:mod:`model_facts`)."""
 
     iteration: int
     layout: str
@@ -90,6 +88,7 @@ class Head:
     step: float
     untrained: str
     about: bytes
+    facts: Settings = field(default_factory=dict)
 
 
 def head_of(
@@ -97,7 +96,8 @@ def head_of(
 ) -> bytes:
     """The head of a state as it is now, packed."""
     groups, schedule = plain(state.optimizer.param_groups), as_plain(state.schedule())
-    head = Head(iteration, layout, groups, schedule, state.scales(), state.seed, state.loss, step, untrained, about)
+    scales, facts = state.scales(), state.facts
+    head = Head(iteration, layout, groups, schedule, scales, state.seed, state.loss, step, untrained, about, facts)
     packed: bytes = msgpack.packb(vars(head))
     return packed
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from unicron.transition.snapshot.checkpoint_file import DAMAGED
 from unicron.transition.snapshot.image_format import Key
 
+FOREIGN = "foreign"  # in place of a mark: what the script begins from
 STALE_SECONDS = 86400.0  # a file that was being written when its writer died
-_FOLDER = re.compile(r"iteration-(\d+)")
+FOLDER = re.compile(r"iteration-(\d+)")
 _FILE = re.compile(r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)\.image")
 Part = tuple[int, ...]  # of a checkpoint: place, of how many, shard, of how many
 
@@ -27,15 +28,22 @@ def part_of(key: Key) -> Part:
 
 
 class Found(NamedTuple):
-    """A checkpoint that has all its files. iteration: the one to go on with."""
+    """A checkpoint that has all its files. iteration: the one to go on with. foreign: it is of another format or
+    another folder, and `paths` is the folder that the script has named."""
 
     iteration: int
     paths: tuple[Path, ...]
+    foreign: bool = False
 
     @property
     def mark(self) -> str:
         """The mark of all its files."""
-        return self.paths[0].name.split(".")[0]
+        return FOREIGN if self.foreign else self.paths[0].name.split(".")[0]
+
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return self.paths[0] if self.foreign else self.paths[0].parent
 
 
 def whole(folder: Path) -> list[Found]:
@@ -47,7 +55,7 @@ def whole(folder: Path) -> list[Found]:
 def _folders(folder: Path) -> list[tuple[int, Path]]:
     """(iteration, folder) of each checkpoint."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    return [(int(match[1]), path) for path in paths if (match := _FOLDER.fullmatch(path.name))]
+    return [(int(match[1]), path) for path in paths if (match := FOLDER.fullmatch(path.name))]
 
 
 def prunes(key: Key) -> bool:

@@ -22,6 +22,8 @@ import xxhash
 from unicron.transition.snapshot.shared_memory import allocate
 
 PAGE = 4096
+ALIGN = 64  # bytes: where a tensor of a state may begin in its data
+STEP = "step"  # in place of an offset: the tensor is nothing but the optimizer's step, which the head has
 VERSION = 3
 SUFFIX = ".image"
 STATE = "state"  # the kind of images that hold a rank's part of the state

@@ -8,6 +8,7 @@ most others ends; the others go on. The header is MessagePack; nothing is ever u
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from unicron.detector.chaos.inject import injector
 from unicron.detector.processes.rank_messages import Fault
 from unicron.transition.iteration.deferred_changes import scalers
+from unicron.transition.snapshot.model_facts import model_facts
 from unicron.transition.snapshot.tensor_transfer import (
     as_tensor,
     broadcast,
@@ -53,6 +55,11 @@ class TrainingState:
         self.sharded = any(
             chunk.ddp_config.use_distributed_optimizer for chunk in model if hasattr(chunk, "ddp_config")
         )
+
+    @functools.cached_property
+    def facts(self) -> Settings:
+        """What an exporter needs to know of the model."""
+        return model_facts(self.model)
 
     def _inner_optimizers(self) -> list[Any]:
         outer = getattr(self.optimizer, "chained_optimizers", [self.optimizer])

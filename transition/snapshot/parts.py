@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -77,7 +77,7 @@ def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
     parameter whose place in the model is not known.
     """
     held = _held(optimizer)
-    for parameter, boxes, duplicate in _places(model):
+    for parameter, boxes, duplicate in places(model):
         own = held.get(id(parameter), _Held(parameter.detach(), 0, parameter.numel(), None))
         if own.owner is None and parameter.requires_grad and is_sharded(optimizer):
             continue  # other ranks have it
@@ -144,7 +144,7 @@ def _pairs(one: Iterable[Sequence[Any]], other: Iterable[Sequence[Any]]) -> Iter
         yield from zip(first, second, strict=True)
 
 
-def _places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
+def places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
     """(parameter or persistent buffer, its boxes one after another, whether another rank of the replica has it too)."""
     for number, chunk in enumerate(model):
         module = getattr(chunk, "module", chunk)
@@ -269,36 +269,48 @@ def _overlap(box: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]
     return tuple(mine), tuple(its)
 
 
-@torch.no_grad()
-def restore(
-    model: Sequence[Any],
-    optimizer: Any,
-    sources: Mapping[str, Sequence[Source]],
-    saved: Mapping[str, Sequence[Saved]],
-) -> None:
-    """Put what `sources` (by tensor name) have into this rank's model and optimizer.
+class Blocks(Protocol):
+    """What a model's tensors are restored from."""
 
-    saved: by tensor name, what the optimizer had of it, where that is wanted. Raises :class:`Missing`; then part of the
-    state may be the old one.
-    """
+    def read(self, box: Box, key: str) -> torch.Tensor:
+        """The block of one kind. Shape: the box's extent. Raises :class:`Missing`."""
+
+    def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
+        """The keys of what torch's optimizer `owner` had for this very block, and what else is in that."""
+
+
+class Assembled:
+    """The blocks of parts that were written in any layout. sources, saved: by tensor name."""
+
+    def __init__(self, sources: Mapping[str, Sequence[Source]], saved: Mapping[str, Sequence[Saved]]):
+        self._sources, self._saved = sources, saved
+
+    def read(self, box: Box, key: str) -> torch.Tensor:
+        if box.name not in self._sources:
+            raise Missing(f"{box.name} is not there")
+        return assemble(box, key, self._sources[box.name])
+
+    def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
+        """This block's: layers that are blocks of one tensor need not all be trained."""
+        saved = self._saved.get(box.name, ())
+        return next(((each.keys, each.others) for each in saved if _overlap(box, each.box)), ((), {}))
+
+
+@torch.no_grad()
+def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
+    """Put what `blocks` have into this rank's model and optimizer. Raises :class:`Missing`; then part of the state may
+    be the old one."""
     held = _held(optimizer)
-    for parameter, boxes, _ in _places(model):
-        if any(box.name not in sources for box in boxes):
-            raise Missing(f"{boxes[0].name} is not there")
-        keys, others = _optimizers_part(boxes[0], saved)
+    for parameter, boxes, _ in places(model):
         own = held.get(id(parameter))
+        keys, others = blocks.state(boxes[0], own.owner if own is not None else None)
         values = {
-            key: torch.cat([assemble(box, key, sources[box.name]).reshape(-1) for box in boxes])
+            key: torch.cat([blocks.read(box, key).reshape(-1) for box in boxes])
             for key in (PARAMETER, *(keys if own is not None else ()))
         }
         parameter.detach().view(-1).copy_(values[PARAMETER])
         if own is not None:
             _restore_state(own, values, keys, others)
-
-
-def _optimizers_part(box: Box, saved: Mapping[str, Sequence[Saved]]) -> tuple[Sequence[str], Mapping[str, Any]]:
-    """What the optimizer had of this very block: layers that are blocks of one tensor need not all be trained."""
-    return next(((each.keys, each.others) for each in saved.get(box.name, ()) if _overlap(box, each.box)), ((), {}))
 
 
 def _restore_state(

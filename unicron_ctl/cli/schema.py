@@ -13,6 +13,7 @@ from unicron.ctl.system.errors import WRONG_USE, UserError
 
 def _types() -> dict[str, object]:
     """Command -> the type of its JSON."""
+    from unicron.ctl.cli.checkpoint import CheckpointReport
     from unicron.ctl.cli.classify import Classified
     from unicron.ctl.cli.config_check import ConfigReport
     from unicron.ctl.cli.logs import LogLine
@@ -33,6 +34,7 @@ def _types() -> dict[str, object]:
         "classify": Classified,
         "plan": answer_schema.Assignment,
         "simulate": list[PolicyResult],
+        "checkpoint show": CheckpointReport,
         "cluster status": ClusterStatus,
         "config check": ConfigReport,
         "pair-test": PairReport,

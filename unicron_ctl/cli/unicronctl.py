@@ -11,6 +11,7 @@ from unicron.ctl.system.program import run
 
 # name -> ("module:click command", one line for `unicronctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "checkpoint": ("unicron.ctl.cli.checkpoint:command", "Show, convert and verify checkpoints."),
     "classify": ("unicron.ctl.cli.classify:command", "Name the failure and severity of a log or message."),
     "cluster": ("unicron.ctl.cli.cluster:command", "Run a private Slurm cluster on this machine."),
     "config": ("unicron.ctl.cli.config_check:command", "Check unicron.toml against the cluster's partitions."),

@@ -16,6 +16,7 @@ from unicron.transition.megatron_lm import arguments, batches, data, loop, save_
 from unicron.transition.seams.megatron_lm import Refused
 from unicron.transition.session.session import StepResult
 from unicron.transition.snapshot.checkpoint import CheckpointError, Writer
+from unicron.transition.snapshot.formats.opening import TRACKER
 
 
 def args(**more):
@@ -83,7 +84,7 @@ def test_a_fine_tuning_has_a_folder_to_begin_from(more):
     with pytest.raises(Refused, match="give --finetune a --load that is another folder than --save"):
         arguments.take_folders(args(finetune=True, **more))
     given = args(finetune=True, load="/l", save="/s")
-    assert arguments.take_folders(given).finetune and not given.finetune
+    assert not arguments.take_folders(given).iteration and not given.finetune
 
 
 # ------------------------------------------------------------ world
@@ -245,9 +246,13 @@ def test_without_save_nothing_is_written(tmp_path):
     assert save_load.checkpoints(folders(tmp_path, None)).is_due(2)
 
 
-def test_checkpoints_of_megatrons_own_are_refused(tmp_path):
-    (tmp_path / save_load.TRACKER).write_text("100")
-    with pytest.raises(CheckpointError, match="holds checkpoints of Megatron-LM's own format"):
+def test_a_folder_of_megatrons_own_that_cannot_be_used_is_told_of_at_once(tmp_path):
+    (tmp_path / TRACKER).write_text("100")
+    with pytest.raises(CheckpointError, match="names iter_0000100, which is not there"):
+        save_load.checkpoints(folders(None, tmp_path))
+    (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="older torch format, which is not read"):
         save_load.checkpoints(folders(None, tmp_path))
 
 
@@ -280,7 +285,7 @@ def test_what_ranks_could_begin_with_is_in_the_folder_to_save_in_and_else_in_the
 def test_the_folder_to_save_in_goes_before_the_one_to_load_from(tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(
-        save_load.Checkpoints, "load", lambda self, state, iteration=None: read.append(self.folder.name)
+        save_load.Checkpoints, "load_one", lambda self, state, found: not read.append(found.folder.parent.name)
     )
     for name in ("save", "load"):
         (tmp_path / name).mkdir()

@@ -99,8 +99,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path, state):
 def test_the_parameters_alone_leave_optimizer_schedule_and_seed_as_they_are(tmp_path, state):
     state.seed, other, fresh = 77, training(seed=3), training(seed=3)
     written(tmp_path, state, 7, Writer())
-    job = Checkpoints(tmp_path)
-    assert job.load_one(other, job.found()[0], alone=True)
+    assert Checkpoints(tmp_path / "own", begin_from=tmp_path, begin_with="model").load(other) == 0
     weights = len(state.model[0].state_dict())
     assert all(map(torch.equal, everything(other)[:weights], everything(state)[:weights]))
     assert all(map(torch.equal, everything(other)[weights:], everything(fresh)[weights:]))

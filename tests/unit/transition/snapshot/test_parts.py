@@ -123,7 +123,7 @@ def test_a_gated_layer_is_two_blocks(its, mine):
         wanted = model.weight.detach().clone()
         model.weight.data.zero_()
         optimizer = SimpleNamespace(param_groups=[{"params": [model.weight]}], state={})
-        parts.restore([model], optimizer, {"fc1": found}, saved)
+        parts.restore([model], optimizer, parts.Assembled({"fc1": found}, saved))
         assert torch.equal(model.weight, wanted)
 
 
@@ -141,7 +141,7 @@ def test_of_layers_that_are_blocks_of_one_tensor_one_may_be_trained_and_another_
         for number, parameter in enumerate(model[0].module.parameters()):
             yield parameter, [parts.Box("layers.weight", (2, 4), (number, 0), (1, 4))], False
 
-    monkeypatch.setattr(parts, "_places", places)
+    monkeypatch.setattr(parts, "places", places)
     state, other = training(0.5), training(0.1)
     state.model[0].module[0].weight.sum().backward()
     state.optimizer.step()

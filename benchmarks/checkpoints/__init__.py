@@ -1,0 +1,1 @@
+"""Checkpoints of other formats, in and out."""

@@ -1,0 +1,88 @@
+"""Checkpoints of Megatron's own, written and loaded by megatron-core, and what lies between them here: from one layout
+to another, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from unicron.transition.snapshot.formats import convert, opening
+
+pytestmark = pytest.mark.process
+SCRIPT = Path(__file__).resolve().parents[1] / "support" / "megatron_saves.py"
+LIMIT = 240.0
+
+
+def run(ranks: int, what: str, folder: Path, out: Path, **settings: str) -> None:
+    """All ranks of one run, to its end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONWARNINGS": "ignore"}
+    words = [sys.executable, str(SCRIPT), what, str(folder), str(out)]
+    started = [subprocess.Popen(words, env=os.environ | told | settings | {"RANK": str(rank)}) for rank in range(ranks)]
+    try:
+        assert [each.wait(LIMIT) for each in started] == [0] * ranks
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+def whole(out: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """(name, kind) -> the whole tensor, of what all ranks hold; and of each optimizer's steps."""
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    seen: dict[tuple[str, str], torch.Tensor] = {}
+    for path in sorted(out.glob("[0-9]*.pt")):
+        rank = torch.load(path, weights_only=False)
+        found["schedule", "steps"] = torch.tensor(rank["schedule"]["num_steps"])
+        for name, parts in rank["held"].items():
+            for (_, shape, offset, extent), begin, end, tensors, others in parts:
+                at = tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))
+                for kind, tensor in tensors.items():
+                    for table, value in ((found, tensor), (seen, torch.ones_like(tensor, dtype=torch.bool))):
+                        mine = table.setdefault((name, kind), torch.zeros(shape, dtype=value.dtype))[at]
+                        flat = mine.reshape(-1).clone()
+                        flat[begin:end] = value
+                        mine.copy_(flat.view(extent))
+                found[name, "step"] = torch.tensor(float(others["step"]))
+    assert all(each.all() for each in seen.values())
+    return found
+
+
+def same(one: Path, other: Path) -> None:
+    mine, its = whole(one), whole(other)
+    assert mine.keys() == its.keys() and len(mine) > 20
+    assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
+
+
+SHARDED = {"TINY_BF16": "1", "TINY_DISTOPT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "one", "two", "three"),
+    [
+        pytest.param({}, ("1 1 1", 1), ("2 1 1", 2), ("1 2 1", 2), marks=pytest.mark.wide),
+        (SHARDED, ("2 1 1", 4), ("1 2 1", 4), ("1 1 1", 1)),
+        pytest.param({"TINY_BF16": "1"}, ("1 2 1", 2), ("2 1 1", 2), ("1 1 1", 2), marks=pytest.mark.wide),
+    ],
+)
+def test_from_megatron_to_a_session_and_back_in_other_layouts(tmp_path, settings, one, two, three):
+    run(one[1], "save", tmp_path / "megatron", tmp_path / "first", TINY_LAYOUT=one[0], **settings)
+    run(two[1], "begin", tmp_path / "megatron", tmp_path / "second", TINY_LAYOUT=two[0], **settings)
+    same(tmp_path / "first", tmp_path / "second")
+    convert.export(opening.index_of(tmp_path / "second" / "saves"), tmp_path / "back", "torch_dist")
+    run(three[1], "load", tmp_path / "back", tmp_path / "third", TINY_LAYOUT=three[0], **settings)
+    same(tmp_path / "first", tmp_path / "third")
+
+
+@pytest.mark.wide
+def test_what_a_sharded_optimizer_saves_by_buckets_is_left_out_and_said(tmp_path):
+    run(2, "save", tmp_path / "megatron", tmp_path / "first", SAVES_SHARDING="dp_reshardable", **SHARDED)
+    index = opening.index_of(tmp_path / "megatron")
+    assert "--dist-ckpt-optim-fully-reshardable" in index.common.unread and not index.has_optimizer()

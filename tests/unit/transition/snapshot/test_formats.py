@@ -1,0 +1,245 @@
+"""Checkpoints of other formats: what is read of them, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import click.testing
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from unicron.ctl.cli.checkpoint import command
+from unicron.ctl.system.errors import UserError
+from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
+from unicron.transition.snapshot.formats import convert, opening, pickles, verify
+from unicron.transition.snapshot.formats.index import BadCheckpoint
+from unicron.transition.snapshot.formats.written import cast
+from unicron.transition.snapshot.migrate import TrainingState
+
+LIMIT = 120.0
+
+
+def training(seed: int, steps: int = 2) -> TrainingState:
+    """A plain model and AdamW, after a few steps."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.rand(6, 5)).square().sum().backward()
+        optimizer.step()
+    return TrainingState([model], optimizer, None)
+
+
+def held(state: TrainingState) -> list[torch.Tensor]:
+    kept = state.optimizer.state
+    moments = [kept[p][key] for p in state.model[0].parameters() for key in sorted(kept[p])]
+    return [*state.model[0].state_dict().values(), *moments]
+
+
+def same(one: TrainingState, other: TrainingState) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(held(one), held(other), strict=True))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """(the state, the folder of its checkpoint)."""
+    state = training(1)
+    Checkpoints(tmp_path / "saves").save_last(state, 7)
+    return state, tmp_path / "saves"
+
+
+def invoke(*words: object):
+    return click.testing.CliRunner().invoke(command, [str(word) for word in words], catch_exceptions=True)
+
+
+# ------------------------------------------------------------ there and back
+@pytest.mark.parametrize("form", ["dcp", "torch_dist"])
+def test_a_training_begins_from_what_another_has_exported_bit_for_bit(tmp_path, saved, form):
+    state, saves = saved
+    convert.export(opening.index_of(saves), tmp_path / "out", form)
+    other = training(2)
+    assert Checkpoints(tmp_path / "new", begin_from=tmp_path / "out").load(other) == 7
+    assert same(state, other)
+
+
+def test_an_imported_checkpoint_is_one_of_unicrons_own(tmp_path, saved):
+    state, saves = saved
+    convert.export(opening.index_of(saves), tmp_path / "out", "dcp")
+    convert.import_(opening.index_of(tmp_path / "out"), tmp_path / "back")
+    other = training(2)
+    assert Checkpoints(tmp_path / "back").load(other) == 7
+    assert same(state, other)
+
+
+def test_torch_loads_what_is_exported_and_unicron_reads_what_torch_saves(tmp_path, saved):
+    _, saves = saved
+    index = opening.index_of(saves)
+    convert.export(index, tmp_path / "out", "dcp")
+    wanted = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in index.tensors.items()}
+    dcp.load(wanted, checkpoint_id=tmp_path / "out", no_dist=True)
+    for name, tensor in index.tensors.items():
+        assert np.array_equal(wanted[name].numpy(), tensor.read())
+    made = {"a": torch.randn(3, 4).bfloat16(), "deep": {"b": torch.arange(5)}, "iteration": 9}
+    dcp.save(made, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    found = opening.index_of(tmp_path / "torchs")
+    assert (found.format, found.iteration, sorted(found.tensors)) == ("dcp", 9, ["a", "deep.b"])
+    assert np.array_equal(found.tensors["a"].read().view(np.int16), made["a"].view(torch.int16).numpy())
+
+
+def test_safetensors_has_the_models_names_and_their_library_reads_it(tmp_path, saved):
+    state, saves = saved
+    convert.export(opening.index_of(saves), tmp_path / "out", "safetensors")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in state.model[0].state_dict().items():
+        assert torch.equal(found[name], tensor)
+    other = training(2)
+    assert Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_with="model").load(other) == 0
+    assert all(torch.equal(a, b) for a, b in zip(state.model[0].state_dict().values(), held(other), strict=False))
+
+
+def test_precisions_are_rounded_as_torch_does():
+    values = torch.cat([torch.randn(5000) * 10.0**n for n in (-30, -3, 0, 3, 30)])
+    values = torch.cat([values, torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3.4e38])])
+    found = torch.from_numpy(cast(values.numpy(), "float32", "bfloat16")).view(torch.bfloat16)
+    assert torch.equal(found.nan_to_num(7.0), values.bfloat16().nan_to_num(7.0))
+    back = torch.from_numpy(cast(found.view(torch.uint16).numpy(), "bfloat16", "float32"))
+    assert torch.equal(back.nan_to_num(7.0), values.bfloat16().float().nan_to_num(7.0))
+
+
+# ------------------------------------------------------------ what is refused
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch hostile-was-here",)
+
+
+@pytest.mark.parametrize("where", [".metadata", "common.pt", "a chunk"])
+def test_a_hostile_pickle_is_refused_by_the_name_that_it_names(tmp_path, saved, where, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, saves = saved
+    convert.export(opening.index_of(saves), tmp_path / "out", "torch_dist")
+    at = next((tmp_path / "out").glob("iter_*"))
+    if where == ".metadata":
+        (at / where).write_bytes(pickle.dumps(Hostile()))
+    elif where == "common.pt":
+        torch.save({"args": Hostile()}, at / where)
+    else:
+        torch.save(Hostile(), at / "__0_0.distcp")
+        told = pickle.loads((at / ".metadata").read_bytes())
+        for each in told.storage_data.values():
+            each.offset, each.length = 0, (at / "__0_0.distcp").stat().st_size
+        (at / ".metadata").write_bytes(pickle.dumps(told))
+    _, wrong = verify.problems(tmp_path / "out")
+    assert any("names posix.system, which no checkpoint needs" in line for line in wrong), wrong
+    assert not (tmp_path / "hostile-was-here").exists()
+    with pytest.raises(CheckpointError, match=r"names posix\.system"):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "out").load(training(2))
+
+
+@pytest.mark.parametrize("name", ["builtins\neval", "builtins\n__import__", "subprocess\nPopen", "torch\nload"])
+def test_no_other_name_is_looked_up(name):
+    with pytest.raises(BadCheckpoint, match="which no checkpoint needs"):
+        pickles.unpickled(f"c{name}\n(S'1'\ntR.".encode(), Path("x"))
+
+
+def test_a_chunk_outside_of_its_folder_is_refused(tmp_path, saved):
+    _, saves = saved
+    convert.export(opening.index_of(saves), tmp_path / "out", "dcp")
+    told = pickle.loads((tmp_path / "out" / ".metadata").read_bytes())
+    for each in told.storage_data.values():
+        each.relative_path = "../saves/x"
+    (tmp_path / "out" / ".metadata").write_bytes(pickle.dumps(told))
+    assert "outside of the folder" in verify.problems(tmp_path / "out")[1][0]
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch_dist", "safetensors"])
+def test_damage_is_found(tmp_path, saved, form):
+    _, saves = saved
+    convert.export(opening.index_of(saves), tmp_path / "out", form)
+    assert verify.problems(tmp_path / "out")[1] == []
+    path = max((path for path in (tmp_path / "out").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+    path.write_bytes(path.read_bytes()[:-200])
+    assert "cut off" in verify.problems(tmp_path / "out")[1][0]
+
+
+def test_a_flipped_bit_is_found_where_there_is_a_checksum(tmp_path, saved):
+    _, saves = saved
+    convert.export(opening.index_of(saves), tmp_path / "out", "dcp")
+    index = opening.index_of(tmp_path / "out")
+    raw = index.tensors["0.weight"].blocks[0].find()
+    with raw.path.open("r+b") as file:
+        file.seek(raw.offset + 5)
+        byte = file.read(1)[0]
+        file.seek(raw.offset + 5)
+        file.write(bytes([byte ^ 4]))
+    assert verify.problems(tmp_path / "out")[1] == [f"{raw.path}: the bytes of 0.weight do not match their checksum"]
+
+
+def test_another_model_is_refused(tmp_path, saved):
+    _, saves = saved
+    convert.export(opening.index_of(saves), tmp_path / "out", "safetensors")
+    state = training(3)
+    del state.model[0][2]
+    with pytest.raises(CheckpointError, match="is of another model"):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_with="model").load(state)
+    with pytest.raises(CheckpointError, match="has no checkpoint to begin from"):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "nothing").load(state)
+
+
+# ------------------------------------------------------------ the command
+def test_the_command_shows_converts_and_verifies(tmp_path, saved):
+    _, saves = saved
+    shown = json.loads(invoke("show", saves, "--json").output)
+    assert (shown["format"], shown["iteration"]) == ("unicron", 7)
+    assert {"name": "0.weight", "shape": [8, 5], "dtype": "float32"} in shown["tensors"]
+    assert invoke("export", saves, tmp_path / "out", "--format", "dcp").exit_code == 0
+    again = json.loads(invoke("show", tmp_path / "out", "--json").output)
+    assert sorted(again["tensors"], key=str) == sorted(shown["tensors"], key=str)
+    assert "all" in invoke("verify", tmp_path / "out").output
+    assert invoke("import", tmp_path / "out", tmp_path / "back").exit_code == 0
+    refused = invoke("export", saves, tmp_path / "out", "--format", "dcp")
+    assert isinstance(refused.exception, UserError) and "is there already" in str(refused.exception)
+    nothing = invoke("show", tmp_path / "nothing")
+    assert isinstance(nothing.exception, UserError) and "no whole checkpoint" in str(nothing.exception)
+
+
+def test_nothing_is_left_of_an_export_that_fails(tmp_path, saved, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert.safetensors, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        convert.export(opening.index_of(saved[1]), tmp_path / "out", "safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saves"]
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from unicron.transition.snapshot.formats import convert, opening
+index = opening.index_of(Path(sys.argv[1]))
+if sys.argv[3] != "safetensors":
+    import torch.distributed.checkpoint
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert.export(index, Path(sys.argv[2]), sys.argv[3])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+assert ("torch" in sys.modules) == (sys.argv[3] != "safetensors")
+"""
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_an_export_takes_less_memory_than_two_of_its_largest_tensors(tmp_path, form):
+    size = 12 << 20
+    (tmp_path / "in").mkdir()
+    save_file({f"{n}": torch.full((size,), float(n)) for n in range(8)}, tmp_path / "in" / "model.safetensors")
+    words = [sys.executable, "-c", MEASURED, str(tmp_path / "in"), str(tmp_path / "out"), form]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=True)
+    assert int(done.stdout) * 1024 < 2 * 4 * size, "all of them are eight"

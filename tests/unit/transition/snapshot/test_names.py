@@ -1,0 +1,121 @@
+"""Tables of names: a model of Hugging Face's under Megatron's names, and back."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from unicron.transition.snapshot.formats import convert, names, opening
+from unicron.transition.snapshot.formats.index import BadCheckpoint
+
+HEADS, GROUPS, SIZE, HIDDEN, INNER, WORDS, LAYERS = 4, 2, 3, 12, 20, 11, 2
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+
+
+def llama() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    made = {"model.embed_tokens.weight": (WORDS, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    made["lm_head.weight"] = (WORDS, HIDDEN)
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        made |= {f"{at}.input_layernorm.weight": (HIDDEN,), f"{at}.post_attention_layernorm.weight": (HIDDEN,)}
+        made[f"{at}.self_attn.q_proj.weight"] = (HEADS * SIZE, HIDDEN)
+        made |= {f"{at}.self_attn.{one}_proj.weight": (GROUPS * SIZE, HIDDEN) for one in "kv"}
+        made[f"{at}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * SIZE)
+        made |= {f"{at}.mlp.{one}_proj.weight": (INNER, HIDDEN) for one in ("gate", "up")}
+        made[f"{at}.mlp.down_proj.weight"] = (HIDDEN, INNER)
+    return {name: torch.randn(shape).bfloat16() for name, shape in made.items()}
+
+
+def gpt2() -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    made = {"transformer.wte.weight": (WORDS, HIDDEN), "transformer.wpe.weight": (7, HIDDEN)}
+    made |= {f"transformer.ln_f.{one}": (HIDDEN,) for one in ("weight", "bias")}
+    for layer in range(LAYERS):
+        at = f"transformer.h.{layer}"
+        made |= {f"{at}.ln_{one}.{kind}": (HIDDEN,) for one in (1, 2) for kind in ("weight", "bias")}
+        for name, inside, outside in (
+            ("attn.c_attn", HIDDEN, 3 * HIDDEN),
+            ("attn.c_proj", HIDDEN, HIDDEN),
+            ("mlp.c_fc", HIDDEN, INNER),
+            ("mlp.c_proj", INNER, HIDDEN),
+        ):
+            made |= {f"{at}.{name}.weight": (inside, outside), f"{at}.{name}.bias": (outside,)}
+    return {name: torch.randn(shape) for name, shape in made.items()}
+
+
+def saved(folder, tensors, **config):
+    """A folder as Hugging Face has it."""
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def of_llama(tmp_path):
+    return saved(
+        tmp_path / "hf", llama(), num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=SIZE, vocab_size=WORDS
+    )
+
+
+def same(folder, wanted) -> None:
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def test_a_llama_comes_back_bit_for_bit(tmp_path, of_llama):
+    convert.import_(opening.index_of(of_llama), tmp_path / "own")
+    index = opening.index_of(tmp_path / "own")
+    assert index.tensors[QKV].shape == (LAYERS, (HEADS + 2 * GROUPS) * SIZE, HIDDEN)
+    convert.export(index, tmp_path / "back", "safetensors")
+    same(tmp_path / "back", llama())
+
+
+def test_queries_keys_and_values_lie_by_groups_in_megatron(of_llama):
+    found = names.renamed(opening.index_of(of_llama), "", {})
+    rows = torch.from_numpy(found.tensors[QKV].read().copy()).view(torch.bfloat16)[1]
+    q, k, v = (llama()[f"model.layers.1.self_attn.{one}_proj.weight"].view(-1, SIZE, HIDDEN) for one in "qkv")
+    wanted = torch.cat([torch.cat([q[2 * g : 2 * g + 2], k[g : g + 1], v[g : g + 1]]) for g in range(GROUPS)])
+    assert torch.equal(rows, wanted.reshape(-1, HIDDEN))
+    gate, up = (llama()[f"model.layers.0.mlp.{one}_proj.weight"] for one in ("gate", "up"))
+    both = found.tensors["decoder.layers.mlp.linear_fc1.weight"].read((0, 0, 0), (1, 2 * INNER, HIDDEN)).copy()
+    assert torch.equal(torch.from_numpy(both).view(torch.bfloat16)[0], torch.cat([gate, up]))
+
+
+def test_a_gpt2_comes_back_bit_for_bit_and_its_columns_are_rows(tmp_path):
+    folder = saved(tmp_path / "hf", gpt2(), n_head=HEADS)
+    index = names.renamed(opening.index_of(folder), "", {})
+    proj = index.tensors["decoder.layers.mlp.linear_fc2.weight"].read()
+    assert np.array_equal(proj[1], gpt2()["transformer.h.1.mlp.c_proj.weight"].numpy().T)
+    convert.import_(opening.index_of(folder), tmp_path / "own")
+    convert.export(opening.index_of(tmp_path / "own"), tmp_path / "back", "safetensors")
+    same(tmp_path / "back", gpt2())
+
+
+def test_a_tensor_without_a_place_is_no_tensor_left_out(tmp_path):
+    folder = saved(tmp_path / "hf", llama() | {"model.extra.weight": torch.ones(2)}, num_attention_heads=HEADS)
+    with pytest.raises(BadCheckpoint, match=r"has no place for model\.extra\.weight"):
+        names.renamed(opening.index_of(folder), "llama", {"groups": GROUPS})
+
+
+def test_a_table_of_ones_own(tmp_path, of_llama):
+    (tmp_path / "mine.toml").write_text('like = "llama"\n"decoder.final_layernorm.weight" = "model.last.weight"\n')
+    convert.import_(opening.index_of(of_llama), tmp_path / "own")
+    convert.export(opening.index_of(tmp_path / "own"), tmp_path / "out", "safetensors", str(tmp_path / "mine.toml"))
+    wanted = llama()
+    wanted["model.last.weight"] = wanted.pop("model.norm.weight")
+    same(tmp_path / "out", wanted)
+    (tmp_path / "bad.toml").write_text('[x]\n"decoder.final_layernorm.weight" = { lines = ["a"] }\n')
+    with pytest.raises(BadCheckpoint, match="write rows or qkv"):
+        names.tables(tmp_path / "bad.toml")
+
+
+def test_the_number_of_heads_has_to_be_known(tmp_path):
+    with pytest.raises(BadCheckpoint, match=r"give the model's config\.json with --config"):
+        names.renamed(opening.index_of(saved(tmp_path / "hf", llama())), "", {})

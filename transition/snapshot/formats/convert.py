@@ -1,0 +1,103 @@
+"""From an index to files of another format: whole, or not there at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from unicron.transition.snapshot.formats import dcp, names, own_file, safetensors, write_dcp
+from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
+from unicron.transition.snapshot.formats.opening import TRACKER
+from unicron.transition.snapshot.formats.written import FLOATS, Out, of
+
+FORMATS = (dcp.TORCH_DIST, dcp.DCP, safetensors.FORMAT)
+
+
+def export(
+    index: Index,
+    out: Path,
+    form: str,
+    table: str = "",
+    config: Path | None = None,
+    dtype: str = "",
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Write the checkpoint in `out`, which must not be there yet. form: one of FORMATS. table, config: for safetensors,
+    the names and the model's config.json. dtype: of the model's tensors there. say: gets lines for people.
+
+    Raises BadCheckpoint, OSError; then nothing is left of it.
+    """
+    if config is not None:
+        index.common.facts |= {key: value for key, value in safetensors.facts_of(config).items() if value}
+    if dtype and (dtype not in FLOATS or form != safetensors.FORMAT):
+        raise BadCheckpoint(f"--dtype is one of {', '.join(FLOATS)}, and for safetensors")
+    if index.common.unread:
+        say(f"the optimizer's state is left out: {index.common.unread}")
+    _whole(out, lambda folder: _write(index, folder, form, table, config, dtype, say))
+
+
+def _write(
+    index: Index, folder: Path, form: str, table: str, config: Path | None, dtype: str, say: Callable[[str], None]
+) -> None:
+    if form == dcp.DCP:
+        write_dcp.write_dcp(folder, index)
+    elif form == dcp.TORCH_DIST:
+        at = folder / f"iter_{index.iteration:07d}"
+        at.mkdir()
+        write_dcp.write_torch_dist(at, index)
+        (folder / TRACKER).write_text(str(index.iteration))
+    else:
+        about = {"iteration": str(index.iteration)}
+        safetensors.write(folder / safetensors.NAME, list(_tensors(index, table, dtype, say)), about)
+        if config is not None:
+            shutil.copyfile(config, folder / safetensors.CONFIG)
+
+
+def _tensors(index: Index, table: str, dtype: str, say: Callable[[str], None]) -> list[Out]:
+    """What a file of safetensors has: the model's tensors."""
+    facts = index.common.facts
+    of_model = {
+        tensor.name: dtype or str(facts.get("dtype") or "") if index.states(tensor.name) or dtype else ""
+        for tensor in index.parameters()
+    }
+    try:
+        found = names.outs(index, table, of_model)
+    except BadCheckpoint:
+        if table:
+            raise
+        found = None
+        say("the names are Megatron's: its heads are not known, give the model's config.json with --config")
+    if found is None and any(name.startswith("decoder.layers.") for name in of_model) and table != names.MEGATRON:
+        say("the names are Megatron's: no table of names fits this model, give one with --names")
+    return list(found) if found is not None else [of(t, dtype=of_model[t.name]) for t in index.parameters()]
+
+
+def import_(index: Index, out: Path, table: str = "", config: Path | None = None) -> Path:
+    """Write the checkpoint as one of Unicron's own into the folder of checkpoints `out`; returns its folder. Raises
+    BadCheckpoint, OSError."""
+    if config is not None:
+        index.common.facts |= {key: value for key, value in safetensors.facts_of(config).items() if value}
+    if table or (index.format == safetensors.FORMAT and names.chosen("", index, to_theirs=False) is not None):
+        index = names.renamed(index, table, index.common.facts)
+    kinds = {tensor.dtype for tensor in index.parameters() if index.states(tensor.name)}
+    if len(kinds) == 1 and not index.common.facts.get("dtype"):
+        index.common.facts["dtype"] = kinds.pop()
+    return own_file.write(out, index)
+
+
+def _whole(out: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` fill a folder that gets its name when it is complete."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadCheckpoint(f"{out} is there already: give another folder")
+    new = out.with_name(f"{out.name}.{os.getpid()}.new")
+    new.mkdir(parents=True)
+    try:
+        write(new)
+        if out.exists():
+            out.rmdir()
+        new.rename(out)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise

@@ -1,0 +1,207 @@
+"""Checkpoints of `torch.distributed.checkpoint`, and Megatron's `torch_dist`, which is that with two more files: the
+metadata, a pickle, says of which chunks each tensor is made, and in which file each chunk is, an archive of torch's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Common, Index, Raw
+from unicron.transition.snapshot.formats.pickles import Archive, TensorReference, archive, plain, unpickled
+
+DCP, TORCH_DIST = "dcp", "torch_dist"
+METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
+COMMON_OBJECT = "common_state/shard_0_1"  # in place of that file, from Megatron 0.19 on
+SHARDED = "optimizer.distributed."  # of a distributed optimizer whose state is in the order of its buckets
+RESHARDABLE = "fully_reshardable"
+TOLD = "unicron"  # beside Megatron's: what Unicron's own checkpoint says and Megatron's does not
+
+
+def is_one(folder: Path) -> bool:
+    return (folder / METADATA).is_file()
+
+
+def read(folder: Path) -> Index:
+    """The index of the checkpoint in a folder. Raises BadCheckpoint, OSError."""
+    metadata = unpickled((folder / METADATA).read_bytes(), folder / METADATA)
+    try:
+        index = Index(DCP, 0, "", {})
+        objects = _add_tensors(index, folder, metadata)
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        if isinstance(error, BadCheckpoint):
+            raise
+        raise BadCheckpoint(f"{folder / METADATA}: not of a release of torch that is known ({error!r})") from None
+    if (folder / CONFIG).is_file() or (folder / COMMON).is_file() or COMMON_OBJECT in objects:
+        _add_megatrons(index, folder, objects)
+    else:
+        _add_objects(index, objects)
+    return index
+
+
+def _add_tensors(index: Index, folder: Path, metadata: Any) -> dict[str, Any]:
+    """The tensors go into the index; what is none is returned, by name: where it lies."""
+    where: dict[tuple[str, Any], Any] = {}
+    for key, value in metadata.storage_data.items():
+        if getattr(value, "transform_descriptors", None):
+            raise BadCheckpoint(f"{folder}: its files are compressed: save it without an extension")
+        offset = getattr(key, "offset", None)
+        where[key.fqn, None if offset is None else tuple(offset)] = value
+    _check_lengths(folder, where.values())
+    objects = {}
+    for name, told in metadata.state_dict_metadata.items():
+        if not hasattr(told, "chunks"):
+            objects[name] = where.get((name, None))
+            continue
+        kind, shape = _dtype(told.properties), tuple(told.size)
+        for chunk in told.chunks:
+            offset, extent = tuple(chunk.offsets), tuple(chunk.sizes)
+            at = where.get((name, offset)) or where.get((name, None))
+            if at is None:
+                raise BadCheckpoint(f"{folder}: its metadata do not say where {name} is")
+            index.add(name, shape, kind, Block.of(offset, extent, partial(_chunk, folder, at, name)))
+    return {name: (folder, at) for name, at in objects.items() if at is not None}
+
+
+def _check_lengths(folder: Path, where: Iterable[Any]) -> None:
+    """Raises BadCheckpoint for a file that ends before what is in it, OSError for one that is not there."""
+    ends: dict[str, int] = {}
+    for at in where:
+        ends[at.relative_path] = max(ends.get(at.relative_path, 0), int(at.offset) + int(at.length))
+        _file(folder, at)
+    for name, end in ends.items():
+        if (folder / name).stat().st_size < end:
+            raise BadCheckpoint(f"{folder / name} is cut off: it ends before byte {end}")
+
+
+def _dtype(properties: Any) -> str:
+    dtype = getattr(properties, "dtype", None) or (properties.state[0] if properties.state else None)
+    return str(dtype)
+
+
+def _file(folder: Path, at: Any) -> Path:
+    """The file of a chunk; nothing outside of the folder. Raises BadCheckpoint."""
+    name = str(at.relative_path)
+    if not name or "/" in name or name.startswith(".."):
+        raise BadCheckpoint(f"{folder}: its metadata name the file {name!r}, outside of the folder")
+    return folder / name
+
+
+def _chunk(folder: Path, at: Any, name: str) -> Raw:
+    found = _archive(folder, at)
+    if not isinstance(found.content, TensorReference):
+        raise BadCheckpoint(f"{found.path}: {name} is no tensor there")
+    return found.raw(found.content)
+
+
+def _archive(folder: Path, at: Any) -> Archive:
+    return archive(_file(folder, at), int(at.offset), int(at.length))
+
+
+def _object(where: Any) -> Any:
+    """An object that is no tensor, as plain values; None where it cannot be read."""
+    folder, at = where
+    found = _archive(folder, at)
+    return plain(found.content, found)
+
+
+def _add_objects(index: Index, objects: dict[str, Any]) -> None:
+    """What a plain script's checkpoint may say of the iteration, and its optimizer's state under this index's names."""
+    for name in ("iteration", "step"):
+        if name in objects:
+            value = _object(objects[name])
+            if isinstance(value, int) and value >= 0:
+                index.iteration = value
+                break
+    told = _object(objects[TOLD]) if TOLD in objects else None
+    if isinstance(told, dict):
+        adopt_told(index, told)
+
+
+def adopt_told(index: Index, told: dict[str, Any]) -> None:
+    """What a checkpoint that Unicron has exported says besides its tensors."""
+    common = index.common
+    index.iteration, index.layout = int(told.get("iteration", index.iteration)), str(told.get("layout", ""))
+    common.groups = [dict(group) for group in told.get("groups") or []]
+    common.step, common.schedule = told.get("step"), told.get("schedule")
+    common.scales = [dict(each) for each in told.get("scales") or []]
+    common.seed, common.loss = int(told.get("seed", 0)), told.get("loss")
+    common.facts = dict(told.get("facts") or {})
+
+
+def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
+    """What Megatron keeps beside the tensors."""
+    index.format = TORCH_DIST
+    if (folder / CONFIG).is_file():
+        try:
+            backend = json.loads((folder / CONFIG).read_text())["sharded_backend"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadCheckpoint(f"{folder / CONFIG}: not as Megatron writes it ({error!r})") from None
+        if backend != TORCH_DIST:
+            raise BadCheckpoint(f"{folder}: its tensors are {backend!r}: convert it to torch_dist with Megatron-LM")
+    told: dict[str, Any] = {}
+    if (folder / COMMON).is_file():
+        found = archive(folder / COMMON)
+        told = plain(found.content, found)
+    elif COMMON_OBJECT in objects:
+        told = _object(objects[COMMON_OBJECT])[0]
+    index.common = common_of(told)
+    index.iteration = int(told.get("iteration") or 0)
+    index.layout = layout_of(index.common.args)
+    if isinstance(told.get(TOLD), dict):
+        adopt_told(index, told[TOLD])
+    by_buckets = [name for name in index.tensors if name.startswith(SHARDED)]
+    for name in by_buckets:
+        del index.tensors[name]
+    if by_buckets:
+        index.common.unread = (
+            "its distributed optimizer is saved in the order of its buckets (dp_reshardable): save it with "
+            "--dist-ckpt-optim-fully-reshardable"
+        )
+
+
+def layout_of(args: dict[str, Any]) -> str:
+    """The layout in Megatron-LM's arguments, as people write it."""
+    names = {"TP": "tensor_model_parallel_size", "CP": "context_parallel_size", "PP": "pipeline_model_parallel_size"}
+    sizes = {word: args.get(name) for word, name in names.items()}
+    told = [f"{word}{size}" for word, size in sizes.items() if isinstance(size, int) and size > 1]
+    return " ".join(told) or ("TP1" if args else "")
+
+
+def common_of(told: dict[str, Any]) -> Common:
+    """From Megatron's own state dict. Its optimizer's part looks different for each of its optimizers."""
+    optimizer = told.get("optimizer") or {}
+    inner = optimizer.get("optimizer") or optimizer
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in inner.get("param_groups") or []]
+    steps = [group["step"] for group in groups if isinstance(group.get("step"), int | float)]
+    state = inner.get("state")
+    if isinstance(state, dict) and isinstance(state.get("common_step"), int | float):
+        steps.append(state["common_step"])
+    args = told.get("args") if isinstance(told.get("args"), dict) else {}
+    scale = optimizer.get("grad_scaler")
+    return Common(
+        groups=groups,
+        step=float(max(steps)) if steps else None,
+        schedule=told.get("opt_param_scheduler") or told.get("lr_scheduler"),
+        scales=[scale] if isinstance(scale, dict) else [],
+        facts=facts_of(args or {}),
+        args=args or {},
+    )
+
+
+def facts_of(args: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron-LM's arguments say of the model, as `snapshot.contents.facts` does."""
+    heads = args.get("num_attention_heads")
+    if not isinstance(heads, int):
+        return {}
+    groups = args.get("num_query_groups") if args.get("group_query_attention") else heads
+    return {
+        "heads": heads,
+        "groups": groups or heads,
+        "channels": args.get("kv_channels") or 0,
+        "gated": bool(args.get("swiglu")),
+        "layers": args.get("num_layers") or 0,
+        "hidden": args.get("hidden_size") or 0,
+    }

@@ -1,0 +1,133 @@
+"""Unicron's own checkpoints, by their index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from unicron.transition.snapshot import checkpoint_file, folders
+from unicron.transition.snapshot.formats.index import (
+    PARAMETER,
+    STATE,
+    BadCheckpoint,
+    Block,
+    Common,
+    Index,
+    Raw,
+    raw_type,
+)
+from unicron.transition.snapshot.image_format import ALIGN, PAGE, STEP, BadImage, Found, digest, read_page
+
+FORMAT = "unicron"
+
+
+def newest(folder: Path) -> folders.Found | None:
+    """The newest whole checkpoint of a folder of checkpoints, or the one in that folder; None for neither."""
+    if (match := folders.FOLDER.fullmatch(folder.name)) is not None:
+        return next((each for each in folders.whole(folder.parent) if each.iteration == int(match[1])), None)
+    return next(iter(folders.whole(folder)), None)
+
+
+def read(found: folders.Found) -> Index:
+    """The index of one. Raises BadCheckpoint, OSError."""
+    try:
+        pages = [read_page(path) for path in found.paths]
+        heads = [_head(page) for page in pages]
+    except BadImage as error:
+        raise BadCheckpoint(f"{error}: run `unicronctl checkpoint verify`, or use the checkpoint before") from None
+    first = heads[0]
+    facts = first.get("facts") or {}
+    common = Common(
+        groups=first["groups"],
+        schedule=first["scheduler"],
+        scales=first["scales"],
+        seed=first["seed"],
+        loss=first["loss"],
+        facts=facts,
+    )
+    index = Index(FORMAT, found.iteration, first["layout"], {}, common)
+    steps: list[float] = []
+    for page, head in zip(pages, heads, strict=True):
+        for tensor in _tensors(page, head, steps):
+            index.add(*tensor)
+    group_steps = [group["step"] for group in common.groups if isinstance(group.get("step"), int | float)]
+    common.step = max([*steps, *group_steps], default=None)
+    return _without_chunk(index)
+
+
+def _head(page: Found) -> dict[str, Any]:
+    with page.path.open("rb") as file:
+        file.seek(PAGE)
+        head = file.read(page.head_bytes)
+    if digest(head) != page.head_digest:
+        raise BadImage(f"{page.path}: its head does not match its checksum")
+    try:
+        told: dict[str, Any] = msgpack.unpackb(checkpoint_file.file_head(page.key, head), strict_map_key=False)
+        told["about"] = msgpack.unpackb(told["about"], strict_map_key=False)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadImage(f"{page.path}: not a training state of this release ({error})") from None
+    return told
+
+
+def laid_out(tensors: list[Any], begin: int) -> list[tuple[str, int, int]]:
+    """(dtype, elements, byte in the file or -1 for steps) of each tensor of an image's head. begin: of the data."""
+    found, at = [], 0
+    for kind, count, *where in tensors:
+        if where == [STEP]:
+            found.append((kind, count, -1))
+            continue
+        found.append((kind, count, begin + (where[0] if where else at)))
+        at += -(-count * raw_type(kind).itemsize // ALIGN) * ALIGN
+    return found
+
+
+def _tensors(page: Found, head: dict[str, Any], steps: list[float]) -> Iterator[tuple[Any, ...]]:
+    """What :meth:`Index.add` takes, of each tensor in a file. steps: gets the counts of steps that it names."""
+    places = laid_out(head["about"]["tensors"], page.offset)
+    for name, whole, offset, extent, begin, end, keys, others, values in head["about"]["index"]:
+        for key, number in keys.items():
+            kind, count, at = places[number]
+            if at < 0:
+                continue
+            full = name if key == PARAMETER else f"{STATE}{key}.{name}"
+            find = partial(Raw, page.path, at, kind, (count,))
+            block = Block(tuple(offset), tuple(extent), begin, end, find)
+            yield full, whole, kind, block
+        if isinstance(others.get("step"), int | float):
+            steps.append(float(others["step"]))
+        if "step" in values:
+            kind, count, at = places[values["step"][0]]
+            value = head["step"] if at < 0 else Raw(page.path, at, kind, (count,)).array()[0].item()
+            steps.append(float(value))
+
+
+def _without_chunk(index: Index) -> Index:
+    """Names of a plain module without the number of its chunk, of which there is one."""
+    if not all(tensor.name.startswith("0.") for tensor in index.parameters()):
+        return index
+    for name in list(index.tensors):
+        tensor = index.tensors.pop(name)
+        if name.startswith(STATE):
+            key, _, parameter = name.removeprefix(STATE).partition(".")
+            tensor.name = f"{STATE}{key}.{parameter.removeprefix('0.')}"
+        else:
+            tensor.name = name.removeprefix("0.")
+        index.tensors[tensor.name] = tensor
+    return index
+
+
+def check(found: folders.Found) -> list[str]:
+    """What is wrong with the files of one, a line each. All of them are read."""
+    wrong = []
+    for path in found.paths:
+        try:
+            page = read_page(path)
+            _head(page)
+            page.check(page.read()[1])
+        except (BadImage, OSError) as error:
+            wrong.append(str(error))
+    return wrong

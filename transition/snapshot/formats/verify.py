@@ -1,0 +1,50 @@
+"""Whether the files of a checkpoint are as they were written, as far as its format can tell."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+from unicron.transition.snapshot.formats import opening, own
+from unicron.transition.snapshot.formats.index import Array, BadCheckpoint, Index, Tensor
+
+PIECE = 1 << 24  # bytes
+
+
+def problems(folder: Path) -> tuple[Index | None, list[str]]:
+    """(the index, what is wrong, a line each). Every tensor is read, one block after the other. Unicron's own files
+    have a checksum of all bytes, those of torch one of each tensor; of safetensors there is none, so that only lengths
+    and shapes are compared."""
+    try:
+        index = opening.index_of(folder)
+    except BadCheckpoint as error:
+        return None, [str(error)]
+    if index.format == own.FORMAT:
+        found = own.newest(folder)
+        wrong = own.check(found) if found is not None else [f"{folder}: it has been removed meanwhile"]
+        if wrong:
+            return index, wrong
+    wrong = []
+    for tensor in index.tensors.values():
+        try:
+            _check(tensor)
+        except (BadCheckpoint, OSError) as error:
+            wrong.append(str(error))
+    return index, wrong
+
+
+def _check(tensor: Tensor) -> None:
+    """Raises BadCheckpoint, OSError."""
+    for box in tensor.boxes():
+        tensor.read(*box)
+    for block in tensor.blocks:
+        raw = block.find() if block.find is not None else None
+        if raw is not None and raw.crc is not None and raw.strides is None and _sum(raw.array()) != raw.crc:
+            raise BadCheckpoint(f"{raw.path}: the bytes of {tensor.name} do not match their checksum")
+
+
+def _sum(array: Array) -> int:
+    data, found = memoryview(array.reshape(-1).data).cast("B"), 0
+    for begin in range(0, len(data), PIECE):
+        found = zlib.crc32(data[begin : begin + PIECE], found)
+    return found

@@ -1,0 +1,170 @@
+"""`unicronctl checkpoint`: what is in a checkpoint of any format, and one format made from another. Needs no GPU and no
+controller; torch only to write `torch_dist` and `dcp`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from unicron.ctl.system.errors import FAILURE, WRONG_USE, UserError
+from unicron.transition.snapshot.formats import convert, opening, verify
+from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WAIT_SECONDS = 600.0
+LOOK_SECONDS = 0.5
+
+
+class TensorReport(msgspec.Struct, kw_only=True):
+    """One tensor. dtype: as torch calls it."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+class CheckpointReport(msgspec.Struct, kw_only=True):
+    """The JSON of `unicronctl checkpoint show`. format: unicron, torch_dist, dcp or safetensors; iteration: the
+    one to go on with; layout: of the ranks that wrote it, "" where it does not say."""
+
+    format: str
+    iteration: int
+    layout: str
+    tensors: list[TensorReport]
+
+
+def report(index: Index) -> CheckpointReport:
+    """What `show` prints."""
+    tensors = [TensorReport(name=t.name, shape=list(t.shape), dtype=t.dtype) for t in index.tensors.values()]
+    return CheckpointReport(format=index.format, iteration=index.iteration, layout=index.layout, tensors=tensors)
+
+
+def _opened(folder: Path) -> Index:
+    try:
+        return opening.index_of(folder)
+    except BadCheckpoint as error:
+        raise UserError(str(error)) from None
+
+
+FOLDER = click.Path(path_type=Path)
+NAMES = click.option(
+    "--names", metavar="TABLE", default="", help="llama, gpt2, megatron, FILE or FILE:TABLE [default: what fits]."
+)
+CONFIG = click.option(
+    "--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The model's config.json."
+)
+
+
+@click.group("checkpoint")
+def command() -> None:
+    """Show, convert and verify checkpoints."""
+
+
+@command.command()
+@click.argument("folder", type=FOLDER)
+@click.option("--json", "as_json", is_flag=True, help="For programs; the keys are stable.")
+def show(folder: Path, as_json: bool) -> None:
+    """List the tensors of the newest checkpoint in FOLDER. None is read."""
+    index = _opened(folder)
+    if as_json:
+        click.echo(msgspec.json.encode(report(index)).decode())
+        return
+    size = sum(tensor.nbytes for tensor in index.tensors.values())
+    layout = f", written by {index.layout}" if index.layout else ""
+    click.echo(
+        f"{index.format}, iteration {index.iteration}{layout}: {len(index.tensors)} tensors, {size / 1e9:.3f} GB"
+    )
+    if index.common.unread:
+        click.echo(f"not shown: {index.common.unread}", err=True)
+    for tensor in index.tensors.values():
+        click.echo(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
+
+
+@command.command("verify")
+@click.argument("folder", type=FOLDER)
+def verify_command(folder: Path) -> int:
+    """Read the newest checkpoint in FOLDER, and say what is damaged."""
+    index, wrong = verify.problems(folder)
+    for line in wrong:
+        click.echo(line, err=True)
+    if wrong or index is None:
+        return FAILURE
+    click.echo(f"{folder}: {index.format}, iteration {index.iteration}: all {len(index.tensors)} tensors are whole")
+    return 0
+
+
+@command.command()
+@click.argument("source", metavar="FOLDER|JOB")
+@click.argument("out", type=FOLDER)
+@click.option("--format", "form", type=click.Choice(convert.FORMATS), default=convert.FORMATS[0], show_default=True)
+@NAMES
+@CONFIG
+@click.option("--dtype", default="", help="For safetensors: bfloat16, float16, float32 [default: the model's].")
+@click.option("--from", "saves", type=FOLDER, help="With JOB: the folder of its checkpoints.")
+@click.option("--wait", default=WAIT_SECONDS, show_default=True, help="With JOB: seconds for its checkpoint.")
+def export(
+    source: str, out: Path, form: str, names: str, config: Path | None, dtype: str, saves: Path | None, wait: float
+) -> None:
+    """Write the newest checkpoint in FOLDER as OUT, a new folder, in another format.
+
+    With JOB, a running job of yours, it is asked for a checkpoint first.
+    """
+    folder = Path(source)
+    if not folder.exists() and source.replace("_", "").isdigit():
+        if saves is None:
+            raise UserError(f"name the folder of job {source}'s checkpoints with --from", WRONG_USE)
+        folder = _asked(source, saves, wait)
+    index = _opened(folder)
+    try:
+        convert.export(index, out, form, names, config, dtype, lambda line: click.echo(line, err=True))
+    except (BadCheckpoint, OSError) as error:
+        raise UserError(str(error)) from None
+    click.echo(f"{out}: {form}, iteration {index.iteration}")
+
+
+@command.command("import")
+@click.argument("folder", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@NAMES
+@CONFIG
+def import_command(folder: Path, out: Path, names: str, config: Path | None) -> None:
+    """Write the newest checkpoint in FOLDER, of any format, as one of Unicron's own into the folder OUT.
+
+    A training can also begin from FOLDER as it is (`begin_from`, or Megatron-LM's --load).
+    """
+    try:
+        at = convert.import_(_opened(folder), out, names, config)
+    except (BadCheckpoint, OSError) as error:
+        raise UserError(str(error)) from None
+    click.echo(f"{at}: written")
+
+
+# ------------------------------------------------------------ from a running job
+def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> Path:
+    """Ask a running job for a checkpoint, as SIGUSR2 does; returns its folder when it is whole."""
+    from unicron.detector.health.program_output import run_program
+    from unicron.transition.snapshot import folders
+
+    def whole() -> set[tuple[int, str]]:
+        return {(each.iteration, each.mark) for each in folders.whole(saves)}
+
+    before = whole()
+    asked = run_program(["scancel", "--state=RUNNING", "--signal=USR2", job], 30.0)
+    if asked.returncode != 0:
+        said = asked.stderr.decode(errors="replace").strip().splitlines()
+        raise UserError(f"job {job} was not asked for a checkpoint: {said[-1] if said else 'scancel failed'}")
+    deadline = now() + wait
+    while not (fresh := {each for each in whole() - before if each[0] >= max((i for i, _ in before), default=0)}):
+        if now() >= deadline:
+            raise UserError(
+                f"no new checkpoint was whole in {saves} after {wait:g} s: see the job's log, or --wait more"
+            )
+        time.sleep(LOOK_SECONDS)
+    newest = max(fresh)[0]
+    return saves / f"iteration-{newest:08d}"
