@@ -106,6 +106,15 @@ TORCH_MODELS = (
         "optimizers that step in the backward pass are refused",
     ),
 )
+# Compared when a checkpoint of torch's own format is written.
+TORCH_CHECKPOINTS = (
+    Seam(
+        "torch.distributed.checkpoint.filesystem",
+        "_StorageInfo",
+        "relative_path offset length transform_descriptors",
+        "where the bytes of a chunk are",
+    ),
+)
 MEGATRON_CORE = (
     Seam(
         BUFFERS,

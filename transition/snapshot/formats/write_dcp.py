@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from unicron.transition.seams import dcp, table
 from unicron.transition.snapshot.formats.dcp import COMMON, CONFIG, METADATA, RESHARDABLE, TOLD, TORCH_DIST
 from unicron.transition.snapshot.formats.index import MAINS, STATE, Array, BadCheckpoint, Common, Index
 from unicron.transition.snapshot.formats.written import Out, of
@@ -29,10 +30,14 @@ class _Writer:
     def __init__(self, folder: Path, what: str):
         try:
             import torch
-            from torch.distributed.checkpoint import filesystem, metadata
+            from torch.distributed.checkpoint import metadata
+
+            storage = dcp.storage_info()
         except ImportError:
             raise BadCheckpoint(NEEDED.format(what)) from None
-        self._torch, self._types, self._storage = torch, metadata, filesystem._StorageInfo
+        except table.UnsupportedLayout as error:
+            raise BadCheckpoint(str(error)) from None
+        self._torch, self._types, self._storage = torch, metadata, storage
         self._folder = folder
         self._known: dict[str, Any] = {}
         self._where: dict[Any, Any] = {}
