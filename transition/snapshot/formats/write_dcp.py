@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from unicron.transition.seams import dcp, table
+from unicron.transition.seams import table, torch_chunks
 from unicron.transition.snapshot.formats.dcp import COMMON, CONFIG, METADATA, RESHARDABLE, TOLD, TORCH_DIST
 from unicron.transition.snapshot.formats.index import MAINS, STATE, Array, BadCheckpoint, Common, Index
 from unicron.transition.snapshot.formats.written import Out, of
@@ -32,7 +32,7 @@ class _Writer:
             import torch
             from torch.distributed.checkpoint import metadata
 
-            storage = dcp.storage_info()
+            storage = torch_chunks.storage_info()
         except ImportError:
             raise BadCheckpoint(NEEDED.format(what)) from None
         except table.UnsupportedLayout as error:
