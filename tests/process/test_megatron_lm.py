@@ -132,7 +132,8 @@ def test_a_fine_tuning_begins_with_the_parameters_alone(dataset, tmp_path, optio
 EVALUATES = "--train-iterations 14 --eval-interval 3 --eval-iters 4 --micro-batch-seconds 0.02".split()
 
 
-@pytest.mark.parametrize("options", [TENSOR, pytest.param(SHARDED, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [TENSOR, SHARDED])
 def test_a_loss_in_an_evaluation_changes_neither_it_nor_the_training(dataset, tmp_path, options):
     """Killed as soon as the iteration before the evaluation is logged; the evaluations after the training are there,
     too."""
