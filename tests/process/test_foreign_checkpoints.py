@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from unicron.transition.snapshot import foreign
 from unicron.transition.snapshot.formats import convert, opening
+from unicron.transition.snapshot.formats.index import BadCheckpoint
 
 pytestmark = pytest.mark.process
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "megatron_saves.py"
@@ -82,7 +84,10 @@ def test_from_megatron_to_a_session_and_back_in_other_layouts(tmp_path, settings
 
 
 @pytest.mark.wide
-def test_what_a_sharded_optimizer_saves_by_buckets_is_left_out_and_said(tmp_path):
+def test_what_a_sharded_optimizer_saves_by_buckets_is_left_out_only_if_one_says_so(tmp_path):
     run(2, "save", tmp_path / "megatron", tmp_path / "first", SAVES_SHARDING="dp_reshardable", **SHARDED)
     index = opening.index_of(tmp_path / "megatron")
     assert "--dist-ckpt-optim-fully-reshardable" in index.common.unread and not index.has_optimizer()
+    with pytest.raises(BadCheckpoint, match="or give --no-load-optim"):
+        foreign.found_in(tmp_path / "megatron", foreign.Wanted())
+    assert foreign.found_in(tmp_path / "megatron", foreign.Wanted(optimizer=False)).iteration == index.iteration

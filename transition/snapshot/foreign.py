@@ -70,10 +70,8 @@ class Foreign:
         if any(getattr(getattr(c, "module", c), TIED, False) for c in state.model):
             _check_tied(index)
         parts.restore(state.model, state.optimizer, blocks)
-        common = index.common
-        lacking = common.unread or ("" if index.has_optimizer() else "it has none")
-        if not optimizer or lacking:
-            why = lacking if optimizer else "that is what the options say"
+        if not optimizer or not index.has_optimizer():
+            why = "it has none" if optimizer else "that is what the options say"
             inform(f"the optimizer begins anew, the parameters are from {self.folder}: {why}")
             return
         _restore_progress(state, index)
@@ -124,7 +122,7 @@ class _Blocks:
     """The blocks of an index, for :func:`parts.restore`."""
 
     def __init__(self, index: Index, optimizer: bool):
-        self._index, self._optimizer = index, optimizer and not index.common.unread
+        self._index, self._optimizer = index, optimizer
 
     def check(self, mine: Mapping[str, Sequence[int]]) -> None:
         """Raises parts.Missing where the checkpoint has tensors of layers that this rank's model does not have: they
@@ -175,6 +173,12 @@ def _as_torch(tensor: Tensor, offset: tuple[int, ...], extent: tuple[int, ...], 
 
 
 def found_in(folder: Path, wanted: Wanted) -> Foreign | None:
-    """The checkpoint in `folder`; None where there is none. Raises BadCheckpoint, OSError."""
-    index = opening.find(folder)
-    return None if index is None else Foreign(folder, index, wanted)
+    """The checkpoint in `folder`; None where there is none. Raises BadCheckpoint, also for an optimizer's state that is
+    there and cannot be read, and OSError."""
+    if (index := opening.find(folder)) is None:
+        return None
+    if wanted.optimizer and index.common.unread:
+        raise BadCheckpoint(
+            f'{folder}: {index.common.unread}; or give --no-load-optim (begin_with="model"): the optimizer begins anew'
+        )
+    return Foreign(folder, index, wanted)
