@@ -37,6 +37,8 @@ def python_command(command: Sequence[str]) -> tuple[list[str], list[str]] | None
 def python_of(command: Sequence[str]) -> list[str]:
     """The words that start the Python which has torch: the first that the command names, behind the container or
     environment that it is in; else this one."""
+    if os.path.basename(command[0]).startswith("python"):  # also a wrapper, as python-of-the-project
+        return [command[0]]
     at = next((at for at, word in enumerate(command) if _PYTHON.fullmatch(os.path.basename(word))), None)
     if at is None:
         return [sys.executable]
