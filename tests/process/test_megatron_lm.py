@@ -160,19 +160,24 @@ def test_a_loss_in_an_evaluation_changes_neither_it_nor_the_training(dataset, tm
     assert [value for _, value in found] == pytest.approx([value for _, value in theirs], rel=TOLERANCE)
 
 
-@pytest.mark.wide
-def test_tensorboard_is_written_by_whoever_is_the_last_rank(dataset, tmp_path):
-    """The last one is killed, and comes back as the last one. What it had not logged yet is not there."""
-    command = megatron_lm.stand_in(
-        dataset, "--train-iterations", "60", "--micro-batch-seconds", "0.05", "--tensorboard-dir", str(tmp_path / "tb")
-    )
+def killed_and_back(tmp_path: Path, command: list[str]) -> str:
+    """The log of two ranks, of which the last is killed and comes back."""
     with World(tmp_path, 2, command=command, UNICRON_MODE="session") as world:
         world.trains_on([0, 1], limit=PATIENCE)
         os.kill(world.rank(1)["pid"], signal.SIGKILL)
         world.wait(lambda: len(world.job()["members"]) < 2, "the other goes on")
         world.trains_on([0, 1], limit=PATIENCE)
         assert world.array.wait() == [0, 0], world.array.logs[-3000:]
-        log = world.array.logs
+        return world.array.logs
+
+
+@pytest.mark.wide
+def test_tensorboard_is_written_by_whoever_is_the_last_rank(dataset, tmp_path):
+    """The last one is killed, and comes back as the last one. What it had not logged yet is not there."""
+    command = megatron_lm.stand_in(
+        dataset, "--train-iterations", "60", "--micro-batch-seconds", "0.05", "--tensorboard-dir", str(tmp_path / "tb")
+    )
+    log = killed_and_back(tmp_path, command)
     assert len([*(tmp_path / "tb").iterdir()]) == 3, log[-3000:]
     shown = megatron_lm.shown(tmp_path / "tb")
     logged = {line.iteration: line.loss for line in megatron_lm.lines(log) if line.iteration != 2}  # that of two
@@ -185,13 +190,7 @@ def test_a_batch_that_grows_is_the_same_after_a_loss(dataset, tmp_path):
     """From 4 samples to 16 by 4, over 120; a rank is killed on the way, and comes back."""
     words = ["--train-iterations", "60", "--rampup-batch-size", "4 4 120", "--micro-batch-seconds", "0.05"]
     command = megatron_lm.stand_in(dataset, *words)
-    with World(tmp_path, 2, command=command, UNICRON_MODE="session") as world:
-        world.trains_on([0, 1], limit=PATIENCE)
-        os.kill(world.rank(1)["pid"], signal.SIGKILL)
-        world.wait(lambda: len(world.job()["members"]) < 2, "the other goes on")
-        world.trains_on([0, 1], limit=PATIENCE)
-        assert world.array.wait() == [0, 0], world.array.logs[-3000:]
-        log = world.array.logs
+    log = killed_and_back(tmp_path, command)
     found, wanted = sorted(megatron_lm.lines(log), key=lambda line: line.iteration), undisturbed(command, 1)
     assert [(line.iteration, line.samples) for line in found] == [(line.iteration, line.samples) for line in wanted]
     assert len({after.samples - before.samples for before, after in itertools.pairwise(wanted)}) == 4

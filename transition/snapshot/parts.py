@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from unicron.transition.seams import elastic_buckets
+from unicron.transition.snapshot.formats.index import overlap
 
 PARAMETER = "parameter"
 
@@ -32,6 +33,11 @@ class Box(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.extent)
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where it is in the whole tensor: offset and extent."""
+        return self.offset, self.extent
 
 
 @dataclass
@@ -220,7 +226,7 @@ def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
     for source in sources:
         if source.box.whole != box.whole:
             raise Missing(f"{box.name} is {list(source.box.whole)} there and {list(box.whole)} here")
-        if _overlap(box, source.box) is not None:
+        if overlap(box.place, source.box.place) is not None:
             blocks.setdefault(source.box, []).append(source)
     if box in blocks:  # nothing but this very block is needed
         blocks = {box: blocks[box]}
@@ -232,7 +238,7 @@ def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
             return whole.view(box.extent)
         if found is None:
             found = torch.empty(box.extent, dtype=whole.dtype)
-        into, out_of = _overlap(box, block) or ((), ())
+        into, out_of = overlap(box.place, block.place) or ((), ())
         found[into].copy_(whole.view(block.extent)[out_of])
         covered += found[into].numel()
     if found is None or covered != box.numel:
@@ -255,18 +261,6 @@ def _joined(box: Box, key: str, pieces: Sequence[Source]) -> torch.Tensor:
     if reached != box.numel:
         raise Missing(f"{box.name}: elements from {reached} on are not there")
     return torch.cat(tensors)
-
-
-def _overlap(box: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What both have, as slices of each; None for nothing."""
-    mine, its = [], []
-    for at, size, there, extent in zip(box.offset, box.extent, other.offset, other.extent, strict=True):
-        begin, end = max(at, there), min(at + size, there + extent)
-        if begin >= end:
-            return None
-        mine.append(slice(begin - at, end - at))
-        its.append(slice(begin - there, end - there))
-    return tuple(mine), tuple(its)
 
 
 class Blocks(Protocol):
@@ -293,7 +287,7 @@ class Assembled:
     def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
         """This block's: layers that are blocks of one tensor need not all be trained."""
         saved = self._saved.get(box.name, ())
-        return next(((each.keys, each.others) for each in saved if _overlap(box, each.box)), ((), {}))
+        return next(((each.keys, each.others) for each in saved if overlap(box.place, each.box.place)), ((), {}))
 
 
 @torch.no_grad()
