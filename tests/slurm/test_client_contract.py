@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.support.processes import wait_for
+from tests.support.processes import shown, wait_for
 from unicron.ctl.cli import pair_test
 from unicron.ctl.lab.cluster import LocalCluster, binaries
 from unicron.ctl.slurm import CommandLineClient, ElementInfo, PartitionInfo, SlurmClient, SlurmError
@@ -205,7 +205,7 @@ def test_a_repaired_node_goes_to_a_held_element(
     client.requeue_hold(job, 1, "unicron: no node for it")
     # Slurm starts no second copy on a node where the first one is still ending: it holds the element once more.
     of_the_first = lambda: [one for one in cluster.processes() if one.node == lost and one.kind in ("stepd", "task")]  # noqa: E731
-    wait_for(lambda: not of_the_first(), "the first copy has ended", now=of_the_first)
+    wait_for(lambda: not of_the_first(), "the first copy has ended", now=lambda: shown(of_the_first()))
     client.resume(lost)
     client.pin(job, 1, lost)
     client.release(job, 1)
@@ -238,6 +238,7 @@ def test_requeue_in_place_keeps_the_ids(client: SlurmClient, submit: Submit, wai
     wait_until(client, job, 1, "PENDING")
     client.start_now(job, 1)
     after = wait_until(client, job, 1, "RUNNING")
+    client.start_now(job, 1)  # nor is this one, of what has begun
     assert (after.slurm_id, after.restarts) == (before.slurm_id, 1)
     assert _of(client, job)[0].restarts == 0
 

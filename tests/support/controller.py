@@ -104,7 +104,7 @@ class Controller:
         line = self.process.stdout.readline()
         if not line.startswith("unicrond: listening on tcp://"):
             self.kill()
-            raise AssertionError(f"unicrond has not started: {line}{self.log}")
+            raise AssertionError(f"unicrond has not started, exit status {self.process.poll()}: {line}{self.log}")
         self.address = line.split()[-1]
 
     def reload(self, settings: str) -> None:

@@ -273,7 +273,8 @@ class CommandLineClient:
         self._change(["scontrol", "update", f"JobId={job}", f"NodeList={nodes}"])
 
     def start_now(self, job: str, element: int) -> None:
-        self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"StartTime={self._soon(job, element)}"])
+        command = ["scontrol", "update", f"JobId={self._id(job, element)}", f"StartTime={self._soon(job, element)}"]
+        self._change(command, harmless=("no longer pending execution",))
 
     def _soon(self, job: str, element: int) -> str:
         """The earliest start of an element: now, but after the second in which slurmd heard of its requeue. slurmd

@@ -105,7 +105,8 @@ class PyslurmClient(CommandLineClient):
     def start_now(self, job: str, element: int) -> None:
         if (record := self._record(job, element)) is None:
             return super().start_now(job, element)
-        self._modify(f"start {job}_{element}", record, begin_time=self._soon(job, element))
+        wanted = self._pyslurm.JobSubmitDescription(begin_time=self._soon(job, element))
+        self._call(f"start {job}_{element}", lambda: record.modify(wanted), harmless="no longer pending execution")
 
     def _record(self, job: str, element: int) -> Any | None:
         """The pyslurm Job of an element that surely has a record of its own. Once split off, it keeps that for good."""

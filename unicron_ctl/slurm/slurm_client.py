@@ -291,7 +291,7 @@ class SlurmClient(Protocol):
         others is killed, and srun fails then (docs/design/allocations.md)."""
 
     def start_now(self, job: str, element: int) -> None:
-        """Ends the wait that Slurm imposes on a requeued element."""
+        """Ends the wait that Slurm imposes on a requeued element; nothing happens to one that has begun already."""
 
     def cancel(self, job: str, element: int | None = None, comment: str = "") -> None:
         """Ends an element, or the whole job, for good; `comment` says why (AdminComment of the element)."""

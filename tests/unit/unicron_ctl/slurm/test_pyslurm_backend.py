@@ -52,6 +52,7 @@ class FakePyslurm(ModuleType):
         self.notes: list[tuple] = []
         self.slurm_init = lambda path: self.notes.append(("init", path))
         self.refuse: str | None = None
+        self.refused = "requeue"
         notes, outer = self.notes, self
 
         class PyslurmError(Exception):
@@ -62,7 +63,7 @@ class FakePyslurm(ModuleType):
                 self.number = number
 
             def _note(self, *what: object) -> None:
-                if outer.refuse and what[0] == "requeue":
+                if outer.refuse and what[0] == outer.refused:
                     raise PyslurmError(outer.refuse)
                 notes.append((self.number, *what))
 
@@ -180,6 +181,14 @@ def test_an_element_that_is_pending_already_is_held_instead(fake: FakePyslurm) -
     fake.refuse = "Access/permission denied"
     with pytest.raises(SlurmError, match=r"requeue 7_2: Access/permission denied"):
         client.requeue("7", 2)
+
+
+def test_an_element_that_has_begun_already_is_started_again_without_a_word(fake: FakePyslurm) -> None:
+    client = PyslurmClient(fake)
+    client.elements()
+    fake.refuse, fake.refused = "Job is no longer pending execution", "modify"
+    client.start_now("9", 0)
+    assert fake.notes == []
 
 
 @pytest.mark.parametrize(
