@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.nodes import all_idle
+from tests.support.plugin_site import Site
 from tests.support.processes import ROOT, outside_slurm, wait_for
 from unicron.ctl.lab.cluster import LocalCluster
 from unicron.ctl.slurm import ElementInfo, SlurmClient
@@ -41,6 +42,17 @@ def cluster(local_cluster: LocalCluster) -> Iterator[LocalCluster]:
         local_cluster.power_on(node)
         client.resume(node)
     wait_for(lambda: all_idle(client), "all nodes are idle", now=client.nodes)
+
+
+@pytest.fixture
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
+    """A cluster of the test's own, with the plugin, agent and controller. A mark `site` says what it is made with."""
+    mark = request.node.get_closest_marker("site")
+    made = Site(tmp_path, **(mark.kwargs if mark is not None else {}))
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @pytest.fixture

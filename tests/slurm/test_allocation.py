@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,14 +10,7 @@ from tests.support.jobs import PLAIN, json_lines
 from tests.support.plugin_site import Site
 from tests.support.processes import call, wait_for
 
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path, nodes=4)
-    try:
-        yield made
-    finally:
-        made.close()
+pytestmark = pytest.mark.site(nodes=4)
 
 
 def submit(site: Site, *words: str, wrap: str) -> str:

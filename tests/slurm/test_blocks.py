@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.slurm.test_allocation import power_off, slurm, submit, world
-from tests.slurm.test_restart_mode import Site
+from tests.support.plugin_site import Site
 from tests.support.jobs import PLAIN
 from tests.support.processes import call, wait_for
 
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path, nodes=6)
-    try:
-        yield made
-    finally:
-        made.close()
+pytestmark = pytest.mark.site(nodes=6)
 
 
 def test_a_block_leaves_with_its_lost_node_and_comes_back_whole(site: Site) -> None:

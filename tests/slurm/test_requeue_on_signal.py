@@ -3,8 +3,6 @@ saved, requeued, gone on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +12,7 @@ from tests.support.plugin_site import Site
 from tests.support.processes import call, wait_for
 
 NODES, STEPS = 2, 100_000
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path, nodes=2 * NODES)
-    try:
-        yield made
-    finally:
-        made.close()
+pytestmark = pytest.mark.site(nodes=2 * NODES)
 
 
 def run(site: Site, *words: object) -> str:

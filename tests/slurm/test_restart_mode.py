@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 
 from tests.support.jobs import PLAIN
 from tests.support.plugin_site import Site
 from tests.support.processes import call, wait_for
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def test_an_unmodified_script_trains_as_one_world_and_survives_a_kill(site: Site) -> None:

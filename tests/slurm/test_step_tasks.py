@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,15 +18,6 @@ print("card", os.environ["CARD"], "rank", os.environ["SLURM_PROCID"], "of", os.e
 print("error of", os.environ["SLURM_LOCALID"], file=sys.stderr, flush=True)
 runpy.run_path({str(PLAIN)!r}, run_name="__main__")
 """
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def test_the_tasks_of_a_node_train_as_its_ranks(site: Site) -> None:

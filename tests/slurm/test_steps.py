@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support.plugin_site import Site
 from tests.support.processes import call, wait_for
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.site(gpus=2)]
 RANK = "import os; print('rank {RANK} of {WORLD_SIZE}\\n'.format(**os.environ), end='', flush=True)"
 PREPARES = "import torch, os\nprint('prepares as', os.environ.get('RANK'), 'of', os.environ.get('WORLD_SIZE'))\n"
 # Its second rank fails the first time.
@@ -48,15 +46,6 @@ SWEEP = """#!/bin/bash
 rates=(1 2 3 4)
 srun python -c "print('rate', $*)" --lr ${rates[$SLURM_ARRAY_TASK_ID]}
 """
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path, gpus=2)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def submit(site: Site, script: str, text: str, *options: str) -> str:
