@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.slurm.test_allocation import power_off, slurm, submit, world
-from tests.support.plugin_site import Site
 from tests.support.jobs import PLAIN
+from tests.support.plugin_site import Site
 from tests.support.processes import call, wait_for
 
 pytestmark = pytest.mark.site(nodes=6)

@@ -9,12 +9,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from unicron.ctl.lab.cluster import ports
-from unicron.ctl.lab.cluster.cluster_processes import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 90.0  # generous: the tests are about what happens, and the machine may be busy with something else
@@ -112,12 +111,6 @@ def children(pid: int) -> set[int]:
         except (OSError, IndexError):
             continue
     return found
-
-
-def shown(processes: Iterable[Process]) -> str:
-    """What runs there, and how it does: `ps` with the parents, for the message of a failed test."""
-    numbers = ",".join(str(process.pid) for process in processes)
-    return call("ps", "-o", "pid,ppid,pgid,stat,wchan:20,lstart,args", "-p", numbers or "0").stdout
 
 
 def signal_step(pid: int, number: int) -> None:
