@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -29,15 +31,22 @@ def run(program: str, command: click.Command, arguments: Sequence[str] | None = 
         return _report(mark + program, str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _report(mark + program, "interrupted", FAILURE)
-    except BrokenPipeError:
-        # The reader went away (`unicronctl events | head`). Python would complain again at exit when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILURE
     except OSError as error:
         return _report(mark + program, str(error), FAILURE)
+    except SystemExit as leaving:  # click's, without a word, for whichever pipe is broken (`unicronctl events | head`)
+        if leaving.code and not _reader_is_gone():
+            return _report(mark + program, os.strerror(errno.EPIPE), FAILURE)
+        raise
     except Exception as error:
         hint = "this is a defect; run again with UNICRON_DEBUG=1 for the traceback"
         return _report(mark + program, f"{type(error).__name__}: {error} ({hint})", FAILURE)
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads standard output any more, so that another pipe is not taken for it."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0))
 
 
 def _report(program: str, message: str, status: int) -> int:
