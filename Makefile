@@ -30,7 +30,7 @@ CONSTRAINTS ?= constraints.txt
 # A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin agent-folder demo test test-mutants test-others test-demo test-wide test-long test-unit test-debian13 test-sid test-matrix lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test plugin agent-folder demo test test-mutants test-others test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-matrix lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -95,8 +95,11 @@ test-debian13: ## as root: `make test` on Debian 13 (Slurm 24.11, Python 3.13), 
 	tools/debian-root.sh trixie make test
 
 # Megatron-core 0.16 has no wheel for Python 3.14, sid's own.
-test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05)
-	tools/debian-root.sh sid make test PYTHON=python3.13
+test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05), and ranks in containers of Apptainer's
+	tools/debian-root.sh sid make test test-apptainer PYTHON=python3.13
+
+test-apptainer: system-test venv plugin   # of Debian's releases, sid alone has it
+	$(BIN)/python -m pytest -m apptainer tests/slurm
 
 test-matrix:     ## as root: the process and Slurm tiers with other releases (CELL=NAME; without it a list), in a system and an environment of their own
 	python3 tools/matrix.py $(CELL)

@@ -54,4 +54,8 @@ here=$OLDPWD
 mkdir -p srv/unicron
 find srv/unicron -mindepth 1 -maxdepth 1 ! -name '.venv*' -exec rm -rf {} +
 (cd "$here" && git ls-files --cached --others --exclude-standard -z | tar --null --files-from=- --ignore-failed-read -cf -) | tar -C srv/unicron -xf -
-chroot "$root" /bin/sh -c 'cd /srv/unicron && exec "$@"' sh "$@" 9>&- # no daemon that outlives it holds the lock
+# In a chroot Apptainer refuses to start, so this system becomes the root of the namespace. This shell holds the lock until the
+# command ends; no daemon that outlives the command does.
+cd "$root"
+pivot_root . .
+/bin/sh -c 'umount -l . && cd /srv/unicron && exec "$@"' sh "$@" 9>&-

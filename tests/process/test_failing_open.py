@@ -158,6 +158,15 @@ def test_where_the_agents_packages_cannot_be_imported_the_command_runs_unprotect
     assert done.stderr == "unicron: the agent cannot begin (ImportError: not this one); the command runs unprotected\n"
 
 
+def test_the_command_has_the_locale_that_was_given_and_not_the_agents_own(tmp_path):
+    """A Python sets LC_CTYPE for itself where there is no locale, as in a container."""
+    (tmp_path / "msgspec.py").write_text("raise ImportError('not this one')\n")
+    entry = [sys.executable, "-m", "unicron.ctl.agent.start.entry", "run", "--", "sh", "-c", "echo ${LC_CTYPE-none}"]
+    bare = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}:{ROOT}", "SLURM_JOB_ID": "30"}
+    assert call(*entry, environment=bare).stdout == "none\n"
+    assert call(*entry, environment=bare | {"LC_CTYPE": "C.UTF-8"}).stdout == "C.UTF-8\n"
+
+
 def test_a_log_that_takes_nothing_keeps_no_command_from_running(fake, tmp_path):
     """Its reader is stopped and the pipe is full; there is no controller either."""
     note = tmp_path / "ran"

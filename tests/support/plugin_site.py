@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.controller import Controller
@@ -24,16 +25,20 @@ def build(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
 
 
 class Site:
-    """A cluster with the plugin, the real agent and a controller."""
+    """A cluster with the plugin, the real agent and a controller. config_lines: of slurm.conf."""
 
-    def __init__(self, folder: Path, nodes: int = 2, gpus: int = 1, auth: str = "none"):
+    def __init__(
+        self, folder: Path, nodes: int = 2, gpus: int = 1, auth: str = "none", config_lines: Sequence[str] = ()
+    ):
         self.folder = folder
         assert build(folder / "build").returncode == 0
         scripts = sysconfig.get_path("scripts")
         self.environment = outside_slurm() | {"PLAIN_OUT": str(folder)}
         programs = [scripts, self.environment["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"]
         self.environment["PATH"] = os.pathsep.join(programs)
-        self.cluster = LocalCluster(folder / "slurm", nodes=nodes, gpus_per_node=gpus, auth=auth)
+        self.cluster = LocalCluster(
+            folder / "slurm", nodes=nodes, gpus_per_node=gpus, auth=auth, config_lines=config_lines
+        )
         self.environment |= {"SLURM_CONF": str(self.cluster.layout.slurm_conf)}
         self.controller = Controller(folder, f'{SETTINGS}auth = "{auth}"\n', self.environment)
         self.cluster.up()

@@ -9,12 +9,25 @@ import sys
 # What unicron-launch puts in front of the names of the user's PYTHON... variables, and the agent's own folder in front
 # of those of the LD_... ones (slurm_plugin/spank/set_aside.h).
 SET_ASIDE = "_UNICRON_USERS_"
+LOCALE = "LC_CTYPE"  # which a Python sets for itself where no locale is given (PEP 538)
 
 
 def restore_variables() -> None:
-    """The user's PYTHON... variables are for the command and its ranks; this Python has begun without them."""
+    """The user's PYTHON... variables are for the command and its ranks; this Python has begun without them. The locale
+    that this Python has set is its own."""
     for name in [name for name in os.environ if name.startswith(SET_ASIDE)]:
         os.environ[name[len(SET_ASIDE) :]] = os.environ.pop(name)
+    if LOCALE in os.environ and not was_given(LOCALE):
+        del os.environ[LOCALE]
+
+
+def was_given(name: str) -> bool:
+    """Whether the variable was there when this process began; where there is no /proc, it was."""
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            return any(entry.startswith(f"{name}=".encode()) for entry in file.read().split(b"\0"))
+    except OSError:
+        return True
 
 
 def main() -> None:

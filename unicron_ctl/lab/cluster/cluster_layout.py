@@ -15,6 +15,7 @@ from unicron.ctl.lab.cluster.network import BOTH, IPV4, IPV6, Network
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
 STATE_FILE = "cluster.json"
+SHORT_FOLDERS = Path("/tmp")
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ class Layout:
     """Paths of one cluster.
 
     Long-lived files (configuration, logs, controller state) are in the state folder. Everything that holds a Unix
-    socket is in a short folder under /tmp, named after the state folder, since a socket's path may have 107 characters
-    at most; munge's files are there too, as munged refuses keys and logs below folders that a group may write.
+    socket is in a short folder in SHORT_FOLDERS, named after the state folder, since a socket's path may have 107
+    characters at most; munge's files are there too, as munged refuses keys and logs below folders that a group may
+    write.
     """
 
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
@@ -81,7 +83,7 @@ class Layout:
             )
         self.digest = hashlib.sha256(str(self.state_dir).encode()).hexdigest()[:10]
         self.cluster_name = f"unicron_{self.digest}"  # job ids and node names are alike in all of them
-        self.short_dir = Path("/tmp") / f"unicron-{self.digest}"
+        self.short_dir = SHORT_FOLDERS / f"unicron-{self.digest}"
         self.etc_dir = self.state_dir / "etc"
         self.slurm_conf = self.etc_dir / "slurm.conf"
         self.log_dir = self.state_dir / "log"
