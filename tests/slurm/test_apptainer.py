@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,9 @@ OF_THE_HOST = tuple(dict.fromkeys(("/usr", "/lib", "/lib64", sys.prefix, sys.bas
 
 
 @pytest.fixture
-def site(tmp_path: Path, agent_folder: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    try:
-        made.use_agent(agent_folder / "bin/unicron-agent")
-        yield made
-    finally:
-        made.close()
+def site(site: Site, agent_folder: Path) -> Site:
+    site.use_agent(agent_folder / "bin/unicron-agent")
+    return site
 
 
 def container(site: Site, *hidden: Path) -> str:

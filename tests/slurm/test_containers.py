@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,15 +28,6 @@ echo "rank $RANK of $WORLD_SIZE, world $UNICRON_GENERATION"
 i=0
 while [ "$UNICRON_GENERATION" = 1 ] && [ $i -lt 100000000 ]; do i=$((i+1)); done
 """
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def contain(site: Site, agent: Path, *mounted: Path | str) -> None:
