@@ -329,9 +329,10 @@ def plain_iteration(chunks, optimizer, scheduler, number: int, mine) -> list[dic
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    iterators = [(fetch(number, index) for index in mine) for _ in chunks]
     losses = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=(fetch(number, index) for index in mine),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
         num_microbatches=len(mine),
         seq_length=SEQUENCE,
