@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from unicron.transition.snapshot import foreign
-from unicron.transition.snapshot.formats import convert, opening
+from unicron.transition.snapshot.formats import convert, opening, verify
 from unicron.transition.snapshot.formats.index import BadCheckpoint
 
 pytestmark = pytest.mark.process
@@ -84,8 +84,28 @@ def test_from_megatron_to_a_session_and_back_in_other_layouts(tmp_path, settings
 
 
 @pytest.mark.wide
-def test_what_a_sharded_optimizer_saves_by_buckets_is_left_out_only_if_one_says_so(tmp_path):
-    run(2, "save", tmp_path / "megatron", tmp_path / "first", SAVES_SHARDING="dp_reshardable", **SHARDED)
+@pytest.mark.parametrize(
+    ("settings", "one", "two"),
+    [
+        ({"TINY_BF16": "1", "TINY_OVERLAP": "1", "TINY_LAYERS": "4"}, ("2 2 1", 4), ("1 1 1", 1)),
+        ({"TINY_BF16": "1", "TINY_OVERLAP": "1", "TINY_GATED": "1"}, ("2 1 1", 4), ("1 2 1", 2)),
+        ({"TINY_FP16": "1024"}, ("1 1 1", 3), ("2 1 1", 2)),
+        ({"TINY_LAYERS": "4"}, ("1 2 2", 2), ("1 1 1", 2)),
+    ],
+)
+def test_what_a_sharded_optimizer_saves_by_buckets_is_read_in_any_layout(tmp_path, settings, one, two):
+    settings = {"TINY_DISTOPT": "1"} | settings
+    saving = {"TINY_LAYOUT": one[0], "SAVES_SHARDING": "dp_reshardable"}
+    run(one[1], "save", tmp_path / "megatron", tmp_path / "first", **settings, **saving)
+    assert verify.problems(tmp_path / "megatron")[1] == []
+    run(two[1], "begin", tmp_path / "megatron", tmp_path / "second", TINY_LAYOUT=two[0], **settings)
+    same(tmp_path / "first", tmp_path / "second")
+
+
+@pytest.mark.wide
+def test_buckets_that_hold_experts_are_left_out_only_if_one_says_so(tmp_path):
+    settings = SHARDED | {"TINY_EXPERTS": "aux_loss", "SAVES_SHARDING": "dp_reshardable"}
+    run(1, "save", tmp_path / "megatron", tmp_path / "first", **settings)
     index = opening.index_of(tmp_path / "megatron")
     assert "--dist-ckpt-optim-fully-reshardable" in index.common.unread and not index.has_optimizer()
     with pytest.raises(BadCheckpoint, match="or give --no-load-optim"):

@@ -1,10 +1,10 @@
-"""The state of Megatron's distributed optimizer where it is saved in the order of its buckets (`dp_reshardable`).
+"""What Megatron's distributed optimizer saves in the order of its buckets (`dp_reshardable`), by parameter.
 
-Each model-parallel rank has a buffer for each of its model's chunks. A buffer holds the chunk's parameters, the last one
-first, each from a multiple of 64 elements on. It is cut into buckets, and the checkpoint has a flat tensor for each bucket
-and kind of state, without the names of parameters. So their order is taken from Megatron's modules, and it is proven
-twice: every parameter has to begin and end where the flat tensors' chunks do, and the main parameters, rounded to the
-model's precision, have to be the model's own, bit for bit, wherever they are read.
+Each model-parallel rank has a buffer for each chunk of its model. A buffer holds the chunk's parameters, the last one
+first, and each begins at a multiple of 64 elements. It is cut into buckets. The checkpoint has a flat tensor for each
+bucket and kind of state, without the names of the parameters. So their order is that of Megatron's modules, and it is
+proven twice. Every parameter has to begin and end where chunks of the flat tensors do. And wherever main parameters are
+read, they have to be the model's own parameters, bit for bit, once they are rounded to its precision.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from unicron.transition.snapshot.formats.index import (
 from unicron.transition.snapshot.formats.written import cast
 
 PREFIX = "optimizer.distributed."
-NAME = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\([^)]*\)\.bucket_idx_(\d+)\.(\w+)")
+NAME = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\([^)]*\)\.bucket_idx_(\d+)\.(\w+)"
+)
 ALIGN = 64  # elements
 PIECE = 1 << 20  # elements
 STACKED = "decoder.layers."
@@ -44,6 +46,7 @@ BEFORE = (EMBEDDING, "embedding.position_embeddings.weight")
 AFTER = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", OUTPUT, "output_layer.bias")
 _PROJECTION = ("self_attention.linear_proj.weight", "self_attention.linear_proj.bias")
 _NORM = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
+_FIRST = ("input_layernorm.weight", "input_layernorm.bias")
 _REST = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
@@ -51,6 +54,8 @@ _REST = (
     "self_attention.q_layernorm.bias",
     "self_attention.k_layernorm.weight",
     "self_attention.k_layernorm.bias",
+    "pre_mlp_layernorm.weight",
+    "pre_mlp_layernorm.bias",
     "mlp.linear_fc1.layer_norm_weight",
     "mlp.linear_fc1.layer_norm_bias",
     "mlp.linear_fc1.weight",
@@ -59,7 +64,7 @@ _REST = (
     "mlp.linear_fc2.bias",
 )
 # Of a layer: the attention's norm is a module of its own, or Transformer Engine has it in the linear layer after it.
-ORDERS = ((*_NORM, *_PROJECTION, *_REST), (*_PROJECTION, *_NORM, *_REST))
+ORDERS = ((*_FIRST, *_NORM, *_PROJECTION, *_REST), (*_FIRST, *_PROJECTION, *_NORM, *_REST))
 Box = tuple[Place, Place]
 
 
@@ -111,7 +116,9 @@ def unpack(index: Index, tensors: Sequence[Tensor], tensor_size: int) -> None:
     buffers = _buffers(tensors)
     ranks = len({rank for rank, _ in buffers})
     if tensor_size < 1 or ranks % tensor_size or set(buffers) != _every(ranks, buffers):
-        raise BadCheckpoint(f"its optimizer's buckets are of {ranks} ranks, which its arguments do not explain: {INSTEAD}")
+        raise BadCheckpoint(
+            f"its optimizer's buckets are of {ranks} ranks, which its arguments do not explain: {INSTEAD}"
+        )
     for order in ORDERS:
         try:
             found = _Model(index, order, tensor_size, ranks // tensor_size).states(buffers)
@@ -119,7 +126,9 @@ def unpack(index: Index, tensors: Sequence[Tensor], tensor_size: int) -> None:
             continue
         index.tensors |= found
         return
-    raise BadCheckpoint(f"its distributed optimizer has buckets (dp_reshardable) that are not those of its model: {INSTEAD}")
+    raise BadCheckpoint(
+        f"its distributed optimizer has buckets (dp_reshardable) that are not those of its model: {INSTEAD}"
+    )
 
 
 def _every(ranks: int, buffers: Buffers) -> set[tuple[int, int]]:
@@ -133,8 +142,8 @@ def _buffers(tensors: Sequence[Tensor]) -> Buffers:
         match = NAME.fullmatch(tensor.name)
         if match is None or len(tensor.shape) != 1:
             raise BadCheckpoint(f"its distributed optimizer has {tensor.name}, which is not known: {INSTEAD}")
-        rank, chunk, bucket = (int(each) for each in match.groups()[:3])
-        found.setdefault((rank, chunk), {}).setdefault(bucket, _Bucket()).kinds[match[4]] = tensor
+        rank, chunk, number = (int(each) for each in match.groups()[:3])
+        found.setdefault((rank, chunk), {}).setdefault(number, _Bucket()).kinds[match[4]] = tensor
     kinds = {frozenset(bucket.kinds) for buckets in found.values() for bucket in buckets.values()}
     if len(kinds) != 1 or MAINS[0] not in next(iter(kinds)):
         raise BadCheckpoint(f"its distributed optimizer has no main parameters in some buckets: {INSTEAD}")
@@ -163,7 +172,7 @@ class _Model:
         unknown = next((name for name in self._tensors if name not in known), None)
         if unknown is not None:
             raise BadCheckpoint(
-                f"the place of {unknown} in its distributed optimizer's buckets (dp_reshardable) is not known: {INSTEAD}"
+                f"the place of {unknown} in its distributed optimizer's buckets (dp_reshardable) is unknown: {INSTEAD}"
             )
         self._tensor, self._pipeline = tensor, pipeline
         counts = {self._tensors[name].shape[0] for name in self._layered}
@@ -301,7 +310,12 @@ def _prove(whole: Tensor, dtype: str, found: Array, offset: Place, extent: Place
     for begin in range(0, flat.size, PIECE):
         piece = slice(begin, begin + PIECE)
         mine = cast(flat[piece], dtype, whole.dtype)
-        if memoryview(np.ascontiguousarray(mine)).cast("B") != memoryview(np.ascontiguousarray(its[piece])).cast("B"):
+        if not np.array_equal(_bits(mine), _bits(its[piece])):
             raise BadCheckpoint(
-                f"{whole.name} is not where its distributed optimizer's buckets (dp_reshardable) should have it: {INSTEAD}"
+                f"{whole.name} is not where the optimizer's buckets (dp_reshardable) should have it: {INSTEAD}"
             )
+
+
+def _bits(array: Array) -> Array:
+    """Elements as bytes: no number is like another."""
+    return np.ascontiguousarray(array).view(np.uint8)
