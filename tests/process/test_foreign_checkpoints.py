@@ -83,20 +83,25 @@ def test_from_megatron_to_a_session_and_back_in_other_layouts(tmp_path, settings
     same(tmp_path / "first", tmp_path / "third")
 
 
+BUCKETS, RANKS = {"TINY_DISTOPT": "1", "SAVES_SHARDING": "dp_reshardable"}, {"SAVES_FORMAT": "torch"}
+MANY = {"TINY_OVERLAP": "1", "TINY_LAYERS": "4"}  # buckets
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("settings", "one", "two"),
     [
-        ({"TINY_BF16": "1", "TINY_OVERLAP": "1", "TINY_LAYERS": "4"}, ("2 2 1", 4), ("1 1 1", 1)),
-        ({"TINY_BF16": "1", "TINY_OVERLAP": "1", "TINY_GATED": "1"}, ("2 1 1", 4), ("1 2 1", 2)),
-        ({"TINY_FP16": "1024"}, ("1 1 1", 3), ("2 1 1", 2)),
-        ({"TINY_LAYERS": "4"}, ("1 2 2", 2), ("1 1 1", 2)),
+        (BUCKETS | MANY | {"TINY_BF16": "1"}, ("2 2 1", 4), ("1 1 1", 1)),
+        (BUCKETS | MANY | {"TINY_BF16": "1", "TINY_GATED": "1"}, ("2 1 1", 4), ("1 2 1", 2)),
+        (BUCKETS | {"TINY_FP16": "1024"}, ("1 1 1", 3), ("2 1 1", 2)),
+        (BUCKETS | {"TINY_LAYERS": "4"}, ("1 2 2", 2), ("1 1 1", 2)),
+        (RANKS | {"TINY_BF16": "1", "TINY_GATED": "1"}, ("2 2 1", 4), ("1 1 1", 1)),
+        (RANKS | {"TINY_LAYERS": "4"}, ("1 2 2", 2), ("2 1 1", 2)),
+        (RANKS | MANY | {"TINY_BF16": "1", "TINY_DISTOPT": "1"}, ("1 2 1", 4), ("2 1 1", 2)),
     ],
 )
-def test_what_a_sharded_optimizer_saves_by_buckets_is_read_in_any_layout(tmp_path, settings, one, two):
-    settings = {"TINY_DISTOPT": "1"} | settings
-    saving = {"TINY_LAYOUT": one[0], "SAVES_SHARDING": "dp_reshardable"}
-    run(one[1], "save", tmp_path / "megatron", tmp_path / "first", **settings, **saving)
+def test_what_megatron_saves_by_buckets_or_by_ranks_is_read_in_any_layout(tmp_path, settings, one, two):
+    run(one[1], "save", tmp_path / "megatron", tmp_path / "first", TINY_LAYOUT=one[0], **settings)
     assert verify.problems(tmp_path / "megatron")[1] == []
     run(two[1], "begin", tmp_path / "megatron", tmp_path / "second", TINY_LAYOUT=two[0], **settings)
     same(tmp_path / "first", tmp_path / "second")

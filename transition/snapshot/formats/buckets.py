@@ -4,7 +4,7 @@ Each model-parallel rank has a buffer for each chunk of its model. A buffer hold
 first, and each begins at a multiple of 64 elements. It is cut into buckets. The checkpoint has a flat tensor for each
 bucket and kind of state, without the names of the parameters. So their order is that of Megatron's modules, and it is
 proven twice. Every parameter has to begin and end where chunks of the flat tensors do. And wherever main parameters are
-read, they have to be the model's own parameters, bit for bit, once they are rounded to its precision.
+read, they have to be the model's own parameters, bit for bit, once they are rounded to its precision (`proof.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
+from unicron.transition.snapshot.formats import proof
 from unicron.transition.snapshot.formats.index import (
     MAINS,
     STATE,
-    Array,
     BadCheckpoint,
     Block,
     Index,
@@ -30,14 +28,12 @@ from unicron.transition.snapshot.formats.index import (
     Tensor,
     raw_type,
 )
-from unicron.transition.snapshot.formats.written import cast
 
 PREFIX = "optimizer.distributed."
 NAME = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\([^)]*\)\.bucket_idx_(\d+)\.(\w+)"
 )
 ALIGN = 64  # elements
-PIECE = 1 << 20  # elements
 STACKED = "decoder.layers."
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 INSTEAD = "save it once with --dist-ckpt-optim-fully-reshardable"
@@ -248,9 +244,9 @@ def _placed(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> lis
     found: list[tuple[_Parameter, _Bucket, int]] = []
     number = at = 0
     for parameter in reversed(parameters):
-        if at and sizes[number] in (at, _aligned(at)):
+        if at and sizes[number] in (at, aligned(at)):
             number, at = number + 1, 0
-        at = _aligned(at)
+        at = aligned(at)
         if number == len(sizes) or at + parameter.numel > sizes[number]:
             raise _Unfit
         found.append((parameter, buckets[number], at))
@@ -263,7 +259,8 @@ def _placed(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> lis
     return found
 
 
-def _aligned(at: int) -> int:
+def aligned(at: int) -> int:
+    """Where the next parameter begins in a bucket that is filled so far."""
     return -(-at // ALIGN) * ALIGN
 
 
@@ -272,7 +269,7 @@ def _add(found: dict[str, Tensor], parameter: _Parameter, bucket: _Bucket, at: i
     whole = parameter.tensor
     for key, flat in bucket.kinds.items():
         name = f"{STATE}{key}.{whole.name}"
-        check = partial(_prove, whole, flat.dtype) if key in MAINS else None
+        check = partial(proof.prove, whole, flat.dtype) if key in MAINS else None
         tensor = found.setdefault(name, Tensor(name, whole.shape, flat.dtype, [], check))
         begin = at
         for box in parameter.boxes:
@@ -302,20 +299,3 @@ def _cut(chunk: Block, begin: int, count: int) -> Raw:
     size = raw_type(raw.dtype).itemsize
     crc = raw.crc if (count,) == raw.shape else None
     return Raw(raw.path, raw.offset + begin * size, raw.dtype, (count,), None, crc)
-
-
-def _prove(whole: Tensor, dtype: str, found: Array, offset: Place, extent: Place) -> None:
-    """Raises BadCheckpoint where these main parameters, rounded, are not the model's parameters."""
-    flat, its = found.reshape(-1), whole.read(offset, extent).reshape(-1)
-    for begin in range(0, flat.size, PIECE):
-        piece = slice(begin, begin + PIECE)
-        mine = cast(flat[piece], dtype, whole.dtype)
-        if not np.array_equal(_bits(mine), _bits(its[piece])):
-            raise BadCheckpoint(
-                f"{whole.name} is not where the optimizer's buckets (dp_reshardable) should have it: {INSTEAD}"
-            )
-
-
-def _bits(array: Array) -> Array:
-    """Elements as bytes: no number is like another."""
-    return np.ascontiguousarray(array).view(np.uint8)

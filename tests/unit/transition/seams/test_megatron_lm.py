@@ -252,7 +252,7 @@ def test_a_folder_of_megatrons_own_that_cannot_be_used_is_told_of_at_once(tmp_pa
         save_load.checkpoints(folders(None, tmp_path))
     (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="older torch format, which is not read"):
+    with pytest.raises(CheckpointError, match=r"model_optim_rng\.pt: not an archive of torch.save"):
         save_load.checkpoints(folders(None, tmp_path))
 
 
