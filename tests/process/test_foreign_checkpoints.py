@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from unicron.transition.snapshot import foreign
 from unicron.transition.snapshot.formats import convert, opening, verify
 from unicron.transition.snapshot.formats.index import BadCheckpoint
 
 pytestmark = pytest.mark.process
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "megatron_saves.py"
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SCRIPT = SUPPORT / "megatron_saves.py"
 LIMIT = 240.0
 
 
@@ -116,3 +118,18 @@ def test_buckets_that_hold_experts_are_left_out_only_if_one_says_so(tmp_path):
     with pytest.raises(BadCheckpoint, match="or give --no-load-optim"):
         foreign.found_in(tmp_path / "megatron", foreign.Wanted())
     assert foreign.found_in(tmp_path / "megatron", foreign.Wanted(optimizer=False)).iteration == index.iteration
+
+
+@pytest.mark.wide
+def test_a_model_of_hugging_faces_has_the_same_logits_here_and_the_same_bytes_when_it_goes_out(tmp_path):
+    told = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, str(SUPPORT / "llama.py"), str(tmp_path)], env=told, timeout=LIMIT, check=True)
+    logits = torch.load(tmp_path / "logits.pt")
+    assert logits["theirs"].abs().max() > 1
+    assert (logits["mine"] - logits["theirs"]).abs().max() < 1e-5
+    config = tmp_path / "theirs" / "config.json"
+    convert.export(opening.index_of(tmp_path / "saves"), tmp_path / "back", "safetensors", "llama", config)
+    theirs, back = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "back"))
+    assert theirs.keys() == back.keys() and len(theirs) > 30
+    assert [name for name in theirs if not torch.equal(theirs[name], back[name])] == []
+    assert config.read_bytes() == (tmp_path / "back" / "config.json").read_bytes()

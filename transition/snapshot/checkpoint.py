@@ -193,7 +193,7 @@ class Checkpoints:
             raise CheckpointError(f"{folder} has no checkpoint to begin from: give another folder")
         return found
 
-    def _load_beginning(self, state: TrainingState, folder: Path) -> None:
+    def _load_beginning(self, state: TrainingState, folder: Path) -> foreign.Foreign:
         if (found := self._foreign(folder)) is None:
             raise CheckpointError(f"the checkpoint in {folder} is gone")
         try:
@@ -203,6 +203,7 @@ class Checkpoints:
         except (BadCheckpoint, OSError) as error:
             raise CheckpointError(f"{error}: the training cannot begin from it") from None
         self.newest = found.iteration
+        return found
 
     def _damaged(self) -> bool:
         """Somebody has found a checkpoint damaged that is still there."""
