@@ -131,6 +131,7 @@ def main() -> None:
     """See above."""
     folder = Path(sys.argv[1])
     from safetensors.torch import save_file
+
     from sbatch_templates import cpu_adapter
 
     cpu_adapter.install()
