@@ -90,7 +90,7 @@ class Checkpoints:
     one is tried when it is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`.
 
     begin_from: a checkpoint of another format, or of another job, with which the training begins while there is no
-    checkpoint of its own: Megatron-LM's `torch_dist`, torch DCP, safetensors. begin_names: the table of
+    checkpoint of its own: Megatron-LM's `torch_dist` or `torch`, torch DCP, safetensors. begin_names: the table of
     names, for a model of Hugging Face's that Megatron trains; it is found where it is one of ours. begin_with: "all",
     or "model" for the parameters alone, from iteration 0.
 

@@ -264,7 +264,7 @@ class _Model:
         index.common.step = max(steps, default=index.common.step)
 
     def _in_buckets(self, place: tuple[int, int], path: Path) -> Iterator[tuple[_Own, dict[str, Any]]]:
-        """As :func:`_states`, of the second file of a rank."""
+        """Each parameter of a rank, and its state in the rank's second file. Raises BadCheckpoint, OSError."""
         file = archive(path)
         for chunk, owns in self._owns[place].items():
             buffers = file.content.get(chunk) if isinstance(file.content, dict) else None
@@ -342,5 +342,5 @@ def _states(file: Archive, owns: Sequence[_Own]) -> Iterator[tuple[_Own, dict[st
 
 
 def _decayed(owns: Sequence[_Own], decayed: bool) -> list[_Own]:
-    """Those with weight decay, or those without: biases and vectors."""
+    """The parameters with weight decay, or those without: biases and vectors."""
     return [own for own in owns if (len(own.found.shape) > 1 and not own.name.endswith(".bias")) == decayed]
