@@ -1,6 +1,7 @@
 """How long a checkpoint of another format takes to come in, beside `torch.load` of the same bytes, and out, beside
-a plain copy that is on disk, too: `python -m benchmarks.checkpoints [GIGABYTES]`. Each of three runs does all four, one
-after the other.
+a plain copy that is on disk, too: `python -m benchmarks.checkpoints [GIGABYTES]`. Each of four runs does all four, one
+after the other. The copy and the export take turns in coming first, and nothing of one stays for the other: who writes
+second gets memory that is slower to get, in a virtual machine up to three times.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from unicron.transition.snapshot.formats import convert, opening
 
-RUNS = 3
+RUNS = 4
 LAYERS = 16
 
 
@@ -37,6 +38,13 @@ def seconds(act: Callable[[], object]) -> float:
     begun = time.perf_counter()
     act()
     return time.perf_counter() - begun
+
+
+def written(act: Callable[[], object], new: Path) -> float:
+    """How long it takes to write `new`, which is removed then."""
+    took = seconds(act)
+    shutil.rmtree(new)
+    return took
 
 
 def copy(folder: Path, to: Path) -> None:
@@ -62,14 +70,16 @@ def main() -> None:
         folder = Path(name)
         model = made(folder, gigabytes)
         ratios: list[tuple[float, float]] = []
-        for _ in range(RUNS):
+        for number in range(RUNS):
             loaded = seconds(lambda: torch.load(folder / "torch.pt", weights_only=True))
             imported = seconds(lambda: taken(folder / "dcp", model))
-            copied = seconds(lambda: copy(folder / "dcp", folder / "copy"))
             index = opening.index_of(folder / "dcp")
-            exported = seconds(lambda index=index: convert.export(index, folder / "out", "dcp"))
-            for made_now in ("copy", "out"):
-                shutil.rmtree(folder / made_now)
+            acts = {
+                "copy": lambda: copy(folder / "dcp", folder / "new"),
+                "out": lambda index=index: convert.export(index, folder / "new", "dcp"),
+            }
+            times = {name: written(acts[name], folder / "new") for name in sorted(acts, reverse=bool(number % 2))}
+            copied, exported = times["copy"], times["out"]
             ratios.append((imported / loaded, copied / exported))
             print(
                 f"torch.load {loaded:.2f} s, in {imported:.2f} s; copy {copied:.2f} s, out {exported:.2f} s", flush=True

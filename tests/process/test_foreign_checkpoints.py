@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from unicron.transition.snapshot import foreign
-from unicron.transition.snapshot.formats import convert, opening
+from unicron.transition.snapshot.formats import convert, opening, verify
 from unicron.transition.snapshot.formats.index import BadCheckpoint
 
 pytestmark = pytest.mark.process
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "megatron_saves.py"
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SCRIPT = SUPPORT / "megatron_saves.py"
 LIMIT = 240.0
 
 
@@ -83,11 +85,51 @@ def test_from_megatron_to_a_session_and_back_in_other_layouts(tmp_path, settings
     same(tmp_path / "first", tmp_path / "third")
 
 
+BUCKETS, RANKS = {"TINY_DISTOPT": "1", "SAVES_SHARDING": "dp_reshardable"}, {"SAVES_FORMAT": "torch"}
+MANY = {"TINY_OVERLAP": "1", "TINY_LAYERS": "4"}  # buckets
+
+
 @pytest.mark.wide
-def test_what_a_sharded_optimizer_saves_by_buckets_is_left_out_only_if_one_says_so(tmp_path):
-    run(2, "save", tmp_path / "megatron", tmp_path / "first", SAVES_SHARDING="dp_reshardable", **SHARDED)
+@pytest.mark.parametrize(
+    ("settings", "one", "two"),
+    [
+        (BUCKETS | MANY | {"TINY_BF16": "1"}, ("2 2 1", 4), ("1 1 1", 1)),
+        (BUCKETS | MANY | {"TINY_BF16": "1", "TINY_GATED": "1"}, ("2 1 1", 4), ("1 2 1", 2)),
+        (BUCKETS | {"TINY_FP16": "1024"}, ("1 1 1", 3), ("2 1 1", 2)),
+        (BUCKETS | {"TINY_LAYERS": "4"}, ("1 2 2", 2), ("1 1 1", 2)),
+        (RANKS | {"TINY_BF16": "1", "TINY_GATED": "1"}, ("2 2 1", 4), ("1 1 1", 1)),
+        (RANKS | {"TINY_LAYERS": "4"}, ("1 2 2", 2), ("2 1 1", 2)),
+        (RANKS | MANY | {"TINY_BF16": "1", "TINY_DISTOPT": "1"}, ("1 2 1", 4), ("2 1 1", 2)),
+    ],
+)
+def test_what_megatron_saves_by_buckets_or_by_ranks_is_read_in_any_layout(tmp_path, settings, one, two):
+    run(one[1], "save", tmp_path / "megatron", tmp_path / "first", TINY_LAYOUT=one[0], **settings)
+    assert verify.problems(tmp_path / "megatron")[1] == []
+    run(two[1], "begin", tmp_path / "megatron", tmp_path / "second", TINY_LAYOUT=two[0], **settings)
+    same(tmp_path / "first", tmp_path / "second")
+
+
+@pytest.mark.wide
+def test_buckets_that_hold_experts_are_left_out_only_if_one_says_so(tmp_path):
+    settings = SHARDED | {"TINY_EXPERTS": "aux_loss", "SAVES_SHARDING": "dp_reshardable"}
+    run(1, "save", tmp_path / "megatron", tmp_path / "first", **settings)
     index = opening.index_of(tmp_path / "megatron")
     assert "--dist-ckpt-optim-fully-reshardable" in index.common.unread and not index.has_optimizer()
     with pytest.raises(BadCheckpoint, match="or give --no-load-optim"):
         foreign.found_in(tmp_path / "megatron", foreign.Wanted())
     assert foreign.found_in(tmp_path / "megatron", foreign.Wanted(optimizer=False)).iteration == index.iteration
+
+
+@pytest.mark.wide
+def test_a_model_of_hugging_faces_has_the_same_logits_here_and_the_same_bytes_when_it_goes_out(tmp_path):
+    told = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, str(SUPPORT / "llama.py"), str(tmp_path)], env=told, timeout=LIMIT, check=True)
+    logits = torch.load(tmp_path / "logits.pt")
+    assert logits["theirs"].abs().max() > 1
+    assert (logits["mine"] - logits["theirs"]).abs().max() < 1e-5
+    config = tmp_path / "theirs" / "config.json"
+    convert.export(opening.index_of(tmp_path / "saves"), tmp_path / "back", "safetensors", "llama", config)
+    theirs, back = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "back"))
+    assert theirs.keys() == back.keys() and len(theirs) > 30
+    assert [name for name in theirs if not torch.equal(theirs[name], back[name])] == []
+    assert config.read_bytes() == (tmp_path / "back" / "config.json").read_bytes()

@@ -5,8 +5,8 @@
 
 save: trains ITERATIONS of tiny_gpt's iterations and saves in FOLDER. load: loads from FOLDER. begin: begins from FOLDER
 as a session does, and writes a checkpoint of Unicron's in OUT/saves. All leave OUT/RANK.pt: this rank's parameters,
-main parameters and optimizer state. SAVES_SHARDING a
-`distrib_optim_sharding_type`. The layout is tiny_gpt's TINY_LAYOUT, and so on.
+main parameters and optimizer state. SAVES_FORMAT torch_dist or torch, SAVES_SHARDING a `distrib_optim_sharding_type`.
+The layout is tiny_gpt's TINY_LAYOUT, and so on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.distributed as dist  # noqa: E402
 
 from tests.support import tiny_gpt  # noqa: E402
 
+FORMAT = os.environ.get("SAVES_FORMAT", "torch_dist")
 SHARDING = os.environ.get("SAVES_SHARDING", "fully_reshardable")
 ITERATIONS = 2
 
@@ -41,6 +42,10 @@ def arguments() -> argparse.Namespace:
         consumed_train_samples=ITERATIONS * tiny_gpt.MICRO_BATCHES * tiny_gpt.SIZE,
         params_dtype=torch.bfloat16 if tiny_gpt.BF16 else torch.float32,
         use_distributed_optimizer=tiny_gpt.DISTOPT,
+        untie_embeddings_and_output_weights=tiny_gpt.GATED,
+        overlap_grad_reduce=os.environ.get("TINY_OVERLAP") == "1",
+        ddp_bucket_size=20000,
+        context_parallel_size=1,
         num_layers=tiny_gpt.LAYERS,
     )
 
@@ -63,6 +68,27 @@ def state_dict(chunks, optimizer, scheduler, loading: bool) -> dict:
     found["optimizer"] = optimizer.sharded_state_dict(found, is_loading=loading, metadata=metadata())
     found["opt_param_scheduler"] = scheduler.state_dict()
     return found
+
+
+def save_rank(folder: Path, chunks, optimizer, scheduler) -> None:
+    """As `save_checkpoint` with `--ckpt-format torch`: a file of each model-parallel rank."""
+    from megatron.core import parallel_state
+
+    found = {"args": arguments(), "checkpoint_version": 3.0, "iteration": ITERATIONS}
+    for number, chunk in enumerate(chunks):
+        found["model" if len(chunks) == 1 else f"model{number}"] = chunk.state_dict_for_save_checkpoint()
+    found |= {"optimizer": optimizer.state_dict(), "opt_param_scheduler": scheduler.state_dict()}
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    stage = f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if tiny_gpt.PIPELINE > 1 else ""
+    at = folder / f"iter_{ITERATIONS:07d}" / f"mp_rank_{tensor:02d}{stage}"
+    at.mkdir(parents=True, exist_ok=True)
+    if tiny_gpt.DISTOPT:
+        optimizer.save_parameter_state(str(at / "distrib_optim.pt"))
+    if parallel_state.get_data_parallel_rank() == 0:
+        torch.save(found, at / "model_optim_rng.pt")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATIONS))
 
 
 def save(folder: Path, chunks, optimizer, scheduler) -> None:
@@ -182,7 +208,7 @@ def main() -> None:
     told = {}
     if what == "save":
         train(chunks, optimizer, scheduler)
-        save(folder, chunks, optimizer, scheduler)
+        (save if FORMAT == "torch_dist" else save_rank)(folder, chunks, optimizer, scheduler)
     elif what == "begin":
         told = {"iteration": begin(folder, out, chunks, optimizer, scheduler)}
     else:

@@ -4,6 +4,7 @@ Environment, beside that of `fault_points`: TINY_LAYOUT "TP PP VPP", by default 
 distributed optimizer, TINY_GATHER=1 for its gathers overlapped; TINY_SILENT=1: collectives of a broken generation give
 garbage; TINY_BF16=1; TINY_FP16 the first loss scale; TINY_TOKENS=1 for a loss per token; TINY_EXPERTS how a mixture of
 experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_MTP layers of multi-token prediction;
+TINY_GATED=1 for SwiGLU, RMSNorm, an output layer of its own, and no biases;
 TINY_DROPOUT; TINY_LAYERS, TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of
 learning; TINY_RULE: this part of the tokens follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many
 buckets; TINY_SAVE iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder,
@@ -54,7 +55,9 @@ if "UNICRON_LAYOUT" in os.environ:  # the job has stated several
     TOLD, VIRTUAL = layout.stated(os.environ["UNICRON_LAYOUT"])
     TENSOR, PIPELINE = TOLD.tensor, TOLD.pipeline
 DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
-TOKENS, BF16, DISTOPT = (os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT"))
+TOKENS, BF16, DISTOPT, GATED = (
+    os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT", "GATED")
+)
 EXPERTS, MTP = os.environ.get("TINY_EXPERTS", ""), int(os.environ.get("TINY_MTP", "0"))
 FP16 = float(os.environ.get("TINY_FP16", "0"))
 LAYERS = int(os.environ.get("TINY_LAYERS", str(max(2, PIPELINE * VIRTUAL))))
@@ -100,6 +103,7 @@ def build():
         fp16=bool(FP16),
         **experts(),
         **predictions(),
+        **gated(),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         calculate_per_token_loss=TOKENS,
@@ -144,10 +148,24 @@ def predictions() -> dict:
     return {"mtp_num_layers": MTP, "mtp_loss_scaling_factor": 0.5} if MTP else {}
 
 
+def gated() -> dict:
+    """Of the configuration, for layers as Llama has them, with fewer keys than queries."""
+    if not GATED:
+        return {}
+    return {
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "num_query_groups": 2,
+        "bias_activation_fusion": False,
+    }
+
+
 def part(config, stage: int | None):
     """One chunk of the model; the same seed wherever it is built."""
     torch.manual_seed(1234 + 100 * parallel_state.get_pipeline_model_parallel_rank() + (stage or 0))
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
     model = GPTModel(
         config,
         layer,
@@ -155,7 +173,7 @@ def part(config, stage: int | None):
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=not MTP,
+        share_embeddings_and_output_weights=not (MTP or GATED),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
@@ -329,9 +347,10 @@ def plain_iteration(chunks, optimizer, scheduler, number: int, mine) -> list[dic
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    iterators = [(fetch(number, index) for index in mine) for _ in chunks]
     losses = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=(fetch(number, index) for index in mine),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
         num_microbatches=len(mine),
         seq_length=SEQUENCE,

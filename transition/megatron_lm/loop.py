@@ -150,7 +150,7 @@ class Loop:
                 seq_length=args.seq_length,
                 micro_batch_size=args.micro_batch_size,
                 train_iterations=args.train_iters,
-                checkpoints=checkpoints(self._world.folders),
+                checkpoints=checkpoints(self._world.folders, batches.before),
                 seed=args.seed,
             )
         except (UnsupportedLayout, CheckpointError) as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from unicron.transition.iteration.rank_log import warn
 from unicron.transition.megatron_lm.arguments import Folders
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron.transition.snapshot.folders import Found
-from unicron.transition.snapshot.foreign import Wanted
+from unicron.transition.snapshot.foreign import Foreign, Wanted
 from unicron.transition.snapshot.migrate import TrainingState
 
 NEEDED = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
@@ -16,11 +18,11 @@ NEEDED = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
 
 class SavedAndLoaded(Checkpoints):
     """Written to `--save`. The training goes on from there, else it begins from `--load`: Unicron's own checkpoints, or
-    Megatron-LM's. With no `--save` nothing is written."""
+    Megatron-LM's. With no `--save` nothing is written. before(iteration): the samples of all iterations before."""
 
     needs_beginning = False  # Megatron-LM starts anew where the folder is empty, unless told otherwise
 
-    def __init__(self, folders: Folders):
+    def __init__(self, folders: Folders, before: Callable[[int], int]):
         folder = folders.save or folders.load
         assert folder is not None
         # Without --save-interval it finds its interval by itself.
@@ -28,7 +30,7 @@ class SavedAndLoaded(Checkpoints):
         super().__init__(folder, interval, begin_from=folders.load)
         self.begin = Wanted(folders.optimizer, folders.iteration)
         self._writes = folders.save is not None
-        self._needed = folders.needed
+        self._needed, self._before = folders.needed, before
         self.choices()  # so that a folder that cannot be used is known before the model is built
 
     def found(self) -> list[Found]:
@@ -44,6 +46,17 @@ class SavedAndLoaded(Checkpoints):
         found = super().choices()
         if not found and self._needed:
             raise CheckpointError(NEEDED.format(self.begin_from or self.folder))
+        return found
+
+    def _load_beginning(self, state: TrainingState, folder: Path) -> Foreign:
+        found = super()._load_beginning(state, folder)
+        position = self._before(found.iteration)
+        if self.begin.iteration and found.samples not in (None, position):
+            warn(
+                f"the data go on at sample {position}, where iteration {found.iteration} begins in this run; "
+                f"{folder} was trained with {found.samples} samples: to go on with those that follow, give that "
+                "run's --global-batch-size and --rampup-batch-size"
+            )
         return found
 
     @property
@@ -62,6 +75,6 @@ class SavedAndLoaded(Checkpoints):
             super().rescue(*arguments, **keywords)
 
 
-def checkpoints(folders: Folders | None) -> SavedAndLoaded | None:
+def checkpoints(folders: Folders | None, before: Callable[[int], int]) -> SavedAndLoaded | None:
     """None where neither option was given. Raises :class:`CheckpointError` for a folder that cannot be used."""
-    return SavedAndLoaded(folders) if folders is not None and (folders.save or folders.load) else None
+    return SavedAndLoaded(folders, before) if folders is not None and (folders.save or folders.load) else None

@@ -90,7 +90,7 @@ class Checkpoints:
     one is tried when it is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`.
 
     begin_from: a checkpoint of another format, or of another job, with which the training begins while there is no
-    checkpoint of its own: Megatron-LM's `torch_dist`, torch DCP, safetensors. begin_names: the table of
+    checkpoint of its own: Megatron-LM's `torch_dist` or `torch`, torch DCP, safetensors. begin_names: the table of
     names, for a model of Hugging Face's that Megatron trains; it is found where it is one of ours. begin_with: "all",
     or "model" for the parameters alone, from iteration 0.
 
@@ -193,7 +193,7 @@ class Checkpoints:
             raise CheckpointError(f"{folder} has no checkpoint to begin from: give another folder")
         return found
 
-    def _load_beginning(self, state: TrainingState, folder: Path) -> None:
+    def _load_beginning(self, state: TrainingState, folder: Path) -> foreign.Foreign:
         if (found := self._foreign(folder)) is None:
             raise CheckpointError(f"the checkpoint in {folder} is gone")
         try:
@@ -203,6 +203,7 @@ class Checkpoints:
         except (BadCheckpoint, OSError) as error:
             raise CheckpointError(f"{error}: the training cannot begin from it") from None
         self.newest = found.iteration
+        return found
 
     def _damaged(self) -> bool:
         """Somebody has found a checkpoint damaged that is still there."""

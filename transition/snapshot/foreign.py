@@ -50,6 +50,12 @@ class Foreign:
     def iteration(self) -> int:
         return self.index.iteration if self.wanted.iteration else 0
 
+    @property
+    def samples(self) -> int | None:
+        """With how many samples it was trained, where Megatron-LM has written that."""
+        found = self.index.common.args.get("consumed_train_samples")
+        return found if isinstance(found, int) else None
+
     def load(self, state: TrainingState) -> None:
         """Put it into `state`. Raises BadCheckpoint, OSError, and parts.Missing for one of another model."""
         index, optimizer = self.index, self.wanted.optimizer

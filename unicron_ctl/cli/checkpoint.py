@@ -30,7 +30,7 @@ class TensorReport(msgspec.Struct, kw_only=True):
 
 
 class CheckpointReport(msgspec.Struct, kw_only=True):
-    """The JSON of `unicronctl checkpoint show`. format: unicron, torch_dist, dcp or safetensors; iteration: the
+    """The JSON of `unicronctl checkpoint show`. format: unicron, torch_dist, torch, dcp or safetensors; iteration: the
     one to go on with; layout: of the ranks that wrote it, "" where it does not say."""
 
     format: str

@@ -9,13 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Common, Index, Raw
+from unicron.transition.snapshot.formats import buckets
+from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Common, Index, Raw, Tensor
 from unicron.transition.snapshot.formats.pickles import Archive, TensorReference, archive, plain, unpickled
 
 DCP, TORCH_DIST = "dcp", "torch_dist"
 METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
 COMMON_OBJECT = "common_state/shard_0_1"  # in place of that file, from Megatron 0.19 on
-SHARDED = "optimizer.distributed."  # of a distributed optimizer whose state is in the order of its buckets
+# of a distributed optimizer in the order of its buckets: what Megatron has in its common part -> its name
+FIRST_RANKS = {key: f"{buckets.PREFIX}dp_group_idx_0.{key}/shard_0_1" for key in ("optimizer", "grad_scaler")}
 RESHARDABLE = "fully_reshardable"
 TOLD = "unicron"  # beside Megatron's: what Unicron's own checkpoint says and Megatron's does not
 
@@ -142,24 +144,29 @@ def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
         if backend != TORCH_DIST:
             raise BadCheckpoint(f"{folder}: its tensors are {backend!r}: convert it to torch_dist with Megatron-LM")
     told: dict[str, Any] = {}
+    by_buckets = _taken(index)
     if (folder / COMMON).is_file():
         found = archive(folder / COMMON)
         told = plain(found.content, found)
     elif COMMON_OBJECT in objects:
         told = _object(objects[COMMON_OBJECT])[0]
+    if by_buckets:  # then the rest of the optimizer is each rank's own, the same in all
+        told["optimizer"] = {key: _object(objects[name])[0] for key, name in FIRST_RANKS.items() if name in objects}
     index.common = common_of(told)
     index.iteration = int(told.get("iteration") or 0)
     index.layout = layout_of(index.common.args)
     if isinstance(told.get(TOLD), dict):
         adopt_told(index, told[TOLD])
-    by_buckets = [name for name in index.tensors if name.startswith(SHARDED)]
-    for name in by_buckets:
-        del index.tensors[name]
     if by_buckets:
-        index.common.unread = (
-            "its distributed optimizer is saved in the order of its buckets (dp_reshardable): save it with "
-            "--dist-ckpt-optim-fully-reshardable"
-        )
+        try:
+            buckets.unpack(index, by_buckets, int(index.common.args.get("tensor_model_parallel_size") or 0))
+        except BadCheckpoint as error:
+            index.common.unread = str(error)
+
+
+def _taken(index: Index) -> list[Tensor]:
+    """The tensors of a distributed optimizer in the order of its buckets, which are in the index no longer."""
+    return [index.tensors.pop(name) for name in list(index.tensors) if name.startswith(buckets.PREFIX)]
 
 
 def layout_of(args: dict[str, Any]) -> str:

@@ -130,12 +130,14 @@ class Block:
 
 @dataclass
 class Tensor:
-    """A whole tensor."""
+    """A whole tensor. check: is called with each part of it that is read, and its offset and extent; it raises
+    BadCheckpoint for elements that are not this tensor's."""
 
     name: str
     shape: Place
     dtype: str
     blocks: list[Block]
+    check: Callable[[Array, Place, Place], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -150,8 +152,14 @@ class Tensor:
 
     def read(self, offset: Place | None = None, extent: Place | None = None) -> Array:
         """The elements of a part of it, the whole by default. They may be a mapping of the file, which is read-only.
-        Raises BadCheckpoint where some are in no block, OSError."""
+        Raises BadCheckpoint where some are in no block or are not this tensor's, OSError."""
         offset, extent = offset or (0,) * len(self.shape), self.shape if extent is None else extent
+        found = self._read(offset, extent)
+        if self.check is not None:
+            self.check(found, offset, extent)
+        return found
+
+    def _read(self, offset: Place, extent: Place) -> Array:
         groups: dict[tuple[Place, Place], list[Block]] = {}
         for block in self.blocks:
             if overlap(block.box, (offset, extent)) is not None:

@@ -10,7 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -322,5 +322,5 @@ def with_prefix(index: Index, old: str, new: str) -> Index:
         head, name = (f"{STATE}{match[1]}.", match[2]) if match else ("", tensor.name)
         if name.startswith(old):
             fresh = f"{head}{new}{name.removeprefix(old)}"
-            found.tensors[fresh] = Tensor(fresh, tensor.shape, tensor.dtype, tensor.blocks)
+            found.tensors[fresh] = replace(tensor, name=fresh)
     return found

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unicron.transition.snapshot.formats import dcp, own, safetensors
+from unicron.transition.snapshot.formats import dcp, own, rank_files, safetensors
 from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
 
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
 RELEASE = "release"
-KNOWN = "Unicron's own, Megatron-LM's torch_dist, torch DCP, safetensors"
+KNOWN = "Unicron's own, Megatron-LM's torch_dist and torch, torch DCP, safetensors"
 
 
 def index_of(folder: Path) -> Index:
@@ -32,17 +32,9 @@ def find(folder: Path) -> Index | None:
         return _of_megatron_lm(folder)
     if dcp.is_one(folder):
         return dcp.read(folder)
-    _refuse_ranks_files(folder)
+    if rank_files.is_one(folder):
+        return rank_files.read(folder)
     return safetensors.read(folder) if safetensors.files(folder) else None
-
-
-def _refuse_ranks_files(folder: Path) -> None:
-    """Raises BadCheckpoint for Megatron-LM's older format, one file for each rank."""
-    if folder.is_dir() and any(folder.glob("mp_rank_*/*.pt")):
-        raise BadCheckpoint(
-            f"{folder} is in Megatron-LM's older torch format, which is not read: convert it with Megatron-LM's "
-            "--ckpt-convert-format torch_dist"
-        )
 
 
 def _of_megatron_lm(folder: Path) -> Index:
@@ -52,10 +44,9 @@ def _of_megatron_lm(folder: Path) -> Index:
     at = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not at.is_dir():
         raise BadCheckpoint(f"{folder / TRACKER} names {at.name}, which is not there: write the number of one that is")
-    _refuse_ranks_files(at)
-    if not dcp.is_one(at):
-        raise BadCheckpoint(f"{at} is no torch_dist: convert it with Megatron-LM")
-    index = dcp.read(at)
+    if not dcp.is_one(at) and not rank_files.is_one(at):
+        raise BadCheckpoint(f"{at} is neither torch_dist nor torch: convert it with Megatron-LM")
+    index = dcp.read(at) if dcp.is_one(at) else rank_files.read(at)
     if text != RELEASE and index.iteration == 0:
         index.iteration = int(text)
     if text == RELEASE:

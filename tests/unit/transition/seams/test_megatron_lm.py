@@ -3,6 +3,7 @@ tests/process/test_megatron_lm.py."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from unicron.transition.generations.layout import Layout
 from unicron.transition.megatron_lm import arguments, batches, data, loop, save_load, world
 from unicron.transition.seams.megatron_lm import Refused
 from unicron.transition.session.session import StepResult
-from unicron.transition.snapshot.checkpoint import CheckpointError, Writer
+from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
+from unicron.transition.snapshot.formats import convert, opening
 from unicron.transition.snapshot.formats.opening import TRACKER
+from unicron.transition.snapshot.migrate import TrainingState
 
 
 def args(**more):
@@ -236,30 +239,48 @@ def folders(save: Path | None, load: Path | None, interval: int = 2, needed: boo
     return arguments.Folders(save, load, interval, needed)
 
 
+def made_of(given: arguments.Folders) -> save_load.SavedAndLoaded | None:
+    return save_load.checkpoints(given, lambda iteration: 12 * iteration)
+
+
 def test_without_save_nothing_is_written(tmp_path):
-    assert save_load.checkpoints(folders(None, None)) is None
-    found = save_load.checkpoints(folders(None, tmp_path))
+    assert made_of(folders(None, None)) is None
+    found = made_of(folders(None, tmp_path))
     assert not found.is_due(2)
     found.save_last(None, 2)
     found.rescue(None, 2)
     assert list(tmp_path.iterdir()) == []
-    assert save_load.checkpoints(folders(tmp_path, None)).is_due(2)
+    assert made_of(folders(tmp_path, None)).is_due(2)
 
 
 def test_a_folder_of_megatrons_own_that_cannot_be_used_is_told_of_at_once(tmp_path):
     (tmp_path / TRACKER).write_text("100")
     with pytest.raises(CheckpointError, match="names iter_0000100, which is not there"):
-        save_load.checkpoints(folders(None, tmp_path))
+        made_of(folders(None, tmp_path))
     (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="older torch format, which is not read"):
-        save_load.checkpoints(folders(None, tmp_path))
+    with pytest.raises(CheckpointError, match=r"model_optim_rng\.pt: not an archive of torch.save"):
+        made_of(folders(None, tmp_path))
+
+
+@pytest.mark.parametrize(("samples", "iterations", "said"), [(84, True, 0), (80, True, 1), (80, False, 0)])
+def test_other_data_than_those_that_follow_are_never_taken_silently(tmp_path, capsys, samples, iterations, said):
+    model = torch.nn.Linear(2, 2)
+    state = TrainingState([model], torch.optim.AdamW(model.parameters()), None)
+    Checkpoints(tmp_path / "saves").save_last(state, 7)
+    index = opening.index_of(tmp_path / "saves")
+    index.common.args["consumed_train_samples"] = samples
+    convert.export(index, tmp_path / "theirs", "torch_dist")
+    given = arguments.Folders(None, tmp_path / "theirs", 0, False, iteration=iterations)
+    assert made_of(given).load(state) == (7 if iterations else 0)
+    lines = capsys.readouterr().err
+    assert len(re.findall(rf"the data go on at sample 84, where iteration 7 .* {samples} samples", lines)) == said
 
 
 def test_a_checkpoint_that_has_to_be_there(tmp_path):
-    assert save_load.checkpoints(folders(None, tmp_path)).load(None) is None
+    assert made_of(folders(None, tmp_path)).load(None) is None
     with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint is given"):
-        save_load.checkpoints(folders(None, tmp_path, needed=True)).load(None)
+        made_of(folders(None, tmp_path, needed=True)).load(None)
 
 
 def made(folder: Path, iteration: int) -> None:
@@ -273,13 +294,13 @@ def test_what_ranks_could_begin_with_is_in_the_folder_to_save_in_and_else_in_the
     for name in ("save", "load"):
         (tmp_path / name).mkdir()
     made(tmp_path / "load", 40)
-    both = save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load"))
+    both = made_of(folders(tmp_path / "save", tmp_path / "load"))
     assert [each.iteration for each in both.choices()] == [40] and both.destination == tmp_path / "save"
     made(tmp_path / "save", 7)
     assert [each.iteration for each in both.choices()] == [7]
-    assert save_load.checkpoints(folders(None, tmp_path / "load")).destination is None
+    assert made_of(folders(None, tmp_path / "load")).destination is None
     with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint is given"):
-        save_load.checkpoints(folders(None, tmp_path, needed=True)).choices()
+        made_of(folders(None, tmp_path, needed=True)).choices()
 
 
 def test_the_folder_to_save_in_goes_before_the_one_to_load_from(tmp_path, monkeypatch):
@@ -290,8 +311,8 @@ def test_the_folder_to_save_in_goes_before_the_one_to_load_from(tmp_path, monkey
     for name in ("save", "load"):
         (tmp_path / name).mkdir()
     made(tmp_path / "load", 40)
-    save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None)
+    made_of(folders(tmp_path / "save", tmp_path / "load")).load(None)
     made(tmp_path / "save", 7)
-    save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None)
-    save_load.checkpoints(folders(tmp_path / "save", tmp_path / "load")).load(None, 40)
+    made_of(folders(tmp_path / "save", tmp_path / "load")).load(None)
+    made_of(folders(tmp_path / "save", tmp_path / "load")).load(None, 40)
     assert read == ["load", "save", "load"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -209,6 +210,47 @@ def test_the_command_shows_converts_and_verifies(tmp_path, saved):
     assert isinstance(refused.exception, UserError) and "is there already" in str(refused.exception)
     nothing = invoke("show", tmp_path / "nothing")
     assert isinstance(nothing.exception, UserError) and "no whole checkpoint" in str(nothing.exception)
+
+
+@pytest.fixture
+def scancel(tmp_path, monkeypatch):
+    """scancel(line): from now on it writes its words to a file, and does what the line says; that file is returned."""
+
+    def made(line: str) -> Path:
+        (tmp_path / "bin").mkdir()
+        program = tmp_path / "bin" / "scancel"
+        program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n{line}\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        return tmp_path / "words"
+
+    return made
+
+
+def test_a_running_job_is_asked_for_a_checkpoint_which_is_exported(tmp_path, saved, scancel):
+    state, saves = saved
+    Checkpoints(tmp_path / "later").save_last(state, 9)
+    words = scancel(f"cp -r {tmp_path}/later/iteration-00000009 {saves}")
+    done = invoke("export", "4711_2", tmp_path / "out", "--format", "dcp", "--from", saves, "--wait", 60)
+    assert done.exit_code == 0 and "iteration 9" in done.output
+    assert words.read_text().split() == ["--state=RUNNING", "--signal=USR2", "4711_2"]
+    assert opening.index_of(tmp_path / "out").iteration == 9
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("true", "no new checkpoint was whole .* after 0.1 s: see the job's log"),
+        ("echo Invalid job id >&2; exit 1", "job 4711 was not asked for a checkpoint: Invalid job id"),
+    ],
+)
+def test_a_job_that_writes_none_is_told_of_and_no_old_one_is_exported(tmp_path, saved, scancel, line, says):
+    scancel(line)
+    refused = invoke("export", "4711", tmp_path / "out", "--from", saved[1], "--wait", 0.1)
+    assert isinstance(refused.exception, UserError) and re.search(says, str(refused.exception))
+    assert not (tmp_path / "out").exists()
+    unnamed = invoke("export", "4711", tmp_path / "out")
+    assert isinstance(unnamed.exception, UserError) and "with --from" in str(unnamed.exception)
 
 
 def test_nothing_is_left_of_an_export_that_fails(tmp_path, saved, monkeypatch):
