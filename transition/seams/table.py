@@ -32,6 +32,8 @@ INITIALIZE = "megatron.training.initialize"
 ARGUMENTS = "megatron.training.arguments"
 GLOBALS = "megatron.training.global_vars"
 TIMERS = "megatron.core.timers"
+CALCULATORS = "megatron.core.num_microbatches_calculator"
+RAMP = "RampupBatchsizeNumMicroBatchesCalculator"
 GONE = "(gone)"  # in the place of parameters: this release does not have it, or what has it is not used
 
 
@@ -296,6 +298,14 @@ MEGATRON_LM = (
     Seam(TRAINING, "reduce_max_stat_across_model_parallel_group", "stat", "no collective between iterations"),
     Seam(
         "megatron.training.dist_signal_handler", "DistributedSignalHandler.~_signal_received", None, "all end at once"
+    ),
+    Seam(
+        CALCULATORS,
+        RAMP,
+        "global_batch_size micro_batch_size data_parallel_size decrease_batch_size_if_needed rank "
+        "start_global_batch_size batch_size_increment ramup_samples",
+        "how the batch grows with the samples; from 0.18 on the option is ignored",
+        {"0.18": GONE},
     ),
     Seam(TIMERS, "Timers.~_timers", None, "no collective between iterations"),
     Seam(TIMERS, "Timer.start", "self barrier", "no barrier"),

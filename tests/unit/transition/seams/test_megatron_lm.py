@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from unicron.transition.generations.layout import Layout
 from unicron.transition.megatron_lm import arguments, batches, data, loop, save_load, world
-from unicron.transition.seams.megatron_lm import Refused
+from unicron.transition.seams.megatron_lm import Refused, growing_batches
 from unicron.transition.session.session import StepResult
 from unicron.transition.snapshot.checkpoint import CheckpointError, Writer
 from unicron.transition.snapshot.formats.opening import TRACKER
@@ -43,7 +43,16 @@ def args(**more):
 # ------------------------------------------------------------ options
 def test_what_can_be_healed_is_not_refused():
     arguments.check(args())
-    arguments.check(args(rampup_batch_size=["4", "4", "100"], num_experts=None, fim_data=False, eval_iters=None))
+    arguments.check(args(tensor_parallel_num_weight_shards=2, num_experts=None, fim_data=False, eval_iters=None))
+
+
+def test_batches_grow_where_megatron_has_them_grow():
+    growing = args(rampup_batch_size=["4", "4", "100"])
+    if growing_batches() is not None:
+        arguments.check(growing)
+    else:
+        with pytest.raises(Refused, match="--rampup-batch-size, which this Megatron-LM ignores"):
+            arguments.check(growing)
 
 
 @pytest.mark.parametrize("name", sorted(arguments.REFUSED))
@@ -64,6 +73,7 @@ def test_each_of_the_others_is_refused_by_its_name(name):
         ({"eval_micro_batch_size": 4}, "--eval-micro-batch-size 4: evaluations have the sizes of the training"),
         ({"distributed_backend": "ucc"}, "--distributed-backend ucc"),
         ({"optimizer": "muon"}, "--optimizer muon: use adam or sgd"),
+        ({"tensor_parallel_num_weight_shards": 4}, "--tensor-parallel-num-weight-shards"),
         ({"global_batch_size": None}, "give --global-batch-size"),
     ],
 )
@@ -159,9 +169,14 @@ def test_what_there_is_to_evaluate_is_known_without_a_dataset(more, valid, test)
 def test_batches_are_those_of_megatrons_own_calculator(ramp):
     from megatron.core import num_microbatches_calculator as calculator
 
+    # Releases since 0.18 have no ramp: with them each case is that of batches which do not grow.
+    ramp = ramp if growing_batches() is not None else None
+    told = {"rampup_batch_size": ramp} if growing_batches() is not None else {}
     mine = batches.Batches(args(rampup_batch_size=ramp and list(map(str, ramp))))
     calculator.unset_num_microbatches_calculator()
-    calculator.init_num_microbatches_calculator(1, ramp, 16, 2, 1)
+    calculator.init_num_microbatches_calculator(
+        rank=1, global_batch_size=16, micro_batch_size=2, data_parallel_size=1, **told
+    )
     try:
         consumed = 0
         for iteration in range(100):
