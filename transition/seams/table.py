@@ -47,7 +47,7 @@ class Seam(NamedTuple):
     name: str
     parameters: str | None
     use: str
-    since: Mapping[str, str] = MappingProxyType({})
+    since: Mapping[str, str | None] = MappingProxyType({})
 
     def at(self, release: str) -> str | None:
         """Its parameters in this release; :data:`GONE` where that has none of the name."""
@@ -181,6 +181,20 @@ MEGATRON_CORE = (
     Seam(OPTIMIZERS, "MixedPrecisionOptimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
     Seam(OPTIMIZERS, "FP32Optimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
     Seam(OPTIMIZERS, "ChainedOptimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
+    Seam(
+        OPTIMIZERS,
+        "MegatronOptimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
+        GONE,
+        "all ranks ask again when one has joined",
+        {"0.19": None},
+    ),
+    Seam(
+        OPTIMIZERS,
+        "ChainedOptimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
+        GONE,
+        "all ranks ask again when one has joined",
+        {"0.19": None},
+    ),
     Seam(
         "megatron.core.pipeline_parallel.p2p_communication",
         "_p2p_ops",
