@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import gc
-import os
-import time
 import importlib.machinery
+import os
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest

@@ -4,7 +4,6 @@ import os
 import sys
 
 from .global_vars import set_global_variables
-from .releases import SINCE_18
 
 OWN = {  # of the real script's options those that the template has not
     "--eval-iters": ("eval_iters", 0),
@@ -15,7 +14,8 @@ OWN = {  # of the real script's options those that the template has not
     "--load-dir": ("load", None),
     "--tensorboard-dir": ("tensorboard_dir", None),
     "--finetune": ("finetune", 0),
-} | ({} if SINCE_18 else {"--rampup-batch-size": ("rampup_batch_size", None)})
+    "--rampup-batch-size": ("rampup_batch_size", None),  # from 0.18 on nothing reads it
+}
 
 
 def parse_args(extra_args_provider=None, ignore_unknown_args=False):
