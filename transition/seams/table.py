@@ -309,7 +309,13 @@ MEGATRON_LM = (
     ),
     Seam(TRAINING, "print_datetime", "string override_timestamp", "no barrier"),
     Seam(TRAINING, "should_disable_forward_pre_hook", "args", "all iterations gather alike"),
-    Seam(TRAINING, "reduce_max_stat_across_model_parallel_group", "stat", "no collective between iterations"),
+    Seam(
+        TRAINING,
+        "reduce_max_stat_across_model_parallel_group",
+        "stat",
+        "no collective between iterations",
+        {"0.19": "stat group"},
+    ),
     Seam(
         "megatron.training.dist_signal_handler", "DistributedSignalHandler.~_signal_received", None, "all end at once"
     ),

@@ -270,6 +270,7 @@ def checkpoint_and_decide_exit(
     return bool(signalled) or bool(args.exit_interval and iteration % args.exit_interval == 0)
 
 
+@takes_more({"0.19": "group"})
 def reduce_max_stat_across_model_parallel_group(stat):
     value = torch.tensor([stat])
     torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=mpu.get_model_parallel_group())
