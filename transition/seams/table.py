@@ -24,6 +24,7 @@ KNOWN = {
 TRUST = "UNICRON_TRUST_VERSIONS"  # 1: a release that is not known is tried as if it were the nearest that is
 C10D = "torch.distributed.distributed_c10d"
 PEERLESS = "torch.testing._internal.distributed.fake_pg"
+CORE = "megatron.core"
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 OPTIMIZERS = "megatron.core.optimizer.optimizer"
