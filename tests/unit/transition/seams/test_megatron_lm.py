@@ -118,9 +118,13 @@ def test_where_a_rank_is_at_home(monkeypatch, environment, home):
 
 
 def test_the_batch_of_the_loop_is_that_of_one_replica():
-    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: 8, get_tensor_model_parallel_rank=lambda: 1)
+    """Defect: the buffers of 0.18 were laid out for one replica, too, and the job was refused."""
+    mpu = SimpleNamespace(
+        get_data_parallel_world_size=lambda with_context_parallel: 8, get_tensor_model_parallel_rank=lambda: 1
+    )
     seen = world._AsOneReplica(mpu)
-    assert seen.get_data_parallel_world_size(with_context_parallel=True) == 1
+    assert seen.get_data_parallel_world_size() == 1
+    assert seen.get_data_parallel_world_size(with_context_parallel=True) == 8
     assert seen.get_tensor_model_parallel_rank() == 1
 
 
