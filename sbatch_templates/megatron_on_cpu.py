@@ -82,10 +82,11 @@ def _take_installed_helpers() -> None:
 
 
 def _skip_kernels() -> None:
-    """CUDA kernels that Megatron-LM compiles at its start, and its question whether there is CUDA."""
-    from megatron.legacy import fused_kernels
+    """CUDA kernels that Megatron-LM compiles at its start (not since 0.17), and its question whether there is CUDA."""
+    with contextlib.suppress(ImportError):
+        from megatron.legacy import fused_kernels
 
-    fused_kernels.load = lambda args: None
+        fused_kernels.load = lambda args: None
     training = importlib.import_module("megatron.training.training")
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
 

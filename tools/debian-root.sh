@@ -53,7 +53,8 @@ cp -L /etc/hosts etc/hosts
 here=$OLDPWD
 mkdir -p srv/unicron
 find srv/unicron -mindepth 1 -maxdepth 1 ! -name '.venv*' -exec rm -rf {} +
-(cd "$here" && git ls-files --cached --others --exclude-standard -z | tar --null --files-from=- --ignore-failed-read -cf -) | tar -C srv/unicron -xf -
+# The releases of a cell of the matrix are a file that git ignores.
+(cd "$here" && { git ls-files --cached --others --exclude-standard -z; find .matrix -type f -print0 2>/dev/null || :; } | tar --null --files-from=- --ignore-failed-read -cf -) | tar -C srv/unicron -xf -
 # In a chroot Apptainer refuses to start, so this system becomes the root of the namespace. This shell holds the lock until the
 # command ends; no daemon that outlives the command does.
 cd "$root"

@@ -59,7 +59,8 @@ def run(name: str, target: str) -> int:
     """Runs `make TARGET` in the cell; returns its exit status."""
     cell, file = cells()[name], f".matrix/{name}.txt"
     (ROOT / file).parent.mkdir(exist_ok=True)
-    (ROOT / file).write_text(constraints(cell))
+    if not (ROOT / file).exists() or (ROOT / file).read_text() != constraints(cell):
+        (ROOT / file).write_text(constraints(cell))  # a new one has make install all anew
     words = [f"VENV=.venv-{name}", f"CONSTRAINTS={file}", f"PYTHON=python{cell['python']}"]
     root = (
         []

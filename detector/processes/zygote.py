@@ -443,8 +443,21 @@ def end_of(words: list[str], first: str) -> int:
     return 0
 
 
+def has_nanobind() -> bool:
+    """Whether nanobind has made a function of an imported module: triton's library, from torch 2.15 on."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if isinstance(names.get("__loader__"), importlib.machinery.ExtensionFileLoader) and any(
+            type(value).__module__ == "nanobind" for value in names.values()
+        ):
+            return True
+    return False
+
+
 def exit_process(code: int) -> NoReturn:
     """End as the interpreter does: by the signal itself where that was what ended the script."""
+    if has_nanobind():
+        gc.unfreeze()  # it counts what the last collection leaves, and writes a page about it; else that costs a second
     if code >= 0:
         sys.exit(code)
     sys.stdout.flush()

@@ -103,6 +103,7 @@ class Groups:
             self._lists[name] = self._role(name, ranks)
         self._kept: dict[tuple[Any, ...], Any] = {}  # (backend, slots, own) -> group inside the present replica
         self._pointers: list[tuple[Any, Any, str]] = []  # (container, key, role)
+        self._asking: list[Any] = []  # optimizers that have all ranks answer once
 
     def _role(self, name: str, ranks: Sequence[int], backend: str | None = None) -> Role:
         found = [self.layout.from_megatron_rank(rank, self._replicas) for rank in ranks]
@@ -152,6 +153,7 @@ class Groups:
             megatron_core.send_back_over(self._connect_inside("way back", backend, ranks, me, members, own="way back"))
         for container, key, name in self._pointers:
             container[key] = roles[name]
+        megatron_core.ask_anew(self._asking)
 
     @staticmethod
     def _connect(name: str, kind: str, ranks: list[int], me: int, members: Sequence[int]) -> Any:
@@ -201,6 +203,8 @@ class Groups:
         """
         roles = {id(group): name for name, group in megatron_core.parallel_groups().items()}
         roles[id(dist.group.WORLD)] = WORLD
+        holders = list(holders)
+        self._asking += megatron_core.asking_once(holders)
         for owner, container, key, group in megatron_core.held_groups(holders):
             if id(group) not in roles:
                 raise UnsupportedLayout(

@@ -21,7 +21,7 @@ def install() -> None:
     replace(TIMERS, "Timers._get_elapsed_time_all_ranks", lambda _: _own_times)
     replace(TRAINING, "print_datetime", _print_datetime)
     replace(TRAINING, "training_log", _training_log)
-    replace(TRAINING, "reduce_max_stat_across_model_parallel_group", lambda _: lambda stat: stat)
+    replace(TRAINING, "reduce_max_stat_across_model_parallel_group", lambda _: lambda stat, group=None: stat)
 
 
 def _start(original: Callable[..., None]) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron.transition.generations.layout import Layout
-from unicron.transition.seams.megatron_lm import Refused
+from unicron.transition.seams.megatron_lm import Refused, growing_batches
 
 # attribute of the arguments -> what follows "unicron can't heal". Each is refused where it is set.
 REFUSED = {
@@ -33,6 +33,8 @@ REFUSED = {
     "data_parallel_random_init": "--data-parallel-random-init: all replicas have to begin alike",
     "iterations_to_skip": "--iterations-to-skip: leave it out",
     "phase_transition_iterations": "--phase-transition-iterations: leave it out",
+    "step_batch_size_schedule": "--step-batch-size-schedule: give --global-batch-size",
+    "gpu_sniff_test_interval": "--gpu-sniff-test-interval, which communicates between two iterations: leave it out",
     "fim_data": "--fim-data, whose samples depend on those before them",
     "sft": "--sft",
     "vision_pretraining": "--vision-pretraining",
@@ -57,7 +59,11 @@ REFUSED = {
     "check_weight_hash_across_dp_replicas_interval": "--check-weight-hash-across-dp-replicas-interval: leave it out",
     "save_dgrads_interval": "--save-dgrads-interval: leave it out",
     "save_wgrads_interval": "--save-wgrads-interval: leave it out",
+    "save_params_interval": "--save-params-interval: leave it out",
+    "save_activations_interval": "--save-activations-interval: leave it out",
+    "logits_save_dir": "--logits-save-dir: leave it out",
     "run_workload_inspector_server": "--run-workload-inspector-server: leave it out",
+    "optimizer_cuda_graph": "--optimizer-cuda-graph: leave it out",
     "optimizer_cpu_offload": "--optimizer-cpu-offload: leave it out",
 }
 # attribute -> (the only value that is healed, how to say it)
@@ -127,5 +133,9 @@ def _wrong(args: Any) -> Iterator[str]:
     for name in ("micro", "global"):
         if (size := getattr(args, f"eval_{name}_batch_size", None)) not in (None, getattr(args, f"{name}_batch_size")):
             yield f"--eval-{name}-batch-size {size}: evaluations have the sizes of the training"
+    if getattr(args, "tensor_parallel_num_weight_shards", None) not in (None, args.tensor_model_parallel_size):
+        yield "--tensor-parallel-num-weight-shards, which spreads weights over further ranks: leave it out"
+    if getattr(args, "rampup_batch_size", None) and growing_batches() is None:
+        yield "--rampup-batch-size, which this Megatron-LM ignores: leave it out"
     if args.optimizer not in ("adam", "sgd"):
         yield f"--optimizer {args.optimizer}: use adam or sgd"

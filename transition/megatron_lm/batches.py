@@ -6,6 +6,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
+from unicron.transition.seams.megatron_lm import growing_batches
+
 
 class Batches:
     """The batches of a training, by iteration. Each is what Megatron-LM's own calculator says after as many samples."""
@@ -29,9 +31,9 @@ class Batches:
 
     @staticmethod
     def _calculator(args: Any, first: int, increment: int, samples: int) -> Any:
-        from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
-
-        return RampupBatchsizeNumMicroBatchesCalculator(
+        made = growing_batches()
+        assert made is not None, "arguments.check() refuses the option where there is none"
+        return made(
             args.global_batch_size,
             args.micro_batch_size,
             1,  # all replicas count as one here

@@ -105,8 +105,11 @@ class _AsOneReplica:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mpu, name)
 
-    def get_data_parallel_world_size(self, *_: Any, **__: Any) -> int:
-        return 1
+    def get_data_parallel_world_size(self, with_context_parallel: bool = False, **more: Any) -> int:
+        """1 for the batch. What asks with context parallelism builds the model: in 0.18 its buffers are laid out so."""
+        if not with_context_parallel:
+            return 1
+        return int(self._mpu.get_data_parallel_world_size(with_context_parallel=True, **more))
 
 
 def _validate(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ import torch
 
 from unicron.transition.seams import megatron_core, table
 from unicron.transition.seams.bucket_cut import NCCL_QUANTUM, QUANTUM, capacity, padded
-from unicron.transition.seams.table import OPTIMIZER, UnsupportedLayout
+from unicron.transition.seams.table import CORE, OPTIMIZER, UnsupportedLayout
 
 _PARAMETERS = "unicron_parameters"  # of a distributed optimizer: the model's parameters in each of its groups
 _ROOMY = "unicron_roomy"
@@ -60,19 +60,31 @@ def prepare_when_imported() -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Waits for the module, and is gone then."""
+    """Waits until both modules are imported, and is gone then. Until 0.17 the optimizer is the later one; from 0.18 on
+    the package imports it in its midst, when its own release is not known yet."""
+
+    def __init__(self) -> None:
+        self._unseen = {name for name in (CORE, OPTIMIZER) if name not in sys.modules}
+        self._missing = set(self._unseen)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != OPTIMIZER:
+        if name not in self._unseen:
             return None
-        sys.meta_path.remove(self)
+        self._unseen.remove(name)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
-                run(module)
-                prepare()
+                try:
+                    run(module)
+                except BaseException:
+                    self._unseen.add(name)  # it may be tried again
+                    raise
+                self._missing.discard(name)
+                if not self._missing:
+                    sys.meta_path.remove(self)
+                    prepare()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

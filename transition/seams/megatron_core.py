@@ -130,6 +130,17 @@ def held_groups(holders: Iterable[Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
                 yield from ((owner, value, index, item) for index, item in enumerate(value))
 
 
+def asking_once(holders: Iterable[Any]) -> list[Any]:
+    """The optimizers that ask all ranks something in their first step, and remember the answer: those of 0.19."""
+    return [each for each in holders if hasattr(each, "has_grad_norm_group")]
+
+
+def ask_anew(optimizers: Iterable[Any]) -> None:
+    """Have them ask once more: a rank that has joined since does, and would wait for the others."""
+    for each in optimizers:
+        each._has_grad_norm_group_cache = None
+
+
 def send_back_over(way: Any) -> None:
     """Have the pipeline use this group for its second direction. With two stages Megatron sends that over the world
     (`p2p_communication._p2p_ops`), whose connections the loss of any member breaks."""

@@ -10,9 +10,11 @@ from typing import Any
 
 from unicron.transition.seams.table import (
     ARGUMENTS,
+    CALCULATORS,
     INITIALIZE,
     KNOWN,
     MEGATRON_LM,
+    RAMP,
     TRUST,
     difference,
     installed,
@@ -56,6 +58,12 @@ def replace(module: str, name: str, by: Callable[[Any], Any]) -> None:
 def reads_arguments() -> str:
     """The module whose names are called to read the arguments: from 0.18 on the script does that itself."""
     return INITIALIZE if hasattr(importlib.import_module(INITIALIZE), "parse_args") else ARGUMENTS
+
+
+def growing_batches() -> type[Any] | None:
+    """Megatron's calculator of batches for `--rampup-batch-size`; None from 0.18 on, which ignores the option."""
+    found: type[Any] | None = getattr(importlib.import_module(CALCULATORS), RAMP, None)
+    return found
 
 
 def known_timers(timers: Any) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ KNOWN = {
 TRUST = "UNICRON_TRUST_VERSIONS"  # 1: a release that is not known is tried as if it were the nearest that is
 C10D = "torch.distributed.distributed_c10d"
 PEERLESS = "torch.testing._internal.distributed.fake_pg"
+CORE = "megatron.core"
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 OPTIMIZERS = "megatron.core.optimizer.optimizer"
@@ -32,6 +33,8 @@ INITIALIZE = "megatron.training.initialize"
 ARGUMENTS = "megatron.training.arguments"
 GLOBALS = "megatron.training.global_vars"
 TIMERS = "megatron.core.timers"
+CALCULATORS = "megatron.core.num_microbatches_calculator"
+RAMP = "RampupBatchsizeNumMicroBatchesCalculator"
 GONE = "(gone)"  # in the place of parameters: this release does not have it, or what has it is not used
 
 
@@ -45,7 +48,7 @@ class Seam(NamedTuple):
     name: str
     parameters: str | None
     use: str
-    since: Mapping[str, str] = MappingProxyType({})
+    since: Mapping[str, str | None] = MappingProxyType({})
 
     def at(self, release: str) -> str | None:
         """Its parameters in this release; :data:`GONE` where that has none of the name."""
@@ -180,6 +183,20 @@ MEGATRON_CORE = (
     Seam(OPTIMIZERS, "FP32Optimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
     Seam(OPTIMIZERS, "ChainedOptimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
     Seam(
+        OPTIMIZERS,
+        "MegatronOptimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
+        GONE,
+        "all ranks ask again when one has joined",
+        {"0.19": None},
+    ),
+    Seam(
+        OPTIMIZERS,
+        "ChainedOptimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
+        GONE,
+        "all ranks ask again when one has joined",
+        {"0.19": None},
+    ),
+    Seam(
         "megatron.core.pipeline_parallel.p2p_communication",
         "_p2p_ops",
         "tensor_send_prev tensor_recv_prev tensor_send_next tensor_recv_next group prev_pipeline_rank "
@@ -293,9 +310,23 @@ MEGATRON_LM = (
     ),
     Seam(TRAINING, "print_datetime", "string override_timestamp", "no barrier"),
     Seam(TRAINING, "should_disable_forward_pre_hook", "args", "all iterations gather alike"),
-    Seam(TRAINING, "reduce_max_stat_across_model_parallel_group", "stat", "no collective between iterations"),
+    Seam(
+        TRAINING,
+        "reduce_max_stat_across_model_parallel_group",
+        "stat",
+        "no collective between iterations",
+        {"0.19": "stat group"},
+    ),
     Seam(
         "megatron.training.dist_signal_handler", "DistributedSignalHandler.~_signal_received", None, "all end at once"
+    ),
+    Seam(
+        CALCULATORS,
+        RAMP,
+        "global_batch_size micro_batch_size data_parallel_size decrease_batch_size_if_needed rank "
+        "start_global_batch_size batch_size_increment ramup_samples",
+        "how the batch grows with the samples; from 0.18 on the option is ignored",
+        {"0.18": GONE},
     ),
     Seam(TIMERS, "Timers.~_timers", None, "no collective between iterations"),
     Seam(TIMERS, "Timer.start", "self barrier", "no barrier"),

@@ -173,6 +173,8 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): lambda *_: Record(),  # of an enumeration in a namespace: not asked for here
     ("pathlib", "PosixPath"): lambda *parts: "/".join(map(str, parts)),
     ("pathlib", "PurePosixPath"): lambda *parts: "/".join(map(str, parts)),
+    ("pathlib._local", "PosixPath"): lambda *parts: "/".join(map(str, parts)),  # what Python 3.13 calls them
+    ("pathlib._local", "PurePosixPath"): lambda *parts: "/".join(map(str, parts)),
     ("datetime", "timedelta"): Record,
     ("io", "BytesIO"): Record,
     ("_io", "BytesIO"): Record,

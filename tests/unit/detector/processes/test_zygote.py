@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import gc
+import importlib.machinery
 import os
+import sys
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -80,6 +82,18 @@ def test_imports_are_made_without_the_collector_unless_they_choose_otherwise():
         assert gc.get_threshold()[0] == 123
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize(("binding", "thawed"), [("nanobind", 1), ("builtins", 0)])
+def test_where_nanobind_counts_what_is_left_the_last_collection_sees_all(monkeypatch, binding, thawed):
+    module, seen = ModuleType("bound"), []
+    module.__loader__ = importlib.machinery.ExtensionFileLoader("bound", "bound.so")
+    module.function = type("nb_func", (), {"__module__": binding})()
+    monkeypatch.setattr(sys, "modules", {"sys": sys, "bound": module, "odd": object()})
+    monkeypatch.setattr(gc, "unfreeze", lambda: seen.append(1))
+    with pytest.raises(SystemExit):
+        zygote.exit_process(3)
+    assert len(seen) == thawed
 
 
 def test_a_rank_gets_its_environment_and_what_the_imports_wrote():

@@ -43,6 +43,7 @@ def built(monkeypatch):
         made.build("fake", FakeStore(), list(range(replicas * SHAPE.size)), 0, lambda: False)
         return state, aborter.inside
 
+    build.groups = made
     yield build
     process_groups.tear_down()
 
@@ -60,3 +61,12 @@ def test_a_schedule_never_goes_over_what_a_break_cuts(built, replicas):
 def test_what_all_ranks_share_is_the_world(built, replicas):
     state, _ = built(replicas)
     assert state._EVERYBODY_GROUP is dist.group.WORLD and dist.get_world_size() == 4 * replicas
+
+
+def test_what_the_ranks_were_asked_once_they_are_asked_again_in_each_generation(built):
+    """Defect: Megatron 0.19 remembers an answer of its first step. A rank that joined asked, and nobody answered."""
+    asking = SimpleNamespace(has_grad_norm_group=None, _has_grad_norm_group_cache={"mtp": False})
+    silent = SimpleNamespace()
+    built.groups.note_holders([silent, asking])
+    built(2)
+    assert asking._has_grad_norm_group_cache is None and not vars(silent)

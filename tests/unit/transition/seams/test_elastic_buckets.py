@@ -86,9 +86,14 @@ def plain(monkeypatch):
 
     def go(build):
         from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+        lays_out = getattr(DistributedOptimizer, elastic_buckets.LAYS_OUT, None)
         with monkeypatch.context() as patch:
-            patch.setattr(_ParamAndGradBuffer, "__init__", _ParamAndGradBuffer.__init__.__wrapped__)
+            if lays_out is not None:
+                patch.setattr(DistributedOptimizer, elastic_buckets.LAYS_OUT, staticmethod(lays_out.__wrapped__))
+            else:
+                patch.setattr(_ParamAndGradBuffer, "__init__", _ParamAndGradBuffer.__init__.__wrapped__)
             return build()
 
     return go

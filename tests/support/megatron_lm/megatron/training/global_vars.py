@@ -8,6 +8,7 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 from megatron.core.timers import Timers
 
 from .dist_signal_handler import DistributedSignalHandler
+from .releases import SINCE_18
 
 _ARGS = _TIMERS = _HANDLER = _TENSORBOARD = None
 _WRITERS = []
@@ -87,7 +88,11 @@ def set_global_variables(args):
     global _ARGS, _TIMERS, _HANDLER
     _ARGS = args
     init_num_microbatches_calculator(
-        args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+        rank=args.rank,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        **({} if SINCE_18 else {"rampup_batch_size": args.rampup_batch_size}),
     )
     _set_tensorboard_writer(args)
     _set_wandb_writer(args)

@@ -1,60 +1,20 @@
-"""Of the stand-in: arguments, world, groups."""
-
-import os
-import sys
+"""Of the stand-in: world, groups."""
 
 import torch
 from megatron.core import parallel_state
 
 from .global_vars import get_args, set_global_variables
+from .releases import SINCE_18, takes_more
 
-OWN = {  # of the real script's options those that the template has not
-    "--eval-iters": ("eval_iters", 0),
-    "--eval-interval": ("eval_interval", 1000),
-    "--non-persistent-save-interval": ("non_persistent_save_interval", None),
-    "--exit-interval": ("exit_interval", None),
-    "--save-dir": ("save", None),
-    "--load-dir": ("load", None),
-    "--tensorboard-dir": ("tensorboard_dir", None),
-    "--finetune": ("finetune", 0),
-    "--rampup-batch-size": ("rampup_batch_size", None),
-}
-
-
-def parse_args(extra_args_provider=None, ignore_unknown_args=False):
-    import gpt_options
-
-    words, own = [], {name: default for name, default in OWN.values()}
-    given = iter(sys.argv[1:])
-    for word in given:
-        if word in OWN:
-            text = next(given)
-            own[OWN[word][0]] = int(text) if text.isdigit() else text.split() if " " in text else text
-        else:
-            words.append(word)
-    args = gpt_options.parse(words)
-    vars(args).update(own)
-    args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    args.local_rank, args.distributed_backend = 0, "gloo"
-    args.train_iters = args.train_iterations
-    args.global_batch_size = args.micro_batches * args.micro_batch_size
-    args.context_parallel_size, args.dataloader_type = 1, "single"
-    args.exit_signal_handler, args.exit_duration_in_mins = True, None
-    args.iteration = args.consumed_train_samples = args.consumed_valid_samples = 0
-    return args
-
-
-def validate_args(args, defaults=None):
-    total = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    assert args.world_size % total == 0
-    args.data_parallel_size = args.world_size // total
-    return args
+if not SINCE_18:
+    from .arguments import parse_args, validate_args
 
 
 def initialize_megatron():
-    args = parse_args()
-    validate_args(args)
-    set_global_variables(args)
+    if not SINCE_18:
+        args = parse_args()
+        validate_args(args)
+        set_global_variables(args)
     _initialize_distributed(None, None, None)
     _compile_dependencies()
 
@@ -65,6 +25,7 @@ def _compile_dependencies():
     torch.distributed.barrier()
 
 
+@takes_more({"0.19": "skip_model_parallel_init"})
 def _initialize_distributed(get_embedding_ranks, get_position_embedding_ranks, store):
     import gpt_options
 

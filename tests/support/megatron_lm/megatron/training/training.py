@@ -20,6 +20,9 @@ from .global_vars import (
     get_writers,
 )
 from .initialize import initialize_megatron
+from .releases import takes_more
+
+GROUPS = {"0.19": "pg_collection p2p_communicator"}
 
 
 def pretrain(train_valid_test_dataset_provider, model_provider, model_type, forward_step_func):
@@ -110,6 +113,7 @@ def _loader(dataset, args):
         yield default_collate([dataset[sample] for sample in range(first, first + args.micro_batch_size)])
 
 
+@takes_more({"0.19": "p2p_communicator pg_collection"})
 def train(
     forward_step_func, model, optimizer, opt_param_scheduler, train_data_iterator, valid_data_iterator,
     process_non_loss_data_func, config, checkpointing_context, non_loss_data_func, inference_model=None,
@@ -159,6 +163,7 @@ def train(
     return iteration, 0
 
 
+@takes_more(GROUPS)
 def train_step(
     forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func,
     iteration=None,
@@ -185,6 +190,7 @@ def train_step(
     return loss_dict, 0, False, False, 0, grad_norm, None, 0
 
 
+@takes_more(GROUPS)
 def evaluate(
     forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose=False,
     non_loss_data_func=None, eval_iters=None,
@@ -213,6 +219,7 @@ def evaluate(
     return {key: value[0] / value[1] for key, value in total.items()}, None, False
 
 
+@takes_more(GROUPS)
 def evaluate_and_print_results(
     prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, verbose=False,
     write_to_tensorboard=True, non_loss_data_func=None,
@@ -227,6 +234,7 @@ def evaluate_and_print_results(
     print_rank_last(line)
 
 
+@takes_more({"0.18": "seqlen_squared_sum_in_batch total_real_tokens_in_batch"})
 def training_log(
     loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, grad_norm,
     params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False,
@@ -262,6 +270,7 @@ def checkpoint_and_decide_exit(
     return bool(signalled) or bool(args.exit_interval and iteration % args.exit_interval == 0)
 
 
+@takes_more({"0.19": "group"})
 def reduce_max_stat_across_model_parallel_group(stat):
     value = torch.tensor([stat])
     torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=mpu.get_model_parallel_group())
