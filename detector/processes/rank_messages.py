@@ -156,6 +156,7 @@ class Status:
     sharded: bool = False
     remembers: bool = False
     outlives: bool = False
+    saves_in: str = ""
 
 
 @dataclass

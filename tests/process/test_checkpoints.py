@@ -17,6 +17,7 @@ def test_all_ranks_die_and_the_job_goes_on_from_its_checkpoint(tmp_path):
     settings = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.1", "UNICRON_MEMORY_EVERY": "0"}
     with World(tmp_path, nodes=2, TINY_CHECKPOINTS=str(tmp_path / "saves"), **settings) as job:
         job.wait(lambda: job.trains([0, 1], 5), "6 iterations")
+        assert job.ask("explain", job="7")["checkpoints"] == str(tmp_path / "saves")
         for slot in (0, 1):
             os.kill(job.rank(slot)["pid"], signal.SIGKILL)
         job.wait(lambda: job.job()["ended"], "the job is trained to its end")

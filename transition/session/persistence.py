@@ -13,6 +13,8 @@ from unicron.transition.snapshot.local_state import LocalState
 from unicron.transition.snapshot.migrate import TrainingState
 from unicron.transition.snapshot.save_interval import Risk
 
+MOST_TOLD = 255  # characters of a name, `unicron.ctl.protocol.ranges.NAME`
+
 
 class Persistence:
     """The part of one rank. checkpoints: None where the script makes none. local: the state in memory."""
@@ -36,6 +38,16 @@ class Persistence:
         """Whether this rank writes a part of each checkpoint: those of the first replica do, and with a distributed
         optimizer all."""
         return self._state.sharded or self._member.replica == 0
+
+    @property
+    def folder(self) -> str:
+        """The folder of the job's checkpoints, said by its first rank alone; empty where its name is too long to tell
+        the controller."""
+        member = self._member
+        if self.checkpoints is None or member.members[:1] != [member.slot]:
+            return ""
+        named = os.path.abspath(self.checkpoints.folder)
+        return named if len(named) <= MOST_TOLD else ""
 
     def writer(self) -> Writer:
         """What this rank's part is to the whole."""

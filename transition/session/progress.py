@@ -104,6 +104,7 @@ class RankReporter:
             sharded=self._local.sharded,
             remembers=self._local.reports,
             outlives=notice.outlives_notice(),
+            saves_in=persistence.folder,
         )
 
     def _micro_batches(self, ledger: Ledger, phase: str) -> int:

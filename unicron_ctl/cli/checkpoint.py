@@ -106,7 +106,7 @@ def verify_command(folder: Path) -> int:
 @NAMES
 @CONFIG
 @click.option("--dtype", default="", help="For safetensors: bfloat16, float16, float32 [default: the model's].")
-@click.option("--from", "saves", type=FOLDER, help="With JOB: the folder of its checkpoints.")
+@click.option("--from", "saves", type=FOLDER, help="With JOB: the folder of its checkpoints [default: what it says].")
 @click.option("--wait", default=WAIT_SECONDS, show_default=True, help="With JOB: seconds for its checkpoint.")
 def export(
     source: str, out: Path, form: str, names: str, config: Path | None, dtype: str, saves: Path | None, wait: float
@@ -117,9 +117,7 @@ def export(
     """
     folder = Path(source)
     if not folder.exists() and source.replace("_", "").isdigit():
-        if saves is None:
-            raise UserError(f"name the folder of job {source}'s checkpoints with --from", WRONG_USE)
-        folder = _asked(source, saves, wait)
+        folder = _asked(source, saves or _folder_of(source), wait)
     index = _opened(folder)
     try:
         convert.export(index, out, form, names, config, dtype, lambda line: click.echo(line, err=True))
@@ -146,6 +144,22 @@ def import_command(folder: Path, out: Path, names: str, config: Path | None) -> 
 
 
 # ------------------------------------------------------------ from a running job
+def _folder_of(job: str) -> Path:
+    """The folder into which a job saves, as its ranks have told the controller."""
+    from unicron.ctl.protocol.client import ask_controller
+
+    hint = "name the folder of its checkpoints with --from"
+    try:
+        told = ask_controller({"kind": "explain", "job": job.partition("_")[0]})["checkpoints"]
+    except UserError as error:
+        raise UserError(f"{error}; or {hint}") from None
+    if not told:
+        raise UserError(f"job {job} does not say where it saves: {hint}", WRONG_USE)
+    if not Path(told).is_dir():
+        raise UserError(f"job {job} saves in {told}, and there is no such folder here: {hint}", WRONG_USE)
+    return Path(told)
+
+
 def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> Path:
     """Ask a running job for a checkpoint, as SIGUSR2 does; returns its folder when it is whole."""
     from unicron.detector.health.program_output import run_program

@@ -130,6 +130,7 @@ class JobBase(msgspec.Struct, kw_only=True):
     for; spares_ready: those that could come in now. lost_seconds: between the last step before a Break (before any
     step: the first failure) and the first after it, and of iterations that were made again; trained_seconds: all others
     to the last step; goodput: their share. blocks: the elements that have several nodes each, with these.
+    checkpoints: the folder into which the job saves, where one of its ranks says so.
     """
 
     job: str
@@ -155,6 +156,7 @@ class JobBase(msgspec.Struct, kw_only=True):
     trained_seconds: float = 0.0
     lost_seconds: float = 0.0
     blocks: Annotated[list[str], OWNER] = []
+    checkpoints: Annotated[str, OWNER] = ""
 
 
 class Job(JobBase, kw_only=True):

@@ -114,6 +114,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     nothing is said of it.
     collectives: in restart mode, of a rank that stands, where that is known.
     outlives: SIGTERM does nothing to it, so that it trains on to the next boundary when its element is to end.
+    saves_in: the folder of the job's checkpoints, from the rank that writes them; empty where it is a longer name.
     On the wire an array that ends with the last field that says something, so what is rare comes last.
     """
 
@@ -149,6 +150,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     waits: bool = False
     collectives: Collectives = {}
     outlives: bool = False
+    saves_in: ranges.Kind = ""
 
     @property
     def end(self) -> Exit | None:

@@ -130,6 +130,7 @@ def _base(core: Core, state: JobState) -> schema.JobBase:
         trained_seconds=state.trained_seconds,
         lost_seconds=state.lost_seconds,
         blocks=_blocks(state) if state.settings.block > 1 and not state.ended else [],
+        checkpoints=next((status.saves_in for _, _, status in view.all_ranks() if status.saves_in), ""),
     )
 
 

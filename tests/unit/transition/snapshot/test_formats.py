@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from unicron.ctl.cli.checkpoint import command
+from unicron.ctl.protocol import client
 from unicron.ctl.system.errors import UserError
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron.transition.snapshot.formats import convert, opening, pickles, verify
@@ -235,6 +236,26 @@ def test_a_running_job_is_asked_for_a_checkpoint_which_is_exported(tmp_path, sav
     assert done.exit_code == 0 and "iteration 9" in done.output
     assert words.read_text().split() == ["--state=RUNNING", "--signal=USR2", "4711_2"]
     assert opening.index_of(tmp_path / "out").iteration == 9
+
+
+def test_a_running_job_says_itself_where_it_saves(tmp_path, saved, scancel, monkeypatch):
+    state, saves = saved
+    asked = []
+
+    def answer(question):
+        asked.append(question)
+        return {"checkpoints": told}
+
+    monkeypatch.setattr(client, "ask_controller", answer)
+    Checkpoints(tmp_path / "later").save_last(state, 9)
+    scancel(f"cp -r {tmp_path}/later/iteration-00000009 {saves}")
+    for told, says in (("", "does not say where it saves"), ("/no/such", "there is no such folder here")):
+        refused = invoke("export", "4711_2", tmp_path / "out")
+        assert isinstance(refused.exception, UserError) and says in str(refused.exception)
+        assert "--from" in str(refused.exception) and not (tmp_path / "words").exists()
+    told = str(saves)
+    assert invoke("export", "4711_2", tmp_path / "out", "--wait", 60).exit_code == 0
+    assert asked[-1] == {"kind": "explain", "job": "4711"} and opening.index_of(tmp_path / "out").iteration == 9
 
 
 @pytest.mark.parametrize(
