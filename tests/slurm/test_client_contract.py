@@ -111,7 +111,8 @@ def test_an_element_tells_what_its_user_asked_for(client: SlurmClient, submit: S
         assert info.excluded_nodes == {"n2", "n3"} and info.uid == os.getuid() and info.comment == "mine"
         assert before - 2 <= info.submitted <= time.time() + 1
         assert info.features == info.reservation == "" and info.priority == 0
-    assert [info.admin_comment for info in _of(client, job).values()] == ["", "unicron: not now"]
+    found = _of(client, job)
+    assert [found[element].admin_comment for element in range(2)] == ["", "unicron: not now"]
     node = client.nodes()[0]
     assert node.partitions == ("main",) and node.gres == "gpu:1" and node.reservations == ()
 

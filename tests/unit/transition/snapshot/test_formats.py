@@ -241,19 +241,16 @@ def test_a_running_job_is_asked_for_a_checkpoint_which_is_exported(tmp_path, sav
 def test_a_running_job_says_itself_where_it_saves(tmp_path, saved, scancel, monkeypatch):
     state, saves = saved
     asked = []
-
-    def answer(question):
-        asked.append(question)
-        return {"checkpoints": told}
-
-    monkeypatch.setattr(client, "ask_controller", answer)
+    told = iter(["", "/no/such", str(saves)])
+    monkeypatch.setattr(
+        client, "ask_controller", lambda question: asked.append(question) or {"checkpoints": next(told)}
+    )
     Checkpoints(tmp_path / "later").save_last(state, 9)
     scancel(f"cp -r {tmp_path}/later/iteration-00000009 {saves}")
-    for told, says in (("", "does not say where it saves"), ("/no/such", "there is no such folder here")):
+    for says in ("does not say where it saves", "there is no such folder here"):
         refused = invoke("export", "4711_2", tmp_path / "out")
         assert isinstance(refused.exception, UserError) and says in str(refused.exception)
         assert "--from" in str(refused.exception) and not (tmp_path / "words").exists()
-    told = str(saves)
     assert invoke("export", "4711_2", tmp_path / "out", "--wait", 60).exit_code == 0
     assert asked[-1] == {"kind": "explain", "job": "4711"} and opening.index_of(tmp_path / "out").iteration == 9
 

@@ -30,8 +30,8 @@ NODE_KEYS = set(
 )
 EXPLAIN_KEYS = set(
     "job name mode mode_reason log_dir state generation layout layouts planned_layout replica replicas standbys spares "
-    "spares_wanted spares_ready ended set_aside waits nan_since checkpoints cold forgets planned_nodes plan_reason plan_trigger "
-    "bounds waiting decisions failures".split()
+    "spares_wanted spares_ready ended set_aside waits nan_since cold forgets planned_nodes plan_reason plan_trigger "
+    "checkpoints bounds waiting decisions failures".split()
 )
 STATUS_KEYS = set("controller jobs nodes failures attention observed waf plan".split())
 OPEN = "name user state nodes members iteration weight waf failures replicas".split()
