@@ -97,22 +97,31 @@ class Others:
         self._seen = Queue()
         self._read_at, self._took = -LONGEST_QUEUE, 0.0
         self._before: set[str] = set()  # nodes that had one of ours in the last listing
+        self._shared: set[str] = set()  # nodes with ours and others', as the queue has shown
 
     def read(self, nodes: Sequence[NodeInfo], own: Sequence[ElementInfo], poll: Poll) -> list[ElementInfo]:
         """The elements of others that occupy nodes or wait for some. own: the elements of `poll.jobs`."""
         age, least = time.monotonic() - self._read_at, self._took / QUEUE_SHARE
+        here = {name for e in own for name in nodes_of(e)}
         fresh = age >= min(LONGEST_QUEUE, least / 6 if poll.all else least)
+        # Where one of ours has begun since, whoever was there may have left: no plan is to take it away for that.
+        fresh = fresh or not self._shared.issuperset(here & self._taken(poll))
         if fresh:
             began = time.monotonic()
             self._seen = self._client.others(poll.jobs)
             self._read_at = time.monotonic()
             self._took = self._read_at - began
-        here = {name for e in own for name in nodes_of(e)}
+            self._shared = here & self._taken(poll)
         known = [e for e in self._seen.elements if e.job not in poll.jobs]
         if not fresh or self._seen.cut:
             known = self._by_nodes(nodes, known, here | self._before, fresh)
         self._before = here
         return known
+
+    def _taken(self, poll: Poll) -> set[str]:
+        """The nodes that others have, as the queue was read last."""
+        at_work = (e for e in self._seen.elements if e.job not in poll.jobs and e.state != "PENDING")
+        return {name for e in at_work for name in nodes_of(e)}
 
     def _by_nodes(
         self, nodes: Sequence[NodeInfo], known: Sequence[ElementInfo], ours: Collection[str], fresh: bool

@@ -256,6 +256,23 @@ def test_between_two_looks_at_the_queue_the_nodes_themselves_tell(slurm: SlowSlu
     assert slurm.passes == 1
 
 
+def test_the_queue_is_read_at_once_where_one_of_ours_begins_on_a_node_that_another_had(slurm: SlowSlurm) -> None:
+    """Defect: another's job had ended, and the queue, seldom read on a busy machine, still had it on the node. Once one
+    of ours ran there the plan counted the node as another's, and took it away; then it was free, and the plan gave it
+    back: seven requeues in 25 s."""
+    others, slurm.takes = Others(slurm), 2.0  # type: ignore[arg-type]
+    slurm.seen = Queue([element("1", "RUNNING", "n1"), element("2", "RUNNING", "n2")])
+    poll, nodes = Poll(frozenset("7")), [node_in("n1", "ALLOCATED"), node_in("n2", "MIXED")]
+    shared = [element("7", "RUNNING", "n2")]
+    for _ in range(3):
+        assert {e.job for e in others.read(nodes, shared, poll)} == {"1", "2"}
+    assert slurm.passes == 1, "a node that both have is no reason to read it again"
+    slurm.seen = Queue([element("2", "RUNNING", "n2")])
+    for _ in range(3):
+        assert {e.job for e in others.read(nodes, [*shared, element("7", "RUNNING", "n1")], poll)} == {"2"}
+    assert slurm.passes == 2
+
+
 def test_a_job_that_has_become_ours_is_none_of_the_others(slurm: SlowSlurm) -> None:
     others, slurm.takes = Others(slurm), 2.0  # type: ignore[arg-type]
     slurm.seen = Queue([element("7", "RUNNING", "n1"), element("8", "PENDING")])
