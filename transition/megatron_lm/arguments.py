@@ -46,7 +46,7 @@ REFUSED = {
     "non_persistent_save_interval": "--non-persistent-save-interval: leave it out, ranks keep the state in memory",
     "non_persistent_ckpt_type": "--non-persistent-ckpt-type: leave it out, ranks keep the state in memory",
     "ckpt_convert_format": "--ckpt-convert-format: nothing is trained then",
-    "pretrained_checkpoint": "--pretrained-checkpoint: only unicron's own checkpoints can be gone on from",
+    "pretrained_checkpoint": "--pretrained-checkpoint: name its folder with --load, and give --finetune",
     "ckpt_step": "--ckpt-step: the newest sound checkpoint is gone on from",
     "use_checkpoint_args": "--use-checkpoint-args: give the options in the command",
     "log_params_norm": "--log-params-norm, which communicates between two iterations: leave it out",

@@ -11,6 +11,7 @@ from unicron.transition.megatron_lm.arguments import Folders
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron.transition.snapshot.folders import Found
 from unicron.transition.snapshot.foreign import Foreign, Wanted
+from unicron.transition.snapshot.formats import opening
 from unicron.transition.snapshot.migrate import TrainingState
 
 NEEDED = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
@@ -40,10 +41,20 @@ class SavedAndLoaded(Checkpoints):
         found = super().load(state, iteration)
         if found is None and self._needed:
             raise CheckpointError(NEEDED.format(self.begin_from or self.folder))
+        if found is None and self.begin_from is not None:
+            warn(f"--load {self.begin_from} has no checkpoint: the training starts anew")
         return found
 
     def choices(self) -> list[Found]:
         found = super().choices()
+        own = self.found() if self.begin_from == self.folder else []
+        if own and (theirs := opening.megatrons_iteration(self.folder)) > own[0].iteration:
+            raise CheckpointError(
+                f"{self.folder} has Megatron-LM's own iteration {theirs}, and Unicron's newest is "
+                f"{own[0].iteration}: to begin from Megatron-LM's, move the folders iteration-* away; to go on from "
+                "Unicron's, move "
+                f"{opening.TRACKER} away"
+            )
         if not found and self._needed:
             raise CheckpointError(NEEDED.format(self.begin_from or self.folder))
         return found

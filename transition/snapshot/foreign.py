@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unicron.transition.iteration.rank_log import inform
+from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import parts
 from unicron.transition.snapshot.formats import names, opening, own
 from unicron.transition.snapshot.formats.index import MAINS, BadCheckpoint, Index, Tensor
@@ -73,6 +73,7 @@ class Foreign:
             index = _unprefixed(index, mine)
         blocks = _Blocks(index, optimizer)
         blocks.check(mine)
+        _say_rows(index, mine)
         if any(getattr(getattr(c, "module", c), TIED, False) for c in state.model):
             _check_tied(index)
         parts.restore(state.model, state.optimizer, blocks)
@@ -81,6 +82,16 @@ class Foreign:
             inform(f"the optimizer begins anew, the parameters are from {self.folder}: {why}")
             return
         _restore_progress(state, index)
+
+
+def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
+    """Rows behind the vocabulary are padding, of which each layout has another number; only people know how many."""
+    for name in PADDED:
+        there = index.tensors.get(name)
+        if name in mine and there is not None and there.shape[:1] != tuple(mine[name][:1]):
+            rows, here = there.shape[0], mine[name][0]
+            rest = f"the last {rows - here} are left out" if rows > here else f"the last {here - rows} are zeros"
+            warn(f"{name} has {rows} rows there and {here} here: {rest}; that is right for padding only")
 
 
 def _check_tied(index: Index) -> None:

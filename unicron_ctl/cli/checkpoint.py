@@ -45,6 +45,15 @@ def report(index: Index) -> CheckpointReport:
     return CheckpointReport(format=index.format, iteration=index.iteration, layout=index.layout, tensors=tensors)
 
 
+def _whole(folder: Path) -> Index:
+    """The index of a checkpoint that has no damage: a copy of a damaged one would have checksums that fit."""
+    index, wrong = verify.problems(folder)
+    if index is None or wrong:
+        more = f" (and {len(wrong) - 1} more: see `unicronctl checkpoint verify`)" if len(wrong) > 1 else ""
+        raise UserError(f"{wrong[0]}{more}")
+    return index
+
+
 def _opened(folder: Path) -> Index:
     try:
         return opening.index_of(folder)
@@ -95,7 +104,8 @@ def verify_command(folder: Path) -> int:
         click.echo(line, err=True)
     if wrong or index is None:
         return FAILURE
-    click.echo(f"{folder}: {index.format}, iteration {index.iteration}: all {len(index.tensors)} tensors are whole")
+    known = "are whole" if index.format != "safetensors" else "have their lengths (this format has no checksums)"
+    click.echo(f"{folder}: {index.format}, iteration {index.iteration}: all {len(index.tensors)} tensors {known}")
     return 0
 
 
@@ -118,7 +128,7 @@ def export(
     folder = Path(source)
     if not folder.exists() and source.replace("_", "").isdigit():
         folder = _asked(source, saves or _folder_of(source), wait)
-    index = _opened(folder)
+    index = _whole(folder)
     try:
         convert.export(index, out, form, names, config, dtype, lambda line: click.echo(line, err=True))
     except (BadCheckpoint, OSError) as error:
@@ -137,7 +147,7 @@ def import_command(folder: Path, out: Path, names: str, config: Path | None) -> 
     A training can also begin from FOLDER as it is (`begin_from`, or Megatron-LM's --load).
     """
     try:
-        at = convert.import_(_opened(folder), out, names, config)
+        at = convert.import_(_whole(folder), out, names, config)
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
     click.echo(f"{at}: written")

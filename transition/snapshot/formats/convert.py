@@ -12,6 +12,7 @@ from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
 from unicron.transition.snapshot.formats.opening import TRACKER
 from unicron.transition.snapshot.formats.written import FLOATS, Out, of
 
+UNLIKE = ("apply_layernorm_1p", "rotary_interleaved")  # Megatron's options with other values under the same names
 FORMATS = (dcp.TORCH_DIST, dcp.DCP, safetensors.FORMAT)
 
 
@@ -57,7 +58,11 @@ def _write(
 
 def _tensors(index: Index, table: str, dtype: str, say: Callable[[str], None]) -> list[Out]:
     """What a file of safetensors has: the model's tensors."""
-    facts = index.common.facts
+    facts, args = index.common.facts, index.common.args
+    unlike = next((option for option in UNLIKE if args.get(option)), "")
+    if unlike and table != names.MEGATRON:
+        option = f"--{unlike.replace('_', '-')}"
+        raise BadCheckpoint(f"no table of names knows {option}: keep Megatron's names with --names {names.MEGATRON}")
     of_model = {
         tensor.name: dtype or str(facts.get("dtype") or "") if index.states(tensor.name) or dtype else ""
         for tensor in index.parameters()

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unicron.transition.snapshot.formats import buckets
-from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Common, Index, Raw, Tensor
+from unicron.transition.snapshot.formats.index import STATE, BadCheckpoint, Block, Common, Index, Raw, Tensor
 from unicron.transition.snapshot.formats.pickles import Archive, TensorReference, archive, plain, unpickled
 
 DCP, TORCH_DIST = "dcp", "torch_dist"
@@ -19,6 +20,7 @@ COMMON_OBJECT = "common_state/shard_0_1"  # in place of that file, from Megatron
 # of a distributed optimizer in the order of its buckets: what Megatron has in its common part -> its name
 FIRST_RANKS = {key: f"{buckets.PREFIX}dp_group_idx_0.{key}/shard_0_1" for key in ("optimizer", "grad_scaler")}
 RESHARDABLE = "fully_reshardable"
+OPTIMIZER_ROOTS = ("optim", "optimizer")  # under which scripts save their optimizer's state
 TOLD = "unicron"  # beside Megatron's: what Unicron's own checkpoint says and Megatron's does not
 
 
@@ -58,6 +60,8 @@ def _add_tensors(index: Index, folder: Path, metadata: Any) -> dict[str, Any]:
             objects[name] = where.get((name, None))
             continue
         kind, shape = _dtype(told.properties), tuple(told.size)
+        if not told.chunks:
+            raise BadCheckpoint(f"{folder}: its metadata know no part of {name}")
         for chunk in told.chunks:
             offset, extent = tuple(chunk.offsets), tuple(chunk.sizes)
             at = where.get((name, offset)) or where.get((name, None))
@@ -111,6 +115,8 @@ def _object(where: Any) -> Any:
 
 def _add_objects(index: Index, objects: dict[str, Any]) -> None:
     """What a plain script's checkpoint may say of the iteration, and its optimizer's state under this index's names."""
+    _strip_root(index, objects)
+    _adopt_torchs_optimizer(index)
     for name in ("iteration", "step"):
         if name in objects:
             value = _object(objects[name])
@@ -120,6 +126,42 @@ def _add_objects(index: Index, objects: dict[str, Any]) -> None:
     told = _object(objects[TOLD]) if TOLD in objects else None
     if isinstance(told, dict):
         adopt_told(index, told)
+
+
+def _strip_root(index: Index, objects: dict[str, Any]) -> None:
+    """Without the one name over all, as a script has it that saves {"app": its state}."""
+    roots = {name.partition(".")[0] for name in index.tensors}
+    root = f"{next(iter(roots), '')}."
+    parts = {name.removeprefix(root).partition(".")[0] for name in index.tensors}
+    if len(roots) == 1 and "model" in parts and parts <= {"model", *OPTIMIZER_ROOTS}:
+        short = {name.removeprefix(root): tensor for name, tensor in index.tensors.items()}
+        index.tensors = {name: replace(tensor, name=name) for name, tensor in short.items()}
+        for name in [name for name in objects if name.startswith(root)]:
+            objects[name.removeprefix(root)] = objects.pop(name)
+
+
+def _adopt_torchs_optimizer(index: Index) -> None:
+    """The optimizer's state as `torch.distributed.checkpoint.state_dict.get_state_dict` names it, ROOT.state.NAME.KEY,
+    gets this index's names. Where it has other names, it is said to be unread."""
+    steps = []
+    for name in list(index.tensors):
+        root, _, rest = name.partition(".")
+        if root not in OPTIMIZER_ROOTS:
+            continue
+        parameter, _, key = rest.removeprefix("state.").rpartition(".")
+        owner = next((each for each in (f"model.{parameter}", parameter) if each in index.tensors), None)
+        if rest.startswith("state.") and owner is not None:
+            tensor = index.tensors.pop(name)
+            if key == "step":
+                steps.append(float(tensor.read().reshape(-1)[0]))
+            else:
+                fresh = f"{STATE}{key}.{owner}"
+                index.tensors[fresh] = replace(tensor, name=fresh)
+        elif not name.startswith(STATE) or name.removeprefix(STATE).partition(".")[2] not in index.tensors:
+            del index.tensors[name]
+            index.common.unread = f"an optimizer's state with names that are not known ({name})"
+    if steps:
+        index.common.step = max(steps)
 
 
 def adopt_told(index: Index, told: dict[str, Any]) -> None:
@@ -150,10 +192,16 @@ def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
         told = plain(found.content, found)
     elif COMMON_OBJECT in objects:
         told = _object(objects[COMMON_OBJECT])[0]
+    else:
+        raise BadCheckpoint(f"{folder / COMMON} is not there: the checkpoint is half-written, take one before it")
+    if not isinstance(told, dict):
+        raise BadCheckpoint(f"{folder}: what Megatron keeps beside the tensors is no dictionary")
     if by_buckets:  # then the rest of the optimizer is each rank's own, the same in all
         told["optimizer"] = {key: _object(objects[name])[0] for key, name in FIRST_RANKS.items() if name in objects}
     index.common = common_of(told)
     index.iteration = int(told.get("iteration") or 0)
+    if index.iteration < 0:
+        raise BadCheckpoint(f"{folder}: {index.iteration} is no iteration")
     index.layout = layout_of(index.common.args)
     if isinstance(told.get(TOLD), dict):
         adopt_told(index, told[TOLD])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -43,6 +44,11 @@ RAW = {
     "float8_e5m2fnuz": "|u1",
 }
 Place = tuple[int, ...]
+# What readers raise where the bytes are not what they were written as.
+DAMAGE = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, EOFError, MemoryError),
+    BadZipFile,
+)
 
 
 class BadCheckpoint(ValueError):
@@ -117,7 +123,12 @@ class Block:
         shape = self.extent if self.whole else (self.end - self.begin,)
         if self.find is None:
             return np.zeros(shape, raw_type(dtype))
-        raw = self.find()
+        try:
+            raw = self.find()
+        except (BadCheckpoint, OSError):
+            raise
+        except DAMAGE as error:
+            raise BadCheckpoint(f"a file of it is damaged ({type(error).__name__}: {error})") from None
         if raw.dtype != dtype or math.prod(raw.shape) != math.prod(shape):
             raise BadCheckpoint(f"{raw.path} does not hold what its index says")
         return raw.array().reshape(shape)

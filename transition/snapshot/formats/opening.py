@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from unicron.transition.snapshot.formats import dcp, own, rank_files, safetensors
-from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
+from unicron.transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index
 
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
 RELEASE = "release"
+MOST_DIGITS = 16
 KNOWN = "Unicron's own, Megatron-LM's torch_dist and torch, torch DCP, safetensors"
 
 
@@ -18,7 +19,7 @@ def index_of(folder: Path) -> Index:
     try:
         found = find(folder)
     except OSError as error:
-        raise BadCheckpoint(f"{folder}: {error.strerror or error}") from None
+        raise BadCheckpoint(f"{error.filename or folder}: {error.strerror or error}") from None
     if found is None:
         raise BadCheckpoint(f"{folder} has no whole checkpoint of a format that is known ({KNOWN})")
     return found
@@ -26,7 +27,20 @@ def index_of(folder: Path) -> Index:
 
 def find(folder: Path) -> Index | None:
     """Find the same; None where there is no checkpoint at all. Raises BadCheckpoint, OSError."""
-    if folder.is_dir() and (whole := own.newest(folder)) is not None:
+    try:
+        return _find(folder)
+    except (BadCheckpoint, OSError):
+        raise
+    except DAMAGE as error:
+        raise BadCheckpoint(
+            f"{folder}: damaged, or of a release that is not known ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _find(folder: Path) -> Index | None:
+    folder = folder.absolute()
+    whole = own.newest(folder) if folder.is_dir() else None
+    if whole is not None and whole.iteration >= megatrons_iteration(folder):
         return own.read(whole)
     if (folder / TRACKER).is_file():
         return _of_megatron_lm(folder)
@@ -37,15 +51,33 @@ def find(folder: Path) -> Index | None:
     return safetensors.read(folder) if safetensors.files(folder) else None
 
 
+def megatrons_iteration(folder: Path) -> int:
+    """The iteration of the newest checkpoint of Megatron-LM's own in a folder; -1 where it names none. Raises
+    OSError."""
+    text = _tracked(folder)
+    return int(text) if _is_number(text) else -1
+
+
+def _tracked(folder: Path) -> str:
+    return (folder / TRACKER).read_text(errors="replace").strip() if (folder / TRACKER).is_file() else ""
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < MOST_DIGITS
+
+
 def _of_megatron_lm(folder: Path) -> Index:
-    text = (folder / TRACKER).read_text().strip()
-    if not (text.isdigit() or text == RELEASE):
+    text = _tracked(folder)
+    if not (_is_number(text) or text == RELEASE):
         raise BadCheckpoint(f"{folder / TRACKER}: {text[:40]!r} is no iteration: write the number of one that is there")
     at = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not at.is_dir():
         raise BadCheckpoint(f"{folder / TRACKER} names {at.name}, which is not there: write the number of one that is")
     if not dcp.is_one(at) and not rank_files.is_one(at):
-        raise BadCheckpoint(f"{at} is neither torch_dist nor torch: convert it with Megatron-LM")
+        raise BadCheckpoint(
+            f"{at} is half-written, or neither torch_dist nor torch: write the number of another one into {TRACKER}, "
+            "or convert it with Megatron-LM"
+        )
     index = dcp.read(at) if dcp.is_one(at) else rank_files.read(at)
     if text != RELEASE and index.iteration == 0:
         index.iteration = int(text)

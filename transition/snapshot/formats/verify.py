@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 
 from unicron.transition.snapshot.formats import opening, own
-from unicron.transition.snapshot.formats.index import Array, BadCheckpoint, Index, Tensor
+from unicron.transition.snapshot.formats.index import DAMAGE, Array, BadCheckpoint, Index, Tensor
 
 PIECE = 1 << 24  # bytes
 
@@ -15,6 +15,7 @@ def problems(folder: Path) -> tuple[Index | None, list[str]]:
     """(the index, what is wrong, a line each). Every tensor is read, one block after the other. Unicron's own files
     have a checksum of all bytes, those of torch one of each tensor; of safetensors there is none, so that only lengths
     and shapes are compared."""
+    folder = folder.absolute()
     try:
         index = opening.index_of(folder)
     except BadCheckpoint as error:
@@ -28,8 +29,11 @@ def problems(folder: Path) -> tuple[Index | None, list[str]]:
     for tensor in index.tensors.values():
         try:
             _check(tensor)
-        except (BadCheckpoint, OSError) as error:
+        except OSError as error:
             wrong.append(str(error))
+        except DAMAGE as error:
+            named = isinstance(error, BadCheckpoint)
+            wrong.append(str(error) if named else f"{tensor.name}: damaged ({type(error).__name__}: {error})")
     return index, wrong
 
 

@@ -21,6 +21,7 @@ from unicron.transition.snapshot.formats.index import MAINS, STATE, Array, BadCh
 from unicron.transition.snapshot.formats.written import Out, of
 
 DATA = "__0_0.distcp"
+UNREADABLE = ("float8", "uint16", "uint32", "uint64")  # torch writes them in a way that only an open unpickler reads
 NEEDED = "torch is needed to write {}: pip install torch, or write safetensors"
 
 
@@ -60,6 +61,8 @@ class _Writer:
         (self._folder / METADATA).write_bytes(pickle.dumps(told))
 
     def _add(self, file: IO[bytes], out: Out, aliases: Sequence[str]) -> None:
+        if out.dtype.startswith(UNREADABLE):
+            raise BadCheckpoint(f"{out.name} is {out.dtype}, which could not be read again: write safetensors")
         types, kind = self._types, getattr(self._torch, out.dtype)
         properties = types.TensorProperties(dtype=kind)
         size = self._torch.Size(out.shape)

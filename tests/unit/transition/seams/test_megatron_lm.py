@@ -296,8 +296,21 @@ def test_other_data_than_those_that_follow_are_never_taken_silently(tmp_path, ca
     assert len(re.findall(rf"the data go on at sample 84, where iteration 7 .* {samples} samples", lines)) == said
 
 
-def test_a_checkpoint_that_has_to_be_there(tmp_path):
+def test_an_older_checkpoint_of_unicrons_is_not_taken_for_megatrons_newer_one(tmp_path):
+    """Defect: in one folder for both, as --save X --load X has it, the training went back to the older one."""
+    made(tmp_path, 5)
+    (tmp_path / TRACKER).write_text("5")
+    assert [each.iteration for each in made_of(folders(tmp_path, tmp_path)).choices()] == [5]
+    (tmp_path / TRACKER).write_text("7")
+    with pytest.raises(
+        CheckpointError, match="Megatron-LM's own iteration 7, and Unicron's newest is 5: to begin from"
+    ):
+        made_of(folders(tmp_path, tmp_path))
+
+
+def test_a_checkpoint_that_has_to_be_there(tmp_path, capsys):
     assert made_of(folders(None, tmp_path)).load(None) is None
+    assert f"--load {tmp_path} has no checkpoint: the training starts anew" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint is given"):
         made_of(folders(None, tmp_path, needed=True)).load(None)
 

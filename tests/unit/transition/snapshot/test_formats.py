@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from unicron.ctl.cli.checkpoint import command
 from unicron.ctl.protocol import client
 from unicron.ctl.system.errors import UserError
+from unicron.transition.snapshot import foreign
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron.transition.snapshot.formats import convert, opening, pickles, verify
 from unicron.transition.snapshot.formats.index import BadCheckpoint
@@ -211,6 +214,87 @@ def test_the_command_shows_converts_and_verifies(tmp_path, saved):
     assert isinstance(refused.exception, UserError) and "is there already" in str(refused.exception)
     nothing = invoke("show", tmp_path / "nothing")
     assert isinstance(nothing.exception, UserError) and "no whole checkpoint" in str(nothing.exception)
+
+
+@pytest.mark.parametrize("to", ["export", "import"])
+@pytest.mark.parametrize("form", ["unicron", "dcp"])
+def test_a_damaged_checkpoint_is_not_copied(tmp_path, saved, to, form):
+    """Defect: the copy had checksums of the damaged bytes, and was whole."""
+    _, folder = saved
+    if form == "dcp":
+        assert invoke("export", folder, tmp_path / "dcp", "--format", "dcp").exit_code == 0
+        folder = tmp_path / "dcp"
+    (data,) = [*folder.rglob("*.state"), *folder.rglob("*.distcp")] or [*folder.rglob("*")][-1:]
+    whole = data.read_bytes()
+    place = whole.find(bytes(opening.index_of(folder).tensors["0.weight"].read().tobytes())) + 5
+    data.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    refused = invoke(to, folder, tmp_path / "copy")
+    assert isinstance(refused.exception, UserError) and "checksum" in str(refused.exception)
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("root", ["", "app."])
+@pytest.mark.parametrize("optim", ["optim", "optimizer"])
+def test_an_optimizer_as_torch_saves_it_is_read(tmp_path, root, optim):
+    """Defect: a training began with a new optimizer, and the log said that the checkpoint had none."""
+    model = torch.nn.Linear(5, 8)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 5)).sum().backward()
+    adam.step()
+    told = dict(zip(("model", optim), get_state_dict(model, adam), strict=True))
+    dcp.save({root.rstrip("."): told} if root else told, checkpoint_id=tmp_path / "there")
+    index = opening.index_of(tmp_path / "there")
+    assert sorted(index.tensors) == sorted(
+        [
+            *(f"model.{name}" for name in ("weight", "bias")),
+            *(
+                f"optimizer.state.{key}.model.{name}"
+                for key in ("exp_avg", "exp_avg_sq")
+                for name in ("weight", "bias")
+            ),
+        ]
+    )
+    assert index.common.step == 1 and not index.common.unread
+    assert np.array_equal(index.states("model.weight")["exp_avg"].read(), adam.state[model.weight]["exp_avg"].numpy())
+
+
+def test_an_optimizer_with_other_names_is_refused(tmp_path):
+    there = {"model": {"weight": torch.ones(3)}, "optim": {"slots": {"a": torch.ones(3)}}}
+    dcp.save(there, checkpoint_id=tmp_path / "there")
+    with pytest.raises(BadCheckpoint, match=r"names that are not known .*begin_with"):
+        foreign.found_in(tmp_path / "there", foreign.Wanted())
+    assert foreign.found_in(tmp_path / "there", foreign.Wanted(optimizer=False)) is not None
+
+
+def test_the_newest_of_a_folder_is_the_newest_of_both_kinds(tmp_path, saved):
+    _, folder = saved
+    assert invoke("export", folder, tmp_path / "theirs", "--format", "torch_dist").exit_code == 0
+    (theirs,) = (tmp_path / "theirs").glob("iter_*")
+    for iteration, format_ in ((8, "torch_dist"), (6, "unicron")):
+        shutil.copytree(theirs, folder / f"iter_{iteration:07d}")
+        (folder / opening.TRACKER).write_text(str(iteration))
+        assert opening.index_of(folder).format == format_
+
+
+@pytest.mark.parametrize("said", [b"\xff\xfe", "²".encode(), b"9" * 5000])
+def test_a_tracker_without_a_number_is_refused_in_a_line(tmp_path, said):
+    (tmp_path / opening.TRACKER).write_bytes(said)
+    with pytest.raises(BadCheckpoint, match="is no iteration"):
+        opening.index_of(tmp_path)
+
+
+def test_a_half_written_checkpoint_of_megatrons_is_refused(tmp_path, saved):
+    _, folder = saved
+    assert invoke("export", folder, tmp_path / "theirs", "--format", "torch_dist").exit_code == 0
+    (theirs,) = (tmp_path / "theirs").glob("iter_*")
+    common = theirs / "common.pt"
+    whole = common.read_bytes()
+    common.unlink()
+    with pytest.raises(BadCheckpoint, match="half-written"):
+        opening.index_of(tmp_path / "theirs")
+    common.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) // 2))
+    with pytest.raises(BadCheckpoint):
+        opening.index_of(tmp_path / "theirs")
 
 
 @pytest.fixture
