@@ -81,7 +81,9 @@ def test_preempted_elements_leave_at_a_boundary_and_come_back(
             controller.wait(lambda: trains(3), "all train again")
         job = controller.job()
         assert job["failures"] == 0 and job["ledger_violations"] == 0, controller.failures()
-        assert len(controller.events("noticed")) == TIMES
+        # Slurm may preempt a second one while the first is still ending; nobody else is to start again.
+        restarts = sum(each.restarts for each in cluster.client().elements() if each.job == number)
+        assert TIMES <= len(controller.events("noticed")) == restarts
         slurm("scancel", number)
         controller.wait(lambda: controller.job()["ended"], "it is over")
         job = controller.job()
