@@ -52,8 +52,7 @@ class SavedAndLoaded(Checkpoints):
             raise CheckpointError(
                 f"{self.folder} has Megatron-LM's own iteration {theirs}, and Unicron's newest is "
                 f"{own[0].iteration}: to begin from Megatron-LM's, move the folders iteration-* away; to go on from "
-                "Unicron's, move "
-                f"{opening.TRACKER} away"
+                f"Unicron's, move {opening.TRACKER} away"
             )
         if not found and self._needed:
             raise CheckpointError(NEEDED.format(self.begin_from or self.folder))

@@ -22,6 +22,10 @@ class Persistence:
     def __init__(self, member: Member, state: TrainingState, checkpoints: Checkpoints | None, local: LocalState):
         self._member, self._state, self.checkpoints, self.local = member, state, checkpoints, local
         self.schedule = SaveSchedule(checkpoints, local, self._risk)
+        named = (
+            os.path.abspath(checkpoints.folder) if checkpoints is not None else ""
+        )  # before the script goes elsewhere
+        self._folder = named if len(named) <= MOST_TOLD else ""
         self._began = time.monotonic()
         member.watch.on_memory = local.on_message
 
@@ -43,11 +47,7 @@ class Persistence:
     def folder(self) -> str:
         """The folder of the job's checkpoints, said by its first rank alone; empty where its name is too long to tell
         the controller."""
-        member = self._member
-        if self.checkpoints is None or member.members[:1] != [member.slot]:
-            return ""
-        named = os.path.abspath(self.checkpoints.folder)
-        return named if len(named) <= MOST_TOLD else ""
+        return self._folder if self._member.members[:1] == [self._member.slot] else ""
 
     def writer(self) -> Writer:
         """What this rank's part is to the whole."""

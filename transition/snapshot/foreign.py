@@ -14,12 +14,10 @@ import torch
 from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import parts
 from unicron.transition.snapshot.formats import names, opening, own
-from unicron.transition.snapshot.formats.index import MAINS, BadCheckpoint, Index, Tensor
+from unicron.transition.snapshot.formats.index import LAYERS, MAINS, VOCABULARY, BadCheckpoint, Index, Tensor
 from unicron.transition.snapshot.migrate import StateMismatch, TrainingState
 
-PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # rows behind the vocabulary are no words
 PREFIXES = ("", "model.", "module.", "state_dict.")  # what a script may have its module's names begin with
-STACKED = "decoder.layers."
 TIED = "share_embeddings_and_output_weights"
 
 
@@ -86,7 +84,7 @@ class Foreign:
 
 def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
     """Rows behind the vocabulary are padding, of which each layout has another number; only people know how many."""
-    for name in PADDED:
+    for name in VOCABULARY:
         there = index.tensors.get(name)
         if name in mine and there is not None and there.shape[:1] != tuple(mine[name][:1]):
             rows, here = there.shape[0], mine[name][0]
@@ -96,7 +94,7 @@ def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
 
 def _check_tied(index: Index) -> None:
     """Raises parts.Missing where the output layer has weights of its own there, and here those of the embedding."""
-    one, other = (index.tensors.get(name) for name in PADDED)
+    one, other = (index.tensors.get(name) for name in VOCABULARY)
     if one is None or other is None:
         return
     if one.shape != other.shape or one.dtype != other.dtype or not np.array_equal(one.read(), other.read()):
@@ -148,8 +146,8 @@ class _Blocks:
         for tensor in self._index.parameters():
             if tensor.name in mine:
                 continue
-            layers = tensor.name.startswith(STACKED) and not tensor.name.removeprefix(STACKED)[:1].isdigit()
-            if plain or (layers and any(name.startswith(STACKED) for name in mine)):
+            layers = tensor.name.startswith(LAYERS) and not tensor.name.removeprefix(LAYERS)[:1].isdigit()
+            if plain or (layers and any(name.startswith(LAYERS) for name in mine)):
                 raise parts.Missing(f"it has {tensor.name}, and the model here has not")
 
     def _tensor(self, name: str, key: str) -> Tensor:
@@ -161,7 +159,7 @@ class _Blocks:
 
     def read(self, box: parts.Box, key: str) -> torch.Tensor:
         tensor = self._tensor(box.name, key)
-        rows = tensor.shape[:1] if box.name in PADDED and tensor.shape[1:] == box.whole[1:] else box.whole[:1]
+        rows = tensor.shape[:1] if box.name in VOCABULARY and tensor.shape[1:] == box.whole[1:] else box.whole[:1]
         if tensor.shape != rows + box.whole[1:]:
             raise parts.Missing(f"{box.name} is {list(tensor.shape)} there and {list(box.whole)} here")
         kind = getattr(torch, tensor.dtype)

@@ -18,7 +18,10 @@ from functools import partial
 
 from unicron.transition.snapshot.formats import proof
 from unicron.transition.snapshot.formats.index import (
+    EMBEDDING,
+    LAYERS,
     MAINS,
+    OUTPUT,
     STATE,
     BadCheckpoint,
     Block,
@@ -34,8 +37,6 @@ NAME = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\([^)]*\)\.bucket_idx_(\d+)\.(\w+)"
 )
 ALIGN = 64  # elements
-STACKED = "decoder.layers."
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 INSTEAD = "save it once with --dist-ckpt-optim-fully-reshardable"
 # Parameters in the order in which Megatron's modules register them.
 BEFORE = (EMBEDDING, "embedding.position_embeddings.weight")
@@ -161,7 +162,7 @@ class _Model:
 
     def __init__(self, index: Index, order: Sequence[str], tensor: int, pipeline: int):
         self._tensors = {each.name: each for each in index.parameters()}
-        self._layered = [STACKED + name for name in order if STACKED + name in self._tensors]
+        self._layered = [LAYERS + name for name in order if LAYERS + name in self._tensors]
         self._before = [name for name in BEFORE if name in self._tensors]
         self._after = [name for name in AFTER if name in self._tensors]
         known = {*self._layered, *self._before, *self._after}

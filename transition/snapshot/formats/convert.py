@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unicron.transition.snapshot.formats import dcp, names, own_file, safetensors, write_dcp
-from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
+from unicron.transition.snapshot.formats.index import LAYERS, BadCheckpoint, Index
 from unicron.transition.snapshot.formats.opening import TRACKER
 from unicron.transition.snapshot.formats.written import FLOATS, Out, of
 
@@ -74,7 +74,7 @@ def _tensors(index: Index, table: str, dtype: str, say: Callable[[str], None]) -
             raise
         found = None
         say("the names are Megatron's: its heads are not known, give the model's config.json with --config")
-    if found is None and any(name.startswith("decoder.layers.") for name in of_model) and table != names.MEGATRON:
+    if found is None and any(name.startswith(LAYERS) for name in of_model) and table != names.MEGATRON:
         say("the names are Megatron's: no table of names fits this model, give one with --names")
     return list(found) if found is not None else [of(t, dtype=of_model[t.name]) for t in index.parameters()]
 

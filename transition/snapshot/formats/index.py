@@ -43,6 +43,9 @@ RAW = {
     "float8_e5m2": "|u1",
     "float8_e5m2fnuz": "|u1",
 }
+# Megatron's names: how those of the layers begin, and the embedding and the output layer, whose last rows are padding.
+LAYERS = "decoder.layers."
+VOCABULARY = EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 Place = tuple[int, ...]
 # What readers raise where the bytes are not what they were written as.
 DAMAGE = (

@@ -19,6 +19,7 @@ import numpy as np
 
 from unicron.transition.snapshot.formats.index import (
     STATE,
+    VOCABULARY,
     Array,
     BadCheckpoint,
     Block,
@@ -32,8 +33,6 @@ from unicron.transition.snapshot.formats.written import Out, cast
 
 TABLES = Path(__file__).with_name("names.toml")
 MEGATRON, AUTOMATIC = "megatron", "auto"
-LAYERS = "decoder.layers."
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 HEADS = "the number of heads is not known: give the model's config.json with --config"
 
 

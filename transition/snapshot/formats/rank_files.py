@@ -20,7 +20,10 @@ from typing import Any
 
 from unicron.transition.snapshot.formats import buckets, dcp, proof
 from unicron.transition.snapshot.formats.index import (
+    EMBEDDING,
+    LAYERS,
     MAINS,
+    OUTPUT,
     STATE,
     BadCheckpoint,
     Block,
@@ -35,7 +38,6 @@ FORMAT = "torch"
 FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
 NAME, SHARDED = "model_optim_rng.pt", "distrib_optim.pt"
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-EMBEDDING, OUTPUT = buckets.EMBEDDING, buckets.OUTPUT
 INSTEAD = "convert it with Megatron-LM's --ckpt-convert-format torch_dist"
 FC1, FC2 = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
 # Norms that are modules of their own have the names here that they have in Transformer Engine's linear layers.
@@ -86,7 +88,7 @@ class _Own:
 
     @property
     def whole(self) -> str:
-        return self.name if self.layer is None else buckets.STACKED + self.name
+        return self.name if self.layer is None else LAYERS + self.name
 
 
 def is_one(folder: Path) -> bool:

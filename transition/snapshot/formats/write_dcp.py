@@ -17,7 +17,7 @@ import numpy as np
 
 from unicron.transition.seams import table, torch_chunks
 from unicron.transition.snapshot.formats.dcp import COMMON, CONFIG, METADATA, RESHARDABLE, TOLD, TORCH_DIST
-from unicron.transition.snapshot.formats.index import MAINS, STATE, Array, BadCheckpoint, Common, Index
+from unicron.transition.snapshot.formats.index import LAYERS, MAINS, STATE, Array, BadCheckpoint, Common, Index
 from unicron.transition.snapshot.formats.written import Out, of
 
 DATA = "__0_0.distcp"
@@ -140,7 +140,7 @@ def _extra_states(index: Index) -> list[str]:
     found: dict[str, None] = {}
     for tensor in index.parameters():
         module = tensor.name.rpartition(".")[0]
-        stacked = tensor.name.startswith("decoder.layers.") and not re.match(r"decoder\.layers\.\d", tensor.name)
+        stacked = tensor.name.startswith(LAYERS) and not re.match(r"decoder\.layers\.\d", tensor.name)
         count = tensor.shape[0] if stacked else 1
         modules = [module, f"{module.rpartition('.')[0]}.core_attention"] if "self_attention" in module else [module]
         for name in modules:
