@@ -99,7 +99,10 @@ def _whole(out: Path, write: Callable[[Path], None]) -> None:
     new = out.with_name(f"{out.name}.{os.getpid()}.new")
     new.mkdir(parents=True)
     try:
-        write(new)
+        try:
+            write(new)
+        except RuntimeError as error:  # torch's, of a full disk for one
+            raise BadCheckpoint(f"{out} cannot be written ({str(error).splitlines()[0]}): is there room?") from None
         if out.exists():
             out.rmdir()
         new.rename(out)
