@@ -6,6 +6,8 @@ PIP_ARGS  ?=
 DEMO_ARGS ?=
 # Arguments of pytest in place of all three tiers, for example PYTEST_ARGS="tests/slurm -k admission"
 PYTEST_ARGS ?=
+# Which shapes the tests on Slurm and of several processes have: pytest's marks
+SHAPES ?= not wide and not long
 # More arguments of pytest for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=
 # More arguments of `python tools/mutants.py`, for example MUTANTS_ARGS="--sample 10 unicron_ctl/controller/nodes/bounds.py"
@@ -30,7 +32,7 @@ CONSTRAINTS ?= constraints.txt
 # A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin agent-folder demo test test-mutants test-others test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-matrix lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test plugin agent-folder demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-matrix lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -61,7 +63,7 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
 # The tests start hundreds of processes, which are to find the modules compiled, whatever the shell has set.
-test test-others test-demo test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
+test test-others test-slurm test-process test-demo test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
 
 test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; ten to sixteen minutes
 ifeq ($(PYTEST_ARGS),)
@@ -79,9 +81,14 @@ test-long: system-test venv plugin  ## the tests that take longest, the pure one
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
 # These tests wait for half of their time, so the unit tests run beside them.
-test-others: SHAPES ?= not wide and not long
 test-others:     # of `make test`
+	$(MAKE) --no-print-directory test-slurm
+	$(MAKE) --no-print-directory test-process
+
+test-slurm:      # of test-others
 	$(WAITS) -n 2 -m "$(SHAPES) and not alone" tests/slurm
+
+test-process:    # of test-others
 	$(WAITS) -n 4 -m "$(SHAPES)" tests/process
 
 test-demo: system-test venv plugin   ## what the demo proves: it needs both cores for itself

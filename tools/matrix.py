@@ -1,7 +1,8 @@
 """Tests a cell of the matrix of releases (tools/matrix.toml) in a Debian of its own, and notes what was seen.
 
 python tools/matrix.py                 lists the cells
-python tools/matrix.py CELL [TARGET]   runs `make TARGET` (test-others) there, as root; notes a success in the file
+python tools/matrix.py CELL            runs the Slurm and the process tier there, as root; notes in the file what passed
+python tools/matrix.py CELL TARGET     runs `make TARGET` there, as root
 python tools/matrix.py --table         writes the README's table; --check only says whether it is up to date
 """
 
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CELLS, README = ROOT / "tools/matrix.toml", ROOT / "README.md"
 PACKAGES = ("torch", "megatron-core")
 BEGIN, END = "<!-- made by tools/matrix.py -->", "<!-- end of the matrix -->"
-WHOLE = "test-others"
+TIERS = {"Slurm": "test-slurm", "process": "test-process"}
 Cell = Mapping[str, str]
 
 
@@ -55,8 +56,8 @@ def with_table(text: str) -> str:
     return f"{before}{BEGIN}\n\n{table(cells())}\n\n{END}{rest.partition(END)[2]}"
 
 
-def run(name: str, target: str) -> int:
-    """Runs `make TARGET` in the cell; returns its exit status."""
+def make(name: str, target: str) -> tuple[int, str]:
+    """Runs `make TARGET` in the cell; returns its exit status, and its last line with a result of pytest."""
     cell, file = cells()[name], f".matrix/{name}.txt"
     (ROOT / file).parent.mkdir(exist_ok=True)
     if not (ROOT / file).exists() or (ROOT / file).read_text() != constraints(cell):
@@ -68,16 +69,28 @@ def run(name: str, target: str) -> int:
         else ["tools/debian-root.sh", cell["suite"]]
     )
     command = [*root, "make", "system-test", "venv", "plugin", target, *words]
+    last = ""
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as making:
         assert making.stdout is not None
-        passed = []
         for line in making.stdout:
             print(line, end="", flush=True)
-            passed += re.findall(r"(\d+) passed", line)
+            last = line if re.search(r"\d+ \w+.* in [\d.]+s", line) else last
         status = making.wait()
-    if status == 0 and target == WHOLE:
-        note(name, f"{date.today().isoformat()}: {' and '.join(passed)} tests")
-    return status
+    return status, last
+
+
+def passed(result: str) -> tuple[int, int]:
+    """How many tests passed, and of how many, by pytest's last line."""
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", result)}
+    return counts.get("passed", 0), sum(counts.values())
+
+
+def run(name: str) -> int:
+    """Runs both tiers in the cell, the second whatever the first said; notes what passed; returns the exit status."""
+    made = {tier: make(name, target) for tier, target in TIERS.items()}
+    seen = [f"{tier} {' of '.join(map(str, passed(result)))}" for tier, (_, result) in made.items()]
+    note(name, f"{date.today().isoformat()}: {', '.join(seen)}")
+    return max(status for status, _ in made.values())
 
 
 def note(name: str, seen: str) -> None:
@@ -98,8 +111,10 @@ def main(words: list[str]) -> int:
             if with_table(README.read_text()) != README.read_text():
                 print("README.md: the table of releases is not that of tools/matrix.toml: run tools/matrix.py --table")
                 return 1
-        case [name, *target] if name in cells() and len(target) < 2:
-            return run(name, *target or [WHOLE])
+        case [name] if name in cells():
+            return run(name)
+        case [name, target] if name in cells():
+            return make(name, target)[0]
         case _:
             print(__doc__, file=sys.stderr)
             return 2
