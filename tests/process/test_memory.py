@@ -22,6 +22,7 @@ from tests.support.moments import fault
 from tests.support.processes import LIMIT, of_a_world, signal_step
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.cuts import COPY_PREFIX
+from unicron.transition.snapshot.formats import opening, verify
 from unicron.transition.snapshot.image_format import inventory
 
 pytestmark = pytest.mark.process
@@ -304,8 +305,10 @@ def goes_on_from_the_last_but_one(tmp_path: Path, kind: dict[str, str]) -> None:
     ids=["memory", "nothing in memory", "distributed optimizer", "... and what no optimizer changes"],
 )
 def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp_path, kind, by_agents):
-    """SIGUSR2, of the agent or, with nothing in memory, of a rank: one iteration for all. It reaches every process."""
+    """SIGUSR2, of the agent or, with nothing in memory, of a rank: one iteration for all. It reaches every process. The
+    first rank has it exported as well, once."""
     saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000"} | kind
+    saves["UNICRON_CHECKPOINT_EXPORT"] = "dcp"
     settings = SETTINGS | saves | {"TINY_ITERATIONS": "1000"}
     with Remembering(tmp_path, nodes=2, **settings) as job:
         job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
@@ -314,9 +317,14 @@ def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp
         word = "was saved in" if by_agents else "the checkpoint of iteration"
         job.wait(lambda: job.array.logs.count(word) == 2, "each node says so of its half")
         job.wait(lambda: folders.whole(tmp_path / "saves"), "it is saved")
+        job.wait(lambda: "was exported to" in job.array.logs, "and exported")
         job.wait(lambda: job.trains([0, 1], folders.whole(tmp_path / "saves")[0].iteration + 3), "the training goes on")
         assert [job.rank(slot)["incarnation"] for slot in (0, 1)] == [0, 0]
     saved = folders.whole(tmp_path / "saves")[0]
+    (exported,) = (tmp_path / "saves/dcp").iterdir()
+    index, wrong = verify.problems(exported)
+    assert wrong == [] and index is not None and index.iteration == saved.iteration
+    assert index.tensors.keys() >= {each.name for each in opening.index_of(saved.folder).parameters()}
     (tmp_path / "next").mkdir()
     with Remembering(
         tmp_path / "next", nodes=2, **SETTINGS | saves | {"TINY_ITERATIONS": str(saved.iteration + 3)}

@@ -47,7 +47,11 @@ class Persistence:
     def folder(self) -> str:
         """The folder of the job's checkpoints, said by its first rank alone; empty where its name is too long to tell
         the controller."""
-        return self._folder if self._member.members[:1] == [self._member.slot] else ""
+        return self._folder if self._is_first else ""
+
+    @property
+    def _is_first(self) -> bool:
+        return self._member.members[:1] == [self._member.slot]
 
     def writer(self) -> Writer:
         """What this rank's part is to the whole."""
@@ -66,8 +70,11 @@ class Persistence:
     def keep_boundary(self, iteration: int) -> None:
         """The state at this iteration boundary goes to memory, and, where that is due, to a file."""
         here = self._member.members, self._member.generation, self.writer()
-        if self.schedule.is_due(iteration) and self.writes:
-            self.schedule.store(iteration, self._state, *here)
+        if self.schedule.is_due(iteration):
+            if self.writes:
+                self.schedule.store(iteration, self._state, *here)
+            if self.schedule.asked and self._is_first and self.checkpoints is not None and self.checkpoints.exports:
+                self.checkpoints.exports.start(iteration)
         self.local.keep_boundary(iteration, *here)
 
     def rescue(self, iteration: int, why: str) -> None:

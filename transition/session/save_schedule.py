@@ -26,7 +26,7 @@ class SaveSchedule:
         self.writes = checkpoints is not None and checkpoints.destination is not None
         self._said = Said()
         self._warned = False  # that one was left out
-        self._asked = False  # for the last one that was due
+        self.asked = False  # somebody asked this rank's agent for the last one that was due
 
     @property
     def by_clock(self) -> bool:
@@ -79,7 +79,7 @@ class SaveSchedule:
                 )
             return False
         checkpoints.restart_clock()
-        self._asked = self._local.asked
+        self.asked = self._local.asked
         self._local.forget_asked()
         return True
 
@@ -94,6 +94,6 @@ class SaveSchedule:
             self._filing_since = began
         else:
             self._checkpoints.save(state, iteration, self._local.file_writer(writer))
-            if self._asked:
+            if self.asked:
                 inform(f"the checkpoint of iteration {iteration} goes to {self._checkpoints.folder}")
         self._note(blocked=time.monotonic() - began)

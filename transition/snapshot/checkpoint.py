@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from unicron.transition.iteration.rank_log import inform, warn
-from unicron.transition.snapshot import contents, folders, foreign, parts
+from unicron.transition.snapshot import contents, exports, folders, foreign, parts
 from unicron.transition.snapshot.checkpoint_file import DAMAGED, finished, folder_name, stem, unfinished
 from unicron.transition.snapshot.folders import Found
 from unicron.transition.snapshot.formats.index import BadCheckpoint
@@ -94,6 +94,9 @@ class Checkpoints:
     names, for a model of Hugging Face's that Megatron trains; it is found where it is one of ours. begin_with: "all",
     or "model" for the parameters alone, from iteration 0.
 
+    export: a format in which a checkpoint that somebody asks for (SIGUSR2) is written as well, under
+    FOLDER/FORMAT: torch_dist, dcp, safetensors. UNICRON_CHECKPOINT_EXPORT takes its place.
+
     Raises ValueError, one line, for what makes no sense.
     """
 
@@ -108,6 +111,7 @@ class Checkpoints:
         begin_from: str | os.PathLike[str] | None = None,
         begin_names: str = "",
         begin_with: str = "all",
+        export: str = "",
     ):
         given = _minutes(minutes if minutes is not None else AUTO if interval is None else 0.0)
         self.folder, self.interval, self.keep = Path(folder), interval or 0, keep
@@ -119,6 +123,8 @@ class Checkpoints:
         self.minutes: float = 0.0 if given == AUTO else float(given)
         self.begin_from = Path(begin_from) if begin_from is not None else None
         self.begin = foreign.Wanted(begin_with == "all", begin_with == "all", begin_names)
+        form = exports.form_of(export)
+        self.exports = exports.Exports(self.folder, form, begin_names) if form else None
         self._last = time.monotonic()  # when one was due
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None

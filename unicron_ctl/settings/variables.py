@@ -100,6 +100,12 @@ OF_JOBS = (
         "the script's",
     ),
     Variable(
+        "UNICRON_CHECKPOINT_EXPORT",
+        "a format (torch_dist, dcp, safetensors) in which a checkpoint that SIGUSR2 asks for is written as well, in "
+        "place of the script's `export`",
+        "the script's",
+    ),
+    Variable(
         "UNICRON_NODE_ADDRESS", "the address at which others reach this node", "that of its way to the controller"
     ),
 )
