@@ -48,7 +48,7 @@ def reference(dataset, tmp_path_factory):
     prefix = tmp_path_factory.mktemp("reference") / "metrics"
     done = call(sys.executable, SCRIPT, "--data-path", dataset, "--metrics", prefix, *SMALL)
     assert done.returncode == 0, done
-    return (done.stdout + done.stderr).splitlines(), read_metrics(prefix)
+    return done.stdout.splitlines(), read_metrics(prefix)  # torch may warn on the other one
 
 
 def test_losses_fall_and_are_logged_as_megatron_does(reference):
