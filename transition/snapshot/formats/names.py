@@ -29,7 +29,7 @@ from unicron.transition.snapshot.formats.index import (
     Tensor,
     raw_type,
 )
-from unicron.transition.snapshot.formats.written import Out, cast
+from unicron.transition.snapshot.formats.written import Out, cast, of
 
 TABLES = Path(__file__).with_name("names.toml")
 MEGATRON, AUTOMATIC = "megatron", "auto"
@@ -48,6 +48,11 @@ class Entry:
     @property
     def layered(self) -> bool:
         return "{}" in self.theirs[0]
+
+    @property
+    def same(self) -> bool:
+        """Whether it is one tensor under another name, of any shape."""
+        return len(self.theirs) == 1 and not (self.qkv or self.transposed or self.layered)
 
 
 @dataclass(frozen=True)
@@ -214,6 +219,10 @@ def _layers(entry: Entry, index: Index) -> int:
 
 
 def _add(found: Index, entry: Entry, index: Index, layers: int, facts: Mapping[str, Any]) -> set[str]:
+    if entry.same:
+        (name,) = entry.theirs
+        found.tensors[entry.mine] = replace(index.tensors[name], name=entry.mine)
+        return {name}
     used: set[str] = set()
     for layer in range(layers):
         names = [name.format(layer) for name in entry.theirs]
@@ -275,6 +284,9 @@ def outs(index: Index, names: str, dtypes: Mapping[str, str]) -> list[Out] | Non
 def _all(index: Index, known: Mapping[str, Entry], dtypes: Mapping[str, str]) -> Iterator[Out]:
     for tensor in index.parameters():
         entry, facts, dtype = known[tensor.name], index.common.facts, dtypes[tensor.name]
+        if entry.same and tensor.name not in VOCABULARY:
+            yield of(tensor, entry.theirs[0], dtype)
+            continue
         layers = tensor.shape[0] if entry.layered else 1
         rows = tensor.shape[1 if entry.layered else 0]
         rest = tensor.shape[2 if entry.layered else 1 :]

@@ -111,6 +111,40 @@ def test_safetensors_has_the_models_names_and_their_library_reads_it(tmp_path, s
     assert all(torch.equal(a, b) for a, b in zip(state.model[0].state_dict().values(), held(other), strict=False))
 
 
+def test_a_plain_module_begins_under_names_of_a_table(tmp_path, saved):
+    """Defect: begin_names was left out without a word for a plain module."""
+    state, saves = saved
+    names = [tensor.name for tensor in opening.index_of(saves).parameters()]
+    table = tmp_path / "theirs.toml"
+    table.write_text("".join(f'"{name}" = "their.{name}"\n' for name in names))
+    convert.export(opening.index_of(saves), tmp_path / "theirs", "safetensors", str(table))
+    assert set(load_file(tmp_path / "theirs" / "model.safetensors")) == {f"their.{name}" for name in names}
+    other = training(2)
+    with pytest.raises(CheckpointError, match="is of another model"):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "theirs").load(other)
+    begun = Checkpoints(tmp_path / "new", begin_from=tmp_path / "theirs", begin_names=str(table)).load(other)
+    assert begun == 7
+    assert all(torch.equal(a, b) for a, b in zip(state.model[0].state_dict().values(), held(other), strict=False))
+    table.write_text(f'"{names[0]}" = "their.{names[0]}"\n')
+    with pytest.raises(CheckpointError, match=r"has no place for their\."):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "theirs", begin_names=str(table)).load(other)
+
+
+def test_a_table_of_names_that_would_not_be_used_is_refused(tmp_path, saved):
+    _, saves = saved
+    with pytest.raises(ValueError, match="give begin_from, too"):
+        Checkpoints(tmp_path / "new", begin_names="llama")
+    with pytest.raises(CheckpointError, match="leave begin_names out"):
+        Checkpoints(tmp_path / "new", begin_from=saves, begin_names="llama").load(training(2))
+    convert.export(opening.index_of(saves), tmp_path / "out", "dcp")
+    with pytest.raises(CheckpointError, match='give begin_with="model" with it'):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_names="llama").load(training(2))
+    with pytest.raises(CheckpointError, match="the table llama has no place for"):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_names="llama", begin_with="model").load(
+            training(2)
+        )
+
+
 def test_precisions_are_rounded_as_torch_does():
     values = torch.cat([torch.randn(5000) * 10.0**n for n in (-30, -3, 0, 3, 30)])
     values = torch.cat([values, torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3.4e38])])
