@@ -17,6 +17,7 @@ FORMAT = "safetensors"
 SUFFIX = ".safetensors"
 NAME = "model.safetensors"
 CONFIG = "config.json"
+CONSOLIDATED = "consolidated"  # how files begin that Mistral has beside Hugging Face's, with the same weights
 MOST = 1 << 28  # bytes of a header
 _KINDS = {
     "F64": "float64",
@@ -54,7 +55,8 @@ def files(folder: Path) -> list[Path]:
         if any("/" in name for name in names):
             raise BadCheckpoint(f"{listed}: names files outside of its folder")
         return [folder / name for name in names]
-    return sorted(folder.glob(f"*{SUFFIX}"))
+    found = sorted(folder.glob(f"*{SUFFIX}"))
+    return [path for path in found if not path.name.startswith(CONSOLIDATED)] or found
 
 
 def read(folder: Path) -> Index:

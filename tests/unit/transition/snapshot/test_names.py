@@ -13,6 +13,7 @@ from unicron.transition.snapshot.formats import convert, names, opening
 from unicron.transition.snapshot.formats.index import BadCheckpoint
 
 HEADS, GROUPS, SIZE, HIDDEN, INNER, WORDS, LAYERS = 4, 2, 3, 12, 20, 11, 2
+BUFFERS = ("bias", "masked_bias")  # of old releases of transformers
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 
 
@@ -96,6 +97,45 @@ def test_a_gpt2_comes_back_bit_for_bit_and_its_columns_are_rows(tmp_path):
     convert.import_(opening.index_of(folder), tmp_path / "own")
     convert.export(opening.index_of(tmp_path / "own"), tmp_path / "back", "safetensors")
     same(tmp_path / "back", gpt2())
+
+
+@pytest.mark.parametrize("made", [llama, gpt2])
+def test_a_model_that_is_saved_without_its_head_lacks_a_prefix(tmp_path, made):
+    whole = made()
+    whole.pop("lm_head.weight", None)
+    base = {name.partition(".")[2]: tensor for name, tensor in whole.items()}
+    buffers = {f"h.{layer}.attn.{name}": torch.ones(1, 1, 7, 7) for layer in range(LAYERS) for name in BUFFERS}
+    about = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS if made is llama else HEADS}
+    folder = saved(tmp_path / "hf", base | (buffers if made is gpt2 else {}), **about)
+    convert.import_(opening.index_of(folder), tmp_path / "own")
+    convert.export(opening.index_of(tmp_path / "own"), tmp_path / "back", "safetensors", made.__name__)
+    same(tmp_path / "back", whole)
+    save_file(base | {"extra.weight": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=r"has no place for extra\.weight"):
+        names.renamed(opening.index_of(folder), "", {})
+
+
+def test_gpt2_as_it_is_on_the_hub_with_a_head_beside_it(tmp_path):
+    base = {name.removeprefix("transformer."): tensor for name, tensor in gpt2().items()}
+    folder = saved(tmp_path / "hf", base | {"lm_head.weight": torch.ones(WORDS, HIDDEN)}, n_head=HEADS)
+    found = names.renamed(opening.index_of(folder), "", {})
+    assert found.tensors["output_layer.weight"].read().all()
+    assert found.tensors[QKV].shape == (LAYERS, 3 * HIDDEN, HIDDEN)
+
+
+def test_consolidated_files_of_mistrals_are_not_read_beside_others_and_alone_refused(tmp_path, of_llama):
+    save_file({"tok_embeddings.weight": torch.ones(3, 2)}, of_llama / "consolidated.safetensors")
+    assert "tok_embeddings.weight" not in opening.index_of(of_llama).tensors
+    (of_llama / "model.safetensors").unlink()
+    index = opening.index_of(of_llama)
+    for refused in (
+        lambda: names.renamed(index, "", {}),
+        lambda: convert.import_(index, tmp_path / "own"),
+        lambda: convert.export(index, tmp_path / "out", "torch_dist"),
+    ):
+        with pytest.raises(BadCheckpoint, match=r"take the repository's model\*\.safetensors"):
+            refused()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
 def test_a_tensor_without_a_place_is_no_tensor_left_out(tmp_path):
