@@ -139,7 +139,9 @@ def _filled(new: Path, out: Path, write: Callable[[Path], None]) -> None:
     try:
         write(new)
     except RuntimeError as error:  # torch's, of a full disk for one
-        raise BadCheckpoint(NO_ROOM.format(out, str(error).splitlines()[0])) from None
+        cause = error.__context__
+        why = cause.strerror if isinstance(cause, OSError) else str(error).splitlines()[0]
+        raise BadCheckpoint(NO_ROOM.format(out, why)) from None
 
 
 def _undone(out: Path, write: Callable[[], None]) -> None:
