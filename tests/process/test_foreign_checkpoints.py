@@ -65,6 +65,13 @@ def same(one: Path, other: Path) -> None:
     assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
 
 
+# what Megatron-LM compares, and what it takes with --use-checkpoint-args
+ARGUMENTS = {
+    **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4, "swiglu": False},
+    **{"ffn_hidden_size": 256, "max_position_embeddings": 32, "position_embedding_type": "rope", "rotary_base": 10000},
+    **{"normalization": "LayerNorm", "add_bias_linear": True, "untie_embeddings_and_output_weights": False},
+    **{"hidden_dropout": 0.0, "padded_vocab_size": 128, "apply_layernorm_1p": False},
+}
 SHARDED = {"TINY_BF16": "1", "TINY_DISTOPT": "1"}
 
 
@@ -81,6 +88,8 @@ def test_from_megatron_to_a_session_and_back_in_other_layouts(tmp_path, settings
     run(two[1], "begin", tmp_path / "megatron", tmp_path / "second", TINY_LAYOUT=two[0], **settings)
     same(tmp_path / "first", tmp_path / "second")
     convert.export(opening.index_of(tmp_path / "second" / "saves"), tmp_path / "back", "torch_dist")
+    told = torch.load(next((tmp_path / "back").glob("iter_*")) / "common.pt", weights_only=False)["args"]
+    assert {name: getattr(told, name, "missing") for name in ARGUMENTS} == ARGUMENTS
     run(three[1], "load", tmp_path / "back", tmp_path / "third", TINY_LAYOUT=three[0], **settings)
     same(tmp_path / "first", tmp_path / "third")
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from unicron.transition.snapshot.formats import dcp, names, own_file, safetensors, write_dcp
+from unicron.transition.snapshot.formats import dcp, megatron_arguments, names, own_file, safetensors, write_dcp
 from unicron.transition.snapshot.formats.index import LAYERS, BadCheckpoint, Index
 from unicron.transition.snapshot.formats.opening import TRACKER
 from unicron.transition.snapshot.formats.written import FLOATS, Out, of
@@ -43,6 +43,9 @@ def export(
         raise BadCheckpoint(f"--dtype is one of {', '.join(FLOATS)}, and for safetensors")
     if index.common.unread:
         say(f"the optimizer's state is left out: {index.common.unread}")
+    if form == dcp.TORCH_DIST:
+        for line in megatron_arguments.unknown(index):
+            say(line)
     _whole(out, lambda folder: _write(index, folder, form, table, config, dtype, say))
 
 
@@ -89,6 +92,7 @@ def _tensors(index: Index, table: str, dtype: str, say: Callable[[str], None]) -
 def _adopt(index: Index, config: Path | None) -> None:
     if config is not None:
         index.common.facts |= {key: value for key, value in safetensors.facts_of(config).items() if value}
+        index.common.args = megatron_arguments.of_config(config) | index.common.args
 
 
 def _megatrons(index: Index, table: str) -> Index:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unicron.transition.snapshot.formats import megatron_arguments
 from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Index, Raw, raw_type
 from unicron.transition.snapshot.formats.written import Out
 
@@ -82,6 +83,7 @@ def read(folder: Path) -> Index:
     config = (folder if folder.is_dir() else folder.parent) / CONFIG
     if config.is_file():
         index.common.facts |= facts_of(config)
+        index.common.args |= megatron_arguments.of_config(config)
     return index
 
 

@@ -115,6 +115,46 @@ def test_a_model_that_is_saved_without_its_head_lacks_a_prefix(tmp_path, made):
         names.renamed(opening.index_of(folder), "", {})
 
 
+@pytest.mark.parametrize("through", ["", "own", "dcp"])
+@pytest.mark.parametrize("made", [llama, gpt2])
+def test_megatron_lm_finds_the_arguments_that_it_compares(tmp_path, made, through):
+    """Defect: num_layers was None and swiglu False, so that it was loaded with --finetune alone."""
+    about = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS if made is llama else HEADS}
+    about |= {"max_position_embeddings": 77, "hidden_act": "silu", "rope_theta": 5e5} if made is llama else {}
+    folder = saved(tmp_path / "hf", made(), **about)
+    if through:
+        convert.import_(opening.index_of(folder), tmp_path / "own")
+        folder = tmp_path / "own"
+    if through == "dcp":
+        convert.export(opening.index_of(folder), tmp_path / "dcp", "dcp")
+        folder = tmp_path / "dcp"
+    lines: list[str] = []
+    convert.export(opening.index_of(folder), tmp_path / "out", "torch_dist", say=lines.append)
+    told = torch.load(tmp_path / "out" / "iter_0000000" / "common.pt", weights_only=False)["args"]
+    wanted = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "ffn_hidden_size": INNER}
+    wanted |= {"padded_vocab_size": WORDS, "no_save_optim": True}
+    if made is llama:
+        wanted |= {"num_query_groups": GROUPS, "group_query_attention": True, "swiglu": True, "rotary_base": 500000}
+        wanted |= {"normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope"}
+        wanted |= {"untie_embeddings_and_output_weights": True, "max_position_embeddings": 77}
+    else:
+        wanted |= {"group_query_attention": False, "normalization": "LayerNorm", "add_bias_linear": True}
+        wanted |= {"untie_embeddings_and_output_weights": False, "max_position_embeddings": 7}
+        wanted |= {"position_embedding_type": "learned_absolute"}
+    assert {name: getattr(told, name, "missing") for name in wanted} == wanted
+    assert lines == [
+        "make_vocab_size_divisible_by, tokenizer_type: not known; Megatron-LM compares them if --vocab-file is given: "
+        "give --finetune then"
+    ]
+
+
+def test_arguments_that_are_not_known_are_said(tmp_path):
+    tensors = {"embedding.word_embeddings.weight": torch.ones(3, 2)}
+    lines: list[str] = []
+    convert.export(opening.index_of(saved(tmp_path / "in", tensors)), tmp_path / "out", "torch_dist", say=lines.append)
+    assert lines[0].startswith("num_layers, hidden_size, num_attention_heads: not known, so that Megatron-LM takes it")
+
+
 def test_gpt2_as_it_is_on_the_hub_with_a_head_beside_it(tmp_path):
     base = {name.removeprefix("transformer."): tensor for name, tensor in gpt2().items()}
     folder = saved(tmp_path / "hf", base | {"lm_head.weight": torch.ones(WORDS, HIDDEN)}, n_head=HEADS)
