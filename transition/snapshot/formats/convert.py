@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unicron.transition.snapshot.formats import dcp, megatron_arguments, names, own_file, safetensors, write_dcp
 from unicron.transition.snapshot.formats.index import LAYERS, BadCheckpoint, Index
-from unicron.transition.snapshot.formats.opening import TRACKER
+from unicron.transition.snapshot.formats.opening import RELEASE, TRACKER
 from unicron.transition.snapshot.formats.written import FLOATS, Out, of
 
 UNLIKE = ("apply_layernorm_1p", "rotary_interleaved")  # Megatron's options with other values under the same names
@@ -55,10 +55,12 @@ def _write(
     if form == dcp.DCP:
         write_dcp.write_dcp(folder, index)
     elif form == dcp.TORCH_DIST:
-        at = folder / f"iter_{index.iteration:07d}"
+        # Of a release Megatron-LM loads the model alone, without an option that says so.
+        release = index.iteration == 0 and not index.has_optimizer()
+        at = folder / (RELEASE if release else f"iter_{index.iteration:07d}")
         at.mkdir()
         write_dcp.write_torch_dist(at, index)
-        (folder / TRACKER).write_text(str(index.iteration))
+        (folder / TRACKER).write_text(RELEASE if release else str(index.iteration))
     else:
         about = {"iteration": str(index.iteration)}
         safetensors.write(folder / safetensors.NAME, list(_tensors(index, table, dtype, say)), about)

@@ -49,6 +49,8 @@ def unknown(index: Index) -> Iterator[str]:
             f"{', '.join(left)}: not known, so that Megatron-LM takes it with --finetune alone: give the model's "
             "config.json with --config"
         )
+    if index.iteration and not index.has_optimizer():
+        yield "there is no optimizer's state in it: give --no-load-optim, or --finetune to begin at iteration 0"
     if left := [name for name in WITH_VOCABULARY if name not in known]:
         yield f"{', '.join(left)}: not known; Megatron-LM compares them if --vocab-file is given: give --finetune then"
 

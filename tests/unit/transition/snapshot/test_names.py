@@ -130,7 +130,7 @@ def test_megatron_lm_finds_the_arguments_that_it_compares(tmp_path, made, throug
         folder = tmp_path / "dcp"
     lines: list[str] = []
     convert.export(opening.index_of(folder), tmp_path / "out", "torch_dist", say=lines.append)
-    told = torch.load(tmp_path / "out" / "iter_0000000" / "common.pt", weights_only=False)["args"]
+    told = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)["args"]
     wanted = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "ffn_hidden_size": INNER}
     wanted |= {"padded_vocab_size": WORDS, "no_save_optim": True}
     if made is llama:
