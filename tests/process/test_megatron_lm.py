@@ -305,14 +305,15 @@ LLAMAS = (
 @pytest.mark.megatron_lm
 @pytest.mark.parametrize("options", [[], SHARDED], ids=["whole", "sharded"])
 def test_the_real_program_goes_on_from_an_export(tmp_path, options):
+    """options: of the session. Megatron's distributed optimizer loads no checkpoint without Transformer Engine's."""
     saves, out = tmp_path / "saves", tmp_path / "out"
     words = [*EIGHT, *options, "--save", str(saves), "--exit-interval", "4"]
     undisturbed_with_its_own(megatron_lm.real(*words, healed=True), 1)
     said: list[str] = []
     convert.export(opening.index_of(saves), out, "torch_dist", say=said.append)
     assert said == []
-    again = undisturbed_with_its_own(megatron_lm.real(*EIGHT, *options, "--load", str(out), healed=False), 1)
-    wanted = undisturbed_with_its_own(megatron_lm.real(*EIGHT, *options, healed=False), 1)
+    again = undisturbed_with_its_own(megatron_lm.real(*EIGHT, "--load", str(out), healed=False), 1)
+    wanted = undisturbed_with_its_own(megatron_lm.real(*EIGHT, healed=False), 1)
     found, losses = megatron_lm.lines(again), [line.loss for line in megatron_lm.lines(wanted)[4:]]
     losses[1] = sum(losses[:2]) / 2  # a loop that begins anew has its first iteration in the second line, too
     assert [(line.iteration, line.samples) for line in found] == [(number, 8 * number) for number in range(5, 9)]
