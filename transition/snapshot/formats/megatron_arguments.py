@@ -51,6 +51,11 @@ def unknown(index: Index) -> Iterator[str]:
         )
     if index.iteration and not index.has_optimizer():
         yield "there is no optimizer's state in it: give --no-load-optim, or --finetune to begin at iteration 0"
+    if known.get("use_rope_scaling"):
+        yield (
+            "config.json scales the rotary embedding, which Megatron-LM takes from its options alone: give "
+            "--use-rope-scaling if the scale is Llama 3's"
+        )
     if left := [name for name in WITH_VOCABULARY if name not in known]:
         yield f"{', '.join(left)}: not known; Megatron-LM compares them if --vocab-file is given: give --finetune then"
 
@@ -98,6 +103,8 @@ def of_config(path: Path) -> dict[str, Any]:
         if base := told.get("rope_theta") or rope.get("rope_theta"):
             found |= {"position_embedding_type": "rope", "rotary_base": int(base)}
             found["rotary_percent"] = float(told.get("partial_rotary_factor") or 1.0)
+        scaling = told.get("rope_scaling") or rope
+        found["use_rope_scaling"] = (scaling.get("rope_type") or scaling.get("type") or "default") != "default"
     except (ValueError, TypeError, AttributeError) as error:
         raise BadCheckpoint(f"{path}: not a model's configuration ({error})") from None
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}

@@ -148,6 +148,15 @@ def test_megatron_lm_finds_the_arguments_that_it_compares(tmp_path, made, throug
     ]
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_scaled_rotary_embedding_is_said(tmp_path, key):
+    about = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, key: {"rope_type": "llama3", "factor": 8.0}}
+    lines: list[str] = []
+    index = opening.index_of(saved(tmp_path / "hf", llama(), **about))
+    convert.export(index, tmp_path / "out", "torch_dist", say=lines.append)
+    assert sum("--use-rope-scaling" in line for line in lines) == 1
+
+
 def test_arguments_that_are_not_known_are_said(tmp_path):
     tensors = {"embedding.word_embeddings.weight": torch.ones(3, 2)}
     lines: list[str] = []
