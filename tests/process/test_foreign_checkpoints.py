@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support import proof
+from tests.support.rank_harness import Ranks
 from unicron.transition.snapshot import foreign
 from unicron.transition.snapshot.formats import convert, opening, verify
 from unicron.transition.snapshot.formats.index import BadCheckpoint
@@ -65,6 +67,13 @@ def same(one: Path, other: Path) -> None:
     assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
 
 
+# what Megatron-LM compares, and what it takes with --use-checkpoint-args
+ARGUMENTS = {
+    **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4, "swiglu": False},
+    **{"ffn_hidden_size": 256, "max_position_embeddings": 32, "position_embedding_type": "rope", "rotary_base": 10000},
+    **{"normalization": "LayerNorm", "add_bias_linear": True, "untie_embeddings_and_output_weights": False},
+    **{"hidden_dropout": 0.0, "padded_vocab_size": 128, "apply_layernorm_1p": False},
+}
 SHARDED = {"TINY_BF16": "1", "TINY_DISTOPT": "1"}
 
 
@@ -81,6 +90,8 @@ def test_from_megatron_to_a_session_and_back_in_other_layouts(tmp_path, settings
     run(two[1], "begin", tmp_path / "megatron", tmp_path / "second", TINY_LAYOUT=two[0], **settings)
     same(tmp_path / "first", tmp_path / "second")
     convert.export(opening.index_of(tmp_path / "second" / "saves"), tmp_path / "back", "torch_dist")
+    told = torch.load(next((tmp_path / "back").glob("iter_*")) / "common.pt", weights_only=False)["args"]
+    assert {name: getattr(told, name, "missing") for name in ARGUMENTS} == ARGUMENTS
     run(three[1], "load", tmp_path / "back", tmp_path / "third", TINY_LAYOUT=three[0], **settings)
     same(tmp_path / "first", tmp_path / "third")
 
@@ -107,6 +118,32 @@ def test_what_megatron_saves_by_buckets_or_by_ranks_is_read_in_any_layout(tmp_pa
     assert verify.problems(tmp_path / "megatron")[1] == []
     run(two[1], "begin", tmp_path / "megatron", tmp_path / "second", TINY_LAYOUT=two[0], **settings)
     same(tmp_path / "first", tmp_path / "second")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("settings", "one", "two"),
+    [
+        (BUCKETS, ("2 1 1", 4), ("1 2 1", 2)),
+        (RANKS, ("1 2 1", 4), ("2 1 1", 2)),
+        (RANKS | {"TINY_DISTOPT": "1"}, ("1 1 1", 2), ("1 1 1", 2)),
+    ],
+)
+def test_a_session_that_begins_there_has_the_losses_of_megatron_going_on_by_itself(tmp_path, settings, one, two):
+    """fp32: another layout sums in another order."""
+    run(one[1], "save", tmp_path / "megatron", tmp_path / "first", TINY_LAYOUT=one[0], SAVES_MORE="3", **settings)
+    kept = [torch.load(path, weights_only=False)["losses"] for path in sorted((tmp_path / "first").glob("[0-9]*.pt"))]
+    theirs = [[loss for rank in kept for loss in rank[number]] for number in range(3)]
+    tensor, pipeline, _ = map(int, two[0].split())
+    told = {"TINY_LAYOUT": two[0], "TINY_ITERATIONS": "5", "TINY_BEGIN": str(tmp_path / "megatron")}
+    told["TINY_CHECKPOINTS"] = str(tmp_path / "saves")
+    (out := tmp_path / "session").mkdir()
+    Ranks(out, two[1], [], fork=True, replica=tensor * pipeline, **settings | told).drive()
+    found = proof.losses(out)
+    assert sorted(found) == [2, 3, 4]
+    for number, losses in enumerate(theirs):
+        (mine,) = found[2 + number]  # all ranks say one
+        assert mine == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 @pytest.mark.wide

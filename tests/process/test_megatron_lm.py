@@ -4,6 +4,7 @@ where UNICRON_MEGATRON_LM names a checkout (CONTRIBUTING.md)."""
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.support import megatron_lm
 from tests.support.jobs import World
@@ -21,6 +24,7 @@ from tests.support.processes import call, of_a_world, outside_slurm
 from tests.support.warm import Script
 from unicron.transition.seams import megatron_lm as seams
 from unicron.transition.seams import table
+from unicron.transition.snapshot.formats import convert, opening
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 TENSOR = ["--tensor-model-parallel-size", "2"]
@@ -289,3 +293,52 @@ def test_the_real_program_evaluates_as_if_nothing_had_been(tmp_path, options):
     assert [where for where, _ in found] == [where for where, _ in theirs]
     assert len(found) == 6
     assert [value for _, value in found] == pytest.approx([value for _, value in theirs], rel=TOLERANCE)
+
+
+EIGHT = ["--train-iters", "8"]
+LLAMAS = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--ffn-hidden-size 128 --train-iters 2"
+).split()
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.parametrize("options", [[], SHARDED], ids=["whole", "sharded"])
+def test_the_real_program_goes_on_from_an_export(tmp_path, options):
+    """options: of the session. Megatron's distributed optimizer loads no checkpoint without Transformer Engine's."""
+    saves, out = tmp_path / "saves", tmp_path / "out"
+    words = [*EIGHT, *options, "--save", str(saves), "--exit-interval", "4"]
+    undisturbed_with_its_own(megatron_lm.real(*words, healed=True), 1)
+    said: list[str] = []
+    convert.export(opening.index_of(saves), out, "torch_dist", say=said.append)
+    assert said == []
+    again = undisturbed_with_its_own(megatron_lm.real(*EIGHT, "--load", str(out), healed=False), 1)
+    wanted = undisturbed_with_its_own(megatron_lm.real(*EIGHT, healed=False), 1)
+    found, losses = megatron_lm.lines(again), [line.loss for line in megatron_lm.lines(wanted)[4:]]
+    losses[1] = sum(losses[:2]) / 2  # a loop that begins anew has its first iteration in the second line, too
+    assert [(line.iteration, line.samples) for line in found] == [(number, 8 * number) for number in range(5, 9)]
+    assert [line.loss for line in found] == pytest.approx(losses, rel=TOLERANCE)
+
+
+@pytest.mark.megatron_lm
+def test_the_real_program_takes_a_model_of_hugging_faces_without_finetune(tmp_path):
+    layer = {
+        **dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (64,)),
+        **{f"self_attn.{one}_proj.weight": (64, 64) for one in "qkvo"},
+        **{f"mlp.{one}_proj.weight": (128, 64) for one in ("gate", "up")},
+        "mlp.down_proj.weight": (64, 128),
+    }
+    shapes = {f"layers.{number}.{name}": shape for number in range(2) for name, shape in layer.items()}
+    shapes |= {"embed_tokens.weight": (257, 64), "norm.weight": (64,), "lm_head.weight": (257, 64)}
+    torch.manual_seed(1)
+    (theirs := tmp_path / "hf").mkdir()
+    save_file({name: 0.02 * torch.randn(shape) for name, shape in shapes.items()}, theirs / "model.safetensors")
+    about = {"num_attention_heads": 4, "hidden_act": "silu", "rope_theta": 10000.0, "max_position_embeddings": 64}
+    (theirs / "config.json").write_text(json.dumps(about))
+    convert.export(opening.index_of(theirs), tmp_path / "out", "torch_dist")
+    load = ["--load", str(tmp_path / "out")]
+    one, other = (
+        megatron_lm.lines(undisturbed_with_its_own(megatron_lm.real(*LLAMAS, *load, *more, healed=False), 1))
+        for more in ([], ["--finetune"])
+    )
+    assert [line.iteration for line in one] == [1, 2] and one == other

@@ -5,7 +5,8 @@
 
 save: trains ITERATIONS of tiny_gpt's iterations and saves in FOLDER. load: loads from FOLDER. begin: begins from FOLDER
 as a session does, and writes a checkpoint of Unicron's in OUT/saves. All leave OUT/RANK.pt: this rank's parameters,
-main parameters and optimizer state. SAVES_FORMAT torch_dist or torch, SAVES_SHARDING a `distrib_optim_sharding_type`.
+main parameters and optimizer state. With SAVES_MORE, who has saved trains so many iterations more, and leaves their
+losses as well. SAVES_FORMAT torch_dist or torch, SAVES_SHARDING a `distrib_optim_sharding_type`.
 The layout is tiny_gpt's TINY_LAYOUT, and so on.
 """
 
@@ -26,7 +27,7 @@ from tests.support import tiny_gpt  # noqa: E402
 
 FORMAT = os.environ.get("SAVES_FORMAT", "torch_dist")
 SHARDING = os.environ.get("SAVES_SHARDING", "fully_reshardable")
-ITERATIONS = 2
+ITERATIONS, MORE = 2, int(os.environ.get("SAVES_MORE", "0"))
 
 
 def arguments() -> argparse.Namespace:
@@ -182,13 +183,17 @@ def held(chunks, optimizer) -> dict:
     return found
 
 
-def train(chunks, optimizer, scheduler) -> None:
-    """A few iterations, whatever the layout."""
+def train(chunks, optimizer, scheduler, numbers) -> list[list[float]]:
+    """The iterations of these numbers, whatever the layout. Returns each one's losses, in the last stage."""
     from megatron.core import parallel_state
 
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    for number in range(ITERATIONS):
-        tiny_gpt.plain_iteration(chunks, optimizer, scheduler, number, range(rank, tiny_gpt.MICRO_BATCHES, ranks))
+    found = []
+    for number in numbers:
+        mine = range(rank, tiny_gpt.MICRO_BATCHES, ranks)
+        losses = tiny_gpt.plain_iteration(chunks, optimizer, scheduler, number, mine)
+        found.append([float(loss["lm loss"]) for loss in losses])
+    return found
 
 
 def main() -> None:
@@ -207,7 +212,7 @@ def main() -> None:
     scheduler = tiny_gpt.schedule(optimizer)
     told = {}
     if what == "save":
-        train(chunks, optimizer, scheduler)
+        train(chunks, optimizer, scheduler, range(ITERATIONS))
         (save if FORMAT == "torch_dist" else save_rank)(folder, chunks, optimizer, scheduler)
     elif what == "begin":
         told = {"iteration": begin(folder, out, chunks, optimizer, scheduler)}
@@ -220,6 +225,8 @@ def main() -> None:
         told = {"iteration": common["iteration"], "version": common["checkpoint_version"]}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     kept = {"held": held(chunks, optimizer), "groups": groups, "schedule": scheduler.state_dict(), "told": told}
+    if what == "save":
+        kept["losses"] = train(chunks, optimizer, scheduler, range(ITERATIONS, ITERATIONS + MORE))
     torch.save(kept, out / f"{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

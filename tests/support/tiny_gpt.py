@@ -4,11 +4,11 @@ Environment, beside that of `fault_points`: TINY_LAYOUT "TP PP VPP", by default 
 distributed optimizer, TINY_GATHER=1 for its gathers overlapped; TINY_SILENT=1: collectives of a broken generation give
 garbage; TINY_BF16=1; TINY_FP16 the first loss scale; TINY_TOKENS=1 for a loss per token; TINY_EXPERTS how a mixture of
 experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_MTP layers of multi-token prediction;
-TINY_GATED=1 for SwiGLU, RMSNorm, an output layer of its own, and no biases;
-TINY_DROPOUT; TINY_LAYERS, TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of
-learning; TINY_RULE: this part of the tokens follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many
-buckets; TINY_SAVE iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder,
-TINY_CHECKPOINT_EVERY so many iterations (2). TINY_FROZEN=1: two parameters are not trained, one of them split by tensor
+TINY_GATED=1 for SwiGLU, RMSNorm, an output layer of its own, and no biases; TINY_DROPOUT; TINY_LAYERS, TINY_HIDDEN;
+TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of learning; TINY_RULE: this part of the tokens
+follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SAVE iterations whose gradients
+and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations (2), TINY_BEGIN a
+checkpoint of another format to begin from. TINY_FROZEN=1: two parameters are not trained, one of them split by tensor
 parallelism, and have their values from the slot's first process alone; "built": the same two, as they are built.
 
 `at` has one more place: "norm" of the gradients, in the optimizer's step.
@@ -54,6 +54,7 @@ TENSOR, PIPELINE, VIRTUAL = map(int, os.environ.get("TINY_LAYOUT", "1 1 1").spli
 if "UNICRON_LAYOUT" in os.environ:  # the job has stated several
     TOLD, VIRTUAL = layout.stated(os.environ["UNICRON_LAYOUT"])
     TENSOR, PIPELINE = TOLD.tensor, TOLD.pipeline
+BEGIN = os.environ.get("TINY_BEGIN")
 DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
 TOKENS, BF16, DISTOPT, GATED = (
     os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT", "GATED")
@@ -377,7 +378,7 @@ def main() -> None:
         chunks,
         optimizer,
         ITERATIONS,
-        checkpoints=unicron.Checkpoints(CHECKPOINTS, interval=EVERY) if CHECKPOINTS else None,
+        checkpoints=unicron.Checkpoints(CHECKPOINTS, interval=EVERY, begin_from=BEGIN) if CHECKPOINTS else None,
     )
     from unicron.transition.megatron import auxiliary
 

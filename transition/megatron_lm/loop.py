@@ -25,6 +25,7 @@ from unicron.transition.seams.megatron_lm import Refused, end_was_signalled, rep
 from unicron.transition.seams.table import TRAINING, UnsupportedLayout
 from unicron.transition.session.session import Session
 from unicron.transition.snapshot.checkpoint import CheckpointError
+from unicron.transition.snapshot.model_facts import of_megatron_lm
 
 
 class _Elsewhere(Exception):
@@ -156,6 +157,7 @@ class Loop:
         except (UnsupportedLayout, CheckpointError) as error:
             raise Refused(str(error).removeprefix("unicron ")) from None
         session = self._session
+        session.note_arguments(of_megatron_lm(args))
         session.finishes = False  # evaluations follow
         signal.signal(signal.SIGUSR1, lambda *_: session.request_stop())
         self._results = iter(session)

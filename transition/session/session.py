@@ -387,6 +387,10 @@ class Session:
         """
         self._stop_wanted = True
 
+    def note_arguments(self, arguments: dict[str, Any]) -> None:
+        """What Megatron-LM's arguments say of the model: its checkpoints hold them, for whoever exports one."""
+        self._state.facts.setdefault("arguments", {}).update(arguments)
+
     def _commit(self) -> None:
         """Right before the parameters change, after all else of the step that communicates: nobody steps before all
         can. Carries the offer that every member holds, if there is one. Raises _Again where a plan has this iteration

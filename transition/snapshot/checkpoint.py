@@ -91,7 +91,7 @@ class Checkpoints:
 
     begin_from: a checkpoint of another format, or of another job, with which the training begins while there is no
     checkpoint of its own: Megatron-LM's `torch_dist` or `torch`, torch DCP, safetensors. begin_names: the table of
-    names, for a model of Hugging Face's that Megatron trains; it is found where it is one of ours. begin_with: "all",
+    names, for a model that has other names there; it is found where it is one of ours, for Megatron. begin_with: "all",
     or "model" for the parameters alone, from iteration 0.
 
     export: a format in which a checkpoint that somebody asks for (SIGUSR2) is written as well, under
@@ -119,6 +119,8 @@ class Checkpoints:
             raise ValueError(f"interval {interval} must be at least 0 and keep {keep} at least 1")
         if begin_with not in ("all", "model"):
             raise ValueError(f'begin_with {begin_with!r} must be "all" or "model"')
+        if begin_names and begin_from is None:
+            raise ValueError("begin_names is about the names in begin_from: give begin_from, too")
         self.clock = SaveClock() if given == AUTO else None
         self.minutes: float = 0.0 if given == AUTO else float(given)
         self.begin_from = Path(begin_from) if begin_from is not None else None
@@ -182,7 +184,7 @@ class Checkpoints:
         or the one of another format. Raises :class:`CheckpointError`."""
         if self.begin_from is None:
             return []
-        if self.begin.whole:
+        if self.begin.whole and not self.begin.renames:
             if found := folders.whole(self.begin_from):
                 return found
             if _has_damaged(self.begin_from):

@@ -31,6 +31,11 @@ class Wanted:
     names: str = ""
 
     @property
+    def renames(self) -> bool:
+        """Whether a table is named, which then has to fit."""
+        return self.names not in ("", names.AUTOMATIC, names.MEGATRON)
+
+    @property
     def whole(self) -> bool:
         return self.optimizer and self.iteration
 
@@ -64,11 +69,10 @@ class Foreign:
         ):
             raise BadCheckpoint(wrong[0])
         mine = {box.name: box.whole for _, boxes, _ in parts.places(state.model) for box in boxes}
-        if index.format != own.FORMAT and not any(name in index.tensors for name in mine):
-            of_megatron = bool(state.facts.get("heads"))
-            index = names.renamed(index, self.wanted.names, state.facts) if of_megatron else _unprefixed(index, mine)
-        elif index.format == own.FORMAT:
-            index = _unprefixed(index, mine)
+        of_megatron, known = bool(state.facts.get("heads")), any(name in index.tensors for name in mine)
+        if self.wanted.renames or (of_megatron and not known and index.format != own.FORMAT):
+            index = names.renamed(index, self.wanted.names, state.facts)
+        index = _unprefixed(index, mine)
         blocks = _Blocks(index, optimizer)
         blocks.check(mine)
         _say_rows(index, mine)
@@ -192,6 +196,12 @@ def found_in(folder: Path, wanted: Wanted) -> Foreign | None:
     there and cannot be read, and OSError."""
     if (index := opening.find(folder)) is None:
         return None
+    if wanted.renames and index.format == own.FORMAT:
+        raise BadCheckpoint(f"{folder} is Unicron's own, which has the model's names: leave begin_names out")
+    if wanted.renames and index.has_optimizer():
+        if wanted.optimizer:
+            raise BadCheckpoint(f'{folder}: begin_names renames no optimizer\'s state: give begin_with="model" with it')
+        index.tensors = {tensor.name: tensor for tensor in index.parameters()}
     if wanted.optimizer and index.common.unread:
         raise BadCheckpoint(
             f'{folder}: {index.common.unread}; or give --no-load-optim (begin_with="model"): the optimizer begins anew'

@@ -5,16 +5,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+# What Megatron-LM's `--load` compares of its arguments, and what `--use-checkpoint-args` takes. These are in Megatron's
+# configuration under the same names.
+OF_CONFIG = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization"),
+    *("add_bias_linear", "add_qkv_bias", "rotary_interleaved", "apply_query_key_layer_scaling", "qk_layernorm"),
+    *("attention_dropout", "hidden_dropout", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk"),
+    *("moe_router_pre_softmax", "moe_grouped_gemm", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+    *("moe_token_dispatcher_type", "moe_router_score_function", "moe_router_enable_expert_bias"),
+    *("moe_router_topk_scaling_factor", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+    "is_hybrid_model",
+)
+# Its name -> the name in the configuration, and of an attribute of the model.
+RENAMED = {"num_experts": "num_moe_experts", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
+OF_MODEL = {
+    "max_position_embeddings": "max_sequence_length",
+    "position_embedding_type": "position_embedding_type",
+    "rotary_base": "rotary_base",
+    "rotary_percent": "rotary_percent",
+    "padded_vocab_size": "vocab_size",
+}
+OTHERS = (
+    *("num_query_groups", "group_query_attention", "swiglu", "squared_relu", "untie_embeddings_and_output_weights"),
+    *("seq_length", "add_position_embedding", "use_rotary_position_embeddings", "make_vocab_size_divisible_by"),
+    *("tokenizer_type", "tokenizer_model", "tiktoken_pattern", "spec", "hybrid_override_pattern"),
+    *("hybrid_attention_ratio", "hybrid_mlp_ratio", "heterogeneous_layers_config_path"),
+    "heterogeneous_layers_config_encoded_json",
+)
+
 
 def model_facts(model: Sequence[Any]) -> dict[str, Any]:
     """What an exporter needs to know of a model: the type of its parameters, where they have one, and of a Megatron
-    model how its attention's heads are cut and whether its layers are gated."""
+    model how its attention's heads are cut, whether its layers are gated, and Megatron-LM's arguments for it."""
     kinds: set[str] = set()
-    config = None
+    config, found_in = None, None
     for chunk in model:
         module = getattr(chunk, "module", chunk)
         kinds |= {str(each.dtype).removeprefix("torch.") for each in module.parameters()}
-        config = getattr(module, "config", None) if hasattr(module, "sharded_state_dict") else None
+        if hasattr(module, "sharded_state_dict"):
+            config, found_in = getattr(module, "config", None), module
     found: dict[str, Any] = {"dtype": kinds.pop() if len(kinds) == 1 else ""}
     if config is not None and getattr(config, "num_attention_heads", None):
         heads = int(config.num_attention_heads)
@@ -23,7 +52,33 @@ def model_facts(model: Sequence[Any]) -> dict[str, Any]:
             "groups": int(getattr(config, "num_query_groups", None) or heads),
             "channels": int(getattr(config, "kv_channels", None) or 0),
             "gated": bool(getattr(config, "gated_linear_unit", False)),
-            "layers": int(getattr(config, "num_layers", 0)),
-            "hidden": int(getattr(config, "hidden_size", 0)),
+            "arguments": _arguments(config, getattr(found_in, "module", found_in)),
         }
     return found
+
+
+def _arguments(config: Any, model: Any) -> dict[str, Any]:
+    """Megatron-LM's arguments that would build the model. A session's script need not be Megatron-LM's."""
+    found = {name: getattr(config, name, None) for name in OF_CONFIG}
+    found |= {name: getattr(config, its, None) for name, its in RENAMED.items()}
+    found |= {name: getattr(model, its, None) for name, its in OF_MODEL.items()}
+    groups, heads = getattr(config, "num_query_groups", None), config.num_attention_heads
+    activation = getattr(getattr(config, "activation_func", None), "__name__", "")
+    found |= {"num_query_groups": groups or heads, "group_query_attention": (groups or heads) != heads}
+    found["swiglu"] = bool(getattr(config, "gated_linear_unit", False)) and activation == "silu"
+    found["squared_relu"] = activation == "squared_relu"
+    if (shared := getattr(model, "share_embeddings_and_output_weights", None)) is not None:
+        found["untie_embeddings_and_output_weights"] = not shared
+    return {name: value for name, value in found.items() if _plain(value)}
+
+
+def of_megatron_lm(args: Any) -> dict[str, Any]:
+    """What Megatron-LM's own arguments say of the model."""
+    names = (*OF_CONFIG, *RENAMED, *OF_MODEL, *OTHERS)
+    return {name: value for name in names if _plain(value := getattr(args, name, None))}
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_plain(each) for each in value)
+    return isinstance(value, bool | int | float | str)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from unicron.transition.snapshot.formats import dcp, names, own_file, safetensors, write_dcp
+from unicron.transition.snapshot.formats import dcp, megatron_arguments, names, own_file, safetensors, write_dcp
 from unicron.transition.snapshot.formats.index import LAYERS, BadCheckpoint, Index
-from unicron.transition.snapshot.formats.opening import TRACKER
+from unicron.transition.snapshot.formats.opening import RELEASE, TRACKER
 from unicron.transition.snapshot.formats.written import FLOATS, Out, of
 
 UNLIKE = ("apply_layernorm_1p", "rotary_interleaved")  # Megatron's options with other values under the same names
+NO_ROOM = "{} cannot be written ({}): make room, or give another folder"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORMATS = (dcp.TORCH_DIST, dcp.DCP, safetensors.FORMAT)
 
 
@@ -25,17 +29,23 @@ def export(
     dtype: str = "",
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Write the checkpoint in `out`, which must not be there yet. form: one of FORMATS. table, config: for safetensors,
-    the names and the model's config.json. dtype: of the model's tensors there. say: gets lines for people.
+    """Write the checkpoint in `out`, which must not be there yet. form: one of FORMATS. table, config: Hugging Face's
+    names and config.json, where one side of it has them. dtype: of the model's tensors. say: gets lines for people.
 
     Raises BadCheckpoint, OSError; then nothing is left of it.
     """
-    if config is not None:
-        index.common.facts |= {key: value for key, value in safetensors.facts_of(config).items() if value}
+    _adopt(index, config)
+    if form == dcp.DCP and table:
+        raise BadCheckpoint("--format dcp renames nothing: leave --names out, or give it to `checkpoint import` first")
+    if form == dcp.TORCH_DIST and not names.of_megatron(index):
+        index = _megatrons(index, table)
     if dtype and (dtype not in FLOATS or form != safetensors.FORMAT):
         raise BadCheckpoint(f"--dtype is one of {', '.join(FLOATS)}, and for safetensors")
     if index.common.unread:
         say(f"the optimizer's state is left out: {index.common.unread}")
+    if form == dcp.TORCH_DIST:
+        for line in megatron_arguments.unknown(index):
+            say(line)
     _whole(out, lambda folder: _write(index, folder, form, table, config, dtype, say))
 
 
@@ -45,10 +55,12 @@ def _write(
     if form == dcp.DCP:
         write_dcp.write_dcp(folder, index)
     elif form == dcp.TORCH_DIST:
-        at = folder / f"iter_{index.iteration:07d}"
+        # Of a release Megatron-LM loads the model alone, without an option that says so.
+        release = index.iteration == 0 and not index.has_optimizer()
+        at = folder / (RELEASE if release else f"iter_{index.iteration:07d}")
         at.mkdir()
         write_dcp.write_torch_dist(at, index)
-        (folder / TRACKER).write_text(str(index.iteration))
+        (folder / TRACKER).write_text(RELEASE if release else str(index.iteration))
     else:
         about = {"iteration": str(index.iteration)}
         safetensors.write(folder / safetensors.NAME, list(_tensors(index, table, dtype, say)), about)
@@ -79,17 +91,34 @@ def _tensors(index: Index, table: str, dtype: str, say: Callable[[str], None]) -
     return list(found) if found is not None else [of(t, dtype=of_model[t.name]) for t in index.parameters()]
 
 
+def _adopt(index: Index, config: Path | None) -> None:
+    if config is not None:
+        index.common.facts |= {key: value for key, value in safetensors.facts_of(config).items() if value}
+        index.common.args = megatron_arguments.of_config(config) | index.common.args
+
+
+def _megatrons(index: Index, table: str) -> Index:
+    """The index under Megatron's names: `torch_dist` with others is of no use to anybody. Raises BadCheckpoint."""
+    if not table and names.chosen("", index, to_theirs=False) is None:
+        raise BadCheckpoint(
+            "torch_dist is for Megatron-LM, and these names are not a Megatron model's: write --format dcp or "
+            "safetensors, or give a table of names with --names FILE"
+        )
+    return names.renamed(index, table, index.common.facts)
+
+
 def import_(index: Index, out: Path, table: str = "", config: Path | None = None) -> Path:
     """Write the checkpoint as one of Unicron's own into the folder of checkpoints `out`; returns its folder. Raises
     BadCheckpoint, OSError."""
-    if config is not None:
-        index.common.facts |= {key: value for key, value in safetensors.facts_of(config).items() if value}
+    _adopt(index, config)
     if table or (index.format == safetensors.FORMAT and names.chosen("", index, to_theirs=False) is not None):
         index = names.renamed(index, table, index.common.facts)
     kinds = {tensor.dtype for tensor in index.parameters() if index.states(tensor.name)}
     if len(kinds) == 1 and not index.common.facts.get("dtype"):
         index.common.facts["dtype"] = kinds.pop()
-    return own_file.write(out, index)
+    found: list[Path] = []
+    _undone(out, lambda: found.append(own_file.write(out, index)))
+    return found[0]
 
 
 def _whole(out: Path, write: Callable[[Path], None]) -> None:
@@ -97,15 +126,41 @@ def _whole(out: Path, write: Callable[[Path], None]) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadCheckpoint(f"{out} is there already: give another folder")
     new = out.with_name(f"{out.name}.{os.getpid()}.new")
-    new.mkdir(parents=True)
-    try:
+
+    def fill() -> None:
+        new.mkdir(parents=True)
         try:
-            write(new)
-        except RuntimeError as error:  # torch's, of a full disk for one
-            raise BadCheckpoint(f"{out} cannot be written ({str(error).splitlines()[0]}): is there room?") from None
-        if out.exists():
-            out.rmdir()
-        new.rename(out)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+            _filled(new, out, write)
+            if out.exists():
+                out.rmdir()
+            new.rename(out)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+
+    _undone(out, fill)
+
+
+def _filled(new: Path, out: Path, write: Callable[[Path], None]) -> None:
+    try:
+        write(new)
+    except RuntimeError as error:  # torch's, of a full disk for one
+        cause = error.__context__
+        why = cause.strerror if isinstance(cause, OSError) else str(error).splitlines()[0]
+        raise BadCheckpoint(NO_ROOM.format(out, why)) from None
+
+
+def _undone(out: Path, write: Callable[[], None]) -> None:
+    """Call `write`, which makes `out`; where it fails, no empty folder is left that was not there before. Raises
+    BadCheckpoint, OSError."""
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        write()
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            for folder in made:
+                if folder.exists():
+                    folder.rmdir()
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise BadCheckpoint(NO_ROOM.format(out, error.strerror)) from None
         raise

@@ -173,6 +173,7 @@ def adopt_told(index: Index, told: dict[str, Any]) -> None:
     common.scales = [dict(each) for each in told.get("scales") or []]
     common.seed, common.loss = int(told.get("seed", 0)), told.get("loss")
     common.facts = dict(told.get("facts") or {})
+    common.args = common.args or dict(told.get("args") or {})
 
 
 def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
@@ -257,6 +258,4 @@ def facts_of(args: dict[str, Any]) -> dict[str, Any]:
         "groups": groups or heads,
         "channels": args.get("kv_channels") or 0,
         "gated": bool(args.get("swiglu")),
-        "layers": args.get("num_layers") or 0,
-        "hidden": args.get("hidden_size") or 0,
     }

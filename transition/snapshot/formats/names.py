@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from unicron.transition.snapshot.formats.index import (
+    EMBEDDING,
     STATE,
     VOCABULARY,
     Array,
@@ -29,10 +30,15 @@ from unicron.transition.snapshot.formats.index import (
     Tensor,
     raw_type,
 )
-from unicron.transition.snapshot.formats.written import Out, cast
+from unicron.transition.snapshot.formats.written import Out, cast, of
 
 TABLES = Path(__file__).with_name("names.toml")
 MEGATRON, AUTOMATIC = "megatron", "auto"
+MISTRALS = "tok_embeddings.weight"
+CONSOLIDATED = (
+    "the tensors are named as in Mistral's and Meta's consolidated files, whose queries and keys have another order of "
+    "rows: take the repository's model*.safetensors, or convert them with transformers, or give a table with --names"
+)
 HEADS = "the number of heads is not known: give the model's config.json with --config"
 
 
@@ -49,15 +55,22 @@ class Entry:
     def layered(self) -> bool:
         return "{}" in self.theirs[0]
 
+    @property
+    def same(self) -> bool:
+        """Whether it is one tensor under another name, of any shape."""
+        return len(self.theirs) == 1 and not (self.qkv or self.transposed or self.layered)
+
 
 @dataclass(frozen=True)
 class Table:
-    """A table. ignored: endings of names that hold no weights. needed: a tensor that tells its models from others."""
+    """A table. ignored: endings of names that hold no weights. needed: a tensor that tells its models from others.
+    prefix: how names begin there, unless the model is saved without its head."""
 
     name: str
     entries: tuple[Entry, ...]
     ignored: tuple[str, ...] = ()
     needed: str = ""
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,11 +99,12 @@ def tables(path: Path | None = None) -> dict[str, Table]:
 
 def _table(path: Path, name: str, lines: dict[str, Any], known: Mapping[str, Table]) -> Table:
     like, ignored = lines.pop("like", None), list(lines.pop("ignored", []))
-    needed = str(lines.pop("needed", ""))
+    needed, prefix = str(lines.pop("needed", "")), lines.pop("prefix", None)
     if like is not None and like not in known:
         raise BadCheckpoint(f"{path}: [{name}] is like {like!r}: there are {', '.join(known)}")
     entries = {entry.mine: entry for entry in known[like].entries} if like else {}
     ignored += known[like].ignored if like else ()
+    prefix = str(prefix if prefix is not None else known[like].prefix if like else "")
     for mine, value in lines.items():
         try:
             entries[mine] = _entry(mine, value)
@@ -98,7 +112,7 @@ def _table(path: Path, name: str, lines: dict[str, Any], known: Mapping[str, Tab
             raise BadCheckpoint(f"{path}: [{name}] {mine!r}: {error}: see the top of {TABLES.name}") from None
     if not entries:
         raise BadCheckpoint(f"{path}: [{name}] names no tensor")
-    return Table(name, tuple(entries.values()), tuple(ignored), needed)
+    return Table(name, tuple(entries.values()), tuple(ignored), needed, prefix)
 
 
 def _entry(mine: str, value: Any) -> Entry:
@@ -129,6 +143,8 @@ def chosen(names: str, index: Index, to_theirs: bool) -> Table | None:
         if not name and len(found) > 1:
             raise BadCheckpoint(f"{path} has several tables: write {path}:{next(iter(found))}, for example")
         return found[name] if name else next(iter(found.values()))
+    if not to_theirs and MISTRALS in index.tensors:
+        raise BadCheckpoint(CONSOLIDATED)
     fitting = [table for table in ours.values() if (_fits(table, index) if to_theirs else _is_of(table, index))]
     return fitting[0] if len(fitting) == 1 else None
 
@@ -144,7 +160,16 @@ def _fits(table: Table, index: Index) -> bool:
 
 def _is_of(table: Table, index: Index) -> bool:
     first = next(entry for entry in table.entries)
-    return first.theirs[0].format(0) in index.tensors
+    return first.theirs[0].format(0) in _prefixed(index, table).tensors
+
+
+def _prefixed(index: Index, table: Table) -> Index:
+    """The index with the table's prefix in front of names that lack it."""
+    if not table.prefix or any(name.startswith(table.prefix) for name in index.tensors):
+        return index
+    theirs = {name for entry in table.entries for name in entry.theirs}
+    tensors = {name if name in theirs else table.prefix + name: each for name, each in index.tensors.items()}
+    return replace(index, tensors=tensors)
 
 
 # ------------------------------------------------------------ how the rows lie
@@ -176,6 +201,11 @@ def _pieces(entry: Entry, rows: int, facts: Mapping[str, Any]) -> list[Piece]:
 
 
 # ------------------------------------------------------------ theirs to Megatron's
+def of_megatron(index: Index) -> bool:
+    """Whether the tensors have the names of a model of Megatron's: of a plain module nobody knows its layers."""
+    return EMBEDDING in index.tensors or "gated" in index.common.facts
+
+
 def renamed(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
     """The index under Megatron's names. facts: about the model that is to have it; what the index says itself comes
     first. Raises BadCheckpoint."""
@@ -187,6 +217,7 @@ def renamed(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
         raise BadCheckpoint(
             f"no table of names fits this checkpoint, whose tensors are {some}, ...: give one with --names FILE"
         )
+    index = _prefixed(index, table)
     told = dict(facts) | {key: value for key, value in index.common.facts.items() if value}
     found = Index(index.format, index.iteration, index.layout, {}, index.common)
     found.common.facts = told
@@ -197,8 +228,9 @@ def renamed(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
             used |= _add(found, entry, index, layers, told)
     left = [name for name in index.tensors if name not in used and not name.endswith(table.ignored or ("\0",))]
     if left:
+        first = index.tensors[left[0]].name
         raise BadCheckpoint(
-            f"the table {table.name} has no place for {left[0]} ({len(left)} in all): add it with --names FILE"
+            f"the table {table.name} has no place for {first} ({len(left)} in all): add it with --names FILE"
         )
     return found
 
@@ -214,6 +246,10 @@ def _layers(entry: Entry, index: Index) -> int:
 
 
 def _add(found: Index, entry: Entry, index: Index, layers: int, facts: Mapping[str, Any]) -> set[str]:
+    if entry.same:
+        (name,) = entry.theirs
+        found.tensors[entry.mine] = replace(index.tensors[name], name=entry.mine)
+        return {name}
     used: set[str] = set()
     for layer in range(layers):
         names = [name.format(layer) for name in entry.theirs]
@@ -275,6 +311,9 @@ def outs(index: Index, names: str, dtypes: Mapping[str, str]) -> list[Out] | Non
 def _all(index: Index, known: Mapping[str, Entry], dtypes: Mapping[str, str]) -> Iterator[Out]:
     for tensor in index.parameters():
         entry, facts, dtype = known[tensor.name], index.common.facts, dtypes[tensor.name]
+        if entry.same and tensor.name not in VOCABULARY:
+            yield of(tensor, entry.theirs[0], dtype)
+            continue
         layers = tensor.shape[0] if entry.layered else 1
         rows = tensor.shape[1 if entry.layered else 0]
         rest = tensor.shape[2 if entry.layered else 1 :]

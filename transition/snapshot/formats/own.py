@@ -40,13 +40,14 @@ def read(found: folders.Found) -> Index:
     except BadImage as error:
         raise BadCheckpoint(f"{error}: run `unicronctl checkpoint verify`, or use the checkpoint before") from None
     first = heads[0]
-    facts = first.get("facts") or {}
+    facts = dict(first.get("facts") or {})
     common = Common(
         groups=first["groups"],
         schedule=first["scheduler"],
         scales=first["scales"],
         seed=first["seed"],
         loss=first["loss"],
+        args=dict(facts.pop("arguments", {})),
         facts=facts,
     )
     index = Index(FORMAT, found.iteration, first["layout"], {}, common)

@@ -107,7 +107,7 @@ def _head(index: Index, about: bytes) -> bytes:
         "step": common.step or 0.0,
         "untrained": "",
         "about": about,
-        "facts": common.facts,
+        "facts": common.facts | {"arguments": common.args},
     }
     packed: bytes = msgpack.packb(told)
     return packed

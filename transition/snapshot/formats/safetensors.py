@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unicron.transition.snapshot.formats import megatron_arguments
 from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Index, Raw, raw_type
 from unicron.transition.snapshot.formats.written import Out
 
@@ -17,6 +18,7 @@ FORMAT = "safetensors"
 SUFFIX = ".safetensors"
 NAME = "model.safetensors"
 CONFIG = "config.json"
+CONSOLIDATED = "consolidated"  # how files begin that Mistral has beside Hugging Face's, with the same weights
 MOST = 1 << 28  # bytes of a header
 _KINDS = {
     "F64": "float64",
@@ -54,7 +56,8 @@ def files(folder: Path) -> list[Path]:
         if any("/" in name for name in names):
             raise BadCheckpoint(f"{listed}: names files outside of its folder")
         return [folder / name for name in names]
-    return sorted(folder.glob(f"*{SUFFIX}"))
+    found = sorted(folder.glob(f"*{SUFFIX}"))
+    return [path for path in found if not path.name.startswith(CONSOLIDATED)] or found
 
 
 def read(folder: Path) -> Index:
@@ -80,6 +83,7 @@ def read(folder: Path) -> Index:
     config = (folder if folder.is_dir() else folder.parent) / CONFIG
     if config.is_file():
         index.common.facts |= facts_of(config)
+        index.common.args |= megatron_arguments.of_config(config)
     return index
 
 

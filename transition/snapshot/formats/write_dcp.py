@@ -18,6 +18,7 @@ import numpy as np
 from unicron.transition.seams import table, torch_chunks
 from unicron.transition.snapshot.formats.dcp import COMMON, CONFIG, METADATA, RESHARDABLE, TOLD, TORCH_DIST
 from unicron.transition.snapshot.formats.index import LAYERS, MAINS, STATE, Array, BadCheckpoint, Common, Index
+from unicron.transition.snapshot.formats.megatron_arguments import arguments
 from unicron.transition.snapshot.formats.written import Out, of
 
 DATA = "__0_0.distcp"
@@ -103,6 +104,7 @@ def told_of(index: Index) -> dict[str, Any]:
         "seed": common.seed,
         "loss": common.loss,
         "facts": common.facts,
+        "args": common.args,
     }
 
 
@@ -188,29 +190,3 @@ def _optimizer(common: Common, writer: _Writer) -> dict[str, Any]:
         }
         found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale  # type: ignore[index]
     return found
-
-
-def arguments(index: Index) -> dict[str, Any]:
-    """What Megatron-LM's `--load` asks of the arguments that a checkpoint was written with."""
-    common, facts = index.common, index.common.facts
-    sizes = {word: int(size) for word, size in re.findall(r"([A-Z]+)(\d+)", index.layout)}
-    schedule = common.schedule or {}
-    consumed = schedule["num_steps"] if "lr_warmup_steps" in schedule else 0
-    found = {
-        "tensor_model_parallel_size": sizes.get("TP", 1),
-        "pipeline_model_parallel_size": sizes.get("PP", 1),
-        "iteration": index.iteration,
-        "consumed_train_samples": int(consumed),
-        "consumed_valid_samples": 0,
-        "skipped_train_samples": 0,
-        "num_layers": facts.get("layers"),
-        "hidden_size": facts.get("hidden"),
-        "num_attention_heads": facts.get("heads"),
-        "num_query_groups": facts.get("groups"),
-        "group_query_attention": facts.get("groups") != facts.get("heads"),
-        "kv_channels": facts.get("channels") or None,
-        "swiglu": bool(facts.get("gated")),
-    }
-    found |= {name: value for name, value in common.args.items() if value is not None}
-    # Random numbers are not in it, nor is what is not: Megatron-LM would look for them.
-    return found | {"no_save_rng": True, "no_save_optim": not index.has_optimizer(), "world_size": 0}

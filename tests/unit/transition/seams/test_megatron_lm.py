@@ -17,7 +17,7 @@ from unicron.transition.megatron_lm import arguments, batches, data, loop, save_
 from unicron.transition.seams.megatron_lm import Refused, growing_batches
 from unicron.transition.session.session import StepResult
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
-from unicron.transition.snapshot.formats import convert, opening
+from unicron.transition.snapshot.formats import opening, write_dcp
 from unicron.transition.snapshot.formats.opening import TRACKER
 from unicron.transition.snapshot.migrate import TrainingState
 
@@ -289,7 +289,9 @@ def test_other_data_than_those_that_follow_are_never_taken_silently(tmp_path, ca
     Checkpoints(tmp_path / "saves").save_last(state, 7)
     index = opening.index_of(tmp_path / "saves")
     index.common.args["consumed_train_samples"] = samples
-    convert.export(index, tmp_path / "theirs", "torch_dist")
+    (at := tmp_path / "theirs" / "iter_0000007").mkdir(parents=True)
+    write_dcp.write_torch_dist(at, index)
+    (tmp_path / "theirs" / TRACKER).write_text("7")
     given = arguments.Folders(None, tmp_path / "theirs", 0, False, iteration=iterations)
     assert made_of(given).load(state) == (7 if iterations else 0)
     lines = capsys.readouterr().err

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from unicron.ctl.protocol import client
 from unicron.ctl.system.errors import UserError
 from unicron.transition.snapshot import foreign
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron.transition.snapshot.formats import convert, opening, pickles, verify
+from unicron.transition.snapshot.formats import convert, opening, pickles, verify, write_dcp
 from unicron.transition.snapshot.formats.index import BadCheckpoint
 from unicron.transition.snapshot.formats.written import cast
 from unicron.transition.snapshot.migrate import TrainingState
@@ -62,6 +63,16 @@ def saved(tmp_path):
     return state, tmp_path / "saves"
 
 
+def torch_dist(folder: Path, out: Path) -> Path:
+    """The checkpoint in a folder as `torch_dist`, whatever its names; returns that of the iteration."""
+    index = opening.index_of(folder)
+    at = out / f"iter_{index.iteration:07d}"
+    at.mkdir(parents=True)
+    write_dcp.write_torch_dist(at, index)
+    (out / opening.TRACKER).write_text(str(index.iteration))
+    return at
+
+
 def invoke(*words: object):
     return click.testing.CliRunner().invoke(command, [str(word) for word in words], catch_exceptions=True)
 
@@ -70,7 +81,10 @@ def invoke(*words: object):
 @pytest.mark.parametrize("form", ["dcp", "torch_dist"])
 def test_a_training_begins_from_what_another_has_exported_bit_for_bit(tmp_path, saved, form):
     state, saves = saved
-    convert.export(opening.index_of(saves), tmp_path / "out", form)
+    if form == "dcp":
+        convert.export(opening.index_of(saves), tmp_path / "out", form)
+    else:
+        torch_dist(saves, tmp_path / "out")
     other = training(2)
     assert Checkpoints(tmp_path / "new", begin_from=tmp_path / "out").load(other) == 7
     assert same(state, other)
@@ -111,6 +125,40 @@ def test_safetensors_has_the_models_names_and_their_library_reads_it(tmp_path, s
     assert all(torch.equal(a, b) for a, b in zip(state.model[0].state_dict().values(), held(other), strict=False))
 
 
+def test_a_plain_module_begins_under_names_of_a_table(tmp_path, saved):
+    """Defect: begin_names was left out without a word for a plain module."""
+    state, saves = saved
+    names = [tensor.name for tensor in opening.index_of(saves).parameters()]
+    table = tmp_path / "theirs.toml"
+    table.write_text("".join(f'"{name}" = "their.{name}"\n' for name in names))
+    convert.export(opening.index_of(saves), tmp_path / "theirs", "safetensors", str(table))
+    assert set(load_file(tmp_path / "theirs" / "model.safetensors")) == {f"their.{name}" for name in names}
+    other = training(2)
+    with pytest.raises(CheckpointError, match="is of another model"):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "theirs").load(other)
+    begun = Checkpoints(tmp_path / "new", begin_from=tmp_path / "theirs", begin_names=str(table)).load(other)
+    assert begun == 7
+    assert all(torch.equal(a, b) for a, b in zip(state.model[0].state_dict().values(), held(other), strict=False))
+    table.write_text(f'"{names[0]}" = "their.{names[0]}"\n')
+    with pytest.raises(CheckpointError, match=r"has no place for their\."):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "theirs", begin_names=str(table)).load(other)
+
+
+def test_a_table_of_names_that_would_not_be_used_is_refused(tmp_path, saved):
+    _, saves = saved
+    with pytest.raises(ValueError, match="give begin_from, too"):
+        Checkpoints(tmp_path / "new", begin_names="llama")
+    with pytest.raises(CheckpointError, match="leave begin_names out"):
+        Checkpoints(tmp_path / "new", begin_from=saves, begin_names="llama").load(training(2))
+    convert.export(opening.index_of(saves), tmp_path / "out", "dcp")
+    with pytest.raises(CheckpointError, match='give begin_with="model" with it'):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_names="llama").load(training(2))
+    with pytest.raises(CheckpointError, match="the table llama has no place for"):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_names="llama", begin_with="model").load(
+            training(2)
+        )
+
+
 def test_precisions_are_rounded_as_torch_does():
     values = torch.cat([torch.randn(5000) * 10.0**n for n in (-30, -3, 0, 3, 30)])
     values = torch.cat([values, torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3.4e38])])
@@ -130,8 +178,7 @@ class Hostile:
 def test_a_hostile_pickle_is_refused_by_the_name_that_it_names(tmp_path, saved, where, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, saves = saved
-    convert.export(opening.index_of(saves), tmp_path / "out", "torch_dist")
-    at = next((tmp_path / "out").glob("iter_*"))
+    at = torch_dist(saves, tmp_path / "out")
     if where == ".metadata":
         (at / where).write_bytes(pickle.dumps(Hostile()))
     elif where == "common.pt":
@@ -168,7 +215,10 @@ def test_a_chunk_outside_of_its_folder_is_refused(tmp_path, saved):
 @pytest.mark.parametrize("form", ["dcp", "torch_dist", "safetensors"])
 def test_damage_is_found(tmp_path, saved, form):
     _, saves = saved
-    convert.export(opening.index_of(saves), tmp_path / "out", form)
+    if form == "torch_dist":
+        torch_dist(saves, tmp_path / "out")
+    else:
+        convert.export(opening.index_of(saves), tmp_path / "out", form)
     assert verify.problems(tmp_path / "out")[1] == []
     path = max((path for path in (tmp_path / "out").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
     path.write_bytes(path.read_bytes()[:-200])
@@ -268,8 +318,7 @@ def test_an_optimizer_with_other_names_is_refused(tmp_path):
 
 def test_the_newest_of_a_folder_is_the_newest_of_both_kinds(tmp_path, saved):
     _, folder = saved
-    assert invoke("export", folder, tmp_path / "theirs", "--format", "torch_dist").exit_code == 0
-    (theirs,) = (tmp_path / "theirs").glob("iter_*")
+    theirs = torch_dist(folder, tmp_path / "theirs")
     for iteration, format_ in ((8, "torch_dist"), (6, "unicron")):
         shutil.copytree(theirs, folder / f"iter_{iteration:07d}")
         (folder / opening.TRACKER).write_text(str(iteration))
@@ -285,8 +334,7 @@ def test_a_tracker_without_a_number_is_refused_in_a_line(tmp_path, said):
 
 def test_a_half_written_checkpoint_of_megatrons_is_refused(tmp_path, saved):
     _, folder = saved
-    assert invoke("export", folder, tmp_path / "theirs", "--format", "torch_dist").exit_code == 0
-    (theirs,) = (tmp_path / "theirs").glob("iter_*")
+    theirs = torch_dist(folder, tmp_path / "theirs")
     common = theirs / "common.pt"
     whole = common.read_bytes()
     common.unlink()
@@ -335,7 +383,7 @@ def test_a_running_job_says_itself_where_it_saves(tmp_path, saved, scancel, monk
         refused = invoke("export", "4711_2", tmp_path / "out")
         assert isinstance(refused.exception, UserError) and says in str(refused.exception)
         assert "--from" in str(refused.exception) and not (tmp_path / "words").exists()
-    assert invoke("export", "4711_2", tmp_path / "out", "--wait", 60).exit_code == 0
+    assert invoke("export", "4711_2", tmp_path / "out", "--wait", 60, "--format", "dcp").exit_code == 0
     assert asked[-1] == {"kind": "explain", "job": "4711"} and opening.index_of(tmp_path / "out").iteration == 9
 
 
@@ -355,14 +403,43 @@ def test_a_job_that_writes_none_is_told_of_and_no_old_one_is_exported(tmp_path, 
     assert isinstance(unnamed.exception, UserError) and "with --from" in str(unnamed.exception)
 
 
-def test_nothing_is_left_of_an_export_that_fails(tmp_path, saved, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+@pytest.fixture
+def little_room():
+    """No file grows over 256 KiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    monkeypatch.setattr(convert.safetensors, "write", full)
-    with pytest.raises(OSError, match="No space"):
-        convert.export(opening.index_of(saved[1]), tmp_path / "out", "safetensors")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["saves"]
+
+@pytest.mark.parametrize("form", ["torch_dist", "dcp", "safetensors", "import"])
+@pytest.mark.parametrize("there", [False, True])
+def test_nothing_is_left_of_what_finds_no_room(tmp_path, form, there, request):
+    """Defect: an import left its folder, and the error did not say which file found no room."""
+    words = "embedding.word_embeddings.weight"
+    (tmp_path / "in").mkdir()
+    save_file({words: torch.ones(100, 1000)}, tmp_path / "in" / "model.safetensors")
+    out = tmp_path / "deep" / "out"
+    if there:
+        out.mkdir(parents=True)
+    request.getfixturevalue("little_room")
+    more = ("--format", form) if form != "import" else ("--names", "megatron")
+    refused = invoke("export" if form != "import" else form, tmp_path / "in", out, *more)
+    assert isinstance(refused.exception, UserError), refused
+    wanted = f"{out} cannot be written (File too large): make room, or give another folder"
+    assert str(refused.exception) == wanted
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
+        ["in", "model.safetensors", *(["deep", "out"] if there else [])]
+    )
+
+
+def test_a_plain_module_is_not_written_for_megatron(tmp_path, saved):
+    refused = invoke("export", saved[1], tmp_path / "out")
+    assert isinstance(refused.exception, UserError)
+    assert "write --format dcp or safetensors" in str(refused.exception)
+    assert not (tmp_path / "out").exists()
+    named = invoke("export", saved[1], tmp_path / "out", "--format", "dcp", "--names", "llama")
+    assert isinstance(named.exception, UserError) and "leave --names out" in str(named.exception)
 
 
 MEASURED = """

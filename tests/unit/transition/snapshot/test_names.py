@@ -13,6 +13,7 @@ from unicron.transition.snapshot.formats import convert, names, opening
 from unicron.transition.snapshot.formats.index import BadCheckpoint
 
 HEADS, GROUPS, SIZE, HIDDEN, INNER, WORDS, LAYERS = 4, 2, 3, 12, 20, 11, 2
+BUFFERS = ("bias", "masked_bias")  # of old releases of transformers
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 
 
@@ -96,6 +97,94 @@ def test_a_gpt2_comes_back_bit_for_bit_and_its_columns_are_rows(tmp_path):
     convert.import_(opening.index_of(folder), tmp_path / "own")
     convert.export(opening.index_of(tmp_path / "own"), tmp_path / "back", "safetensors")
     same(tmp_path / "back", gpt2())
+
+
+@pytest.mark.parametrize("made", [llama, gpt2])
+def test_a_model_that_is_saved_without_its_head_lacks_a_prefix(tmp_path, made):
+    whole = made()
+    whole.pop("lm_head.weight", None)
+    base = {name.partition(".")[2]: tensor for name, tensor in whole.items()}
+    buffers = {f"h.{layer}.attn.{name}": torch.ones(1, 1, 7, 7) for layer in range(LAYERS) for name in BUFFERS}
+    about = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS if made is llama else HEADS}
+    folder = saved(tmp_path / "hf", base | (buffers if made is gpt2 else {}), **about)
+    convert.import_(opening.index_of(folder), tmp_path / "own")
+    convert.export(opening.index_of(tmp_path / "own"), tmp_path / "back", "safetensors", made.__name__)
+    same(tmp_path / "back", whole)
+    save_file(base | {"extra.weight": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=r"has no place for extra\.weight"):
+        names.renamed(opening.index_of(folder), "", {})
+
+
+@pytest.mark.parametrize("through", ["", "own", "dcp"])
+@pytest.mark.parametrize("made", [llama, gpt2])
+def test_megatron_lm_finds_the_arguments_that_it_compares(tmp_path, made, through):
+    """Defect: num_layers was None and swiglu False, so that it was loaded with --finetune alone."""
+    about = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS if made is llama else HEADS}
+    about |= {"max_position_embeddings": 77, "hidden_act": "silu", "rope_theta": 5e5} if made is llama else {}
+    folder = saved(tmp_path / "hf", made(), **about)
+    if through:
+        convert.import_(opening.index_of(folder), tmp_path / "own")
+        folder = tmp_path / "own"
+    if through == "dcp":
+        convert.export(opening.index_of(folder), tmp_path / "dcp", "dcp")
+        folder = tmp_path / "dcp"
+    lines: list[str] = []
+    convert.export(opening.index_of(folder), tmp_path / "out", "torch_dist", say=lines.append)
+    told = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)["args"]
+    wanted = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "ffn_hidden_size": INNER}
+    wanted |= {"padded_vocab_size": WORDS, "no_save_optim": True}
+    if made is llama:
+        wanted |= {"num_query_groups": GROUPS, "group_query_attention": True, "swiglu": True, "rotary_base": 500000}
+        wanted |= {"normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope"}
+        wanted |= {"untie_embeddings_and_output_weights": True, "max_position_embeddings": 77}
+    else:
+        wanted |= {"group_query_attention": False, "normalization": "LayerNorm", "add_bias_linear": True}
+        wanted |= {"untie_embeddings_and_output_weights": False, "max_position_embeddings": 7}
+        wanted |= {"position_embedding_type": "learned_absolute"}
+    assert {name: getattr(told, name, "missing") for name in wanted} == wanted
+    assert lines == [
+        "make_vocab_size_divisible_by, tokenizer_type: not known; Megatron-LM compares them if --vocab-file is given: "
+        "give --finetune then"
+    ]
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_scaled_rotary_embedding_is_said(tmp_path, key):
+    about = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, key: {"rope_type": "llama3", "factor": 8.0}}
+    lines: list[str] = []
+    index = opening.index_of(saved(tmp_path / "hf", llama(), **about))
+    convert.export(index, tmp_path / "out", "torch_dist", say=lines.append)
+    assert sum("--use-rope-scaling" in line for line in lines) == 1
+
+
+def test_arguments_that_are_not_known_are_said(tmp_path):
+    tensors = {"embedding.word_embeddings.weight": torch.ones(3, 2)}
+    lines: list[str] = []
+    convert.export(opening.index_of(saved(tmp_path / "in", tensors)), tmp_path / "out", "torch_dist", say=lines.append)
+    assert lines[0].startswith("num_layers, hidden_size, num_attention_heads: not known, so that Megatron-LM takes it")
+
+
+def test_gpt2_as_it_is_on_the_hub_with_a_head_beside_it(tmp_path):
+    base = {name.removeprefix("transformer."): tensor for name, tensor in gpt2().items()}
+    folder = saved(tmp_path / "hf", base | {"lm_head.weight": torch.ones(WORDS, HIDDEN)}, n_head=HEADS)
+    found = names.renamed(opening.index_of(folder), "", {})
+    assert found.tensors["output_layer.weight"].read().all()
+    assert found.tensors[QKV].shape == (LAYERS, 3 * HIDDEN, HIDDEN)
+
+
+def test_consolidated_files_of_mistrals_are_not_read_beside_others_and_alone_refused(tmp_path, of_llama):
+    save_file({"tok_embeddings.weight": torch.ones(3, 2)}, of_llama / "consolidated.safetensors")
+    assert "tok_embeddings.weight" not in opening.index_of(of_llama).tensors
+    (of_llama / "model.safetensors").unlink()
+    index = opening.index_of(of_llama)
+    for refused in (
+        lambda: names.renamed(index, "", {}),
+        lambda: convert.import_(index, tmp_path / "own"),
+        lambda: convert.export(index, tmp_path / "out", "torch_dist"),
+    ):
+        with pytest.raises(BadCheckpoint, match=r"take the repository's model\*\.safetensors"):
+            refused()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
 def test_a_tensor_without_a_place_is_no_tensor_left_out(tmp_path):

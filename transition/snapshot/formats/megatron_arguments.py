@@ -1,0 +1,110 @@
+"""Megatron-LM's arguments that a checkpoint was written with: its `--load` compares some of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from unicron.transition.snapshot.formats.index import EMBEDDING, LAYERS, OUTPUT, BadCheckpoint, Index
+
+NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # `--load` compares these, unless there is --finetune
+WITH_VOCABULARY = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")  # with --vocab-file too
+POSITIONS = "embedding.position_embeddings.weight"
+
+
+def arguments(index: Index) -> dict[str, Any]:
+    """What Megatron-LM reads of them, of an index with its names."""
+    common, facts = index.common, index.common.facts
+    sizes = {word: int(size) for word, size in re.findall(r"([A-Z]+)(\d+)", index.layout)}
+    schedule = common.schedule or {}
+    consumed = schedule["num_steps"] if "lr_warmup_steps" in schedule else 0
+    found = {
+        "tensor_model_parallel_size": sizes.get("TP", 1),
+        "pipeline_model_parallel_size": sizes.get("PP", 1),
+        "iteration": index.iteration,
+        "consumed_train_samples": int(consumed),
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+    }
+    if facts.get("heads"):
+        found["num_attention_heads"] = facts["heads"]
+        found["num_query_groups"] = facts.get("groups") or facts["heads"]
+        found["group_query_attention"] = found["num_query_groups"] != facts["heads"]
+    if facts.get("channels"):
+        found["kv_channels"] = facts["channels"]
+    found |= _of_tensors(index)
+    found |= {name: value for name, value in common.args.items() if value is not None}
+    # Random numbers are not in it, nor is what is not: Megatron-LM would look for them.
+    return found | {"no_save_rng": True, "no_save_optim": not index.has_optimizer(), "world_size": 0}
+
+
+def unknown(index: Index) -> Iterator[str]:
+    """Lines that say which of them nobody knows, and what to do about it."""
+    known = arguments(index)
+    if left := [name for name in NEEDED if name not in known]:
+        yield (
+            f"{', '.join(left)}: not known, so that Megatron-LM takes it with --finetune alone: give the model's "
+            "config.json with --config"
+        )
+    if index.iteration and not index.has_optimizer():
+        yield "there is no optimizer's state in it: give --no-load-optim, or --finetune to begin at iteration 0"
+    if known.get("use_rope_scaling"):
+        yield (
+            "config.json scales the rotary embedding, which Megatron-LM takes from its options alone: give "
+            "--use-rope-scaling if the scale is Llama 3's"
+        )
+    if left := [name for name in WITH_VOCABULARY if name not in known]:
+        yield f"{', '.join(left)}: not known; Megatron-LM compares them if --vocab-file is given: give --finetune then"
+
+
+def _of_tensors(index: Index) -> dict[str, Any]:
+    """What names and shapes say, of layers that are stacked."""
+    tensors = index.tensors
+    inner = tensors.get(f"{LAYERS}mlp.linear_fc2.weight")
+    if inner is None or len(inner.shape) != 3:
+        return {}
+    layers, hidden, width = inner.shape
+    biased = f"{LAYERS}mlp.linear_fc1.bias" in tensors
+    found: dict[str, Any] = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": width}
+    found |= {
+        "add_bias_linear": biased,
+        "add_qkv_bias": not biased and f"{LAYERS}self_attention.linear_qkv.bias" in tensors,
+        "qk_layernorm": f"{LAYERS}self_attention.q_layernorm.weight" in tensors,
+        "untie_embeddings_and_output_weights": OUTPUT in tensors,
+        "normalization": "LayerNorm" if "decoder.final_layernorm.bias" in tensors else "RMSNorm",
+    }
+    if EMBEDDING in tensors:
+        found["padded_vocab_size"] = tensors[EMBEDDING].shape[0]
+    if POSITIONS in tensors:
+        found["position_embedding_type"] = "learned_absolute"
+        found["max_position_embeddings"] = tensors[POSITIONS].shape[0]
+    return found
+
+
+# ------------------------------------------------------------ of Hugging Face's
+GATED = ("silu", "swish")  # activations of layers with a gate, which Megatron calls swiglu
+
+
+def of_config(path: Path) -> dict[str, Any]:
+    """What a model's config.json says of them. Raises BadCheckpoint, OSError."""
+    try:
+        told = json.loads(path.read_text())
+        found = {
+            "max_position_embeddings": told.get("max_position_embeddings") or told.get("n_positions"),
+            "attention_dropout": told.get("attention_dropout", told.get("attn_pdrop")),
+            "hidden_dropout": told.get("resid_pdrop"),
+        }
+        if "hidden_act" in told:
+            found["swiglu"] = told["hidden_act"] in GATED
+        rope = told.get("rope_parameters") or {}
+        if base := told.get("rope_theta") or rope.get("rope_theta"):
+            found |= {"position_embedding_type": "rope", "rotary_base": int(base)}
+            found["rotary_percent"] = float(told.get("partial_rotary_factor") or 1.0)
+        scaling = told.get("rope_scaling") or rope
+        found["use_rope_scaling"] = (scaling.get("rope_type") or scaling.get("type") or "default") != "default"
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadCheckpoint(f"{path}: not a model's configuration ({error})") from None
+    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
