@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -103,6 +104,8 @@ class Controller:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line.startswith("unicrond: listening on tcp://"):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may have ended by itself: then with which status?
+                self.process.wait(5.0)
             self.kill()
             raise AssertionError(f"unicrond has not started, exit status {self.process.poll()}: {line}{self.log}")
         self.address = line.split()[-1]
@@ -119,7 +122,8 @@ class Controller:
     @property
     def log(self) -> str:
         """What it has written to its standard error."""
-        return (self.folder / "unicrond.log").read_text(errors="replace")
+        path = self.folder / "unicrond.log"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def kill(self) -> None:
         """SIGKILL."""

@@ -4,6 +4,7 @@ are such forks themselves (`lent_controller.py`)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -43,8 +44,8 @@ class Fork:
     def _begin(self, words: list[str], output: int) -> None:
         coming = warm().request_fork(warm().environment, words, output)
         assert coming is not None and coming.pid is not None, coming.cold if coming is not None else warm().why
-        os.close(coming.stderr)
-        self._name = words[0]
+        self._name, self._stderr = words[0], coming.stderr  # until the program has another one
+        os.set_blocking(self._stderr, False)
         self._process, self._pidfd = Forked(coming.pid), os.pidfd_open(coming.pid)
         os.write(coming.leave, b"g")
         os.close(coming.leave)
@@ -60,6 +61,10 @@ class Fork:
     def poll(self) -> int | None:
         """Its exit status, None while it runs."""
         if self.returncode is None and self._process.poll() is not None:
+            with contextlib.suppress(BlockingIOError):
+                said = os.read(self._stderr, 65536).decode(errors="replace")
+                print(f"{Path(self._name).name} {self.pid} ended with {self.returncode}: {said}", file=sys.stderr)
+            os.close(self._stderr)
             os.close(self._pidfd)
         return self.returncode
 
