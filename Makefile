@@ -101,7 +101,7 @@ test-unit: venv  ## the first tier alone: no other processes to speak of, no Slu
 test-debian13: ## as root: `make test` on Debian 13 (Slurm 24.11, Python 3.13), in a folder with a system of its own
 	tools/debian-root.sh trixie make test
 
-# Megatron-core 0.16 has no wheel for Python 3.14, sid's own.
+# The Megatron-core of constraints.txt has no wheel for Python 3.14, sid's own.
 test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05), and ranks in containers of Apptainer's
 	tools/debian-root.sh sid make test test-apptainer PYTHON=python3.13
 
