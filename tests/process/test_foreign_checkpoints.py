@@ -160,7 +160,9 @@ def test_buckets_that_hold_experts_are_left_out_only_if_one_says_so(tmp_path):
 @pytest.mark.wide
 def test_a_model_of_hugging_faces_has_the_same_logits_here_and_the_same_bytes_when_it_goes_out(tmp_path):
     told = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, str(SUPPORT / "llama.py"), str(tmp_path)], env=told, timeout=LIMIT, check=True)
+    words = [sys.executable, str(SUPPORT / "llama.py"), str(tmp_path)]
+    done = subprocess.run(words, env=told, timeout=LIMIT, check=True, capture_output=True, text=True)
+    assert "config.json says rotary base 10000, rotary percent 1: no weight proves it" in done.stderr
     logits = torch.load(tmp_path / "logits.pt")
     assert logits["theirs"].abs().max() > 1
     assert (logits["mine"] - logits["theirs"]).abs().max() < 1e-5

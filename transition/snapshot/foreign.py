@@ -13,7 +13,7 @@ import torch
 
 from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import parts
-from unicron.transition.snapshot.formats import names, opening, own
+from unicron.transition.snapshot.formats import names, opening, own, safetensors
 from unicron.transition.snapshot.formats.index import LAYERS, MAINS, VOCABULARY, BadCheckpoint, Index, Tensor
 from unicron.transition.snapshot.migrate import StateMismatch, TrainingState
 
@@ -76,6 +76,8 @@ class Foreign:
         blocks = _Blocks(index, optimizer)
         blocks.check(mine)
         _say_rows(index, mine)
+        if of_megatron:
+            _say_unproven(self.folder, index)
         if any(getattr(getattr(c, "module", c), TIED, False) for c in state.model):
             _check_tied(index)
         parts.restore(state.model, state.optimizer, blocks)
@@ -94,6 +96,16 @@ def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
             rows, here = there.shape[0], mine[name][0]
             rest = f"the last {rows - here} are left out" if rows > here else f"the last {here - rows} are zeros"
             warn(f"{name} has {rows} rows there and {here} here: {rest}; that is right for padding only")
+
+
+def _say_unproven(folder: Path, index: Index) -> None:
+    """What a model's config.json says and no weight shows: with other options the training goes on from nonsense."""
+    args = index.common.args if index.format == safetensors.FORMAT else {}
+    said = [f"{name.replace('_', ' ')} {args[name]:g}" for name in ("rotary_base", "rotary_percent") if name in args]
+    said += ["a scaled rotary embedding"] if args.get("use_rope_scaling") else []
+    said += [f"layers {'with' if args['swiglu'] else 'without'} SwiGLU"] if "swiglu" in args else []
+    if said:
+        inform(f"{folder}: config.json says {', '.join(said)}: no weight proves it: the options have to say the same")
 
 
 def _check_tied(index: Index) -> None:
