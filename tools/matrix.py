@@ -74,7 +74,7 @@ def make(name: str, target: str) -> tuple[int, str]:
         assert making.stdout is not None
         for line in making.stdout:
             print(line, end="", flush=True)
-            last = line if re.search(r"\d+ \w+.* in [\d.]+s", line) else last
+            last = line if re.match(r"=+ .*\d+ (passed|failed|error).* in [\d.]+s", line) else last
         status = making.wait()
     return status, last
 
@@ -88,8 +88,9 @@ def passed(result: str) -> tuple[int, int]:
 def run(name: str) -> int:
     """Runs both tiers in the cell, the second whatever the first said; notes what passed; returns the exit status."""
     made = {tier: make(name, target) for tier, target in TIERS.items()}
-    seen = [f"{tier} {' of '.join(map(str, passed(result)))}" for tier, (_, result) in made.items()]
-    note(name, f"{date.today().isoformat()}: {', '.join(seen)}")
+    seen = [f"{tier} {' of '.join(map(str, passed(result)))}" for tier, (_, result) in made.items() if result]
+    if len(seen) == len(made):  # else a tier has not even begun, and what was seen before still counts
+        note(name, f"{date.today().isoformat()}: {', '.join(seen)}")
     return max(status for status, _ in made.values())
 
 

@@ -162,7 +162,7 @@ def test_a_model_of_hugging_faces_has_the_same_logits_here_and_the_same_bytes_wh
     told = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(SUPPORT / "llama.py"), str(tmp_path)]
     done = subprocess.run(words, env=told, timeout=LIMIT, check=True, capture_output=True, text=True)
-    assert "config.json says rotary base 10000, rotary percent 1: no weight proves it" in done.stderr
+    assert "config.json" not in done.stderr, "it says what is so here"
     logits = torch.load(tmp_path / "logits.pt")
     assert logits["theirs"].abs().max() > 1
     assert (logits["mine"] - logits["theirs"]).abs().max() < 1e-5

@@ -74,7 +74,7 @@ class Persistence:
             if self.writes:
                 self.schedule.store(iteration, self._state, *here)
             if self.schedule.asked and self._is_first and self.checkpoints is not None and self.checkpoints.exports:
-                self.checkpoints.exports.start(iteration)
+                self.checkpoints.exports.start(iteration, self.local.file_writer(here[-1]).mark)
         self.local.keep_boundary(iteration, *here)
 
     def rescue(self, iteration: int, why: str) -> None:

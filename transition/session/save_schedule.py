@@ -79,7 +79,7 @@ class SaveSchedule:
                 )
             return False
         checkpoints.restart_clock()
-        self.asked = self._local.asked
+        self.asked = self._local.requested
         self._local.forget_asked()
         return True
 

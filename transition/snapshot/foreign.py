@@ -20,6 +20,8 @@ from unicron.transition.snapshot.migrate import StateMismatch, TrainingState
 PREFIXES = ("", "model.", "module.", "state_dict.")  # what a script may have its module's names begin with
 TIED = "share_embeddings_and_output_weights"
 
+UNPROVEN = ("rotary_base", "rotary_percent", "swiglu")  # what a config.json says that no weight shows
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -77,7 +79,7 @@ class Foreign:
         blocks.check(mine)
         _say_rows(index, mine)
         if of_megatron:
-            _say_unproven(self.folder, index)
+            _say_unproven(self.folder, index, state.facts.get("arguments") or {})
         if any(getattr(getattr(c, "module", c), TIED, False) for c in state.model):
             _check_tied(index)
         parts.restore(state.model, state.optimizer, blocks)
@@ -98,14 +100,16 @@ def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
             warn(f"{name} has {rows} rows there and {here} here: {rest}; that is right for padding only")
 
 
-def _say_unproven(folder: Path, index: Index) -> None:
-    """What a model's config.json says and no weight shows: with other options the training goes on from nonsense."""
+def _say_unproven(folder: Path, index: Index, mine: Mapping[str, Any]) -> None:
+    """What a model's config.json says and no weight shows. mine: Megatron-LM's arguments of the model here."""
     args = index.common.args if index.format == safetensors.FORMAT else {}
-    said = [f"{name.replace('_', ' ')} {args[name]:g}" for name in ("rotary_base", "rotary_percent") if name in args]
-    said += ["a scaled rotary embedding"] if args.get("use_rope_scaling") else []
-    said += [f"layers {'with' if args['swiglu'] else 'without'} SwiGLU"] if "swiglu" in args else []
-    if said:
-        inform(f"{folder}: config.json says {', '.join(said)}: no weight proves it: the options have to say the same")
+    for name in UNPROVEN:
+        if args.get(name) is not None and mine.get(name) is not None and args[name] != mine[name]:
+            warn(
+                f"config.json in {folder} says {name} {args[name]}, and here it is {mine[name]}: that is another model"
+            )
+    if args.get("use_rope_scaling") and not mine.get("use_rope_scaling"):
+        warn(f"config.json in {folder} scales the rotary embedding: is it scaled here, too? Nothing here says so")
 
 
 def _check_tied(index: Index) -> None:

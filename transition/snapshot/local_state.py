@@ -112,6 +112,11 @@ class LocalState:
         """Whether somebody wants a checkpoint, or what was to become the last one's file could not be set aside."""
         return self._asked or (self._filing is not None and self._filing.error is not None)
 
+    @property
+    def requested(self) -> bool:
+        """Whether somebody wants a checkpoint."""
+        return self._asked
+
     def forget_asked(self) -> None:
         """A checkpoint is written now."""
         self._asked = False

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from unicron.ctl.system.errors import FAILURE, WRONG_USE, UserError
-from unicron.transition.snapshot.formats import convert, opening, verify
+from unicron.transition.snapshot.formats import convert, opening, own, verify
 from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
 
 if TYPE_CHECKING:
@@ -126,10 +126,9 @@ def export(
     With JOB, a running job of yours, it is asked for a checkpoint first.
     """
     folder = Path(source)
-    if not folder.exists() and source.replace("_", "").isdigit():
-        folder = _asked(source, saves or _folder_of(source), wait)
-    index = _whole(folder)
+    of_job = not folder.exists() and source.replace("_", "").isdigit()
     try:
+        index = _asked(source, saves or _folder_of(source), wait) if of_job else _whole(folder)
         convert.export(index, out, form, names, config, dtype, lambda line: click.echo(line, err=True))
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
@@ -170,13 +169,13 @@ def _folder_of(job: str) -> Path:
     return Path(told)
 
 
-def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> Path:
-    """Ask a running job for a checkpoint, as SIGUSR2 does; returns its folder when it is whole."""
+def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> Index:
+    """Ask a running job for a checkpoint, as SIGUSR2 does; returns its index when it is whole."""
     from unicron.detector.health.program_output import run_program
     from unicron.transition.snapshot import folders
 
-    def whole() -> set[tuple[int, str]]:
-        return {(each.iteration, each.mark) for each in folders.whole(saves)}
+    def whole() -> dict[tuple[int, str], folders.Found]:
+        return {(each.iteration, each.mark): each for each in folders.whole(saves)}
 
     before = whole()
     asked = run_program(["scancel", "--state=RUNNING", "--signal=USR2", job], 30.0)
@@ -184,11 +183,14 @@ def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.m
         said = asked.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"job {job} was not asked for a checkpoint: {said[-1] if said else 'scancel failed'}")
     deadline = now() + wait
-    while not (fresh := {each for each in whole() - before if each[0] >= max((i for i, _ in before), default=0)}):
+    newest = max((iteration for iteration, _ in before), default=0)
+    while not (fresh := [each for key, each in whole().items() if key not in before and each.iteration >= newest]):
         if now() >= deadline:
             raise UserError(
                 f"no new checkpoint was whole in {saves} after {wait:g} s: see the job's log, or --wait more"
             )
         time.sleep(LOOK_SECONDS)
-    newest = max(fresh)[0]
-    return saves / f"iteration-{newest:08d}"
+    found = max(fresh, key=lambda each: each.iteration)
+    if wrong := own.check(found):
+        raise UserError(wrong[0])
+    return own.read(found)

@@ -39,6 +39,8 @@ def export(
         raise BadCheckpoint("--format dcp renames nothing: leave --names out, or give it to `checkpoint import` first")
     if form == dcp.TORCH_DIST and not names.of_megatron(index):
         index = _megatrons(index, table)
+    elif form == dcp.TORCH_DIST and table not in ("", names.MEGATRON):
+        raise BadCheckpoint("the names are Megatron's already, as torch_dist has them: leave --names out")
     if dtype and (dtype not in FLOATS or form != safetensors.FORMAT):
         raise BadCheckpoint(f"--dtype is one of {', '.join(FLOATS)}, and for safetensors")
     if index.common.unread:
@@ -94,7 +96,7 @@ def _tensors(index: Index, table: str, dtype: str, say: Callable[[str], None]) -
 def _adopt(index: Index, config: Path | None) -> None:
     if config is not None:
         index.common.facts |= {key: value for key, value in safetensors.facts_of(config).items() if value}
-        index.common.args = megatron_arguments.of_config(config) | index.common.args
+        index.common.args |= megatron_arguments.of_config(config)
 
 
 def _megatrons(index: Index, table: str) -> Index:
@@ -146,6 +148,8 @@ def _filled(new: Path, out: Path, write: Callable[[Path], None]) -> None:
         write(new)
     except RuntimeError as error:  # torch's, of a full disk for one
         cause = error.__context__
+        if isinstance(cause, KeyboardInterrupt | SystemExit):  # torch closes its file then, and finds it unfinished
+            raise cause from None
         why = cause.strerror if isinstance(cause, OSError) else str(error).splitlines()[0]
         raise BadCheckpoint(NO_ROOM.format(out, why)) from None
 

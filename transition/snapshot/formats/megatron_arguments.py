@@ -99,12 +99,21 @@ def of_config(path: Path) -> dict[str, Any]:
         }
         if "hidden_act" in told:
             found["swiglu"] = told["hidden_act"] in GATED
-        rope = told.get("rope_parameters") or {}
-        if base := told.get("rope_theta") or rope.get("rope_theta"):
-            found |= {"position_embedding_type": "rope", "rotary_base": int(base)}
-            found["rotary_percent"] = float(told.get("partial_rotary_factor") or 1.0)
-        scaling = told.get("rope_scaling") or rope
-        found["use_rope_scaling"] = (scaling.get("rope_type") or scaling.get("type") or "default") != "default"
-    except (ValueError, TypeError, AttributeError) as error:
+        found |= _of_rotary(told)
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise BadCheckpoint(f"{path}: not a model's configuration ({error})") from None
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+
+
+def _of_rotary(told: dict[str, Any]) -> dict[str, Any]:
+    """What it says of the rotary embedding. Newer releases have it under `rope_parameters`, some models for each kind
+    of layer, which Megatron has not."""
+    rope = told.get("rope_parameters") or {}
+    kinds = [each for each in rope.values() if isinstance(each, dict)]
+    scaling = told.get("rope_scaling") or rope
+    types = [each.get("rope_type") or each.get("type") or "default" for each in kinds or [scaling]]
+    found: dict[str, Any] = {"use_rope_scaling": any(each != "default" for each in types)}
+    if base := told.get("rope_theta") or rope.get("rope_theta"):
+        percent = told.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+        found |= {"position_embedding_type": "rope", "rotary_base": int(base), "rotary_percent": float(percent)}
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -261,7 +261,9 @@ def _add(found: Index, entry: Entry, index: Index, layers: int, facts: Mapping[s
         rest = _rest(entry, theirs[0])
         rows = sum(tensor.shape[-1 if entry.transposed else 0] for tensor in theirs)
         shape = (layers, rows, *rest) if entry.layered else (rows, *rest)
-        for piece in _pieces(entry, rows, facts):
+        pieces = _pieces(entry, rows, facts)
+        _check_rows(entry, theirs, pieces)
+        for piece in pieces:
             tensor = theirs[piece.theirs]
             extent = (piece.count, *rest)
             offset: Place = (piece.mine, *(0 for _ in rest))
@@ -270,6 +272,15 @@ def _add(found: Index, entry: Entry, index: Index, layers: int, facts: Mapping[s
             find = partial(_part, tensor, piece, entry.transposed)
             found.add(entry.mine, shape, tensor.dtype, Block.of(offset, extent, find))
     return used
+
+
+def _check_rows(entry: Entry, theirs: Sequence[Tensor], pieces: Iterable[Piece]) -> None:
+    """Raises BadCheckpoint where the tensors do not have the rows that the pieces take from them."""
+    for number, tensor in enumerate(theirs):
+        wanted = sum(piece.count for piece in pieces if piece.theirs == number)
+        if (rows := tensor.shape[-1 if entry.transposed else 0]) != wanted:
+            why = "the heads and groups of config.json are not this model's" if entry.qkv else "its parts are not equal"
+            raise BadCheckpoint(f"{tensor.name} has {rows} rows, and {wanted} belong into {entry.mine}: {why}")
 
 
 def _rest(entry: Entry, tensor: Tensor) -> Place:

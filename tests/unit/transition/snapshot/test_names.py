@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from unicron.transition.snapshot.formats import convert, names, opening
+from unicron.transition.snapshot import foreign
+from unicron.transition.snapshot.formats import convert, megatron_arguments, names, opening
 from unicron.transition.snapshot.formats.index import BadCheckpoint
 
 HEADS, GROUPS, SIZE, HIDDEN, INNER, WORDS, LAYERS = 4, 2, 3, 12, 20, 11, 2
@@ -188,7 +189,12 @@ def test_consolidated_files_of_mistrals_are_not_read_beside_others_and_alone_ref
 
 
 def test_a_tensor_without_a_place_is_no_tensor_left_out(tmp_path):
-    folder = saved(tmp_path / "hf", llama() | {"model.extra.weight": torch.ones(2)}, num_attention_heads=HEADS)
+    folder = saved(
+        tmp_path / "hf",
+        llama() | {"model.extra.weight": torch.ones(2)},
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+    )
     with pytest.raises(BadCheckpoint, match=r"has no place for model\.extra\.weight"):
         names.renamed(opening.index_of(folder), "llama", {"groups": GROUPS})
 
@@ -208,3 +214,58 @@ def test_a_table_of_ones_own(tmp_path, of_llama):
 def test_the_number_of_heads_has_to_be_known(tmp_path):
     with pytest.raises(BadCheckpoint, match=r"give the model's config\.json with --config"):
         names.renamed(opening.index_of(saved(tmp_path / "hf", llama())), "", {})
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 1), (2, 2), (8, 2)])
+def test_heads_that_the_tensors_do_not_have_are_refused(tmp_path, heads, groups):
+    """Defect: with too few groups queries were read out of the bytes that follow them, without a word."""
+    folder = saved(tmp_path / "hf", llama(), num_attention_heads=heads, num_key_value_heads=groups)
+    with pytest.raises(BadCheckpoint, match=r"config\.json are not this model's|are not those of"):
+        convert.import_(opening.index_of(folder), tmp_path / "own")
+    assert not (tmp_path / "own").exists()
+
+
+def test_a_gate_and_its_up_projection_have_as_many_rows(tmp_path):
+    cut = llama() | {"model.layers.0.mlp.gate_proj.weight": torch.zeros(INNER - 2, HIDDEN).bfloat16()}
+    folder = saved(tmp_path / "hf", cut, num_attention_heads=HEADS, num_key_value_heads=GROUPS)
+    with pytest.raises(BadCheckpoint, match="its parts are not equal"):
+        convert.import_(opening.index_of(folder), tmp_path / "own")
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"rope_theta": 5e5}, {"rotary_base": 500000, "rotary_percent": 1.0, "use_rope_scaling": False}),
+        ({"rope_theta": 5e5, "partial_rotary_factor": 0.5}, {"rotary_percent": 0.5}),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_type": "llama3"}},
+            {"rotary_base": 500000, "rotary_percent": 0.25, "use_rope_scaling": True},
+        ),
+        ({"rope_parameters": {"full": {"rope_type": "yarn"}, "sliding": {}}}, {"use_rope_scaling": True}),
+    ],
+)
+def test_what_config_json_says_of_the_rotary_embedding(tmp_path, config, wanted):
+    """Defect: a partial one under `rope_parameters` counted as a whole one."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    found = megatron_arguments.of_config(path)
+    assert {name: found.get(name) for name in wanted} == wanted
+
+
+def test_another_model_in_config_json_is_said_at_the_begin(tmp_path, capfd):
+    config = {"rope_theta": 5e5, "hidden_act": "gelu"}
+    folder = saved(tmp_path / "hf", llama(), **config)
+    mine = {"rotary_base": 10000, "rotary_percent": 1.0, "swiglu": True}
+    foreign._say_unproven(folder, opening.index_of(folder), mine)
+    said = capfd.readouterr().err
+    assert "says rotary_base 500000, and here it is 10000" in said and "says swiglu False" in said
+    assert len(said.splitlines()) == 2
+    foreign._say_unproven(folder, opening.index_of(folder), {"rotary_base": 500000, "swiglu": False})
+    assert capfd.readouterr().err == ""
+
+
+def test_a_table_for_names_that_are_megatrons_already_is_refused(tmp_path, of_llama):
+    """Defect: it was not read, whatever it said."""
+    convert.import_(opening.index_of(of_llama), tmp_path / "own")
+    with pytest.raises(BadCheckpoint, match="leave --names out"):
+        convert.export(opening.index_of(tmp_path / "own"), tmp_path / "out", "torch_dist", "no-such-file.toml")
