@@ -21,6 +21,13 @@ if ! has "$python"; then
 elif ! "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
     need "$package-venv"
 fi
+# Of Megatron-core there is no wheel for these: pip builds one, without its helpers for data where that fails, and says nothing.
+case $python in
+    python3.1[4-9])
+        has g++ || need g++
+        [ -e "/usr/include/$python/Python.h" ] || need "$python-dev"
+        ;;
+esac
 if [ "$what" != venv ]; then
     has slurmctld || need slurmctld
     has slurmd || need slurmd

@@ -407,7 +407,9 @@ def adopt(agent: int, between: int) -> None:
 def run(words: list[str], first: str) -> None:
     """The command as `__main__`, as the interpreter would run it; raises what it does. first: see :class:`Zygote`."""
     main = types.ModuleType("__main__")
-    vars(main).update(__builtins__=__builtins__, __annotations__={})
+    vars(main).update(__builtins__=__builtins__)
+    if sys.version_info < (3, 14):
+        vars(main).update(__annotations__={})
     sys.modules["__main__"] = main
     sys.orig_argv = [*sys.orig_argv[: sys.orig_argv.index(os.path.abspath(__file__))], *words]
     lead_path(words, first)
