@@ -91,8 +91,9 @@ def refused(warm: Warm, **settings: str) -> str:
     return coming.cold
 
 
+# ctypes: newer releases of libffi keep a descriptor of their own open from its import on, as torch does.
 FACTS = """
-    import json, os, random, resource, signal, sys, threading
+    import ctypes, json, os, random, resource, signal, sys, threading
 
     def main():
         facts = {
