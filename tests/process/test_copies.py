@@ -58,7 +58,8 @@ def test_a_node_that_alone_had_half_of_the_model_is_lost_with_its_memory(tmp_pat
         before = job.array.losses(0)
         job.array.start(1, SLURMD_NODENAME="n5")
         plan = job.on_again()
-        assert cut <= plan["iteration"] <= before[-1]["iteration"] and not plan.get("joiners")
+        # The copy may be that of the last boundary: then nothing is computed again.
+        assert cut <= plan["iteration"] <= before[-1]["iteration"] + 1 and not plan.get("joiners")
         assert f"from iteration {plan['iteration']}" in plan["reason"]
         again, first = losses(job.array.losses(0)[len(before) :]), losses(before)
         assert min(again) == plan["iteration"]
