@@ -18,10 +18,11 @@ class Memory:
     """What a rank has set aside, and what was asked of its agent."""
 
     def __init__(self, asked: bool = False, filing: bool = False):
-        self.asked, self.is_filing = asked, filing
+        self.asked = self.requested = asked
+        self.is_filing = filing
 
     def forget_asked(self) -> None:
-        self.asked = False
+        self.asked = self.requested = False
 
 
 def agreed(*ranks: SaveSchedule) -> None:
@@ -121,3 +122,14 @@ def test_the_rank_that_knows_what_a_save_costs_asks_for_the_next_one(tmp_path: P
     assert not writes.wanted
     now[0] += 11.0
     assert writes.wanted and not other.wanted
+
+
+def test_what_could_not_be_set_aside_is_due_again_and_nobody_has_asked_for_it(tmp_path: Path) -> None:
+    memory = Memory(asked=True)
+    memory.requested = False
+    rank = SaveSchedule(Checkpoints(tmp_path), memory)
+    agreed(rank)
+    assert rank.is_due(5) and not rank.asked
+    memory.asked = memory.requested = True
+    agreed(rank)
+    assert rank.is_due(6) and rank.asked
