@@ -22,9 +22,8 @@ class Persistence:
     def __init__(self, member: Member, state: TrainingState, checkpoints: Checkpoints | None, local: LocalState):
         self._member, self._state, self.checkpoints, self.local = member, state, checkpoints, local
         self.schedule = SaveSchedule(checkpoints, local, self._risk)
-        named = (
-            os.path.abspath(checkpoints.folder) if checkpoints is not None else ""
-        )  # before the script goes elsewhere
+        # Before the script goes elsewhere
+        named = os.path.abspath(checkpoints.folder) if checkpoints is not None else ""
         self._folder = named if len(named) <= MOST_TOLD else ""
         self._began = time.monotonic()
         member.watch.on_memory = local.on_message

@@ -26,7 +26,6 @@ FORMAT = "UNICRON_CHECKPOINT_EXPORT"
 LEAST_PRIORITY = 19
 LOOK_SECONDS = 0.5
 WHOLE_SECONDS = 1800.0  # for all ranks and agents to write their files
-ERRORS = (BadCheckpoint, OSError)
 
 
 def form_of(given: str) -> str:
@@ -90,9 +89,7 @@ def _whole(folder: Path, iteration: int, mark: str, seconds: float) -> Index:
         if time.monotonic() >= until:
             raise BadCheckpoint(f"it was not whole after {seconds:g} s")
         time.sleep(LOOK_SECONDS)
-    if wrong := own.check(mine):
-        raise BadCheckpoint(wrong[0])
-    return own.read(mine)
+    return own.read_sound(mine)
 
 
 def _inform(text: str) -> None:
@@ -107,7 +104,7 @@ def main(folder: str, iteration: str, mark: str, form: str, table: str) -> int:
     os.nice(LEAST_PRIORITY)
     try:
         out = export(Path(folder), int(iteration), mark, form, table)
-    except (*ERRORS, SystemExit) as error:
+    except (BadCheckpoint, OSError, SystemExit) as error:
         why = "SIGTERM has ended it" if isinstance(error, SystemExit) else str(error)
         names = f" --names {table}" if table else ""
         again = f"unicronctl checkpoint export {Path(folder) / folder_name(int(iteration))} OUT --format {form}{names}"

@@ -170,7 +170,8 @@ def _folder_of(job: str) -> Path:
 
 
 def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> Index:
-    """Ask a running job for a checkpoint, as SIGUSR2 does; returns its index when it is whole."""
+    """Ask a running job for a checkpoint, as SIGUSR2 does; returns its index when it is whole. Raises BadCheckpoint for
+    a damaged one."""
     from unicron.detector.health.program_output import run_program
     from unicron.transition.snapshot import folders
 
@@ -190,7 +191,4 @@ def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.m
                 f"no new checkpoint was whole in {saves} after {wait:g} s: see the job's log, or --wait more"
             )
         time.sleep(LOOK_SECONDS)
-    found = max(fresh, key=lambda each: each.iteration)
-    if wrong := own.check(found):
-        raise UserError(wrong[0])
-    return own.read(found)
+    return own.read_sound(max(fresh, key=lambda each: each.iteration))

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from unicron.transition.snapshot.formats import dcp, megatron_arguments, names, own_file, safetensors, write_dcp
 from unicron.transition.snapshot.formats.index import LAYERS, BadCheckpoint, Index
@@ -17,6 +18,7 @@ from unicron.transition.snapshot.formats.written import FLOATS, Out, of
 UNLIKE = ("apply_layernorm_1p", "rotary_interleaved")  # Megatron's options with other values under the same names
 NO_ROOM = "{} cannot be written ({}): make room, or give another folder"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+Made = TypeVar("Made")
 FORMATS = (dcp.TORCH_DIST, dcp.DCP, safetensors.FORMAT)
 
 
@@ -118,9 +120,7 @@ def import_(index: Index, out: Path, table: str = "", config: Path | None = None
     kinds = {tensor.dtype for tensor in index.parameters() if index.states(tensor.name)}
     if len(kinds) == 1 and not index.common.facts.get("dtype"):
         index.common.facts["dtype"] = kinds.pop()
-    found: list[Path] = []
-    _undone(out, lambda: found.append(own_file.write(out, index)))
-    return found[0]
+    return _undone(out, lambda: own_file.write(out, index))
 
 
 def _whole(out: Path, write: Callable[[Path], None]) -> None:
@@ -154,12 +154,12 @@ def _filled(new: Path, out: Path, write: Callable[[Path], None]) -> None:
         raise BadCheckpoint(NO_ROOM.format(out, why)) from None
 
 
-def _undone(out: Path, write: Callable[[], None]) -> None:
-    """Call `write`, which makes `out`; where it fails, no empty folder is left that was not there before. Raises
-    BadCheckpoint, OSError."""
+def _undone(out: Path, write: Callable[[], Made]) -> Made:
+    """Call `write`, which makes `out`, and return what it does; where it fails, no empty folder is left that was not
+    there before. Raises BadCheckpoint, OSError."""
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
-        write()
+        return write()
     except BaseException as error:
         with contextlib.suppress(OSError):
             for folder in made:

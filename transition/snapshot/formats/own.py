@@ -121,6 +121,13 @@ def _without_chunk(index: Index) -> Index:
     return index
 
 
+def read_sound(found: folders.Found) -> Index:
+    """The index of one, all of whose files are read before. Raises BadCheckpoint where one is damaged, and OSError."""
+    if wrong := check(found):
+        raise BadCheckpoint(wrong[0])
+    return read(found)
+
+
 def check(found: folders.Found) -> list[str]:
     """What is wrong with the files of one, a line each. All of them are read."""
     wrong = []
