@@ -73,22 +73,27 @@ def checks(device: str, library: str | None) -> list[Check]:
     preload = {"LD_PRELOAD": library} if library else {}
     found = [Check("alone", 1, ("alone",), 70)]
     if device == "cpu":
-        found += [Check("aborted", 3, ("aborted", "gloo"), 90), Check("heal-gloo", 2, ("heal", "gloo"), 200)]
+        found += [Check("aborted", 3, ("aborted", "gloo"), 90), Check("heal-gloo", 2, ("heal", "gloo", "faults"), 200)]
+        found += [Check("layouts-gloo", 3, ("heal", "gloo", "layouts"), 120)]
         found += [Check("agents-gloo", 3, ("agents", "gloo"), 90)]
+        found += [Check("templates-gloo", 3, ("templates", "gloo"), 100)]
         return [*found, *OF_ALL]
     # NCCL comes in one of two ways; the second one, where there are both, comes last.
     shared = [
         Check("aborted", 3, ("aborted", "nccl"), 100, ONE_CARD | QUICK | preload),
-        Check("heal", 3, ("heal", "nccl"), 200, ONE_CARD | preload),
+        Check("heal", 3, ("heal", "nccl", "faults"), 200, ONE_CARD | preload),
+        Check("layouts", 3, ("heal", "nccl", "layouts"), 150, ONE_CARD | preload),
         Check("agents", 3, ("agents", "nccl"), 90, ONE_CARD | preload),
     ]
     apart = [
         Check("aborted-apart", 3, ("aborted", "apart"), 100, APART | QUICK),
-        Check("heal-apart", 3, ("heal", "apart"), 200, APART),
+        Check("heal-apart", 3, ("heal", "apart", "faults"), 200, APART),
+        Check("layouts-apart", 3, ("heal", "apart", "layouts"), 150, APART),
         Check("agents-apart", 3, ("agents", "apart"), 90, APART),
+        Check("templates-apart", 3, ("templates", "apart"), 100, APART),
     ]
     first, last = (shared, apart) if library else (apart, [])
-    return [*found, *first, Check("heal-gloo", 2, ("heal", "gloo"), 150), *OF_ALL, *last]
+    return [*found, *first, Check("heal-gloo", 2, ("heal", "gloo", "faults"), 150), *OF_ALL, *last]
 
 
 class Table:
@@ -207,7 +212,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="by default what there is")
     parser.add_argument("--nccl", metavar="LIBRARY", help="libnccl.so.2 of 2.30 or later")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this check; may be given again")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this check; may be given again; in this order")
     parser.add_argument("--seconds", type=float, default=520.0, help="for all of it; a dry run may take six times that")
     parser.add_argument("--out", type=Path, metavar="FOLDER")
     options = parser.parse_args()
@@ -219,9 +224,8 @@ def main() -> int:
     table, deadline = Table(options.out), time.monotonic() + options.seconds * rows.patience()
     table.add(Check("versions", 0, (), 0), "versions", *versions_row(device, options.nccl))
     adopt_orphans()
-    for check in found:
-        if options.only and check.name not in options.only:
-            continue
+    named = {check.name: check for check in found}
+    for check in [named[name] for name in options.only] if options.only else found:
         left = deadline - time.monotonic()
         if left < 10:
             table.add(check, check.name, "not made: no time was left", False, {})

@@ -166,7 +166,8 @@ def strike_cards() -> None:
 def make() -> unicron.Session:
     """The session of tiny_gpt's model on this device."""
     unicron.init_process_group(BACKEND, unicron.Layout(tensor=tiny_gpt.TENSOR, pipeline=tiny_gpt.PIPELINE))
-    parallel_state.initialize_model_parallel(tiny_gpt.TENSOR, tiny_gpt.PIPELINE)
+    virtual = tiny_gpt.VIRTUAL if tiny_gpt.VIRTUAL > 1 else None
+    parallel_state.initialize_model_parallel(tiny_gpt.TENSOR, tiny_gpt.PIPELINE, virtual)
     chunks, optimizer = tiny_gpt.build()
     if os.environ.get("GPU_PLAIN") != "1":
         tiny_gpt.install_points(chunks, optimizer)
