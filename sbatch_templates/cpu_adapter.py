@@ -1,9 +1,9 @@
 """Run megatron-core on a machine without CUDA, for tests and demonstrations.
 
-`install()` is the whole interface. Where CUDA is available it does nothing, so a training script calls it
-unconditionally. Elsewhere it replaces, in this process only, what megatron-core asks of CUDA without a switch to turn
-it off. The rest of what a CPU run needs are ordinary options: `use_cpu_initialization=True`, the local (non-TE) layer
-specification, gloo.
+`install()` is the whole interface, and a training script calls it unconditionally. Where CUDA is available it only
+defines a name that Megatron's experts look for without Transformer Engine. Elsewhere it replaces, in this process only,
+what megatron-core asks of CUDA without a switch to turn it off. The rest of what a CPU run needs are ordinary options:
+`use_cpu_initialization=True`, the local (non-TE) layer specification, gloo.
 
 Tried with GPT training in fp32, bf16 and fp16, mixtures of experts and multi-token prediction. Sequence and expert
 parallelism, context parallelism, FSDP, CUDA graphs and checkpoints of the distributed optimizer need more than this.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from types import SimpleNamespace
@@ -39,13 +40,15 @@ _MARK = "_unicron_cpu_adapter"  # on torch: this file may be imported under two 
 def install() -> bool:
     """Patch torch and megatron-core for CPU; call it before anything else of megatron-core is used.
 
-    Returns True when the patches are in place, False when CUDA is available and nothing was done. Calling it again is
+    Returns True when the patches are in place, False when CUDA is available and no patch is needed. Calling it again is
     harmless. Raises RuntimeError (one line) when megatron-core is absent or not a release that the patches were
     written for.
     """
     import torch
 
     if torch.cuda.is_available():
+        if importlib.util.find_spec("megatron"):
+            _patch_experts()
         return False
     if not hasattr(torch, _MARK):
         _check_release()

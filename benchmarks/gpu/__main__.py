@@ -76,7 +76,7 @@ def checks(device: str, library: str | None) -> list[Check]:
         found += [Check("aborted", 3, ("aborted", "gloo"), 90), Check("heal-gloo", 2, ("heal", "gloo", "faults"), 200)]
         found += [Check("layouts-gloo", 3, ("heal", "gloo", "layouts"), 120)]
         found += [Check("agents-gloo", 3, ("agents", "gloo"), 90)]
-        found += [Check("templates-gloo", 3, ("templates", "gloo"), 100)]
+        found += [Check("templates-gloo", 3, ("templates", "gloo"), 170)]
         return [*found, *OF_ALL]
     # NCCL comes in one of two ways; the second one, where there are both, comes last.
     shared = [
@@ -90,7 +90,7 @@ def checks(device: str, library: str | None) -> list[Check]:
         Check("heal-apart", 3, ("heal", "apart", "faults"), 200, APART),
         Check("layouts-apart", 3, ("heal", "apart", "layouts"), 150, APART),
         Check("agents-apart", 3, ("agents", "apart"), 90, APART),
-        Check("templates-apart", 3, ("templates", "apart"), 100, APART),
+        Check("templates-apart", 3, ("templates", "apart"), 170, APART),
     ]
     first, last = (shared, apart) if library else (apart, [])
     return [*found, *first, Check("heal-gloo", 2, ("heal", "gloo", "faults"), 150), *OF_ALL, *last]

@@ -38,20 +38,10 @@ def commands(folder: Path) -> dict[str, list[str]]:
     """Of each template: a command without the folder of its checkpoints and its metrics."""
     prefix = folder / "text"
     build_dataset.build(build_dataset.find_files(SCRIPTS, [".py"], recursive=False), prefix)
-    gpt = [
-        str(SCRIPTS / "train_gpt.py"),
-        "--data-path",
-        str(prefix),
-        "--micro-batches",
-        "4",
-        "--train-iterations",
-        FOREVER,
-    ]
     plain = [str(SCRIPTS / "train_plain.py"), "--text", str(SCRIPTS), "--iterations", FOREVER]
-    return {
-        "train_gpt.py": [*gpt, "--save-interval", FOREVER, *(LARGE if on_card() else SMALL)],
-        "train_plain.py": plain,
-    }
+    gpt = [str(SCRIPTS / "train_gpt.py"), "--data-path", str(prefix), "--train-iterations", FOREVER]
+    gpt += ["--micro-batches", "4", "--save-interval", FOREVER, *(LARGE if on_card() else SMALL)]
+    return {"train_plain.py": plain, "train_gpt.py": gpt}
 
 
 def job(folder: Path, backend: str, words: Sequence[str], shared: str) -> World:
