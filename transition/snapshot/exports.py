@@ -25,6 +25,7 @@ from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
 FORMAT = "UNICRON_CHECKPOINT_EXPORT"
 LEAST_PRIORITY = 19
 LOOK_SECONDS = 0.5
+READER = "export"
 WHOLE_SECONDS = 1800.0  # for all ranks and agents to write their files
 
 
@@ -57,6 +58,7 @@ class Exports:
         words = (str(self._folder), str(iteration), mark, self._form, self._table)
         quiet = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         try:
+            folders.hold(self._folder / folder_name(iteration), READER)  # the process lets go of it
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, *words],
                 stdin=subprocess.DEVNULL,
@@ -103,7 +105,8 @@ def main(folder: str, iteration: str, mark: str, form: str, table: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.nice(LEAST_PRIORITY)
     try:
-        out = export(Path(folder), int(iteration), mark, form, table)
+        with folders.held(Path(folder) / folder_name(int(iteration)), READER):
+            out = export(Path(folder), int(iteration), mark, form, table)
     except (BadCheckpoint, OSError, SystemExit) as error:
         why = "SIGTERM has ended it" if isinstance(error, SystemExit) else str(error)
         names = f" --names {table}" if table else ""

@@ -4,8 +4,10 @@ Ranks and agents look at it."""
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +18,8 @@ from unicron.transition.snapshot.checkpoint_file import DAMAGED
 from unicron.transition.snapshot.image_format import Key
 
 FOREIGN = "foreign"  # in place of a mark: what the script begins from
-STALE_SECONDS = 86400.0  # a file that was being written when its writer died
+STALE_SECONDS = 86400.0  # a file that was being written, or a marker, when its process died
+HELD = "held."  # begins the name of a marker in a checkpoint's folder
 FOLDER = re.compile(r"iteration-(\d+)")
 _FILE = re.compile(r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)\.image")
 Part = tuple[int, ...]  # of a checkpoint: place, of how many, shard, of how many
@@ -65,19 +68,56 @@ def prunes(key: Key) -> bool:
 
 
 def prune(folder: Path, keep: int) -> int:
-    """Remove what is older than the newest `keep`; returns the newest iteration, -1 where nothing is whole. Others may
-    do so at the same time. Raises OSError."""
+    """Remove what is older than the newest `keep`, unless it is held; returns the newest iteration, -1 where nothing is
+    whole. Others may do so at the same time. Raises OSError."""
     iterations = sorted({each.iteration for each in whole(folder)}, reverse=True)
     oldest = iterations[keep - 1] if len(iterations) >= keep else 0
     for iteration, path in _folders(folder):
-        if iteration < oldest:
+        if iteration < oldest and not _is_held(path):
             shutil.rmtree(path, ignore_errors=True)
     for _, path in _folders(folder):
         for name in _names(path):
-            with contextlib.suppress(OSError):
-                if name.endswith(".new") and time.time() - (path / name).stat().st_mtime > STALE_SECONDS:
+            if name.endswith(".new") and _is_stale(path / name):
+                with contextlib.suppress(OSError):
                     (path / name).unlink()
     return iterations[0] if iterations else -1
+
+
+# ------------------------------------------------------------ not to be removed
+def hold(path: Path, reader: str) -> Path:
+    """Have the checkpoint in the folder `path` stay until the file that this returns is removed, or is a day old: who
+    reads it was killed then. reader: a name for it. Raises OSError."""
+    path.mkdir(parents=True, exist_ok=True)
+    marker = path / f"{HELD}{reader}"
+    marker.touch()
+    return marker
+
+
+@contextlib.contextmanager
+def held(path: Path, reader: str = "") -> Iterator[None]:
+    """The checkpoint in the folder `path` stays meanwhile: a job removes its old ones, and a large one takes long to
+    read. In a folder that cannot be written to nothing is done. reader: by default this process."""
+    name = reader or f"{socket.gethostname()}.{os.getpid()}"
+    with contextlib.ExitStack() as later:
+        with contextlib.suppress(OSError):
+            later.callback(_let_go, hold(path, name))
+        yield
+
+
+def _let_go(marker: Path) -> None:
+    with contextlib.suppress(OSError):
+        marker.unlink()
+
+
+def _is_held(path: Path) -> bool:
+    return any(name.startswith(HELD) and not _is_stale(path / name) for name in _names(path))
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > STALE_SECONDS
+    except OSError:
+        return False  # it is gone
 
 
 # ------------------------------------------------------------ whose turn it is

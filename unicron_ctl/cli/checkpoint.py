@@ -3,7 +3,9 @@ controller; torch only to write `torch_dist` and `dcp`."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ import click
 import msgspec
 
 from unicron.ctl.system.errors import FAILURE, WRONG_USE, UserError
+from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.formats import convert, opening, own, verify
 from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
 
@@ -45,13 +48,16 @@ def report(index: Index) -> CheckpointReport:
     return CheckpointReport(format=index.format, iteration=index.iteration, layout=index.layout, tensors=tensors)
 
 
-def _whole(folder: Path) -> Index:
-    """The index of a checkpoint that has no damage: a copy of a damaged one would have checksums that fit."""
-    index, wrong = verify.problems(folder)
-    if index is None or wrong:
-        more = f" (and {len(wrong) - 1} more: see `unicronctl checkpoint verify`)" if len(wrong) > 1 else ""
-        raise UserError(f"{wrong[0]}{more}")
-    return index
+@contextlib.contextmanager
+def _of_folder(folder: Path) -> Iterator[Index]:
+    """The index of a checkpoint that has no damage: a copy of a damaged one would have checksums that fit. No job
+    removes it meanwhile."""
+    with opening.held(folder) as at:
+        index, wrong = verify.problems(at)
+        if index is None or wrong:
+            more = f" (and {len(wrong) - 1} more: see `unicronctl checkpoint verify`)" if len(wrong) > 1 else ""
+            raise UserError(f"{wrong[0]}{more}")
+        yield index
 
 
 def _opened(folder: Path) -> Index:
@@ -128,8 +134,8 @@ def export(
     folder = Path(source)
     of_job = not folder.exists() and source.replace("_", "").isdigit()
     try:
-        index = _asked(source, saves or _folder_of(source), wait) if of_job else _whole(folder)
-        convert.export(index, out, form, names, config, dtype, lambda line: click.echo(line, err=True))
+        with _of_job(source, saves or _folder_of(source), wait) if of_job else _of_folder(folder) as index:
+            convert.export(index, out, form, names, config, dtype, lambda line: click.echo(line, err=True))
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
     click.echo(f"{out}: {form}, iteration {index.iteration}")
@@ -146,7 +152,8 @@ def import_command(folder: Path, out: Path, names: str, config: Path | None) -> 
     A training can also begin from FOLDER as it is (`begin_from`, or Megatron-LM's --load).
     """
     try:
-        at = convert.import_(_whole(folder), out, names, config)
+        with _of_folder(folder) as index:
+            at = convert.import_(index, out, names, config)
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
     click.echo(f"{at}: written")
@@ -169,11 +176,18 @@ def _folder_of(job: str) -> Path:
     return Path(told)
 
 
-def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> Index:
-    """Ask a running job for a checkpoint, as SIGUSR2 does; returns its index when it is whole. Raises BadCheckpoint for
-    a damaged one."""
+@contextlib.contextmanager
+def _of_job(job: str, saves: Path, wait: float) -> Iterator[Index]:
+    """The index of a checkpoint for which the job is asked. The job does not remove it meanwhile. Raises
+    BadCheckpoint."""
+    found = _asked(job, saves, wait)
+    with folders.held(found.folder):
+        yield own.read_sound(found)
+
+
+def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> folders.Found:
+    """Ask a running job for a checkpoint, as SIGUSR2 does; returns it when it is whole."""
     from unicron.detector.health.program_output import run_program
-    from unicron.transition.snapshot import folders
 
     def whole() -> dict[tuple[int, str], folders.Found]:
         return {(each.iteration, each.mark): each for each in folders.whole(saves)}
@@ -191,4 +205,4 @@ def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.m
                 f"no new checkpoint was whole in {saves} after {wait:g} s: see the job's log, or --wait more"
             )
         time.sleep(LOOK_SECONDS)
-    return own.read_sound(max(fresh, key=lambda each: each.iteration))
+    return max(fresh, key=lambda each: each.iteration)

@@ -347,14 +347,15 @@ def _why(
     total: int,
     standbys: Sequence[int],
 ) -> str:
-    who = f"{len(members)} rank{'s' if len(members) != 1 else ''}"
-    if size > 1:
-        count = len(members) // size
-        who = f"{count} replica{'s' if count != 1 else ''} of {size} ranks"
+    one = len(members) == size
+    who = f"{len(members) // size} {'rank' if size == 1 else 'replica'}{'' if one else 's'}"
+    who += f" of {size} ranks" if size > 1 else ""
     wait = f"; slots {list(standbys[:20])} complete none and wait with their state" if standbys else ""
     if way.step is not None:
-        first = f"iteration {way.step} was reduced completely before the loss"
-        return f"{first}: {who} keep it, step and go on with {way.iteration}{wait}"
+        step = "keeps it, steps and goes" if one else "keep it, step and go"
+        return (
+            f"iteration {way.step} was reduced completely before the loss: {who} {step} on with {way.iteration}{wait}"
+        )
     kept = f"{reused} of {total} micro-batches are kept, {recomputed} finished ones are computed again"
     since = f" from the state after {way.state[1]} steps" if way.state is not None else ""
-    return f"{who} go on with iteration {way.iteration}{since}: {kept}{wait}"
+    return f"{who} {'goes' if one else 'go'} on with iteration {way.iteration}{since}: {kept}{wait}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
+from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.formats import dcp, own, rank_files, safetensors
 from unicron.transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index
 
@@ -37,10 +40,27 @@ def find(folder: Path) -> Index | None:
         ) from None
 
 
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[Path]:
+    """The checkpoint that :func:`index_of` finds stays meanwhile, though a job may remove its old ones and write new
+    ones. Gives the folder to read it from. Raises OSError."""
+    whole = _own(folder.absolute())
+    if whole is None:
+        yield folder
+    else:
+        with folders.held(whole.folder):
+            yield whole.folder
+
+
+def _own(folder: Path) -> folders.Found | None:
+    """The newest one, where it is one of Unicron's own."""
+    whole = own.newest(folder) if folder.is_dir() else None
+    return whole if whole is not None and whole.iteration >= megatrons_iteration(folder) else None
+
+
 def _find(folder: Path) -> Index | None:
     folder = folder.absolute()
-    whole = own.newest(folder) if folder.is_dir() else None
-    if whole is not None and whole.iteration >= megatrons_iteration(folder):
+    if (whole := _own(folder)) is not None:
         return own.read(whole)
     if (folder / TRACKER).is_file():
         return _of_megatron_lm(folder)

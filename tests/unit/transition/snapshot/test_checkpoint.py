@@ -217,6 +217,21 @@ def test_of_all_who_write_one_looks_for_older_ones_and_at_the_end_it_waits_for_t
     assert iterations(tmp_path) == [2, 4] and looks
 
 
+def test_what_somebody_reads_stays_until_it_is_read(tmp_path, state, monkeypatch):
+    """Defect: a training that saves often removed the checkpoint that it exported, seen on a GPU."""
+    written(tmp_path, state, 1, Writer())
+    with folders.held(tmp_path / "iteration-00000001"):
+        for iteration in (2, 3, 4):
+            written(tmp_path, state, iteration, Writer())
+        assert iterations(tmp_path) == [1, 3, 4]
+    written(tmp_path, state, 5, Writer())
+    assert iterations(tmp_path) == [4, 5], "nobody reads it any more"
+    folders.hold(tmp_path / "iteration-00000004", "killed")
+    monkeypatch.setattr(folders, "STALE_SECONDS", -1.0)
+    written(tmp_path, state, 6, Writer())
+    assert iterations(tmp_path) == [5, 6], "whoever read it was killed"
+
+
 def test_what_one_left_because_others_wrote_after_it_goes_before_the_next_one_is_written(tmp_path, state, monkeypatch):
     one, two = Writer(place=0, size=2), Writer(place=1, size=2)
     for iteration in (1, 2, 3):

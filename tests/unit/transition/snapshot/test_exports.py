@@ -24,12 +24,16 @@ def test_a_checkpoint_is_exported_when_it_is_whole_by_a_process_of_its_own(tmp_p
     checkpoints.exports.start(7, mark)  # before a file is there
     checkpoints.exports.start(8, mark)
     assert "iteration 8 is not exported: the export before it is not over" in capfd.readouterr().err
-    checkpoints.save_last(training(), 7)
+    for iteration in (7, 8, 9, 10):  # more than are kept
+        checkpoints.save_last(training(), iteration)
     process = checkpoints.exports._process
     assert process is not None and process.wait(60.0) == 0
     index, wrong = verify.problems(tmp_path / "saves/safetensors/iteration-00000007")
     assert wrong == [] and index is not None and index.iteration == 7
     assert "was exported to" in capfd.readouterr().err
+    checkpoints.save_last(training(), 11)
+    left = sorted(each.name for each in (tmp_path / "saves").glob("iteration-*"))
+    assert left == ["iteration-00000010", "iteration-00000011"]
 
 
 def test_what_cannot_be_exported_is_one_line_with_the_command_for_later(tmp_path: Path, capfd, monkeypatch) -> None:

@@ -26,7 +26,7 @@ def test_a_loss_takes_out_its_replica_and_its_living_rank_is_a_standby():
     assert (found.members, found.standbys, found.unusable) == ([0, 1], [2], {})
     assert (found.step, found.iteration, found.assignment) == (None, 7, {0: [0, 2, 1, 3]})
     assert (found.reused, found.redistributed) == (2, 2)
-    assert "1 replica of 2 ranks go on" in found.reason and "[2] complete none" in found.reason
+    assert "1 replica of 2 ranks goes on" in found.reason and "[2] complete none" in found.reason
 
 
 def test_living_ranks_of_two_broken_replicas_compose_one_and_keep_nothing():
