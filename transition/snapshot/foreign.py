@@ -13,14 +13,19 @@ import torch
 
 from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import parts
-from unicron.transition.snapshot.formats import names, opening, own, safetensors
+from unicron.transition.snapshot.formats import megatron_arguments, names, opening, own, safetensors
 from unicron.transition.snapshot.formats.index import LAYERS, MAINS, VOCABULARY, BadCheckpoint, Index, Tensor
 from unicron.transition.snapshot.migrate import StateMismatch, TrainingState
 
 PREFIXES = ("", "model.", "module.", "state_dict.")  # what a script may have its module's names begin with
 TIED = "share_embeddings_and_output_weights"
 
-UNPROVEN = ("rotary_base", "rotary_percent", "swiglu")  # what a config.json says that no weight shows
+UNPROVEN = (
+    "rotary_base",
+    "rotary_percent",
+    "swiglu",
+    "layernorm_epsilon",
+)  # what a config.json says that no weight shows
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,8 @@ def _say_unproven(folder: Path, index: Index, mine: Mapping[str, Any]) -> None:
             )
     if args.get("use_rope_scaling") and not mine.get("use_rope_scaling"):
         warn(f"config.json in {folder} scales the rotary embedding: is it scaled here, too? Nothing here says so")
+    if others := args.get(megatron_arguments.UNMATCHED):
+        warn(f"config.json in {folder} says {others}: does the model here compute so? Nothing here says it")
 
 
 def _check_tied(index: Index) -> None:

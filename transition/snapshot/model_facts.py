@@ -8,7 +8,8 @@ from typing import Any
 # What Megatron-LM's `--load` compares of its arguments, and what `--use-checkpoint-args` takes. These are in Megatron's
 # configuration under the same names.
 OF_CONFIG = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization"),
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("normalization", "layernorm_epsilon"),
     *("add_bias_linear", "add_qkv_bias", "rotary_interleaved", "apply_query_key_layer_scaling", "qk_layernorm"),
     *("attention_dropout", "hidden_dropout", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk"),
     *("moe_router_pre_softmax", "moe_grouped_gemm", "moe_shared_expert_intermediate_size", "moe_latent_size"),

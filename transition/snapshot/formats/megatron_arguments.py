@@ -36,7 +36,7 @@ def arguments(index: Index) -> dict[str, Any]:
     if facts.get("channels"):
         found["kv_channels"] = facts["channels"]
     found |= _of_tensors(index)
-    found |= {name: value for name, value in common.args.items() if value is not None}
+    found |= {name: value for name, value in common.args.items() if value is not None and name != UNMATCHED}
     # Random numbers are not in it, nor is what is not: Megatron-LM would look for them.
     return found | {"no_save_rng": True, "no_save_optim": not index.has_optimizer(), "world_size": 0}
 
@@ -56,6 +56,8 @@ def unknown(index: Index) -> Iterator[str]:
             "config.json scales the rotary embedding, which Megatron-LM takes from its options alone: give "
             "--use-rope-scaling if the scale is Llama 3's"
         )
+    if others := index.common.args.get(UNMATCHED):
+        yield f"config.json says {others}: Megatron-LM's model computes so only if its options say it"
     if left := [name for name in WITH_VOCABULARY if name not in known]:
         yield f"{', '.join(left)}: not known; Megatron-LM compares them if --vocab-file is given: give --finetune then"
 
@@ -86,6 +88,14 @@ def _of_tensors(index: Index) -> dict[str, Any]:
 
 # ------------------------------------------------------------ of Hugging Face's
 GATED = ("silu", "swish")  # activations of layers with a gate, which Megatron calls swiglu
+TRIED = ("llama", "mistral", "qwen2", "qwen3", "gpt2")  # model types whose arithmetic Megatron's options give
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
+# Of other models: what their layers compute besides. 1 and null change nothing.
+FACTORS = (
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "attn_logit_softcapping"),
+    *("final_logit_softcapping", "attention_multiplier", "query_pre_attn_scalar", "scale_emb", "scale_depth"),
+)
+UNMATCHED = "unmatched"  # among the arguments: a text of what has no counterpart in them
 
 
 def of_config(path: Path) -> dict[str, Any]:
@@ -99,10 +109,23 @@ def of_config(path: Path) -> dict[str, Any]:
         }
         if "hidden_act" in told:
             found["swiglu"] = told["hidden_act"] in GATED
+        found["layernorm_epsilon"] = next((float(told[name]) for name in EPSILONS if told.get(name)), None)
+        found[UNMATCHED] = ", ".join(_unmatched(told)) or None
         found |= _of_rotary(told)
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise BadCheckpoint(f"{path}: not a model's configuration ({error})") from None
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+
+
+def _unmatched(told: dict[str, Any]) -> Iterator[str]:
+    """What changes the arithmetic, and no weight shows."""
+    if told.get("model_type") and told["model_type"] not in TRIED:
+        yield f"model_type {told['model_type']}"
+    for name in FACTORS:
+        if told.get(name) not in (None, 1):
+            yield f"{name} {told[name]}"
+    if told.get("sliding_window") and told.get("use_sliding_window", True):
+        yield f"sliding_window {told['sliding_window']}"
 
 
 def _of_rotary(told: dict[str, Any]) -> dict[str, Any]:

@@ -264,6 +264,34 @@ def test_another_model_in_config_json_is_said_at_the_begin(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "llama", "rms_norm_eps": 1e-5}, ["says layernorm_epsilon 1e-05, and here it is 1e-06"]),
+        ({"model_type": "gemma", "rms_norm_eps": 1e-6}, ["says model_type gemma: does the model here compute so?"]),
+        (
+            {"model_type": "granite", "residual_multiplier": 0.22, "logits_scaling": 1.0},
+            ["says model_type granite, residual_multiplier 0.22: does"],
+        ),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, []),
+        ({"model_type": "mistral", "sliding_window": 4096}, ["says sliding_window 4096: does"]),
+    ],
+)
+def test_what_no_weight_shows_of_another_models_arithmetic_is_said(tmp_path, capfd, config, said):
+    """Defect: Gemma's and Granite's weights have Llama's names, and were trained as if they were Llama's."""
+    folder = saved(tmp_path / "hf", llama(), **config)
+    foreign._say_unproven(folder, opening.index_of(folder), {"layernorm_epsilon": 1e-6})
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == len(said) and all(text in line for text, line in zip(said, lines, strict=True))
+    lines = []
+    config |= {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
+    folder = saved(tmp_path / "again", llama(), **config)
+    convert.export(opening.index_of(folder), tmp_path / "out", "torch_dist", say=lines.append)
+    assert sum("only if its options say it" in line for line in lines) == sum("does" in each for each in said)
+    told = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)["args"]
+    assert not hasattr(told, megatron_arguments.UNMATCHED)
+
+
 def test_a_table_for_names_that_are_megatrons_already_is_refused(tmp_path, of_llama):
     """Defect: it was not read, whatever it said."""
     convert.import_(opening.index_of(of_llama), tmp_path / "own")
