@@ -32,6 +32,7 @@ from unicron.transition.snapshot.folders import Found
 from unicron.transition.snapshot.formats.index import BadCheckpoint
 from unicron.transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
 from unicron.transition.snapshot.migrate import Settings, StateMismatch, TrainingState, as_before
+from unicron.transition.snapshot.model_facts import other_arithmetic, other_heads
 from unicron.transition.snapshot.save_interval import Risk, SaveClock
 
 # Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up
@@ -400,6 +401,11 @@ def _other_model(path: Path, why: object) -> CheckpointError:
 
 
 def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) -> None:
+    there, mine = files[0].head.facts, state.facts
+    if why := other_heads(there, mine):
+        raise _other_model(folder, why)
+    for difference in other_arithmetic(there.get("arguments") or {}, mine.get("arguments") or {}):
+        warn(f"{folder} is of another model: {difference}")
     sources: dict[str, list[parts.Source]] = defaultdict(list)
     saved: dict[str, list[parts.Saved]] = defaultdict(list)
     for file in files:

@@ -25,7 +25,6 @@ from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
 FORMAT = "UNICRON_CHECKPOINT_EXPORT"
 LEAST_PRIORITY = 19
 LOOK_SECONDS = 0.5
-READER = "export"
 WHOLE_SECONDS = 1800.0  # for all ranks and agents to write their files
 
 
@@ -55,17 +54,24 @@ class Exports:
         if self._process is not None and self._process.poll() is None:
             rank_log.warn(f"the checkpoint of iteration {iteration} is not exported: the export before it is not over")
             return
-        words = (str(self._folder), str(iteration), mark, self._form, self._table)
+        reader = folders.new_reader()
+        words = (str(self._folder), str(iteration), mark, self._form, self._table, reader)
         quiet = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        checkpoint = self._folder / folder_name(iteration)
         try:
-            folders.hold(self._folder / folder_name(iteration), READER)  # the process lets go of it
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, *words],
-                stdin=subprocess.DEVNULL,
-                cwd=self._here,
-                env=quiet,
-                start_new_session=True,
-            )
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            marker = folders.hold(checkpoint, reader)  # the process lets go of it
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", __name__, *words],
+                    stdin=subprocess.DEVNULL,
+                    cwd=self._here,
+                    env=quiet,
+                    start_new_session=True,
+                )
+            except OSError:
+                folders.let_go(marker)
+                raise
         except OSError as error:
             rank_log.warn(f"the checkpoint of iteration {iteration} is not exported: {error}")
 
@@ -99,13 +105,13 @@ def _inform(text: str) -> None:
         rank_log.inform(text)
 
 
-def main(folder: str, iteration: str, mark: str, form: str, table: str) -> int:
+def main(folder: str, iteration: str, mark: str, form: str, table: str, reader: str) -> int:
     """The exit status. Signals that Slurm sends to all of a step are not for this process, but SIGTERM ends it."""
     ignore_step_signals()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.nice(LEAST_PRIORITY)
     try:
-        with folders.held(Path(folder) / folder_name(int(iteration)), READER):
+        with folders.held(Path(folder) / folder_name(int(iteration)), reader):
             out = export(Path(folder), int(iteration), mark, form, table)
     except (BadCheckpoint, OSError, SystemExit) as error:
         why = "SIGTERM has ended it" if isinstance(error, SystemExit) else str(error)

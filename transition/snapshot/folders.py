@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import socket
 import time
@@ -86,25 +87,34 @@ def prune(folder: Path, keep: int) -> int:
 # ------------------------------------------------------------ not to be removed
 def hold(path: Path, reader: str) -> Path:
     """Have the checkpoint in the folder `path` stay until the file that this returns is removed, or is a day old: who
-    reads it was killed then. reader: a name for it. Raises OSError."""
-    path.mkdir(parents=True, exist_ok=True)
+    reads it was killed then. reader: a name that nobody else has. Raises OSError, also where the folder is gone."""
     marker = path / f"{HELD}{reader}"
     marker.touch()
     return marker
 
 
 @contextlib.contextmanager
-def held(path: Path, reader: str = "") -> Iterator[None]:
+def held(path: Path, reader: str = "") -> Iterator[bool]:
     """The checkpoint in the folder `path` stays meanwhile: a job removes its old ones, and a large one takes long to
-    read. In a folder that cannot be written to nothing is done. reader: by default this process."""
-    name = reader or f"{socket.gethostname()}.{os.getpid()}"
+    read. Gives False where the folder is gone or cannot be written to; then nothing is done. reader: by default a
+    name for this call."""
+    name = reader or new_reader()
     with contextlib.ExitStack() as later:
-        with contextlib.suppress(OSError):
-            later.callback(_let_go, hold(path, name))
-        yield
+        try:
+            later.callback(let_go, hold(path, name))
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
-def _let_go(marker: Path) -> None:
+def new_reader() -> str:
+    """A name that nobody else has; people see from it who reads."""
+    return f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+
+
+def let_go(marker: Path) -> None:
+    """The end of :func:`hold`."""
     with contextlib.suppress(OSError):
         marker.unlink()
 

@@ -13,19 +13,13 @@ import torch
 
 from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import parts
-from unicron.transition.snapshot.formats import megatron_arguments, names, opening, own, safetensors
+from unicron.transition.snapshot.formats import megatron_arguments, names, opening, own
 from unicron.transition.snapshot.formats.index import LAYERS, MAINS, VOCABULARY, BadCheckpoint, Index, Tensor
 from unicron.transition.snapshot.migrate import StateMismatch, TrainingState
+from unicron.transition.snapshot.model_facts import other_arithmetic, other_heads
 
 PREFIXES = ("", "model.", "module.", "state_dict.")  # what a script may have its module's names begin with
 TIED = "share_embeddings_and_output_weights"
-
-UNPROVEN = (
-    "rotary_base",
-    "rotary_percent",
-    "swiglu",
-    "layernorm_epsilon",
-)  # what a config.json says that no weight shows
 
 
 @dataclass(frozen=True)
@@ -69,6 +63,8 @@ class Foreign:
     def load(self, state: TrainingState) -> None:
         """Put it into `state`. Raises BadCheckpoint, OSError, and parts.Missing for one of another model."""
         index, optimizer = self.index, self.wanted.optimizer
+        if why := other_heads(index.common.facts, state.facts):
+            raise parts.Missing(why)
         if (
             index.format == own.FORMAT
             and (found := own.newest(self.folder)) is not None
@@ -106,17 +102,14 @@ def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
 
 
 def _say_unproven(folder: Path, index: Index, mine: Mapping[str, Any]) -> None:
-    """What a model's config.json says and no weight shows. mine: Megatron-LM's arguments of the model here."""
-    args = index.common.args if index.format == safetensors.FORMAT else {}
-    for name in UNPROVEN:
-        if args.get(name) is not None and mine.get(name) is not None and args[name] != mine[name]:
-            warn(
-                f"config.json in {folder} says {name} {args[name]}, and here it is {mine[name]}: that is another model"
-            )
+    """What the checkpoint says of its model and no weight shows. mine: Megatron-LM's arguments of the model here."""
+    args = index.common.args
+    for difference in other_arithmetic(args, mine):
+        warn(f"{folder} is of another model: {difference}")
     if args.get("use_rope_scaling") and not mine.get("use_rope_scaling"):
-        warn(f"config.json in {folder} scales the rotary embedding: is it scaled here, too? Nothing here says so")
+        warn(f"config.json of {folder} scales the rotary embedding: is it scaled here, too? Nothing here says so")
     if others := args.get(megatron_arguments.UNMATCHED):
-        warn(f"config.json in {folder} says {others}: does the model here compute so? Nothing here says it")
+        warn(f"config.json of {folder} says {others}: does the model here compute so? Nothing here says it")
 
 
 def _check_tied(index: Index) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # What Megatron-LM's `--load` compares of its arguments, and what `--use-checkpoint-args` takes. These are in Megatron's
@@ -33,6 +34,49 @@ OTHERS = (
     *("hybrid_attention_ratio", "hybrid_mlp_ratio", "heterogeneous_layers_config_path"),
     "heterogeneous_layers_config_encoded_json",
 )
+
+# How attention's heads are cut, in no shape of a weight: of a fact, Megatron-LM's argument.
+HEADS = {"heads": "num_attention_heads", "groups": "num_query_groups", "channels": "kv_channels"}
+# What changes the arithmetic, and no weight shows.
+UNPROVEN = (
+    *("swiglu", "squared_relu", "activation", "layernorm_epsilon", "apply_layernorm_1p"),
+    *("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved"),
+)
+UNPROVEN_OF_EXPERTS = (
+    *("moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor"),
+)
+ALMOST = 1e-5  # relative: a number that was once one of 32 bits
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "quick_gelu": "gelu", "fast_gelu": "gelu", "relu": "relu"}
+ACTIVATIONS |= {"squared_relu": "squared_relu"}  # the several ways to compute gelu count as one
+
+
+def other_heads(there: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+    """How the heads of the other model are cut otherwise than this one's; "" where they are not, or nobody knows."""
+    for fact, argument in HEADS.items():
+        if there.get(fact) and mine.get(fact) and there[fact] != mine[fact]:
+            return f"its {argument} is {there[fact]}, and here it is {mine[fact]}"
+    return ""
+
+
+def other_arithmetic(there: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """Where the other model computes otherwise than this one, and no weight shows it: a few words each. there, mine:
+    Megatron-LM's arguments."""
+    names = [*UNPROVEN, *(UNPROVEN_OF_EXPERTS if mine.get("num_experts") else ())]
+    if there.get("activation") and mine.get("activation"):
+        names = [name for name in names if name not in ("swiglu", "squared_relu")]
+    if {there.get("position_embedding_type"), mine.get("position_embedding_type")}.isdisjoint({"rope", "yarn"}):
+        names = [name for name in names if not name.startswith("rotary_")]
+    return [
+        f"{name} is {there[name]} there, and here it is {mine[name]}"
+        for name in names
+        if there.get(name) is not None and mine.get(name) is not None and not _equal(there[name], mine[name])
+    ]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=ALMOST)
+    return bool(one == other)
 
 
 def model_facts(model: Sequence[Any]) -> dict[str, Any]:
@@ -68,6 +112,7 @@ def _arguments(config: Any, model: Any) -> dict[str, Any]:
     found |= {"num_query_groups": groups or heads, "group_query_attention": (groups or heads) != heads}
     found["swiglu"] = bool(getattr(config, "gated_linear_unit", False)) and activation == "silu"
     found["squared_relu"] = activation == "squared_relu"
+    found["activation"] = ACTIVATIONS.get(activation)
     if (shared := getattr(model, "share_embeddings_and_output_weights", None)) is not None:
         found["untie_embeddings_and_output_weights"] = not shared
     return {name: value for name, value in found.items() if _plain(value)}

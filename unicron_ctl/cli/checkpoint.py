@@ -4,6 +4,8 @@ controller; torch only to write `torch_dist` and `dcp`."""
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,6 +134,7 @@ def export(
     With JOB, a running job of yours, it is asked for a checkpoint first.
     """
     folder = Path(source)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # let go of the checkpoint, and tidy up
     of_job = not folder.exists() and source.replace("_", "").isdigit()
     try:
         with _of_job(source, saves or _folder_of(source), wait) if of_job else _of_folder(folder) as index:
@@ -153,7 +156,7 @@ def import_command(folder: Path, out: Path, names: str, config: Path | None) -> 
     """
     try:
         with _of_folder(folder) as index:
-            at = convert.import_(index, out, names, config)
+            at = convert.import_(index, out, names, config, lambda line: click.echo(line, err=True))
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
     click.echo(f"{at}: written")

@@ -14,6 +14,7 @@ from unicron.transition.snapshot.formats import dcp, megatron_arguments, names, 
 from unicron.transition.snapshot.formats.index import LAYERS, BadCheckpoint, Index
 from unicron.transition.snapshot.formats.opening import RELEASE, TRACKER
 from unicron.transition.snapshot.formats.written import FLOATS, Out, of
+from unicron.transition.snapshot.model_facts import other_arithmetic, other_heads
 
 UNLIKE = ("apply_layernorm_1p", "rotary_interleaved")  # Megatron's options with other values under the same names
 NO_ROOM = "{} cannot be written ({}): make room, or give another folder"
@@ -96,9 +97,16 @@ def _tensors(index: Index, table: str, dtype: str, say: Callable[[str], None]) -
 
 
 def _adopt(index: Index, config: Path | None) -> None:
-    if config is not None:
-        index.common.facts |= {key: value for key, value in safetensors.facts_of(config).items() if value}
-        index.common.args |= megatron_arguments.of_config(config)
+    """Take from a config.json what the checkpoint itself does not say. Raises BadCheckpoint where the two differ."""
+    if config is None:
+        return
+    common = index.common
+    facts, args = safetensors.facts_of(config), megatron_arguments.of_config(config)
+    wrong = [other_heads(facts, common.facts), *other_arithmetic(args, common.args)]
+    if difference := next(filter(None, wrong), "").replace("here it is", "in the checkpoint it is"):
+        raise BadCheckpoint(f"{config} is of another model ({difference}): give this model's")
+    common.facts = facts | {key: value for key, value in common.facts.items() if value}
+    common.args = args | {key: value for key, value in common.args.items() if value is not None}
 
 
 def _megatrons(index: Index, table: str) -> Index:
@@ -111,10 +119,18 @@ def _megatrons(index: Index, table: str) -> Index:
     return names.renamed(index, table, index.common.facts)
 
 
-def import_(index: Index, out: Path, table: str = "", config: Path | None = None) -> Path:
-    """Write the checkpoint as one of Unicron's own into the folder of checkpoints `out`; returns its folder. Raises
-    BadCheckpoint, OSError."""
+def import_(
+    index: Index,
+    out: Path,
+    table: str = "",
+    config: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Write the checkpoint as one of Unicron's own into the folder of checkpoints `out`; returns its folder. say: gets
+    lines for people. Raises BadCheckpoint, OSError."""
     _adopt(index, config)
+    if others := index.common.args.get(megatron_arguments.UNMATCHED):
+        say(f"config.json says {others}: no weight shows it, see that the model that is trained computes so")
     if table or (index.format == safetensors.FORMAT and names.chosen("", index, to_theirs=False) is not None):
         index = names.renamed(index, table, index.common.facts)
     kinds = {tensor.dtype for tensor in index.parameters() if index.states(tensor.name)}

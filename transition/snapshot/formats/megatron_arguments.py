@@ -36,7 +36,7 @@ def arguments(index: Index) -> dict[str, Any]:
     if facts.get("channels"):
         found["kv_channels"] = facts["channels"]
     found |= _of_tensors(index)
-    found |= {name: value for name, value in common.args.items() if value is not None and name != UNMATCHED}
+    found |= {name: value for name, value in common.args.items() if value is not None and name not in OURS}
     # Random numbers are not in it, nor is what is not: Megatron-LM would look for them.
     return found | {"no_save_rng": True, "no_save_optim": not index.has_optimizer(), "world_size": 0}
 
@@ -87,15 +87,21 @@ def _of_tensors(index: Index) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------ of Hugging Face's
-GATED = ("silu", "swish")  # activations of layers with a gate, which Megatron calls swiglu
+# Activations; the ways to compute gelu count as one.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "squared_relu"}
+ACTIVATIONS |= dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu"), "gelu")
 TRIED = ("llama", "mistral", "qwen2", "qwen3", "gpt2")  # model types whose arithmetic Megatron's options give
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
-# Of other models: what their layers compute besides. 1 and null change nothing.
-FACTORS = (
-    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "attn_logit_softcapping"),
-    *("final_logit_softcapping", "attention_multiplier", "query_pre_attn_scalar", "scale_emb", "scale_depth"),
-)
+# What layers of other models compute besides, and the values that change nothing.
+FACTORS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier"), ()),
+    **dict.fromkeys(("query_pre_attn_scalar", "scale_emb", "scale_depth"), ()),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
+}
 UNMATCHED = "unmatched"  # among the arguments: a text of what has no counterpart in them
+OURS = (UNMATCHED, "activation")  # which Megatron-LM's are not
 
 
 def of_config(path: Path) -> dict[str, Any]:
@@ -107,8 +113,9 @@ def of_config(path: Path) -> dict[str, Any]:
             "attention_dropout": told.get("attention_dropout", told.get("attn_pdrop")),
             "hidden_dropout": told.get("resid_pdrop"),
         }
+        found["activation"] = ACTIVATIONS.get(_activation(told))
         if "hidden_act" in told:
-            found["swiglu"] = told["hidden_act"] in GATED
+            found["swiglu"] = found["activation"] == "silu"
         found["layernorm_epsilon"] = next((float(told[name]) for name in EPSILONS if told.get(name)), None)
         found[UNMATCHED] = ", ".join(_unmatched(told)) or None
         found |= _of_rotary(told)
@@ -117,12 +124,18 @@ def of_config(path: Path) -> dict[str, Any]:
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
 
 
+def _activation(told: dict[str, Any]) -> str:
+    return str(told.get("hidden_act") or told.get("activation_function") or "")
+
+
 def _unmatched(told: dict[str, Any]) -> Iterator[str]:
     """What changes the arithmetic, and no weight shows."""
     if told.get("model_type") and told["model_type"] not in TRIED:
         yield f"model_type {told['model_type']}"
-    for name in FACTORS:
-        if told.get(name) not in (None, 1):
+    if (activation := _activation(told)) and activation not in ACTIVATIONS:
+        yield f"activation {activation}"
+    for name, neutral in FACTORS.items():
+        if told.get(name) is not None and told[name] not in neutral:
             yield f"{name} {told[name]}"
     if told.get("sliding_window") and told.get("use_sliding_window", True):
         yield f"sliding_window {told['sliding_window']}"

@@ -43,13 +43,23 @@ def find(folder: Path) -> Index | None:
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[Path]:
     """The checkpoint that :func:`index_of` finds stays meanwhile, though a job may remove its old ones and write new
-    ones. Gives the folder to read it from. Raises OSError."""
-    whole = _own(folder.absolute())
-    if whole is None:
-        yield folder
-    else:
-        with folders.held(whole.folder):
-            yield whole.folder
+    ones. Gives the folder to read it from. Raises OSError, and BadCheckpoint for one that was removed all the same."""
+    with contextlib.ExitStack() as stack:
+        at, kept = folder.resolve(), True
+        while (whole := _own(at)) is not None:
+            kept = stack.enter_context(folders.held(whole.folder))
+            if kept or whole.folder.exists():
+                at = whole.folder
+                break  # else it was removed just now, and there is a newer one
+        try:
+            yield at
+        except FileNotFoundError as error:
+            if at.exists() and kept:
+                raise
+            raise BadCheckpoint(
+                f"{at} was removed while it was read: {error.filename} is gone; read a newer one, or from where its "
+                "folder can be written to: it is kept then"
+            ) from None
 
 
 def _own(folder: Path) -> folders.Found | None:
@@ -59,7 +69,7 @@ def _own(folder: Path) -> folders.Found | None:
 
 
 def _find(folder: Path) -> Index | None:
-    folder = folder.absolute()
+    folder = folder.resolve()
     if (whole := _own(folder)) is not None:
         return own.read(whole)
     if (folder / TRACKER).is_file():

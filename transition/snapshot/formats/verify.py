@@ -15,7 +15,7 @@ def problems(folder: Path) -> tuple[Index | None, list[str]]:
     """(the index, what is wrong, a line each). Every tensor is read, one block after the other. Unicron's own files
     have a checksum of all bytes, those of torch one of each tensor; of safetensors there is none, so that only lengths
     and shapes are compared."""
-    folder = folder.absolute()
+    folder = folder.resolve()
     try:
         index = opening.index_of(folder)
     except BadCheckpoint as error:

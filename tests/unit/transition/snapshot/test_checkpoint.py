@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unicron.transition.snapshot import checkpoint, folders
+from unicron.transition.snapshot import checkpoint, folders, foreign, migrate, parts
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
+from unicron.transition.snapshot.formats import opening
 from unicron.transition.snapshot.migrate import TrainingState
 
 
@@ -173,6 +174,23 @@ def test_another_model_is_said_to_be_one(tmp_path, state):
         Checkpoints(tmp_path).load(training(width=5))
 
 
+def test_a_model_with_other_heads_is_another_one_though_all_shapes_fit(tmp_path, state, monkeypatch, capfd):
+    """Defect: a mistyped --num-attention-heads trained on without a word."""
+    told = {"dtype": "float32", "heads": 8, "groups": 8, "channels": 4, "arguments": {"swiglu": True}}
+    monkeypatch.setattr(migrate, "model_facts", lambda model: told)
+    written(tmp_path, state, 5, Writer())
+    for other in ({"heads": 4}, {"groups": 2}, {"channels": 8}):
+        monkeypatch.setattr(migrate, "model_facts", lambda model, other=other: told | other)
+        with pytest.raises(CheckpointError, match=r"another model \(its \w+ is \d, and here it is \d\)"):
+            Checkpoints(tmp_path).load(training())
+        with pytest.raises(parts.Missing, match="and here it is"):
+            index = opening.index_of(tmp_path)
+            foreign.Foreign(tmp_path, index, foreign.Wanted(optimizer=False)).load(training())
+    monkeypatch.setattr(migrate, "model_facts", lambda model: told | {"arguments": {"swiglu": False}})
+    assert Checkpoints(tmp_path).load(training()) == 5
+    assert "is of another model: swiglu is True there, and here it is False" in capfd.readouterr().err
+
+
 def test_one_that_is_all_damaged_is_never_taken_for_none(tmp_path, state):
     """Not even by a rank that starts after another one has found it so."""
     written(tmp_path, state, 5, Writer())
@@ -230,6 +248,8 @@ def test_what_somebody_reads_stays_until_it_is_read(tmp_path, state, monkeypatch
     monkeypatch.setattr(folders, "STALE_SECONDS", -1.0)
     written(tmp_path, state, 6, Writer())
     assert iterations(tmp_path) == [5, 6], "whoever read it was killed"
+    with folders.held(tmp_path / "iteration-00000004") as kept:
+        assert not kept and names(tmp_path) == ["iteration-00000005", "iteration-00000006"], "it is gone, and stays so"
 
 
 def test_what_one_left_because_others_wrote_after_it_goes_before_the_next_one_is_written(tmp_path, state, monkeypatch):

@@ -43,7 +43,7 @@ def test_what_cannot_be_exported_is_one_line_with_the_command_for_later(tmp_path
     Checkpoints(tmp_path).save_last(training(), 3)
     (tmp_path / "dcp/iteration-00000003").mkdir(parents=True)
     (tmp_path / "dcp/iteration-00000003/file").touch()
-    assert exports.main(str(tmp_path), "3", Writer().mark, "dcp", "") == 1
+    assert exports.main(str(tmp_path), "3", Writer().mark, "dcp", "", "me") == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert (
         "is there already" in line
@@ -78,7 +78,7 @@ def test_another_checkpoint_of_the_same_iteration_is_not_taken_for_it(tmp_path: 
 
 
 def test_signals_to_all_processes_of_a_step_do_not_end_an_export_but_sigterm_does(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", exports.__name__, str(tmp_path), "3", Writer().mark, "dcp", ""]
+    words = [sys.executable, "-m", exports.__name__, str(tmp_path), "3", Writer().mark, "dcp", "", "me"]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: caught(process.pid, signal.SIGTERM), "it waits for its checkpoint")

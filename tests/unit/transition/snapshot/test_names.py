@@ -14,6 +14,7 @@ from unicron.transition.snapshot.formats import convert, megatron_arguments, nam
 from unicron.transition.snapshot.formats.index import BadCheckpoint
 
 HEADS, GROUPS, SIZE, HIDDEN, INNER, WORDS, LAYERS = 4, 2, 3, 12, 20, 11, 2
+NAMED = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
 BUFFERS = ("bias", "masked_bias")  # of old releases of transformers
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 
@@ -258,7 +259,7 @@ def test_another_model_in_config_json_is_said_at_the_begin(tmp_path, capfd):
     mine = {"rotary_base": 10000, "rotary_percent": 1.0, "swiglu": True}
     foreign._say_unproven(folder, opening.index_of(folder), mine)
     said = capfd.readouterr().err
-    assert "says rotary_base 500000, and here it is 10000" in said and "says swiglu False" in said
+    assert "rotary_base is 500000 there, and here it is 10000" in said and "swiglu is False there" in said
     assert len(said.splitlines()) == 2
     foreign._say_unproven(folder, opening.index_of(folder), {"rotary_base": 500000, "swiglu": False})
     assert capfd.readouterr().err == ""
@@ -267,7 +268,7 @@ def test_another_model_in_config_json_is_said_at_the_begin(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "llama", "rms_norm_eps": 1e-5}, ["says layernorm_epsilon 1e-05, and here it is 1e-06"]),
+        ({"model_type": "llama", "rms_norm_eps": 1e-5}, ["layernorm_epsilon is 1e-05 there, and here it is 1e-06"]),
         ({"model_type": "gemma", "rms_norm_eps": 1e-6}, ["says model_type gemma: does the model here compute so?"]),
         (
             {"model_type": "granite", "residual_multiplier": 0.22, "logits_scaling": 1.0},
@@ -275,21 +276,55 @@ def test_another_model_in_config_json_is_said_at_the_begin(tmp_path, capfd):
         ),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, []),
         ({"model_type": "mistral", "sliding_window": 4096}, ["says sliding_window 4096: does"]),
+        ({"model_type": "llama", "rms_norm_eps": 9.999999974752427e-07, "hidden_act": "silu"}, []),
+        ({"model_type": "llama", "hidden_act": "relu"}, ["activation is relu there, and here it is silu"]),
+        ({"model_type": "gpt2", "activation_function": "mish"}, ["says activation mish: does"]),
     ],
 )
 def test_what_no_weight_shows_of_another_models_arithmetic_is_said(tmp_path, capfd, config, said):
     """Defect: Gemma's and Granite's weights have Llama's names, and were trained as if they were Llama's."""
     folder = saved(tmp_path / "hf", llama(), **config)
-    foreign._say_unproven(folder, opening.index_of(folder), {"layernorm_epsilon": 1e-6})
+    foreign._say_unproven(folder, opening.index_of(folder), {"layernorm_epsilon": 1e-6, "activation": "silu"})
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == len(said) and all(text in line for text, line in zip(said, lines, strict=True))
     lines = []
-    config |= {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
-    folder = saved(tmp_path / "again", llama(), **config)
+    folder = saved(tmp_path / "again", llama(), **NAMED, **config)
     convert.export(opening.index_of(folder), tmp_path / "out", "torch_dist", say=lines.append)
     assert sum("only if its options say it" in line for line in lines) == sum("does" in each for each in said)
     told = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)["args"]
     assert not hasattr(told, megatron_arguments.UNMATCHED)
+
+
+def test_a_config_of_another_model_is_refused_and_fills_what_is_not_known(tmp_path, of_llama):
+    """Defect: it took the place of what the checkpoint itself said, and queries were cut at other places."""
+    convert.import_(opening.index_of(of_llama), tmp_path / "own")
+    config = tmp_path / "config.json"
+    about = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": GROUPS, "rope_theta": 77.0}
+    config.write_text(json.dumps(about))
+    for form in ("torch_dist", "safetensors"):
+        with pytest.raises(
+            BadCheckpoint, match=f"num_attention_heads is {2 * HEADS}, and in the checkpoint it is {HEADS}"
+        ):
+            convert.export(opening.index_of(tmp_path / "own"), tmp_path / form, form, config=config)
+        assert not (tmp_path / form).exists()
+    config.write_text(json.dumps(about | {"num_attention_heads": HEADS}))
+    convert.export(opening.index_of(tmp_path / "own"), tmp_path / "out", "torch_dist", config=config)
+    told = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)["args"]
+    assert told.rotary_base == 77 and told.num_attention_heads == HEADS
+
+
+def test_what_no_weight_shows_is_said_by_an_import_and_kept(tmp_path, capfd):
+    """Defect: it was lost on the way, and a training from there said nothing."""
+    folder = saved(tmp_path / "hf", llama(), **NAMED, model_type="gemma", rope_theta=5e5)
+    lines: list[str] = []
+    convert.import_(opening.index_of(folder), tmp_path / "own", say=lines.append)
+    assert lines == [
+        "config.json says model_type gemma: no weight shows it, see that the model that is trained computes so"
+    ]
+    index = opening.index_of(tmp_path / "own")
+    foreign._say_unproven(tmp_path / "own", index, {"rotary_base": 10000, "position_embedding_type": "rope"})
+    said = capfd.readouterr().err
+    assert "rotary_base is 500000 there" in said and "says model_type gemma: does" in said
 
 
 def test_a_table_for_names_that_are_megatrons_already_is_refused(tmp_path, of_llama):
