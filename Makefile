@@ -56,8 +56,15 @@ system-test:     # and what only the tests need: Slurm's accounting
 plugin: system   ## builds the SPANK plugin against the installed Slurm
 	$(MAKE) -C slurm_plugin/spank
 
-agent-folder: system venv   ## the agent with a Python of its own, for nodes and containers, in build/unicron-agent
-	$(BIN)/python tools/agent_folder.py
+agent-folder: system .venv-agent/ready   ## the agent with a Python of its own, for nodes and containers, in build/unicron-agent
+	.venv-agent/bin/python tools/agent_folder.py
+
+# The agent has no torch.
+.venv-agent/ready: setup.cfg pyproject.toml $(CONSTRAINTS)
+	PYTHON=$(PYTHON) tools/system-packages.sh venv
+	test -x .venv-agent/bin/python || $(PYTHON) -m venv .venv-agent
+	.venv-agent/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) $(EDITABLE) -e .
+	touch $@
 
 demo: system venv plugin   ## two jobs train on a private Slurm cluster and are healed before your eyes
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
