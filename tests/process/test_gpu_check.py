@@ -35,7 +35,7 @@ def test_ranks_fail_at_every_point_and_are_healed(tmp_path):
     assert all(row["losses_differ"] < 1e-5 for row in healed)
 
 
-@pytest.mark.long
+@pytest.mark.wide  # two minutes
 def test_all_else_that_is_seen_on_a_card(tmp_path):
     dry_run(tmp_path / "out", "alone", "agents-gloo", "templates-gloo", "errors", "snapshots", "cost")
 
