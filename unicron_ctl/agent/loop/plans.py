@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from unicron.ctl.protocol import shared_plans, structs, wire
@@ -93,15 +94,18 @@ class Plans:
         """
         member = any(slot in self._slots for slot in self._members)
         if not AT_WORK.isdisjoint(states):
-            return Saving(self.writers_before, False, not ended)
+            before = self.writers_before
+            if not member and self._entered in self._held:  # it is to leave at a boundary that has not come yet
+                before = partial(self.writers_before, members=shared_plans.whole(self._held[self._entered]).members)
+            return Saving(before, False, not ended)
         if "stopped" in states or (ended and member):
             return Saving(self.writers_before_at_rest, True, not ended)
         return Saving(self.all_other_writers, True, False) if member and RESTING.issuperset(states) else None
 
-    def writers_before(self, key: Key) -> tuple[int, ...] | None:
+    def writers_before(self, key: Key, members: Sequence[int] | None = None) -> tuple[int, ...] | None:
         """The nodes that train a place of the layout and come before this one; None where this one does not train it. A
-        shard is its rank's."""
-        nodes = self._nodes(key)
+        shard is its rank's. members: by default those of the newest plan."""
+        nodes = self._nodes(key, members)
         if not nodes:
             return None if key.kind == SHARD else ()
         return tuple(nodes[: nodes.index(self._here)]) if self._here in nodes else None
@@ -120,8 +124,8 @@ class Plans:
             else tuple(node for node in self._nodes(key) if node != self._here)
         )
 
-    def _nodes(self, key: Key) -> list[int]:
-        members = self._members
+    def _nodes(self, key: Key, members: Sequence[int] | None = None) -> list[int]:
+        members = self._members if members is None else members
         if key.kind == SHARD:
             slots = [key.slot] if not members or key.slot in members else []
         else:

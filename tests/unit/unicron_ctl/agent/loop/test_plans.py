@@ -89,6 +89,26 @@ def test_how_a_node_writes_its_part_of_what_ends_in_the_middle(states, before, e
     assert [found(False), found(True)] == [alone, alone], "the others go on without it"
 
 
+def test_what_is_to_leave_at_a_boundary_that_never_comes_is_written_too() -> None:
+    """Defect: Slurm ended two nodes at once; the first to be heard was to leave, the other to go on, and the first
+    wrote nothing of what it alone had."""
+    nodes = [Plans([slot]) for slot in range(2)]
+    for node in nodes:
+        node.add_plan(share(1, [0, 1], replica=1), 1)
+        node.on_entered(1)
+        node.add_plan(share(2, [0]), 2)
+    state = Key(STATE, slot=1, iteration=7)
+    shards = [Key(SHARD, slot=slot, iteration=7, shard=slot, count=2) for slot in (0, 1)]
+    saving = [node.saving(["running"], False) for node in nodes]
+    assert [[each.before(key) for key in (state, *shards)] for each in saving if each] == [
+        [(), (), None],
+        [(0,), None, ()],
+    ]
+    nodes[0].on_entered(2)
+    assert saving[0] is not None and nodes[0].saving(["running"], False).before(state) == ()
+    assert nodes[1].saving(["stopped"], False).before(state) == (0,), "the others go on: it comes after them"
+
+
 def test_whose_ranks_begin_anew_comes_after_all_others() -> None:
     nodes = [Plans([slot]) for slot in range(3)]
     for node in nodes:
