@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +47,16 @@ def report(index: Index) -> CheckpointReport:
     """What `show` prints."""
     tensors = [TensorReport(name=t.name, shape=list(t.shape), dtype=t.dtype) for t in index.tensors.values()]
     return CheckpointReport(format=index.format, iteration=index.iteration, layout=index.layout, tensors=tensors)
+
+
+@contextlib.contextmanager
+def _tidy() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does: it lets go of the checkpoint, and nothing half written is left."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
@@ -134,10 +143,9 @@ def export(
     With JOB, a running job of yours, it is asked for a checkpoint first.
     """
     folder = Path(source)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # let go of the checkpoint, and tidy up
     of_job = not folder.exists() and source.replace("_", "").isdigit()
     try:
-        with _of_job(source, saves or _folder_of(source), wait) if of_job else _of_folder(folder) as index:
+        with _tidy(), _of_job(source, saves or _folder_of(source), wait) if of_job else _of_folder(folder) as index:
             convert.export(index, out, form, names, config, dtype, lambda line: click.echo(line, err=True))
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
@@ -155,7 +163,7 @@ def import_command(folder: Path, out: Path, names: str, config: Path | None) -> 
     A training can also begin from FOLDER as it is (`begin_from`, or Megatron-LM's --load).
     """
     try:
-        with _of_folder(folder) as index:
+        with _tidy(), _of_folder(folder) as index:
             at = convert.import_(index, out, names, config, lambda line: click.echo(line, err=True))
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
