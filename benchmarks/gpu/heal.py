@@ -8,7 +8,6 @@ The ranks are those of the rank tests (`tests.support.rank_harness`), with the c
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import signal
 import sys
@@ -159,14 +158,14 @@ def shapes() -> dict[str, Case]:
         common = {"TINY_LAYOUT": layout, **settings}
         like = name.rsplit(", kill", 1)[0] + ", undisturbed"
         keywords = {"replica": replica}
+        losses = SHAPE_LOSSES if {"TINY_FP16", "TINY_BF16"} & settings.keys() else LOSSES
         everyone = list(range(4 if replica > 1 else 2))
         survivors = everyone[:replica]
         for title, faults, left in (
             (like, [], everyone),
             (name, [fault(len(everyone) - 1, 1, place, 1 if place == "backward" else 0)], survivors),
         ):
-            case = Case(faults, left, len(everyone), 4, common, keywords, like, gradients=False)
-            found[title] = dataclasses.replace(case, losses=SHAPE_LOSSES)
+            found[title] = Case(faults, left, len(everyone), 4, common, keywords, like, gradients=False, losses=losses)
     return found
 
 

@@ -60,19 +60,16 @@ class Exports:
         checkpoint = self._folder / folder_name(iteration)
         try:
             checkpoint.mkdir(parents=True, exist_ok=True)
-            marker = folders.hold(checkpoint, reader)  # the process lets go of it
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", __name__, *words],
-                    stdin=subprocess.DEVNULL,
-                    cwd=self._here,
-                    env=quiet,
-                    start_new_session=True,
-                )
-            except OSError:
-                folders.let_go(marker)
-                raise
+            folders.hold(checkpoint, reader)  # the process lets go of it
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, *words],
+                stdin=subprocess.DEVNULL,
+                cwd=self._here,
+                env=quiet,
+                start_new_session=True,
+            )
         except OSError as error:
+            folders.let_go(checkpoint, reader)
             rank_log.warn(f"the checkpoint of iteration {iteration} is not exported: {error}")
 
 

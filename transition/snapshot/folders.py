@@ -85,12 +85,16 @@ def prune(folder: Path, keep: int) -> int:
 
 
 # ------------------------------------------------------------ not to be removed
-def hold(path: Path, reader: str) -> Path:
-    """Have the checkpoint in the folder `path` stay until the file that this returns is removed, or is a day old: who
-    reads it was killed then. reader: a name that nobody else has. Raises OSError, also where the folder is gone."""
-    marker = path / f"{HELD}{reader}"
-    marker.touch()
-    return marker
+def hold(path: Path, reader: str) -> None:
+    """Have the checkpoint in the folder `path` stay until :func:`let_go`, or for a day: who reads it was killed then.
+    reader: a name that nobody else has. Raises OSError, also where the folder is gone."""
+    (path / f"{HELD}{reader}").touch()
+
+
+def let_go(path: Path, reader: str) -> None:
+    """The end of :func:`hold`, if there was one."""
+    with contextlib.suppress(OSError):
+        (path / f"{HELD}{reader}").unlink()
 
 
 @contextlib.contextmanager
@@ -99,24 +103,20 @@ def held(path: Path, reader: str = "") -> Iterator[bool]:
     read. Gives False where the folder is gone or cannot be written to; then nothing is done. reader: by default a
     name for this call."""
     name = reader or new_reader()
-    with contextlib.ExitStack() as later:
-        try:
-            later.callback(let_go, hold(path, name))
-        except OSError:
-            yield False
-        else:
-            yield True
+    try:
+        hold(path, name)
+    except OSError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        let_go(path, name)
 
 
 def new_reader() -> str:
     """A name that nobody else has; people see from it who reads."""
     return f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
-
-
-def let_go(marker: Path) -> None:
-    """The end of :func:`hold`."""
-    with contextlib.suppress(OSError):
-        marker.unlink()
 
 
 def _is_held(path: Path) -> bool:

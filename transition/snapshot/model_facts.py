@@ -46,28 +46,30 @@ UNPROVEN_OF_EXPERTS = (
     *("moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor"),
 )
 ALMOST = 1e-5  # relative: a number that was once one of 32 bits
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "quick_gelu": "gelu", "fast_gelu": "gelu", "relu": "relu"}
-ACTIVATIONS |= {"squared_relu": "squared_relu"}  # the several ways to compute gelu count as one
+# Activations, by their names in torch, Megatron and Hugging Face's config.json. The ways to compute gelu count as one.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "squared_relu", "squared_relu": "squared_relu"}
+ACTIVATIONS |= dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "fast_gelu"), "gelu")
 
 
-def other_heads(there: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
-    """How the heads of the other model are cut otherwise than this one's; "" where they are not, or nobody knows."""
+def other_heads(there: Mapping[str, Any], mine: Mapping[str, Any], here: str = "here") -> str:
+    """How the heads of the other model are cut otherwise than this one's; "" where they are not, or nobody knows. here:
+    where this one is, in words."""
     for fact, argument in HEADS.items():
         if there.get(fact) and mine.get(fact) and there[fact] != mine[fact]:
-            return f"its {argument} is {there[fact]}, and here it is {mine[fact]}"
+            return f"its {argument} is {there[fact]}, and {here} it is {mine[fact]}"
     return ""
 
 
-def other_arithmetic(there: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+def other_arithmetic(there: Mapping[str, Any], mine: Mapping[str, Any], here: str = "here") -> list[str]:
     """Where the other model computes otherwise than this one, and no weight shows it: a few words each. there, mine:
-    Megatron-LM's arguments."""
+    Megatron-LM's arguments. here: where this one is, in words."""
     names = [*UNPROVEN, *(UNPROVEN_OF_EXPERTS if mine.get("num_experts") else ())]
     if there.get("activation") and mine.get("activation"):
         names = [name for name in names if name not in ("swiglu", "squared_relu")]
     if {there.get("position_embedding_type"), mine.get("position_embedding_type")}.isdisjoint({"rope", "yarn"}):
         names = [name for name in names if not name.startswith("rotary_")]
     return [
-        f"{name} is {there[name]} there, and here it is {mine[name]}"
+        f"{name} is {there[name]} there, and {here} it is {mine[name]}"
         for name in names
         if there.get(name) is not None and mine.get(name) is not None and not _equal(there[name], mine[name])
     ]

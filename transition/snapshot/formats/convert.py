@@ -102,8 +102,9 @@ def _adopt(index: Index, config: Path | None) -> None:
         return
     common = index.common
     facts, args = safetensors.facts_of(config), megatron_arguments.of_config(config)
-    wrong = [other_heads(facts, common.facts), *other_arithmetic(args, common.args)]
-    if difference := next(filter(None, wrong), "").replace("here it is", "in the checkpoint it is"):
+    here = "in the checkpoint"
+    wrong = [other_heads(facts, common.facts, here), *other_arithmetic(args, common.args, here)]
+    if difference := next(filter(None, wrong), ""):
         raise BadCheckpoint(f"{config} is of another model ({difference}): give this model's")
     common.facts = facts | {key: value for key, value in common.facts.items() if value}
     common.args = args | {key: value for key, value in common.args.items() if value is not None}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron.transition.snapshot.formats.index import EMBEDDING, LAYERS, OUTPUT, BadCheckpoint, Index
+from unicron.transition.snapshot.model_facts import ACTIVATIONS
 
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # `--load` compares these, unless there is --finetune
 WITH_VOCABULARY = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")  # with --vocab-file too
@@ -87,9 +88,6 @@ def _of_tensors(index: Index) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------ of Hugging Face's
-# Activations; the ways to compute gelu count as one.
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "squared_relu"}
-ACTIVATIONS |= dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu"), "gelu")
 TRIED = ("llama", "mistral", "qwen2", "qwen3", "gpt2")  # model types whose arithmetic Megatron's options give
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 # What layers of other models compute besides, and the values that change nothing.

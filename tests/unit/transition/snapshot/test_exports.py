@@ -36,6 +36,15 @@ def test_a_checkpoint_is_exported_when_it_is_whole_by_a_process_of_its_own(tmp_p
     assert left == ["iteration-00000010", "iteration-00000011"]
 
 
+def test_an_export_that_does_not_start_holds_nothing(tmp_path: Path, capfd, monkeypatch) -> None:
+    checkpoints = Checkpoints(tmp_path, export="dcp")
+    assert checkpoints.exports is not None
+    monkeypatch.setattr(exports.sys, "executable", "/no/python")
+    checkpoints.exports.start(7, Writer().mark)
+    assert "iteration 7 is not exported: [Errno 2]" in capfd.readouterr().err
+    assert list((tmp_path / "iteration-00000007").iterdir()) == []
+
+
 def test_what_cannot_be_exported_is_one_line_with_the_command_for_later(tmp_path: Path, capfd, monkeypatch) -> None:
     monkeypatch.setattr(exports.os, "nice", lambda _: 0)
     monkeypatch.setattr(exports.signal, "signal", lambda *_: None)
