@@ -21,6 +21,7 @@ from unicron.ctl.settings.config import OTHER_TABLES, AgentConfig, ControllerCon
 from unicron.ctl.settings.limits import FIXED, RULES, Range, label, number
 from unicron.ctl.settings.partitions import PartitionConfig
 from unicron.ctl.settings.variables import OF_JOBS, OF_PROGRAMS, Variable
+from unicron.detector.health.checks import HealthConfig
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 BEGIN, END = "<!-- {}: made by tools/reference_tables.py -->", "<!-- end of {} -->"
@@ -39,6 +40,7 @@ def tables() -> dict[str, str]:
         "[planner] ": PlannerConfig,
         "[agent] ": AgentConfig,
         "[partition.NAME] ": PartitionConfig,
+        "[health] ": HealthConfig,
     }
     fields = [row for prefix, struct in sections.items() for row in _fields(prefix, struct)]
     return {
@@ -88,13 +90,25 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
         return str(value).lower()
     if value is None:
         return "none"
+    if isinstance(value, tuple | list) and value:
+        return ", ".join(f'`"{each}"`' for each in value)
     return number(value) if isinstance(value, int | float) else f'`"{value}"`' if isinstance(value, str) else "none"
 
 
 def _range(allowed: object) -> str:
     if get_origin(allowed) is not None and all(isinstance(choice, str) for choice in get_args(allowed)):
         return ", ".join(f'`"{choice}"`' for choice in get_args(allowed))
-    return next((str(note) for note in getattr(allowed, "__metadata__", ()) if isinstance(note, Range)), "")
+    notes = getattr(allowed, "__metadata__", ())
+    if not notes and (kinds := get_args(allowed)):  # `| None`
+        notes = getattr(kinds[0], "__metadata__", ())
+    return next((_bounds(note) for note in notes), "")
+
+
+def _bounds(note: Range | msgspec.Meta) -> str:
+    if isinstance(note, Range):
+        return str(note)
+    low = f"above {number(note.gt)}" if note.gt is not None else f"{number(note.ge or 0)} or more"
+    return low if note.le is None else f"{low}, at most {number(note.le)}"
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

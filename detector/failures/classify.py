@@ -10,11 +10,9 @@ import copy
 import functools
 import re
 import signal
-import tomllib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from unicron.detector.failures import root_cause as last_words
 from unicron.detector.failures.prefilter import search
@@ -62,18 +60,12 @@ class Classifier:
         bound._budget, bound._job = budget, job
         return bound
 
-    def load(self, extra: str | Path | Mapping[str, object]) -> Classifier:
+    def load(self, extra: Mapping[str, object]) -> Classifier:
         """A classifier whose table is extended by an admin's rules, which go first.
 
-        ``extra`` is a TOML file (``unicron.toml``: ``[[severity.rule]]``, ``[[severity.cause]]``) or the mapping read
-        from one. Raises SeverityTableError for a wrong rule and OSError for an unreadable file.
+        ``extra`` is what was read from ``unicron.toml``: ``[[severity.rule]]``, ``[[severity.cause]]``. Raises
+        SeverityTableError for a wrong rule.
         """
-        if not isinstance(extra, Mapping):
-            with open(extra, "rb") as file:
-                try:
-                    extra = tomllib.load(file)
-                except tomllib.TOMLDecodeError as error:
-                    raise SeverityTableError(f"severity table: {file.name}: not TOML: {error}") from None
         section = extra.get("severity", extra)
         if not isinstance(section, Mapping):
             raise SeverityTableError("severity table: [severity] must be a table with [[severity.rule]] entries")

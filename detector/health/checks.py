@@ -1,4 +1,4 @@
-"""The checks themselves. Standard library; GPUs through pynvml where it is installed, else through nvidia-smi.
+"""The checks themselves, and what an admin sets for them. GPUs through nvidia-smi.
 
 Each check returns a ``Finding``. "bad" means that the node's hardware is proven bad and the node must not get a job: a
 Prolog that says so drains it. What another node might see as well (a full or stale file system) or what software can
@@ -16,9 +16,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
 
 from unicron.detector.failures.classify import Classifier, default_classifier
 from unicron.detector.failures.severity import SeverityTableError
@@ -28,34 +31,43 @@ from unicron.detector.health.program_output import TooMuchOutput, run_program
 GOOD, WARNING, UNKNOWN, BAD = "good", "warning", "unknown", "bad"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the admin expects of a node; nothing is expected by default. From ``[health]`` of unicron.toml.
-
-    skip: checks that are switched off ("all": every one). timeout: seconds per check. gpus: how many there must be,
-    None unknown. memory_mb: RealMemory of slurm.conf. nics: interfaces and InfiniBand devices ("ib0", "mlx5_0") that
-    must be up. paths: directories that must be writable. slow_seconds: a slower file system is warned of.
-    clock_reference: epoch seconds of the controller, None unknown. clock_warn, clock_bad: seconds of difference (munge
-    refuses 300). shm_mb: least free shared memory. test_mb: memory that is written and read back.
-    kernel_state: a folder that only root can write, where the check of the kernel log keeps what it has read. severity:
-    [severity] of unicron.toml, the admin's own rules.
-    """
+class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The section [health] of unicron.toml: what a node must have. By default nothing is expected."""
 
     skip: tuple[str, ...] = ()
-    timeout: float = 5.0
-    gpus: int | None = None
-    memory_mb: int | None = None
+    """Checks that are switched off: gpu, memory, nic, file_system, shm, clock, kernel, or all."""
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=50)] = 5.0
+    """Seconds for each check."""
+    gpus: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """How many GPUs there must be."""
+    memory_mb: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """RealMemory of slurm.conf."""
     nics: tuple[str, ...] = ()
+    """Interfaces and InfiniBand devices that must be up, such as "ib0" and "mlx5_0"."""
     paths: tuple[str, ...] = ("/tmp",)
-    slow_seconds: float = 2.0
-    clock_reference: float | None = None
-    clock_warn: float = 1.0
-    clock_bad: float = 300.0
-    shm_mb: int = 64
-    test_mb: int = 16
+    """Folders that must be writable."""
+    slow_seconds: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    """A file system that takes longer is warned of."""
+    clock_warn: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Seconds by which a clock may be wrong before it is warned of."""
+    clock_bad: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    """Seconds by which a clock may be wrong before the node is bad: munge refuses 300."""
+    shm_mb: Annotated[int, msgspec.Meta(ge=0)] = 64
+    """The least free shared memory."""
+    test_mb: Annotated[int, msgspec.Meta(ge=0)] = 16
+    """How much memory is written and read back."""
     kernel_state: str = "/var/lib/unicron/health"
-    severity: Mapping[str, object] = field(default_factory=dict)
-    root: str = "/"  # where proc, sys and dev are found; tests put a tree of their own there
+    """A folder that only root can write. The check of the kernel log keeps there what it has read."""
+
+
+class Settings(HealthConfig, kw_only=True, frozen=True):
+    """What the checks go by. clock_reference: epoch seconds of the controller, None unknown. severity: [severity] of
+    unicron.toml, the admin's own rules. root: where proc, sys and dev are found; tests put a tree of their own there.
+    """
+
+    clock_reference: float | None = None
+    severity: dict[str, Any] = {}
+    root: str = "/"
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,8 @@ import os
 import socket
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from unicron.detector.health.checks import BAD, CHECKS, GOOD, UNKNOWN, WARNING, Finding, Settings
 
@@ -59,55 +56,6 @@ class Report:
             "seconds": round(self.seconds, 4),
             "checks": [result.as_dict() for result in self.results],
         }
-
-
-def load_settings(config: Mapping[str, object] | str | Path | None = None, **overrides: object) -> Settings:
-    """Settings from ``[health]`` of a TOML file or a mapping, then from keyword overrides that are not None.
-
-    Raises ValueError with one line for an unknown key or a wrong type, OSError for an unreadable file.
-    """
-    values: dict[str, object] = {}
-    severity: Mapping[str, object] = {}
-    if isinstance(config, str | Path):
-        with open(config, "rb") as file:
-            try:
-                config = tomllib.load(file)
-            except tomllib.TOMLDecodeError as error:
-                raise ValueError(f"{file.name} is not TOML: {error}") from None
-    if config:
-        section = config.get("health", {})
-        if not isinstance(section, Mapping):
-            raise ValueError("[health] must be a table")
-        values.update(section)
-        rules = config.get("severity", {})
-        if not isinstance(rules, Mapping):
-            raise ValueError("[severity] must be a table")
-        severity = rules
-        if "severity" in values:
-            raise ValueError("[health] has no key 'severity': it is a table of its own")
-    values.update({key: value for key, value in overrides.items() if value is not None})
-    checked: dict[str, Any] = {key: _checked(key, value) for key, value in values.items()}
-    return Settings(severity=severity, **checked)
-
-
-_FIELDS = {item.name: item for item in dataclasses.fields(Settings)}
-
-
-def _checked(key: str, value: object) -> object:
-    if key not in _FIELDS:
-        raise ValueError(f"[health] has no key {key!r}; it knows {', '.join(sorted(_FIELDS))}")
-    kind = str(_FIELDS[key].type)
-    if kind.startswith("tuple"):
-        if not isinstance(value, list | tuple) or any(not isinstance(item, str) for item in value):
-            raise ValueError(f"[health] {key} must be a list of texts, not {value!r}")
-        return tuple(value)
-    if kind == "str":
-        if not isinstance(value, str):
-            raise ValueError(f"[health] {key} must be a text, not {value!r}")
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"[health] {key} must be a number, not {value!r}")
-    return value
 
 
 def run(

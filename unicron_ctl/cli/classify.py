@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 
 import click
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from unicron.detector.failures.classify import Classifier, default_classifier
-from unicron.detector.failures.severity import SeverityTableError, Verdict
-
-DEFAULT_CONFIG = "/etc/unicron/unicron.toml"
+from unicron.ctl.settings.config_file import load
+from unicron.detector.failures.severity import Verdict
 
 
 @click.command(name="classify")
@@ -23,8 +20,7 @@ DEFAULT_CONFIG = "/etc/unicron/unicron.toml"
     "--config",
     "config",
     metavar="FILE",
-    default=lambda: os.environ.get("UNICRON_CONFIG", ""),
-    help=f"unicron.toml with [[severity.rule]] tables; default: UNICRON_CONFIG, else {DEFAULT_CONFIG} if it is there.",
+    help="unicron.toml with [[severity.rule]] tables [default: as unicrond finds it].",
 )
 @click.option(
     "--source",
@@ -41,7 +37,7 @@ DEFAULT_CONFIG = "/etc/unicron/unicron.toml"
 def command(
     text: str | None,
     as_json: bool,
-    config: str,
+    config: str | None,
     source: str,
     status: str | None,
     oom: bool,
@@ -63,7 +59,7 @@ def command(
         raise click.UsageError("give a TEXT (or - for standard input), or one of --exit, --xid, --slurm")
     if lines and given:
         raise click.UsageError("--lines goes with a TEXT only")
-    classifier = _classifier(config)
+    classifier = load(config).classifier()
     if text == "-":
         text = sys.stdin.read()
     if lines:
@@ -84,20 +80,6 @@ def command(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     _print(verdict, as_json)
-
-
-def _classifier(config: str) -> Classifier:
-    """The shipped table, extended by the configuration where there is one."""
-    if not config:
-        if not os.path.exists(DEFAULT_CONFIG):
-            return default_classifier()
-        config = DEFAULT_CONFIG
-    try:
-        return default_classifier().load(config)
-    except SeverityTableError as error:
-        raise click.ClickException(str(error)) from None
-    except OSError as error:
-        raise click.ClickException(f"cannot read {config}: {error.strerror}; give --config FILE") from None
 
 
 class Classified(msgspec.Struct, kw_only=True):

@@ -25,8 +25,7 @@ from unicron.ctl.system import descriptors
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.one_thread import one_thread
 from unicron.ctl.system.program import run
-from unicron.detector.failures.classify import Classifier, default_classifier
-from unicron.detector.failures.severity import SeverityTableError
+from unicron.detector.failures.classify import Classifier
 
 with one_thread():
     from unicron.ctl.controller.server.server import Server
@@ -67,7 +66,7 @@ def unicrond(
     if check:
         return report(config, found)
     refuse(config.path, found)
-    classifier = classifier_of(config)
+    classifier = config.classifier()
     folder = Path(state) if state else state_dir(config)
     if make_key:
         click.echo(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
@@ -83,11 +82,10 @@ def unicrond(
 def report(config: Config, found: list[str]) -> int:
     """Prints for `--check` every problem, or the rules with their values. Returns the exit status."""
     where = config.path or "defaults"
-    for check in (lambda: classifier_of(config), lambda: encryption.public_key({}, config)):
-        try:
-            check()
-        except UserError as error:
-            found = [*found, str(error).removeprefix(f"{config.path}: ")]
+    try:
+        encryption.public_key({}, config)
+    except UserError as error:
+        found = [*found, str(error).removeprefix(f"{config.path}: ")]
     for line in found:
         click.echo(f"{PROGRAM}: {where}: {line}", err=True)
     if found:
@@ -114,7 +112,7 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
         try:
             fresh, found = examine(config_path, listen=listen)
             refuse(fresh.path, found)
-            server.apply_config(fresh, classifier_of(fresh))
+            server.apply_config(fresh, fresh.classifier())
         except UserError as error:
             log.error("the configuration was not reloaded, and the old one stays: %s", error)
         notifier.ready()
@@ -171,14 +169,6 @@ def slurm_client(config: Config) -> SlurmClient | None:
             except SlurmError as error:  # it may come up later; until then every poll says what is wrong
                 log.warning("Slurm does not answer yet: %s", error)
                 return CommandLineClient(timeout=config.controller.slurm_timeout)
-
-
-def classifier_of(config: Config) -> Classifier:
-    """The shipped severity table with the admin's rules before it. Raises UserError."""
-    try:
-        return default_classifier().load({"severity": config.severity}) if config.severity else default_classifier()
-    except SeverityTableError as error:
-        raise UserError(f"{config.path}: {error}", WRONG_USE) from None
 
 
 def write_atomically(path: Path, text: str) -> None:

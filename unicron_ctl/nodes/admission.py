@@ -18,11 +18,14 @@ import threading
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.settings.config_file import load
+from unicron.ctl.settings.config import Config, skip_problem
+from unicron.ctl.settings.config_file import understood
 from unicron.ctl.slurm.slurm_client import NodeInfo, SlurmClient, slurms_own
 from unicron.ctl.system.errors import UserError, one_line
-from unicron.detector.health import CHECKS, Report, load_settings, run
+from unicron.detector.health import Report, Result, Settings, run
 
 OURS = "unicron"  # as in controller.plan.placement, which is too much to import at every check
 PROVEN_BAD = 100
@@ -129,14 +132,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _examine(options: argparse.Namespace, log: _Log, status: list[int]) -> int:
     """Checks, drains, reports. `status` is what the process ends with if its time runs out meanwhile."""
     began, mono = time.time(), time.monotonic()
-    found = _check(options, log)
+    config, problems = _config(options.config)
+    for line in problems:
+        log(f"{options.config}: {line}")
+    found = _with_problems(_check(options, config, log), problems)
     if found.verdict == "bad":
         status[0] = PROVEN_BAD
         log(f"proven bad: {found.reason}")
         if options.drain == "on" and not _drain(options, found, log):
             status[0] = 0
     try:
-        if where := options.controller or _address(options.config):
+        if where := options.controller or config.controller.address:
             report(where, options.node, options.at, found, began, options.drain == "on")
     except UserError as error:
         log(f"the controller was not told: {error}")
@@ -145,30 +151,36 @@ def _examine(options: argparse.Namespace, log: _Log, status: list[int]) -> int:
     return status[0]
 
 
-def _address(config: str | None) -> str:
-    """The controller's address in the configuration. Raises UserError."""
-    return load(config).controller.address if config else ""
-
-
 def _usual_config() -> str | None:
     """The configuration that is meant when none is named; None where there is none."""
     path = os.environ.get("UNICRON_CONFIG") or str(USUAL_CONFIG)
     return path if os.path.isfile(path) else None
 
 
-def _check(options: argparse.Namespace, log: _Log) -> Report:
-    share = options.seconds * 0.6  # the rest is for Slurm and the controller
+def _config(path: str | None) -> tuple[Config, list[str]]:
+    """What of the file has a meaning, and what has none: one wrong line must not switch the other checks off."""
     try:
-        settings = load_settings(options.config)
-    except (OSError, ValueError) as error:
-        log(f"{error}; the defaults are used")
-        settings = load_settings(None)
-    skip = (*settings.skip, *(name.strip() for name in options.skip.split(",") if name.strip()))
-    for name in skip:
-        if name not in (*CHECKS, "all"):
-            log(f"no check {name!r} to skip: there are {', '.join(CHECKS)}, and all")
-    state = options.state or settings.kernel_state
-    return run(dataclasses.replace(settings, skip=skip, timeout=min(settings.timeout, share), kernel_state=state))
+        return understood(path) if path else (Config(), [])
+    except UserError as error:
+        return Config(), [str(error)]
+
+
+def _with_problems(found: Report, problems: list[str]) -> Report:
+    """The report, which says to whoever looks at the nodes that its settings are not what was meant."""
+    if not problems:
+        return found
+    return dataclasses.replace(found, results=(*found.results, Result("unicron.toml", "warning", problems[0], 0.0, {})))
+
+
+def _check(options: argparse.Namespace, config: Config, log: _Log) -> Report:
+    named = tuple(name.strip() for name in options.skip.split(",") if name.strip())
+    if odd := skip_problem(named):
+        log(odd)
+    share = options.seconds * 0.6  # the rest is for Slurm and the controller
+    settings = msgspec.structs.asdict(config.health)
+    settings |= {"skip": (*config.health.skip, *named), "timeout": min(config.health.timeout, share)}
+    settings |= {"kernel_state": options.state} if options.state else {}
+    return run(Settings(**settings, severity=config.severity))
 
 
 def _drain(options: argparse.Namespace, found: Report, log: _Log) -> bool:

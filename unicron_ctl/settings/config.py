@@ -16,6 +16,8 @@ from unicron.ctl.settings import limits, partitions
 from unicron.ctl.settings.limits import DAY, HEARTBEATS, Range
 from unicron.ctl.settings.partitions import PartitionConfig, Rules
 from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric
+from unicron.detector.failures.classify import Classifier, default_classifier
+from unicron.detector.health.checks import CHECKS, HealthConfig
 
 DEFAULT_PORT = 7451
 ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that nobody can connect to
@@ -184,16 +186,21 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Users who may run the controller, besides root, SlurmUser and the user of the agent or command."""
 
 
-Section = ControllerConfig | AgentConfig | PlannerConfig
+Section = ControllerConfig | AgentConfig | PlannerConfig | HealthConfig
 
 
 class Config(msgspec.Struct, kw_only=True):
-    """The whole file. `severity` is handed to the classifier as it is."""
+    """The whole file. `severity`: the admin's own rules, as the classifier reads them."""
 
     controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
     agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
+    health: HealthConfig = msgspec.field(default_factory=HealthConfig)
     severity: dict[str, Any] = {}
     path: str = ""
+
+    def classifier(self) -> Classifier:
+        """The shipped severity table with the admin's rules before it."""
+        return default_classifier().load({"severity": self.severity}) if self.severity else default_classifier()
 
 
 def all_problems(config: Config, environment: Mapping[str, str] | None = None) -> list[str]:
@@ -202,6 +209,7 @@ def all_problems(config: Config, environment: Mapping[str, str] | None = None) -
         "controller": config.controller,
         "planner": config.controller.planner,
         "agent": config.agent,
+        "health": config.health,
     }
     return [f"[{name}] {line}" for name, section in sections.items() for line in problems(section, environment)]
 
@@ -259,8 +267,20 @@ def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) ->
     for note in getattr(allowed, "__metadata__", ()):
         if isinstance(note, Range):
             return note.problem(field.name, value)
-    check = {"listen": listen_problem, "address": address_problem}.get(field.name)
-    return check(value) if check else ""
+    match field.name:
+        case "listen":
+            return listen_problem(value)
+        case "address":
+            return address_problem(value)
+        case "skip":
+            return skip_problem(value)
+    return ""
+
+
+def skip_problem(value: tuple[str, ...]) -> str:
+    """What is wrong with names of health checks, or nothing."""
+    odd = next((name for name in value if name not in (*CHECKS, "all")), "")
+    return f'skip = "{odd}": use some of {", ".join(CHECKS)}, or all' if odd else ""
 
 
 def listen_problem(value: str) -> str:

@@ -7,7 +7,7 @@ import os
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 import msgspec
 
@@ -23,9 +23,11 @@ from unicron.ctl.settings.config import (
 )
 from unicron.ctl.settings.partitions import DEFAULT, PERMISSIONS, Mode, PartitionConfig
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.detector.failures.classify import default_classifier
+from unicron.detector.failures.severity import SeverityTableError
+from unicron.detector.health.checks import HealthConfig
 
-OWN_SECTIONS = ("controller", "agent", "planner", "partition")
-OTHER_SECTIONS = ("severity", "health")  # others read them
+SECTIONS = ("controller", "agent", "planner", "partition", "health", "severity")
 
 
 def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
@@ -40,6 +42,13 @@ def load(path: str | Path | None = None, environment: Mapping[str, str] = os.env
     config, found = _read(path, environment)
     refuse(config.path, found or all_problems(config))
     return config
+
+
+def understood(path: str | Path | None = None, environment: Mapping[str, str] = os.environ) -> tuple[Config, list[str]]:
+    """For a node's health checks: what of the file has a meaning, and what is wrong with it, in one line each: a
+    mistake in one line must not switch the others off. Raises UserError for a file that cannot be read at all."""
+    config, found = _read(path, environment)
+    return config, found + all_problems(config)
 
 
 def examine(
@@ -89,21 +98,34 @@ def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Conf
 
 def parse_sections(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str]]:
     """The configuration in a mapping that was read from TOML, and what in it has no meaning: that keeps its default."""
-    known = (*OWN_SECTIONS, *OTHER_SECTIONS)
-    own = ", ".join(f"[{section}]" for section in known)
-    found = [f"unknown section [{section}]: use one of {own}" for section in raw if section not in known]
+    found = [_unknown(section) for section in raw if section not in SECTIONS]
     controller = _section(ControllerConfig, "controller", raw, found)
     controller.partitions = _partitions(raw.get("partition", {}), found)
     controller.planner = _section(PlannerConfig, "planner", raw, found)
     agent = _section(AgentConfig, "agent", raw, found)
-    severity = raw.get("severity", {})
-    if not isinstance(severity, Mapping):
-        found.append("[severity] must be a section")
-        severity = {}
-    return Config(controller=controller, agent=agent, severity=dict(severity), path=path), found
+    health = _section(HealthConfig, "health", raw, found)
+    severity = _severity(raw.get("severity", {}), found)
+    return Config(controller=controller, agent=agent, health=health, severity=severity, path=path), found
 
 
-Section = TypeVar("Section", ControllerConfig, AgentConfig, PlannerConfig, PartitionConfig)
+def _unknown(section: str) -> str:
+    near = difflib.get_close_matches(section, SECTIONS, 1)
+    known = ", ".join(f"[{one}]" for one in SECTIONS)
+    return f"unknown section [{section}]" + (f"; did you mean [{near[0]}]?" if near else f": use one of {known}")
+
+
+def _severity(given: object, found: list[str]) -> dict[str, Any]:
+    """The admin's own rules, if they can be used."""
+    try:
+        if given != {}:  # the shipped table alone is sound
+            default_classifier().load({"severity": given})
+    except SeverityTableError as error:
+        found.append(f"[severity] {str(error).removeprefix('severity table: ')}")
+        return {}
+    return dict(cast(Mapping[str, Any], given))
+
+
+Section = TypeVar("Section", ControllerConfig, AgentConfig, PlannerConfig, PartitionConfig, HealthConfig)
 
 
 def _section(kind: type[Section], name: str, raw: Mapping[str, Any], found: list[str]) -> Section:

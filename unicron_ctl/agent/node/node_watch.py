@@ -20,7 +20,6 @@ from unicron.ctl.settings.config import AgentConfig
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.system.errors import UserError
 from unicron.detector.failures.classify import Classifier, default_classifier
-from unicron.detector.failures.severity import SeverityTableError
 from unicron.detector.health.kernel_log import KMSG, KernelFaults, KernelLog, why_not
 from unicron.detector.health.links import LinkWatch, describe
 from unicron.detector.health.oom_kills import KILLED, OomKills, counter_file
@@ -174,10 +173,8 @@ def start(warn: Warn, environment: Mapping[str, str]) -> NodeWatch:
     options, classifier = AgentConfig(), default_classifier()
     try:
         loaded = load(environment=environment)
-        options = loaded.agent
-        if loaded.severity:
-            classifier = classifier.load({"severity": loaded.severity})
-    except (UserError, SeverityTableError) as error:
+        options, classifier = loaded.agent, loaded.classifier()
+    except UserError as error:
         warn(f"the node is watched with the defaults: {error}")
     options.kmsg = environment.get("UNICRON_KMSG") or options.kmsg or KMSG
     if environment.get("UNICRON_NODE_EVENTS") == "0":

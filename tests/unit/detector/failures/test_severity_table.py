@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.depth import DEEP
-from unicron.detector.failures.classify import Classifier, default_classifier
+from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.severity import (
     SCOPES,
     Severity,
@@ -150,12 +150,6 @@ def test_a_rule_of_the_same_id_replaces_ours():
 def test_a_misshapen_section_is_refused(extra):
     with pytest.raises(SeverityTableError):
         default_classifier().load(extra)
-
-
-def test_a_file_without_the_section_changes_nothing(tmp_path):
-    path = tmp_path / "unicron.toml"
-    path.write_text("[controller]\nlisten = 'tcp://*:1'\n")
-    assert Classifier().load(path).table.rules == TABLE.rules
 
 
 def test_the_causes_are_what_traces_may_name():

@@ -56,7 +56,13 @@ def test_the_defaults_contradict_nothing() -> None:
         ("[agent]\nkernel = '/dev/kmsg'", "[agent] kernel: unknown key"),
         ("[controler]\n", "unknown section [controler]"),
         ("controller = 3", "[controller] must be a section"),
-        ("severity = 3", "[severity] must be a section"),
+        ("severity = 3", "[severity] must be a table"),
+        ("[health]\ngpuz = 8", "[health] gpuz: unknown key; did you mean gpus?"),
+        ("[health]\ngpus = -8", "[health] gpus: Expected `int` >= 0"),
+        ("[health]\nskip = 'gpu'", "[health] skip: Expected `array`"),
+        ("[health]\nskip = ['gpus']", '[health] skip = "gpus": use some of gpu, memory'),
+        ("[planner]\ncomparee = 'user'", "[planner] comparee: unknown key; did you mean compare?"),
+        ("[[severity.rule]]\nid = 'a'\nfoo = 1", "[severity] rule a: unknown key 'foo'"),
         ("[controller", "not TOML"),
     ],
 )
@@ -195,9 +201,9 @@ def test_the_option_takes_the_place_of_the_files_address(tmp_path: Path) -> None
     assert (config.controller.listen, found) == ("tcp://a:1", [])
 
 
-def test_sections_of_others_are_left_alone_and_whole_numbers_are_numbers() -> None:
-    config = parse({"controller": {"heartbeat_period": 2}, "health": {}, "severity": {"rules": []}})
-    assert config.controller.heartbeat_period == 2.0 and config.severity == {"rules": []}
+def test_whole_numbers_are_numbers() -> None:
+    config = parse({"controller": {"heartbeat_period": 2}, "health": {"timeout": 2}, "severity": {"rule": []}})
+    assert config.controller.heartbeat_period == 2.0 and config.health.timeout == 2.0
     assert parse_sections({}) == (Config(), [])
 
 
