@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import click
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+class Duration(click.ParamType[float]):
+    """Seconds, written as people do: 90, 90s, 30m, 2h, 1d, 1h30m."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        parts = re.findall(r"(\d+(?:\.\d+)?)([smhdw]?)", value)
+        if not parts or "".join(number + unit for number, unit in parts) != value:
+            self.fail(f"{value!r} is no duration: write 30m, 2h or 1d", param, ctx)
+        return sum(float(number) * UNITS[unit or "s"] for number, unit in parts)
+
+
+DURATION = Duration()
 
 
 def controller_option(when: str = "") -> Callable[[Any], Any]:

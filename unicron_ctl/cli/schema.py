@@ -31,6 +31,8 @@ def _types() -> dict[str, object]:
         "explain": answer_schema.Explanation,
         "inject": answer_schema.Injected,
         "punish": answer_schema.Injected,
+        "pause": answer_schema.Paused,
+        "resume": answer_schema.Paused,
         "classify": Classified,
         "plan": answer_schema.Assignment,
         "simulate": list[PolicyResult],

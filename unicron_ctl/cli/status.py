@@ -15,7 +15,7 @@ from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Status
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import show
-from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.errors import FOUND, WRONG_USE, UserError
 
 
 @click.command(name="status")
@@ -25,8 +25,11 @@ from unicron.ctl.system.errors import WRONG_USE, UserError
     "--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, metavar="SECONDS", help="With --watch."
 )
 @controller_option()
-def command(as_json: bool, watch: bool, interval: float, controller: str | None) -> None:
-    """Show jobs, nodes and the last failures."""
+def command(as_json: bool, watch: bool, interval: float, controller: str | None) -> int:
+    """Show jobs, nodes and the last failures.
+
+    The exit status is 3 if something needs an admin.
+    """
     if as_json and watch:
         raise UserError("--json and --watch exclude each other: `unicronctl events -f --json` streams", WRONG_USE)
     data = ask_controller({"kind": "status"}, controller)
@@ -36,6 +39,7 @@ def command(as_json: bool, watch: bool, interval: float, controller: str | None)
         show(status_tables.status(as_struct(data, Status)))
     else:
         _watch(as_struct(data, Status), interval, controller)
+    return FOUND if data["attention"] else 0
 
 
 def _watch(data: Status, interval: float, controller: str | None) -> None:

@@ -50,7 +50,7 @@ def status(data: Status) -> list[Listing | Text]:
     if data.failures:
         parts.append(failures(data.failures[-8:]))
     parts += [Text(f"needs an admin: {item.reason}", style="red") for item in data.attention]
-    parts += [Text(line, style="yellow") for line in data.observed]
+    parts += [Text(line, style="yellow") for line in (*paused_lines(data.controller.paused), *data.observed)]
     parts.append(Text(_foot(data), style="dim"))
     return parts
 

@@ -314,8 +314,9 @@ class SlurmStatus(msgspec.Struct, kw_only=True):
 
 
 class Controller(msgspec.Struct, kw_only=True):
-    """The controller itself. modes: by partition. events: the id of the last one. alone_since: since when it hears no
-    agent; most_silent_since: since when most are silent."""
+    """The controller itself. modes: by partition, as they are now. paused: by partition ("" for all), until when an
+    admin has nothing changed in Slurm; 0 until somebody ends it. events: the id of the last one. alone_since: since
+    when it hears no agent; most_silent_since: since when most are silent."""
 
     pid: int
     since: float
@@ -323,6 +324,7 @@ class Controller(msgspec.Struct, kw_only=True):
     alone_since: float | None
     most_silent_since: float | None
     modes: dict[str, str]
+    paused: dict[str, float]
     events: int
     slurm: SlurmStatus
 
@@ -368,6 +370,15 @@ class Event(msgspec.Struct, kw_only=True):
     generation: int
     kind: str
     reason: str = ""
+
+
+class Paused(msgspec.Struct, kw_only=True):
+    """The answer of `unicronctl pause` and `resume`. until: by partition ("" for all); 0 until somebody ends it.
+    modes: by partition, as they are now."""
+
+    time: float
+    until: dict[str, float]
+    modes: dict[str, str]
 
 
 class Injected(msgspec.Struct, kw_only=True):

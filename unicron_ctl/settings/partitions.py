@@ -7,7 +7,7 @@ What touches Slurm takes the admin's permission: in "observe" it is only decided
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
 import msgspec
@@ -71,6 +71,12 @@ class Rules:
     spare_nodes: int = 0
     accounts: Mapping[str, float] = field(default_factory=dict)
     qos: Mapping[str, float] = field(default_factory=dict)
+    is_paused: bool = False
+    """An admin has nothing changed in Slurm for a while (`unicronctl pause`)."""
+
+    def paused(self) -> Rules:
+        """The same while that is so."""
+        return replace(self, mode=OBSERVE, is_paused=True) if self.mode == ACT else self
 
     def may(self, call: str) -> bool:
         """Whether this call of a SlurmClient is allowed."""
@@ -80,6 +86,8 @@ class Rules:
         """Why it is not, and what would change that; empty when it is."""
         if self.may(call):
             return ""
+        if self.is_paused:
+            return f"partition {self.partition} is paused, until `unicronctl resume`"
         if self.mode != ACT:
             return f'partition {self.partition} is in mode "{self.mode}"'
         return f"the actions of partition {self.partition} do not include {' or '.join(NEEDED[call])}"
@@ -127,4 +135,5 @@ def strictest(found: Iterable[Rules]) -> Rules:
         max(one.spare_nodes for one in listed),
         accounts,
         qos,
+        first.is_paused,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-WRONG_USE = 2
 FAILURE = 1
+WRONG_USE = 2
+FOUND = 3  # the command did what it is for, and found something that needs somebody
 
 
 class UserError(Exception):

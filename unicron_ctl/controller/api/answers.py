@@ -13,11 +13,20 @@ from unicron.ctl.controller.api.job_answers import explanation, failure_answer, 
 from unicron.ctl.controller.api.live_scenario import scenario
 from unicron.ctl.controller.api.node_answers import visible_nodes
 from unicron.ctl.controller.api.observed_savings import observed_lines
-from unicron.ctl.controller.api.questions import EventsQuestion, ExplainQuestion, InjectOrder, NoArguments
+from unicron.ctl.controller.api.questions import (
+    EventsQuestion,
+    ExplainQuestion,
+    InjectOrder,
+    NoArguments,
+    PauseOrder,
+    ResumeOrder,
+)
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.job import injection
+from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.model.asker import Asker
+from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.nodes import isolation, readmission
 from unicron.ctl.protocol import answer_schema as schema
 from unicron.ctl.settings.partitions import DEFAULT
@@ -69,6 +78,7 @@ def _controller(core: Core) -> schema.Controller:
         alone_since=core.view.suspicions.alone_since,
         most_silent_since=core.view.suspicions.most_since,
         modes=modes(core),
+        paused=_paused(core).until,
         events=core.state.last_event,
         slurm=schema.SlurmStatus(
             used=slurm.used, last_answer=slurm.seen.asked_at if slurm.seen else None, error=slurm.error
@@ -81,7 +91,7 @@ def modes(core: Core) -> dict[str, str]:
     ("default")."""
     seen = core.view.slurm.seen
     shown = {name for node in (seen.nodes if seen else ()) for name in node.partitions}
-    return {name: core.config.rules(name).mode for name in sorted({DEFAULT, *shown, *core.config.partitions})}
+    return {name: core.view.rules(name).mode for name in sorted({DEFAULT, *shown, *core.config.partitions})}
 
 
 def jobs(core: Core, store: Store, question: NoArguments, asker: Asker) -> list[schema.Job]:
@@ -161,6 +171,39 @@ def health(core: Core, store: Store, report: readmission.Report, asker: Asker) -
     return {"taken": True}
 
 
+def pause(core: Core, store: Store, order: PauseOrder, asker: Asker) -> schema.Paused:
+    """Changes nothing in Slurm for a while, though the configuration allows it."""
+    _check_partition(core, order.partition, asker)
+    until = core.now + order.seconds if order.seconds else 0.0
+    record = records.Paused(partition=order.partition, until=until, reason=f"{asker} has asked for it")
+    core.carry_out(Outcome(records=[("", 0, record)]))
+    return _paused(core)
+
+
+def resume(core: Core, store: Store, order: ResumeOrder, asker: Asker) -> schema.Paused:
+    """Acts again where the configuration allows it."""
+    _check_partition(core, order.partition, asker)
+    if core.state.is_paused("", core.now) and order.partition:
+        raise Unanswerable(f"all partitions are paused, not {order.partition} alone: `unicronctl resume` ends it")
+    record = records.Unpaused(partition=order.partition, reason=f"{asker} has asked for it")
+    core.carry_out(Outcome(records=[("", 0, record)]))
+    return _paused(core)
+
+
+def _check_partition(core: Core, name: str, asker: Asker) -> None:
+    if not asker.admin:
+        raise Unanswerable(f"{asker} may not do this: only root and admins")
+    known = modes(core)
+    if name and name not in known:
+        raise Unanswerable(f"there is no partition {name[:100]!r}: there are {', '.join(known)}")
+
+
+def _paused(core: Core) -> schema.Paused:
+    ends = core.state.paused
+    until = {name: ends[name] for name in sorted(ends) if core.state.is_paused(name, core.now)}
+    return schema.Paused(time=core.now, until=until, modes=modes(core))
+
+
 def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> dict[str, bool]:
     """Whether the controller answers, and how soon: through the same queue and loop as every message."""
     return {"pong": True}
@@ -176,5 +219,7 @@ QUESTIONS: dict[str, tuple[type[msgspec.Struct], Callable[[Core, Store, Any, Ask
     "scenario": (NoArguments, scenario),
     "inject": (InjectOrder, inject),
     "health": (readmission.Report, health),
+    "pause": (PauseOrder, pause),
+    "resume": (ResumeOrder, resume),
     "ping": (NoArguments, ping),
 }

@@ -27,6 +27,19 @@ class ExplainQuestion(msgspec.Struct, kw_only=True):
     job: str
 
 
+class PauseOrder(msgspec.Struct, kw_only=True):
+    """Change nothing in Slurm for a while. partition: "" for all; seconds: 0 until somebody ends it."""
+
+    partition: str = ""
+    seconds: Annotated[float, Meta(ge=0, le=31536000)] = 0.0
+
+
+class ResumeOrder(msgspec.Struct, kw_only=True):
+    """Act again where the configuration allows it. partition: "" for all."""
+
+    partition: str = ""
+
+
 class InjectOrder(msgspec.Struct, kw_only=True):
     """Break a rank of the job: the slot, one on the node, or any. seconds: 0 for the fault's own duration."""
 

@@ -106,6 +106,18 @@ def observed_week(state: ClusterState, event: Event, record: records.ObservedWee
     state.observed_since, state.observed_after = (event.time, event.id) if record.planned else (0.0, 0)
 
 
+def paused(state: ClusterState, event: Event, record: records.Paused) -> None:
+    state.paused[record.partition] = record.until
+
+
+def unpaused(state: ClusterState, event: Event, record: records.Unpaused) -> None:
+    """Whoever ends it for all ends it for each."""
+    if record.partition:
+        state.paused.pop(record.partition, None)
+    else:
+        state.paused.clear()
+
+
 def forget(state: ClusterState, event: Event, record: records.JobEnded) -> None:
     state.history.forget_job(event.job)
     for key in [key for key in state.pins if key[0] == event.job]:

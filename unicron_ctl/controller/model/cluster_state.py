@@ -107,12 +107,19 @@ class ClusterState:
     """Since when calls that are not made are summed up, and after which event; 0 when nothing is only observed."""
     observed_after: int = 0
     observed_week: ObservedWeek | None = None
+    paused: dict[str, float] = field(default_factory=dict)
+    """Partitions ("" for all) in which an admin has nothing changed in Slurm, until when; 0 for no end."""
     history: History = field(default_factory=History)
     out_of_service: set[str] = field(default_factory=set)
     """Nodes that must get no work of ours now, whatever Slurm says of them yet."""
     ended: list[str] = field(default_factory=list)
     """The jobs that ended last, oldest first; those before them are forgotten."""
     last_event: int = 0
+
+    def is_paused(self, partition: str, now: float) -> bool:
+        """An admin has nothing changed in Slurm for this partition now."""
+        ends = [self.paused[name] for name in ("", partition) if name in self.paused]
+        return any(not until or now < until for until in ends)
 
     def node(self, name: str) -> NodeState:
         """What is known of a node; reading adds nothing."""

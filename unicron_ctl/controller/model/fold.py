@@ -93,6 +93,8 @@ _CLUSTER: dict[type[records.Record], _Rule] = {
     records.IsolationWithheld: cluster_rules.isolation_withheld,
     records.ActionFailed: cluster_rules.action_failed,
     records.Replanned: cluster_rules.replanned,
+    records.Paused: cluster_rules.paused,
+    records.Unpaused: cluster_rules.unpaused,
     records.Observed: cluster_rules.observed,
     records.ObservedWeek: cluster_rules.observed_week,
     records.FailureDetected: cluster_rules.remember_fault,

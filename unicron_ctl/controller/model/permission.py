@@ -19,7 +19,7 @@ def of_job(view: View, job: str) -> Rules:
     Slurm shows none. With several partitions it is what all of them allow."""
     seen = view.slurm.seen
     names = (seen.partitions(job) if seen else ()) or {""}
-    return strictest(view.config.rules(name) for name in sorted(names))
+    return strictest(view.rules(name) for name in sorted(names))
 
 
 def of_action(view: View, action: Action) -> Rules:
@@ -27,7 +27,7 @@ def of_action(view: View, action: Action) -> Rules:
     if action.job:
         return of_job(view, action.job)
     info = view.slurm.node(action.node)
-    found = [view.config.rules(name) for name in (info.partitions if info else ()) or ("",)]
+    found = [view.rules(name) for name in (info.partitions if info else ()) or ("",)]
     return next((one for one in found if one.may(action.action)), found[0])
 
 

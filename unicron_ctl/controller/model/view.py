@@ -17,6 +17,7 @@ from unicron.ctl.controller.model.live import Live, LiveJob
 from unicron.ctl.controller.model.suspicion import Suspicions
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.config import ControllerConfig
+from unicron.ctl.settings.partitions import Rules
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo
 from unicron.ctl.slurm.squeue import nodes_of
 from unicron.detector.failures.classify import Classifier
@@ -148,6 +149,11 @@ class View:
     """What is asked about silent agents and their nodes; only the failure detector changes it."""
     unread: Callable[[Route], bool] = lambda route: False
     """Whether messages of this connection wait to be heard: then its agent is not silent, this controller is behind."""
+
+    def rules(self, partition: str) -> Rules:
+        """What may be done in this partition now ("" for one that is not known)."""
+        rules = self.config.rules(partition)
+        return rules.paused() if self.state.is_paused(partition, self.now) else rules
 
     def job(self, state: JobState) -> JobView:
         """The job with what its agents say."""

@@ -100,6 +100,8 @@ from unicron.ctl.controller.log.records.node_records import (
     NodeEventsDropped as NodeEventsDropped,
 )
 from unicron.ctl.controller.log.records.slurm_records import (
+    Paused as Paused,
+    Unpaused as Unpaused,
     Started as Started,
     Configured as Configured,
     BadMessage as BadMessage,

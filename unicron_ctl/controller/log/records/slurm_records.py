@@ -102,6 +102,19 @@ class SlurmBack(Record, frozen=True, tag="slurm_back"):
     """Slurm answers again."""
 
 
+class Paused(Record, frozen=True, tag="paused"):
+    """An admin has Unicron change nothing in Slurm. partition: "" for all; until: epoch seconds, 0 for no end."""
+
+    partition: str = ""
+    until: float = 0.0
+
+
+class Unpaused(Record, frozen=True, tag="unpaused"):
+    """An admin has ended that. partition: "" for all that is paused."""
+
+    partition: str = ""
+
+
 class HeldAgain(Record, frozen=True, tag="held_again"):
     """Slurm shows an element held by what was written here, and the log has it as released or at work since."""
 
