@@ -48,8 +48,10 @@ def _show(order: dict[str, object], as_json: bool, controller: str | None) -> No
 
 def paused_lines(until: dict[str, float]) -> list[str]:
     """What is paused, a line each. until: by partition; 0 for no end."""
-    return [
-        f"{f'partition {name}' if name else 'everything'} is paused until "
-        + (f"{datetime.fromtimestamp(end):%Y-%m-%dT%H:%M}" if end else f"`{' '.join(('unicronctl resume', name)).strip()}`")
-        for name, end in until.items()
-    ]
+    found = []
+    for name, end in until.items():
+        what = f"partition {name}" if name else "everything"
+        command = f"unicronctl resume {name}".strip()
+        over = f"{datetime.fromtimestamp(end):%Y-%m-%dT%H:%M}" if end else f"`{command}`"
+        found.append(f"{what} is paused until {over}")
+    return found

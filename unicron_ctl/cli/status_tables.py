@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from unicron.ctl.cli.pause import paused_lines
 from unicron.ctl.protocol.answer_schema import (
     Explanation,
     Failure,

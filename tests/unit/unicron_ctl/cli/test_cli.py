@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.processes import LIMIT
 from unicron.ctl.cli import unicronctl
+from unicron.ctl.cli.options import DURATION
 from unicron.ctl.cli.plan import by_id
 from unicron.ctl.system.errors import UserError
 from unicron.planner.problem.objective import PlanError
@@ -133,3 +134,25 @@ def test_jobs_of_a_live_plan_go_by_name_or_id():
     assert by_id("node gpt-large fails", names) == "node gpt-large fails"
     with pytest.raises(PlanError, match=r"2 jobs are called gpt: say which by its id \(7, 8\)"):
         by_id("job gpt finishes", names)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90.0),
+        ("90s", 90.0),
+        ("30m", 1800.0),
+        ("2h", 7200.0),
+        ("1h30m", 5400.0),
+        ("0.5d", 43200.0),
+        ("1w", 604800.0),
+    ],
+)
+def test_durations_are_written_as_people_write_them(text: str, seconds: float) -> None:
+    assert DURATION.convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "2 h", "-2h", "2y", "h"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="write 30m, 2h or 1d"):
+        DURATION.convert(text, None, None)

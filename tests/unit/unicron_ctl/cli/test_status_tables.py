@@ -122,6 +122,7 @@ DATA: dict[str, Any] = {
         "alone_since": None,
         "most_silent_since": None,
         "modes": {"default": "act"},
+        "paused": {"gpu": 0.0},
         "slurm": {"error": "", "used": False, "last_answer": None},
     },
 }

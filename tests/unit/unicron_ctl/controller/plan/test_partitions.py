@@ -10,7 +10,8 @@ import pytest
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY
+from unicron.ctl.controller.model.fold import replay
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.config import PlannerConfig
 from unicron.ctl.settings.partitions import Claim, PartitionConfig
@@ -95,6 +96,40 @@ def test_what_is_not_among_the_actions_is_only_said() -> None:
     assert "down" not in {call[0] for call in slurm.calls} and "down n2" in would(world)
     said = next(event.record.reason for event in world.log if event.kind == "observed")
     assert said.endswith("not done, for the actions of partition main do not include down")
+
+
+def test_a_pause_changes_nothing_in_slurm_until_it_is_over() -> None:
+    world, slurm = world_of(2, main=PartitionConfig(mode="act"))
+    answer = told(world.core, "pause", seconds=30)
+    assert answer["until"] == {"": world.core.now + 30} and answer["modes"] == {"default": "observe", "main": "observe"}
+    run(world, slurm, "1", 3)
+    world.run(4.0)
+    assert slurm.calls == [] and would(world) == ["hold 1_2"] and world.job().phase == "running"
+    said = next(event.record.reason for event in world.log if event.kind == "observed")
+    assert said.endswith("not done, for partition main is paused, until `unicronctl resume`")
+    assert replay(world.log).paused == world.core.state.paused, "a restart does not end it"
+    world.run(30.0)
+    assert ("hold", "1", 2, "") in slurm.calls and answers.modes(world.core)["main"] == "act"
+
+
+def test_one_partition_is_paused_and_resumed_by_admins_alone() -> None:
+    world, _ = world_of(2, gpu=PartitionConfig(mode="act"), main=PartitionConfig(mode="act"))
+    assert told(world.core, "pause", partition="gpu")["modes"]["gpu"] == "observe"
+    assert told(world.core, "status")["controller"]["modes"]["main"] == "act"
+    assert told(world.core, "status")["controller"]["paused"] == {"gpu": 0.0}
+    with pytest.raises(answers.Unanswerable, match="there is no partition 'cpu': there are default, gpu, main"):
+        told(world.core, "pause", partition="cpu")
+    for order in ("pause", "resume"):
+        with pytest.raises(answers.Unanswerable, match="only root and admins"):
+            told(world.core, order, asker=NOBODY)
+    told(world.core, "pause")
+    with pytest.raises(answers.Unanswerable, match="all partitions are paused"):
+        told(world.core, "resume", partition="gpu")
+    assert told(world.core, "resume") == {
+        "time": world.core.now,
+        "until": {},
+        "modes": {"default": "observe", "gpu": "act", "main": "act"},
+    }
 
 
 def test_in_a_partition_that_is_off_agents_are_told_to_train_unprotected() -> None:
