@@ -51,6 +51,9 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """The only controller to believe, by its key (`unicrond --make-key`); by default munge says whose key it is."""
     auth: Literal["munge", "none"] = "munge"
     """How agents and users prove who they are; "none" is for one user at a loopback address, and encrypts nothing."""
+    metrics: str = ""
+    """Where Prometheus asks for metrics: HOST:PORT, such as "127.0.0.1:7453"; by default nowhere. Whoever reaches it
+    sees the names and users of all jobs."""
     admins: list[str] = []
     """Users who may do what a job's owner may, besides root."""
     heartbeat_period: Annotated[float, HEARTBEATS] = 1.0
@@ -274,6 +277,8 @@ def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) ->
             return address_problem(value)
         case "skip":
             return skip_problem(value)
+        case "metrics":
+            return metrics_problem(value)
     return ""
 
 
@@ -281,6 +286,20 @@ def skip_problem(value: tuple[str, ...]) -> str:
     """What is wrong with names of health checks, or nothing."""
     odd = next((name for name in value if name not in (*CHECKS, "all")), "")
     return f'skip = "{odd}": use some of {", ".join(CHECKS)}, or all' if odd else ""
+
+
+def metrics_problem(value: str) -> str:
+    """What is wrong with an address for metrics, or nothing."""
+    host, port = host_and_port(value) if value else ("localhost", 1)
+    return "" if host and 0 <= port <= 65535 else f'metrics = "{value}": write HOST:PORT, such as 127.0.0.1:7453'
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """Host, without the brackets of IPv6, and port of HOST:PORT; a port of -1 for what is none."""
+    host, _, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    sound = port.isascii() and port.isdecimal() and (f"[{bare}]" == host or ":" not in host)
+    return bare, int(port) if sound else -1
 
 
 def listen_problem(value: str) -> str:

@@ -316,6 +316,12 @@ class Store:
         last = max((event.time for event in self.tail(limit=1).events), default=now)
         return last if now < last <= now + BRIDGED_SECONDS else now
 
+    @property
+    def size(self) -> int:
+        """Bytes of the log's files."""
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
     def close(self) -> None:
         self._db.close()
 

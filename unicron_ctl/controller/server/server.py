@@ -11,11 +11,12 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 
 import msgspec
+from prometheus_client.core import Metric
 
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.api.observed_savings import WeeklySum
@@ -28,6 +29,7 @@ from unicron.ctl.controller.model.quotas import Quotas, cost
 from unicron.ctl.controller.server.complaints import Complaints
 from unicron.ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
 from unicron.ctl.controller.server.log_upkeep import LogUpkeep
+from unicron.ctl.controller.server.metrics import Exporter, present
 from unicron.ctl.controller.server.question_queue import Answered, Asked, Question
 from unicron.ctl.controller.server.sockets import bind
 from unicron.ctl.controller.server.worker import Result, Worker
@@ -95,12 +97,16 @@ class Server:
         self.listener = Listener(sockets, keys, connections, wire.MAX_BYTES, refused=self._on_refused)
         self.core.view.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
+        self.exporter = Exporter(config.controller.metrics) if config.controller.metrics else None
+        self._late = 0.0  # the last turn
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)
         self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
         self._poller = select.poll()
         mailboxes = self.worker.results.fileno(), self.worker.verified.fileno()
         ours = self.listener.fileno(), *mailboxes, self._stop_read
+        if self.exporter is not None:
+            self._poller.register(self.exporter.asked.fileno(), select.POLLIN)
         for descriptor in (*ours, *(hints.fileno() for hints in self._hints)):
             self._poller.register(descriptor, select.POLLIN)
 
@@ -132,6 +138,8 @@ class Server:
                 self._on_results(self.worker.results)
             if self.worker.verified.fileno() in ready:
                 self._on_results(self.worker.verified)
+            if self.exporter is not None and self.exporter.asked.fileno() in ready:
+                self.exporter.answer(self._present)
             if self._stop_read in ready:
                 running = self._on_signal(os.read(self._stop_read, 64))
             heard = self.now()
@@ -140,6 +148,7 @@ class Server:
             if self.core.pending:
                 self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
+                self._late = now - next_tick
                 self.core.tick(now)
                 if self._weekly.is_due(now):
                     self.flush()
@@ -150,6 +159,10 @@ class Server:
             self.flush()
             if self._asked and not self.core.pending and self.now() >= self._answer_at:
                 self._answer_some()
+
+    def _present(self) -> Iterable[Metric]:
+        self.core.now = self.now()
+        return present(self.core, self.dropped, self._late, self.store.size)
 
     def started(self) -> None:
         """Records the start, once the controller can be reached."""
@@ -166,6 +179,8 @@ class Server:
         with contextlib.suppress(StoreError):
             self.flush()
             self._upkeep.save_state(self.core.state)
+        if self.exporter is not None:
+            self.exporter.close()
         self.worker.close()
         self.listener.close()
         for hints in self._hints:
@@ -401,6 +416,9 @@ class Server:
         if core.events:
             events, core.events = core.events, []
             self.store.append(events)
+            if self.exporter is not None:
+                for event in events:
+                    self.exporter.recorded.note(event)
             self._upkeep.thin(events[-1].id)
         outbox, core.outbox = core.outbox, []
         last: tuple[wire.Message | None, bytes] = None, b""
