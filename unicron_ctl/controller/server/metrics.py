@@ -142,7 +142,7 @@ def _paused(core: Core) -> Tally[str]:
 def _of_jobs(living: list[Any]) -> Iterable[Metric]:
     labels = ["job", "name", "user"]
     families: dict[str, GaugeMetricFamily] = {}
-    for job in sorted(living, key=lambda job: job.since)[-MOST_JOBS:]:
+    for job in sorted(living, key=lambda job: -job.since)[:MOST_JOBS]:
         count = len(job.inside)
         figures = {
             ("unicron_job_nodes", "Nodes that train."): count,

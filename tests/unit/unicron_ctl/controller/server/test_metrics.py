@@ -67,15 +67,15 @@ def test_a_failure_is_counted_by_its_cause_and_timed_until_all_train_again() -> 
 
 
 def test_a_failure_before_the_first_step_and_of_a_job_that_ends_is_never_timed() -> None:
-    found = recorded(
-        (10.0, failure()), (11.0, step(1, 2)), (12.0, failure()), (13.0, records.JobEnded()), (14.0, step(2, 2))
-    )
+    ended = records.JobEnded(code=0)
+    told = [(10.0, failure()), (11.0, step(1, 2)), (12.0, failure()), (13.0, ended), (14.0, step(2, 2))]
+    found = recorded(*told)
     assert found["unicron_next_step_seconds_count"] == found["unicron_full_strength_seconds_count"] == 0.0
 
 
 def test_what_is_asked_of_slurm_is_counted_by_what_became_of_it() -> None:
     found = recorded(
-        (1.0, records.SlurmAction(action="drain", node="n1")),
+        (1.0, records.SlurmAction(action="drain", element=-1, node="n1")),
         (2.0, records.SlurmDone(action="drain", node="n1")),
         (3.0, records.Observed(would="down n2", action="down", node="n2", element=-1)),
     )
