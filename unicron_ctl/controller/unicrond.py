@@ -55,11 +55,25 @@ log = logging.getLogger("unicron.controller")
     show_default=True,
     help="The least important messages that are written to standard error.",
 )
+@click.option(
+    "--log-format",
+    type=click.Choice(list(journal.FORMATS)),
+    default="text",
+    envvar="UNICRON_LOG_FORMAT",
+    show_default=True,
+    help="How they are written: json is an object a line.",
+)
 def unicrond(
-    config_path: str | None, listen: str | None, state: str | None, check: bool, make_key: bool, log_level: str
+    config_path: str | None,
+    listen: str | None,
+    state: str | None,
+    check: bool,
+    make_key: bool,
+    log_level: str,
+    log_format: str,
 ) -> int:
     """The controller of Unicron: heals and plans training jobs on Slurm."""
-    journal.start(PROGRAM, log_level)
+    journal.start(PROGRAM, log_level, form=log_format)
     if listen and (problem := listen_problem(listen)):
         raise UserError(f"--listen: {problem}", WRONG_USE)
     config, found = examine(config_path, listen=listen)

@@ -117,6 +117,7 @@ OF_PROGRAMS = (
     Variable(
         "UNICRON_CONFIG", "all: the configuration file", "`~/.config/unicron/unicron.toml`, `/etc/unicron/unicron.toml`"
     ),
+    Variable("UNICRON_LOG_FORMAT", "`unicrond`: text, or json for an object a line", "text"),
     Variable(
         "UNICRON_LOG_LEVEL",
         "`unicrond`: the least important messages that are logged: debug, info, warning or error",

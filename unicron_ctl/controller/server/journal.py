@@ -7,10 +7,12 @@ of its own.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 from collections.abc import Mapping
+from datetime import datetime
 from typing import TextIO
 
 from unicron.ctl.system.errors import one_line
@@ -39,8 +41,27 @@ class Formatter(logging.Formatter):
         if record.exc_info:
             lines += self.formatException(record.exc_info).splitlines()
         start = mark(record.levelno) if self._journal else ""
-        level, at = record.levelname, record.created
-        return "\n".join(start + log_line(level, self._program, line, at) for line in lines)
+        level, at, about = record.levelname, record.created, getattr(record, "about", {})
+        return "\n".join(start + log_line(level, self._program, line, at, **about) for line in lines)
+
+
+class JsonFormatter(Formatter):
+    """An object a line: time (ISO 8601), level, program, job, node and event where there is one, text, traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = {
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "program": self._program,
+            **{name: value for name, value in getattr(record, "about", {}).items() if value},
+            "text": one_line(record.getMessage()),
+        }
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        return (mark(record.levelno) if self._journal else "") + json.dumps(told)
+
+
+FORMATS: dict[str, type[Formatter]] = {"text": Formatter, "json": JsonFormatter}
 
 
 class Handler(logging.StreamHandler[TextIO]):
@@ -50,11 +71,12 @@ class Handler(logging.StreamHandler[TextIO]):
         pass
 
 
-def start(program: str, level: str = "info", stream: TextIO | None = None) -> None:
-    """From now on the loggers below "unicron" write to `stream`, by default standard error, from `level` on."""
+def start(program: str, level: str = "info", stream: TextIO | None = None, form: str = "text") -> None:
+    """From now on the loggers below "unicron" write to `stream`, by default standard error, from `level` on. form: one
+    of FORMATS."""
     target = sys.stderr if stream is None else stream
     handler = Handler(target)
-    handler.setFormatter(Formatter(program, is_journal(target)))
+    handler.setFormatter(FORMATS[form](program, is_journal(target)))
     logger = logging.getLogger(ROOT)
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())

@@ -1,7 +1,7 @@
 """The controller's metrics for Prometheus, at a port of their own: `[controller] metrics`.
 
 What is recorded is counted as it is stored; what is, is read when somebody asks. Both happen in the loop's thread: the
-thread that answers HTTP waits for it, for :data:`ANSWER_SECONDS` at most. Labels are bounded: living jobs, and words of
+thread that answers HTTP waits for it, for :data:`SCRAPE_SECONDS` at most. Labels are bounded: living jobs, and words of
 this program. Names follow https://prometheus.io/docs/practices/naming/.
 """
 
@@ -23,7 +23,7 @@ from unicron.ctl.settings.config import host_and_port
 from unicron.ctl.system.errors import UserError
 from unicron.ctl.system.mailbox import Mailbox
 
-ANSWER_SECONDS = 5.0
+SCRAPE_SECONDS = 5.0
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 MOST_JOBS = 1000  # with metrics of their own; the totals count all
 
@@ -197,7 +197,7 @@ class Exporter:
         """What is, as the loop says; called by the thread of a request. Raises TimeoutError where it does not."""
         answer: Future[list[Metric]] = Future()
         self.asked.put(answer)
-        return answer.result(ANSWER_SECONDS)
+        return answer.result(SCRAPE_SECONDS)
 
     def answer(self, made: Callable[[], Iterable[Metric]]) -> None:
         """Called by the loop."""
@@ -211,5 +211,5 @@ class Exporter:
         """No more requests."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(ANSWER_SECONDS)
+        self._thread.join(SCRAPE_SECONDS)
         self.asked.close()

@@ -26,6 +26,7 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.store import Progress, Store, StoreError, nothing
 from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron.ctl.controller.model.quotas import Quotas, cost
+from unicron.ctl.controller.server import event_lines
 from unicron.ctl.controller.server.complaints import Complaints
 from unicron.ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
 from unicron.ctl.controller.server.log_upkeep import LogUpkeep
@@ -416,8 +417,9 @@ class Server:
         if core.events:
             events, core.events = core.events, []
             self.store.append(events)
-            if self.exporter is not None:
-                for event in events:
+            for event in events:
+                event_lines.tell(event)
+                if self.exporter is not None:
                     self.exporter.recorded.note(event)
             self._upkeep.thin(events[-1].id)
         outbox, core.outbox = core.outbox, []

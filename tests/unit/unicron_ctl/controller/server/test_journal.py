@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import tempfile
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 
 from tests.support.processes import undated
-from unicron.ctl.controller.server import journal
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.server import event_lines, journal
 
 log = logging.getLogger("unicron.controller")
 
@@ -98,3 +102,42 @@ def test_an_output_that_is_gone_ends_nothing(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr().err == ""
     with pytest.raises(BrokenPipeError):
         stream.close()
+
+
+def event(record: records.Record, job: str = "7") -> Event:
+    return Event(12, 1.0, job, 3, record)
+
+
+def test_each_event_that_matters_is_a_line_with_job_node_and_number() -> None:
+    stream = io.StringIO()
+    journal.start("unicrond", stream=stream)
+    event_lines.tell(event(records.SlurmAction(action="down", element=-1, node="n3", reason="down n3: its lease")))
+    event_lines.tell(event(records.JobEnded(code=0), "8"))
+    event_lines.tell(event(records.Timing(slot=0, seconds={})))
+    event_lines.tell(event(records.IsolationWithheld(node="n4", slots=[], reason="4 nodes are out already"), ""))
+    assert written(stream) == [
+        "WARNING unicrond job=7 node=n3 event=12: slurm_action: down n3: its lease",
+        "INFO unicrond job=8 event=12: job_ended",
+        "ERROR unicrond node=n4 event=12: isolation_withheld: 4 nodes are out already",
+    ]
+
+
+def test_in_json_a_line_is_an_object() -> None:
+    stream = io.StringIO()
+    journal.start("unicrond", stream=stream, form="json")
+    event_lines.tell(event(records.SlurmAction(action="down", element=-1, node="n3", reason="its lease")))
+    try:
+        raise ValueError("x")
+    except ValueError:
+        log.exception("broken\nhere")
+    told = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert datetime.fromisoformat(told[0].pop("time")).tzinfo is not None
+    assert told[0] == {
+        "level": "WARNING",
+        "program": "unicrond",
+        "job": "7",
+        "node": "n3",
+        "event": 12,
+        "text": "slurm_action: its lease",
+    }
+    assert told[1]["text"] == "broken here" and "ValueError: x" in told[1]["traceback"] and len(told) == 2

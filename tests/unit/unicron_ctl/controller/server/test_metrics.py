@@ -129,7 +129,7 @@ def test_prometheus_is_answered_by_the_loop_and_told_when_it_does_not(monkeypatc
         assert "unicron_log_bytes 1.0" in text and "process_open_fds" in text
         ended.set()
         thread.join()
-        monkeypatch.setattr(metrics, "ANSWER_SECONDS", 0.1)
+        monkeypatch.setattr(metrics, "SCRAPE_SECONDS", 0.1)
         with pytest.raises((urllib.error.HTTPError, ConnectionError)):
             urllib.request.urlopen(place, timeout=10).read()
         with pytest.raises(UserError, match="give another address"):
