@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from unicron.ctl.system.errors import FAILURE, WRONG_USE, UserError
+from unicron.ctl.system.errors import FAILURE, FOUND, WRONG_USE, UserError
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.formats import convert, opening, own, verify
 from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
@@ -115,12 +115,15 @@ def show(folder: Path, as_json: bool) -> None:
 @command.command("verify")
 @click.argument("folder", type=FOLDER)
 def verify_command(folder: Path) -> int:
-    """Read the newest checkpoint in FOLDER, and say what is damaged."""
+    """Read the newest checkpoint in FOLDER, and say what is damaged.
+
+    The exit status is 3 if something is.
+    """
     index, wrong = verify.problems(folder)
     for line in wrong:
         click.echo(line, err=True)
     if wrong or index is None:
-        return FAILURE
+        return FOUND if index is not None else FAILURE
     known = "are whole" if index.format != "safetensors" else "have their lengths (this format has no checksums)"
     click.echo(f"{folder}: {index.format}, iteration {index.iteration}: all {len(index.tensors)} tensors {known}")
     return 0

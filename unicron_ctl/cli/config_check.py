@@ -12,7 +12,7 @@ from unicron.ctl.settings.config import Config
 from unicron.ctl.settings.config_file import examine
 from unicron.ctl.settings.partitions import ACT, DEFAULT, PERMISSIONS
 from unicron.ctl.slurm import CommandLineClient, PartitionInfo, SlurmError
-from unicron.ctl.system.errors import WRONG_USE
+from unicron.ctl.system.errors import FOUND
 
 BY_ITSELF = 2
 RETURNS = (
@@ -54,7 +54,10 @@ def command() -> None:
 @click.option("--config", "path", type=click.Path(), help="The file [default: as unicrond finds it].")
 @click.option("--json", "as_json", is_flag=True, help="For programs; the keys are stable.")
 def check(path: str | None, as_json: bool) -> int:
-    """Print every problem, and what is allowed in each partition that Slurm has."""
+    """Print every problem, and what is allowed in each partition that Slurm has.
+
+    The exit status is 3 if there is a problem.
+    """
     config, problems = examine(path, os.environ)
     error, listed, warnings = "", [], []
     try:
@@ -76,7 +79,7 @@ def check(path: str | None, as_json: bool) -> int:
     if as_json:
         report = ConfigReport(file=config.path, problems=problems, warnings=warnings, slurm=error, partitions=found)
         click.echo(json.dumps(msgspec.to_builtins(report)))
-        return WRONG_USE if problems else 0
+        return FOUND if problems else 0
     click.echo(f"{config.path or 'no file: the defaults'}")
     for line in lines(found):
         click.echo(line)
@@ -84,7 +87,7 @@ def check(path: str | None, as_json: bool) -> int:
         click.echo(f"Slurm's partitions are not known: {error}", err=True)
     for problem in (*warnings, *problems):
         click.echo(problem, err=True)
-    return WRONG_USE if problems else 0
+    return FOUND if problems else 0
 
 
 def allowed(config: Config, listed: list[PartitionInfo]) -> list[PartitionReport]:

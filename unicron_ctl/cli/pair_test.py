@@ -12,7 +12,7 @@ import msgspec
 
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.system.columns import Listing, show
-from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.errors import FOUND, UserError
 from unicron.detector.health.pair_probe import BACKENDS
 
 if TYPE_CHECKING:
@@ -89,8 +89,11 @@ def command(
     dry_run: bool,
     as_json: bool,
     controller: str | None,
-) -> None:
-    """Test idle nodes in pairs, those that failed once more beside good ones, and say which is bad."""
+) -> int:
+    """Test idle nodes in pairs, those that failed once more beside good ones, and say which is bad.
+
+    The exit status is 3 if a node is bad.
+    """
     import dataclasses
 
     from unicron.ctl.nodes import pairs
@@ -108,7 +111,7 @@ def command(
             click.echo(shlex.join(pairs.command(group, by_name, wish, "TOKEN")))
         for name, why in left_out.items():
             click.echo(f"{name} is not tested: {why}", err=True)
-        return
+        return 0
     if not tested:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no node is idle"
         raise UserError(f"nothing to test: {why}")
@@ -121,6 +124,7 @@ def command(
         click.echo(json.dumps(msgspec.to_builtins(report_of(found, drained)), indent=2))
     else:
         _print(found, drained, told)
+    return FOUND if found.judgement.bad else 0
 
 
 def _drain(client: Any, found: Findings) -> dict[str, str]:

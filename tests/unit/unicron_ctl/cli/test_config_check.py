@@ -42,7 +42,7 @@ def test_each_partition_is_a_line_to_be_grepped() -> None:
 def test_without_slurm_the_file_alone_is_shown_with_all_that_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "unicron.toml"
     path.write_text("[controller]\nslurm = 'none'\n[partition.default]\nmode = 'act'\nspares = 1\n")
-    said = json.loads(_call(path, "--json", code=2).output)
+    said = json.loads(_call(path, "--json", code=3).output)
     assert said["problems"] == ["[partition.default] spares: unknown key; did you mean spare_nodes?"]
     assert [(one["partition"], one["mode"], one["nodes"]) for one in said["partitions"]] == [("default", "act", None)]
     path.write_text("[controller]\nslurm = 'none'\n[partition.default]\nmode = 'act'\n")
