@@ -127,7 +127,7 @@ def test_partitions_are_listed_and_what_is_allowed_in_them(cluster: LocalCluster
     lines = [line.split() for line in done.stdout.splitlines()[2:]]
     assert lines[0] == ["main", "6", "UP", "act", "0", "1", "all"], done.stderr
     assert lines[1][:4] == ["mian", "-", "-", "off"] and lines[2][:4] == ["default", "-", "-", "observe"]
-    assert done.stderr.strip() == "[partition.mian]: Slurm has no such partition: it has main" and done.returncode == 2
+    assert done.stderr.strip() == "[partition.mian]: Slurm has no such partition: it has main" and done.returncode == 3
 
 
 def test_a_reservation_is_seen_at_its_nodes(client: SlurmClient, cluster: LocalCluster) -> None:
