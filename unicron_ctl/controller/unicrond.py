@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import logging
 import os
 import sys
@@ -12,8 +11,9 @@ from pathlib import Path
 
 import click
 
-from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.log.term import Claim, Renewal, Tenure, claim
 from unicron.ctl.controller.server import journal
+from unicron.ctl.controller.server.standby import Isolation, Rival, other_hosts, wait_for_claim
 from unicron.ctl.controller.server.systemd import SystemdNotifier
 from unicron.ctl.protocol import encryption
 from unicron.ctl.settings import limits
@@ -31,6 +31,7 @@ with one_thread():
     from unicron.ctl.controller.server.server import Server
 
 PROGRAM = "unicrond"
+CALLS_END_SECONDS = 2.0  # for one of Slurm's programs to end after its time limit
 log = logging.getLogger("unicron.controller")
 
 
@@ -85,11 +86,12 @@ def unicrond(
     if make_key:
         click.echo(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
         return 0
-    lock = claim(folder)
+    notifier, several = SystemdNotifier(), len(config.controller.addresses) > 1
+    claimed = claim(folder, False) if not several else wait_for_claim(folder, notifier.waiting)
     try:
-        serve(config, config_path, folder, classifier)
+        serve(config, config_path, claimed, classifier, notifier)
     finally:
-        os.close(lock)
+        claimed.close()
     return 0
 
 
@@ -110,16 +112,25 @@ def report(config: Config, found: list[str]) -> int:
     return 0
 
 
-def serve(config: Config, config_path: str | None, folder: Path, classifier: Classifier) -> None:
+def serve(
+    config: Config, config_path: str | None, claimed: Claim, classifier: Classifier, notifier: SystemdNotifier
+) -> None:
     """Runs the controller until a signal ends it."""
-    notifier = SystemdNotifier()
     granted = descriptors.raise_limit()
     if shortage := descriptors.shortage(granted):
         log.warning("%s", shortage)
-    store, listen = Store(folder / "events.sqlite"), config.controller.listen
+    listen, store = config.controller.listen, claimed.store
     connections = descriptors.connections(granted)
-    client = slurm_client(config)
-    server = Server(config, store, listen, client, classifier, connections, lambda: notifier.starting(time.monotonic()))
+    tenure = Tenure(claimed.lease)
+
+    def progress() -> None:
+        notifier.starting(time.monotonic())
+        claimed.renew()
+
+    server = Server(config, store, listen, slurm_client(config), classifier, connections, progress, tenure)
+    if claimed.stolen:
+        server.worker.not_before = time.monotonic() + config.controller.slurm_timeout + CALLS_END_SECONDS
+    renewal = keep_lease(config, claimed, tenure, server) if claimed.lease else None
 
     def reload() -> None:
         notifier.reloading()
@@ -134,7 +145,7 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
     server.reload = reload
     server.watchdog = notifier.watchdog
     server.catch_signals()
-    written = folder / "address"
+    written = store.path.with_name("address")
     write_atomically(written, server.address + "\n")
     server.started()
     print(f"{PROGRAM}: listening on {server.address}", flush=True)
@@ -143,27 +154,19 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
         server.run()
     finally:
         notifier.stopping()
-        written.unlink(missing_ok=True)
+        if tenure.valid:  # else it is another's
+            written.unlink(missing_ok=True)
         server.close()
+        if renewal is not None:
+            renewal.close()
 
 
-def claim(folder: Path) -> int:
-    """A lock on the state folder, held until the descriptor is closed. Raises UserError when another controller has
-    it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}; choose another folder with --state-dir") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise UserError(
-            f"{folder}: another unicrond runs on this state folder; stop it first or choose another with --state-dir"
-        ) from None
-    return lock
+def keep_lease(config: Config, claimed: Claim, tenure: Tenure, server: Server) -> Renewal:
+    """Renews the lease of the claimed term, and steps down where this host is cut off and a standby waits."""
+    rival = Rival(claimed.store.path.parent)
+    others = other_hosts(config.controller.addresses)
+    server.turned = Isolation(others, rival, server.worker.call, lambda: server.heard_agents).look
+    return Renewal(claimed.store, tenure, rival.look)
 
 
 def slurm_client(config: Config) -> SlurmClient | None:

@@ -361,6 +361,9 @@ class Agent:
             return  # a lost network brings nothing either, however soon ZeroMQ has found a way around it
         try:
             message = wire.decode(data, wire.ToAgent)
+            if not self._net.line.is_current(message.term):
+                self.log.drop("the controller", "another controller has taken over from it")
+                return
             self._last_heard = time.monotonic()
             self._stand_in.participant.on_controller(self._last_heard)
             self._obey(message)
