@@ -447,6 +447,7 @@ class Agent:
             self._snapshots.copies.refuse()
             self.registration.register()
         if again:
+            self._reports.send_steps_again()
             self._send_status()
             self._reports.node_events(again=True)
 
