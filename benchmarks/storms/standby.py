@@ -241,9 +241,10 @@ class Round:
         self.ask(fresh == list(range(fresh[0], fresh[0] + len(fresh))), "the ids go on one by one")
         starts = [number for number, kind, _ in after if kind == "started"]
         self.ask(starts[-1] > before[-1][0], "the new one's start is there")
-        steps = [json.loads(payload)["iteration"] for number, kind, payload in after if kind == "step" and number > before[-1][0] - 20]
-        steps = steps[-40:]
-        self.ask(steps == list(range(steps[0], steps[0] + len(steps))), f"no step is lost ({steps})")
+        # A start thins the steps before it, never the last ones.
+        steps = [json.loads(payload)["iteration"] for _, kind, payload in before if kind == "step"][-1:]
+        steps += [json.loads(text)["iteration"] for number, kind, text in after if kind == "step" and number in fresh]
+        self.ask(steps == list(range(steps[0], steps[0] + len(steps))), f"no step is lost ({steps[:30]})")
 
     def line(self) -> str:
         """For the table."""

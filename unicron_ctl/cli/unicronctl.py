@@ -11,6 +11,7 @@ from unicron.ctl.system.program import run
 
 # name -> ("module:click command", one line for `unicronctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "backup": ("unicron.ctl.cli.backup:command", "Copy unicrond's state folder into a file."),
     "checkpoint": ("unicron.ctl.cli.checkpoint:command", "Show, convert and verify checkpoints."),
     "classify": ("unicron.ctl.cli.classify:command", "Name the failure and severity of a log or message."),
     "cluster": ("unicron.ctl.cli.cluster:command", "Run a private Slurm cluster on this machine."),
@@ -27,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ping": ("unicron.ctl.cli.ping:command", "Ask the controller for a sign of life."),
     "plan": ("unicron.ctl.cli.plan:command", "Compute the best assignment of nodes to jobs."),
     "punish": ("unicron.ctl.cli.inject:punish", "Break ranks at random until the time is up."),
+    "restore": ("unicron.ctl.cli.backup:restore", "Put a backup into unicrond's state folder."),
     "resume": ("unicron.ctl.cli.pause:resume", "End a pause."),
     "schema": ("unicron.ctl.cli.schema:command", "Print the JSON Schema of a command's JSON."),
     "simulate": ("unicron.ctl.cli.simulate:command", "Replay a failure trace under several policies."),

@@ -126,7 +126,7 @@ def _held(folder: Path, name: str = "") -> Held:
 
 def _begin(folder: Path, store: Store, last: Holder, leased: bool, stolen: bool) -> Claim:
     number = max(last.number + 1, int(time.time()))  # above what agents have seen, even from the log of a backup
-    lock = _lock(folder / f"lock.{number}")
+    lock = lock_of(folder, number)
     if lock is None:
         raise Held(f"{folder}: another unicrond starts on this state folder")
     try:
@@ -153,6 +153,16 @@ def held_terms(folder: Path) -> set[int]:
         elif lock >= 0:
             os.close(lock)
     return found
+
+
+def terms(folder: Path) -> list[int]:
+    """The terms that have a file, whether somebody holds it or not."""
+    return [number for number, _ in _locks(folder)]
+
+
+def lock_of(folder: Path, term: int) -> int | None:
+    """A descriptor that holds the lock of a term, None while another process does. Raises UserError."""
+    return _lock(folder / f"lock.{term}")
 
 
 def _locks(folder: Path) -> list[tuple[int, Path]]:

@@ -62,7 +62,7 @@ POLICIES: dict[type[Record], Kept] = {
     **dict.fromkeys((records.Alone, records.HeardAgain, records.MostSilent, records.MostHeard), LONG),
     **dict.fromkeys((records.NodeLost, records.NodeResumed, records.Isolated, records.IsolationWithheld), LONG),
     **dict.fromkeys((records.Avoided, records.NodeEvent, records.NodeVerdict, records.SlurmdReached), LONG),
-    **dict.fromkeys((records.Started, records.Configured, records.ObservedWeek), LONG),
+    **dict.fromkeys((records.Started, records.Restored, records.Configured, records.ObservedWeek), LONG),
     **dict.fromkeys((records.JobEnded, records.Observed), LONG._replace(summed=True)),
 }
 """Of every kind that can be written; `savings.KINDS` are summed."""

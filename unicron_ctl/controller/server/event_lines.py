@@ -32,6 +32,7 @@ LEVELS: dict[type[Record], int] = {
             records.RegistrationRefused,
             records.InjectRefused,
             records.Injected,
+            records.Restored,
         ),
         logging.WARNING,
     ),

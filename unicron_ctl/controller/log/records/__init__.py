@@ -103,6 +103,7 @@ from unicron.ctl.controller.log.records.slurm_records import (
     Paused as Paused,
     Unpaused as Unpaused,
     Started as Started,
+    Restored as Restored,
     Configured as Configured,
     BadMessage as BadMessage,
     RegistrationRefused as RegistrationRefused,
