@@ -3,15 +3,20 @@ that was killed or frozen, and the frozen one does nothing when it wakes."""
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
+import sqlite3
+import subprocess
+import sys
 import time
 
 import pytest
 
 from tests.support.heads import Heads, contiguous
 from tests.support.jobs import SLEEPS, Job, scripted
-from tests.support.processes import wait_for
+from tests.support.processes import ROOT, outside_slurm, wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 TAKES_OVER_SECONDS = 5.0
@@ -73,3 +78,47 @@ def test_the_standby_takes_over(heads, job, how):
         heals(heads, job)
     assert contiguous(heads.ids())
     assert all(agent.alive for agent in job.agents.values())
+
+
+@pytest.mark.wide
+def test_of_many_contenders_that_are_killed_and_frozen_no_two_ever_act(tmp_path):
+    """They do nothing but contend, for half a minute. In the log no record of a term comes after one of a later term, and
+    by their common clock no term acts after a later one has begun to."""
+    chance, running = random.Random(7), dict[int, subprocess.Popen[bytes]]()
+    folder = tmp_path / "state"
+
+    def start(number: int) -> None:
+        words = [sys.executable, "-m", "tests.support.contender", str(folder), str(tmp_path / f"notes.{number}")]
+        with (tmp_path / "errors").open("ab") as errors:
+            running[number] = subprocess.Popen(words, cwd=ROOT, env=outside_slurm(), stderr=errors)
+
+    try:
+        for number in range(3):
+            start(number)
+        wait_for(lambda: list(tmp_path.glob("notes.*")), "one acts", 60.0)
+        until = time.monotonic() + 30.0
+        while time.monotonic() < until:
+            time.sleep(chance.uniform(0.0, 0.6))
+            number = chance.randrange(3)
+            if chance.random() < 0.3:
+                running[number].kill()
+                running[number].wait()
+                start(number)
+            else:
+                running[number].send_signal(signal.SIGSTOP)
+                time.sleep(chance.uniform(0.0, 1.5))
+                running[number].send_signal(signal.SIGCONT)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    with sqlite3.connect(folder / "events.sqlite") as log:
+        assert log.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        rows = log.execute("SELECT id, payload FROM event ORDER BY id").fetchall()
+    terms = [int(json.loads(payload)["reason"]) for _, payload in rows]
+    assert contiguous([number for number, _ in rows]) and terms == sorted(terms)
+    acts = [line.split() for path in tmp_path.glob("notes.*") for line in path.read_text().splitlines()]
+    acted = sorted((float(at), int(number)) for number, at in (act for act in acts if len(act) == 2))
+    order = [number for _, number in acted]
+    assert order == sorted(order), "one acted while a later one did"
+    assert len(set(order)) >= 8, "too few terms to show anything"

@@ -3,6 +3,7 @@ where it is cut off itself (docs/design/standby.md)."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -79,16 +80,21 @@ class Rival:
         self._path = folder / STANDBY_FILE
         self._seen = ""
         self._since = float("-inf")
+        self._said = False
 
     def look(self) -> None:
-        """Reads what the standby says; any thread may call this."""
-        try:
+        """Reads what the standby says, and logs whether one is there; any thread may call this."""
+        text = ""
+        with contextlib.suppress(OSError):
             text = self._path.read_text()
-        except OSError:
-            return
-        if text != self._seen:
-            first = not self._seen
-            self._seen, self._since = text, float("-inf") if first else clock()
+        if text and text != self._seen:
+            self._since = clock() if self._seen else float("-inf")  # the first may be left from another time
+            self._seen = text
+        if self.waits and not self._said:
+            log.info("a standby waits: %s", text.rpartition(" ")[0])
+        elif self._said and not self.waits:
+            log.warning("no standby waits any more: the last one was %s", self._seen.rpartition(" ")[0])
+        self._said = self.waits
 
     @property
     def waits(self) -> bool:
