@@ -1,5 +1,5 @@
-"""``python -m benchmarks.shared_folder FOLDER``: whether a folder can be the state folder of a controller and its standby,
-and what the event log costs there. Run it on the file system that both hosts are to share.
+"""``python -m benchmarks.shared_folder FOLDER``: whether a folder can be the state folder of a controller and its
+standby, and what the event log costs there. Run it on the file system that both hosts are to share.
 
 It asks for locks that hold between processes, and for a transaction that another process sees at once. Then it times
 transactions as unicrond makes them: one record, twenty records, a renewal of the lease; with the journal for one host
@@ -29,10 +29,10 @@ from unicron.ctl.controller.log.term import LEASE_SECONDS
 TIMES = 300
 LIMIT = 30.0  # seconds for another process
 OTHERS_LOCK = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-OTHERS_WRITE = (
-    "import sqlite3, sys; log = sqlite3.connect(sys.argv[1], timeout=0.1); log.execute('BEGIN IMMEDIATE'); log.rollback()"
+OTHERS_WRITE = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0.1).execute('BEGIN IMMEDIATE')"
+OTHERS_READ = (
+    "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT max(id) FROM event').fetchone()[0])"
 )
-OTHERS_READ = "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT max(id) FROM event').fetchone()[0])"
 
 
 def other(program: str, path: Path) -> subprocess.CompletedProcess[str]:

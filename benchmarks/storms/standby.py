@@ -136,11 +136,14 @@ class Pair:
         path = self.site.folder / "shared" / "events.sqlite"
         with sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=20.0) as log:
             found = log.execute("SELECT id, kind, payload FROM event WHERE id > ? ORDER BY id", (after,)).fetchall()
-        return [(number, kind, payload if isinstance(payload, str) else bytes(payload).decode()) for number, kind, payload in found]
+        return [
+            (number, kind, payload if isinstance(payload, str) else bytes(payload).decode())
+            for number, kind, payload in found
+        ]
 
 
 def kill(pair: Pair, head: Head) -> Callable[[], None]:
-    """kill -9 of all of the controller's processes, as when the host loses its power and the folder's locks are freed."""
+    """kill -9 of all of the controller's processes, as when the host loses its power and its locks are freed."""
     head.process.kill()
     head.process.wait()
     return lambda: None
@@ -250,7 +253,8 @@ class Round:
         """For the table."""
         name = self.fault.__name__.replace("_", " ")
         said = f"   MISSED: {'; '.join(self.wrong)}" if self.wrong else ""
-        return f"{self.number:>3}  {name:<15} leads {self.leads:4.1f} s   agents {self.agents:4.1f} s   next step {self.heals:4.1f} s{said}"
+        times = f"leads {self.leads:4.1f} s   agents {self.agents:4.1f} s   next step {self.heals:4.1f} s"
+        return f"{self.number:>3}  {name:<15} {times}{said}"
 
 
 def storm_of(folder: Path, times: int, only: str) -> list[Round]:
@@ -264,9 +268,7 @@ def storm_of(folder: Path, times: int, only: str) -> list[Round]:
         site.controller = pair  # type: ignore[assignment]
         try:
             storm = Storm(site)
-            storm.job = site.submit(
-                ELEMENTS, options=[f"--exclude={','.join(HOSTS)}"], UNICRON_CONTROLLER=pair.address
-            )
+            storm.job = site.submit(ELEMENTS, options=[f"--exclude={','.join(HOSTS)}"], UNICRON_CONTROLLER=pair.address)
             storm.job.whole(ELEMENTS, START_LIMIT)
             storm.job.reached(10)
             for number, fault in zip(range(1, times + 1), itertools.cycle(faults)):

@@ -82,8 +82,8 @@ def test_the_standby_takes_over(heads, job, how):
 
 @pytest.mark.wide
 def test_of_many_contenders_that_are_killed_and_frozen_no_two_ever_act(tmp_path):
-    """They do nothing but contend, for half a minute. In the log no record of a term comes after one of a later term, and
-    by their common clock no term acts after a later one has begun to."""
+    """They do nothing but contend, for half a minute. In the log no record of a term comes after one of a later term,
+    and by their common clock no term acts after a later one has begun to."""
     chance, running = random.Random(7), dict[int, subprocess.Popen[bytes]]()
     folder = tmp_path / "state"
 

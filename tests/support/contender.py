@@ -1,5 +1,5 @@
-"""One of several controllers that contend for a state folder, without all that a controller is for: it claims the folder,
-renews its lease, appends events, and notes when it may act.
+"""One of several controllers that contend for a state folder, without all that a controller is for: it claims the
+folder, renews its lease, appends events, and notes when it may act.
 
     contender.py FOLDER NOTES
 

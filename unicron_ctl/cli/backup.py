@@ -23,7 +23,7 @@ def command(file: Path, state: Path | None) -> None:
 
     unicrond may run. FILE holds the secret key: only you can read it. It is read again before this ends.
     """
-    from unicron.ctl.controller.log.backup import backup
+    from unicron.ctl.controller.server.state_copies import backup
 
     found = backup(state or state_dir(load()), file)
     key = "and the key" if found.key else "no key (auth = none)"
@@ -39,7 +39,7 @@ def restore(file: Path, state: Path | None) -> None:
     No unicrond may run on the folder. What is in it now is kept beside. After the start nothing in Slurm is changed
     until `unicronctl resume`; jobs heal on their own nodes.
     """
-    from unicron.ctl.controller.log.backup import restore as put_back
+    from unicron.ctl.controller.server.state_copies import restore as put_back
 
     folder = state or state_dir(load())
     found, kept = put_back(file, folder)

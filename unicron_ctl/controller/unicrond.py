@@ -165,8 +165,8 @@ def keep_lease(config: Config, claimed: Claim, tenure: Tenure, server: Server) -
     """Renews the lease of the claimed term, and steps down where this host is cut off and a standby waits."""
     rival = Rival(claimed.store.path.parent)
     others = other_hosts(config.controller.addresses)
-    server.turned = Isolation(others, rival, server.worker.call, lambda: server.heard_agents).look
-    return Renewal(claimed.store, tenure, rival.look)
+    server.turned = Isolation(others, rival, server.worker.call, lambda: server.heard_agents).check_isolation
+    return Renewal(claimed.store, tenure, rival.read_mark)
 
 
 def slurm_client(config: Config) -> SlurmClient | None:

@@ -90,7 +90,7 @@ class Fenced(StoreError):
 
 
 class Holder(NamedTuple):
-    """Whose log this is. number: of the controller's term; a later controller has a higher one. name: its host and
+    """Names whose log this is. number: of the controller's term; a later controller has a higher one. name: its host and
     process. lease: it renews its right every now and then, and does nothing once it could not for so many seconds; 0
     where it only ends with its process. beat: counts what it has renewed."""
 
@@ -144,7 +144,7 @@ class Store:
             raise StoreError(f"{self.path}: its journal stays {found!r}: does another program have it open?")
 
     def holder(self) -> Holder:
-        """Whose log it is; Holder() before anybody's."""
+        """Returns whose log it is; Holder() before anybody's."""
         try:
             row = self._db.execute(_HOLDER).fetchone()
         except sqlite3.Error as error:
@@ -413,8 +413,8 @@ class Store:
 
 
 def peek(path: Path) -> Holder | None:
-    """Whose log it is, as another host may ask that has not opened it; None where it cannot be told now: there is none,
-    it is being written, or its journal is WAL, which is for one host alone."""
+    """Says whose log it is, for a host that has not opened it; None where it cannot be told now: there is none, it is
+    being written, or its journal is WAL, which is for one host alone."""
     try:
         with path.open("rb") as file:
             if file.read(20)[18:] != b"\x01\x01":  # the versions of its format: 2 is WAL

@@ -97,7 +97,7 @@ def claim(folder: Path, leased: bool, watch: Watch | None = None) -> Claim:
     try:
         last = store.holder()  # before the locks are looked at: whoever comes in between changes it
         stolen = _begin_after(folder, last, held_terms(folder), watch)
-        return _begin(folder, store, last, leased, stolen)
+        return _begin_term(folder, store, last, leased, stolen)
     except BaseException:
         store.close()
         raise
@@ -116,7 +116,6 @@ def _begin_after(folder: Path, last: Holder | None, held: set[int], watch: Watch
     raise _held(folder, last.name)
 
 
-
 def _held(folder: Path, name: str = "") -> Held:
     who = f" ({name})" if name else ""
     return Held(
@@ -124,7 +123,7 @@ def _held(folder: Path, name: str = "") -> Held:
     )
 
 
-def _begin(folder: Path, store: Store, last: Holder, leased: bool, stolen: bool) -> Claim:
+def _begin_term(folder: Path, store: Store, last: Holder, leased: bool, stolen: bool) -> Claim:
     number = max(last.number + 1, int(time.time()))  # above what agents have seen, even from the log of a backup
     lock = lock_of(folder, number)
     if lock is None:
@@ -216,7 +215,7 @@ class Tenure:
         self._until = at + self.lease
 
     def end(self, reason: str) -> None:
-        """It is over."""
+        """Ends the right for good."""
         self._lost = self._lost or reason
 
     def assure(self) -> None:

@@ -61,8 +61,8 @@ Route = tuple[bytes, ...]
 
 class Server:
     """One controller on `listen`; `address` is where it can be reached, `key` its public key, empty when it encrypts
-    nothing. connections: as many at once. progress: called every now and then while the log is read. tenure: the right to
-    act; by default it has that as long as it lives. Raises UserError when it can't start.
+    nothing. connections: as many at once. progress: called every now and then while the log is read. tenure: the
+    right to act; by default it has that as long as it lives. Raises UserError when it can't start.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class Rival:
         self._since = float("-inf")
         self._said = False
 
-    def look(self) -> None:
+    def read_mark(self) -> None:
         """Reads what the standby says, and logs whether one is there; any thread may call this."""
         text = ""
         with contextlib.suppress(OSError):
@@ -116,14 +116,16 @@ class Isolation:
         self._probed = float("-inf")
         self._answers: dict[Target, Reach | None] = {}
 
-    def look(self, now: float) -> None:
-        """One look, in the loop. Raises SteppedDown."""
+    def check_isolation(self, now: float) -> None:
+        """Looks whether this controller is cut off, in its loop. Raises SteppedDown."""
         heard = self._heard()
         if heard == float("-inf") or now - heard < DEAF_SECONDS or not self._others or not self._rival.waits:
             self._answers.clear()
             return
         if len(self._answers) == len(self._others) and set(self._answers.values()) == {Reach.SILENT}:
-            raise SteppedDown("no agent is heard, no other controller's host is reached, and a standby waits: steps down")
+            raise SteppedDown(
+                "no agent is heard, no other controller's host is reached, and a standby waits: steps down"
+            )
         if now - self._probed >= PROBE_SECONDS:
             self._probed = now
             self._answers.clear()
@@ -135,7 +137,9 @@ class Isolation:
 
 
 def _try(target: Target) -> Reach:
-    return reach(f"{target.host}:{target.port}" if ":" not in target.host else f"[{target.host}]:{target.port}", PROBE_SECONDS)
+    return reach(
+        f"{target.host}:{target.port}" if ":" not in target.host else f"[{target.host}]:{target.port}", PROBE_SECONDS
+    )
 
 
 def other_hosts(addresses: Sequence[str]) -> list[Target]:

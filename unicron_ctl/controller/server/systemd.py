@@ -40,8 +40,8 @@ class SystemdNotifier:
             self._notify(f"EXTEND_TIMEOUT_USEC={EXTENDED_SECONDS * 1_000_000}\nWATCHDOG=1")
 
     def waiting(self, what: str) -> None:
-        """Says that a standby is up, and what it waits for; called every now and then. `ready` follows when it has taken
-        over."""
+        """Says that a standby is up, and what it waits for; called every now and then. `ready` follows when it has
+        taken over."""
         now = time.monotonic()
         if what != self._waits:
             self._waits = what

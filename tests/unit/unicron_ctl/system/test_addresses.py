@@ -232,7 +232,9 @@ def test_a_daemon_of_one_family_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
         assert reach("n1:6818", 20.0) is Reach.REACHED
 
 
-def test_of_several_hosts_the_one_that_answers_is_the_controller(two: None, controller: PlainController, port: int) -> None:
+def test_of_several_hosts_the_one_that_answers_is_the_controller(
+    two: None, controller: PlainController, port: int
+) -> None:
     hello = Hello(f"tcp://no-such-host.invalid:7451,tcp://{SILENT}:1,tcp://head:{port}")
     assert hello.several and hello.wait_for_key(20.0) == encryption.PLAIN
     assert hello.reached is not None and (hello.reached.host, hello.reached.port) == (LIVE, port)

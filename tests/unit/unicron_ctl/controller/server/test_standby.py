@@ -56,16 +56,16 @@ def test_a_log_that_cannot_be_read_ends_the_standby(tmp_path: Path) -> None:
 
 def test_a_standby_waits_as_long_as_it_says_so(tmp_path: Path, clock: list[float]) -> None:
     rival, mark = Rival(tmp_path), tmp_path / "standby"
-    rival.look()
+    rival.read_mark()
     assert not rival.waits
     mark.write_text("n2 process 7 1")
-    rival.look()
+    rival.read_mark()
     assert not rival.waits, "it may be left from another time"
     mark.write_text("n2 process 7 2")
-    rival.look()
+    rival.read_mark()
     assert rival.waits
     clock[0] += standby.WAITS_SECONDS + 0.1
-    rival.look()
+    rival.read_mark()
     assert not rival.waits
 
 
@@ -87,10 +87,10 @@ def isolation(words: dict[Any, Reach], waits: bool = True, heard: float = 0.0) -
 
 def test_who_hears_nobody_and_reaches_no_other_host_steps_down() -> None:
     found = isolation({HOST: Reach.SILENT, OTHER: Reach.SILENT})
-    found.look(DEAF_SECONDS - 0.1)
-    found.look(DEAF_SECONDS + 0.1)
+    found.check_isolation(DEAF_SECONDS - 0.1)
+    found.check_isolation(DEAF_SECONDS + 0.1)
     with pytest.raises(SteppedDown, match="steps down"):
-        found.look(DEAF_SECONDS + 0.2)
+        found.check_isolation(DEAF_SECONDS + 0.2)
 
 
 @pytest.mark.parametrize(
@@ -105,18 +105,18 @@ def test_who_hears_nobody_and_reaches_no_other_host_steps_down() -> None:
 def test_all_others_stay(words: dict[Any, Reach], waits: bool, heard: float) -> None:
     found = isolation(words, waits, heard)
     for turn in range(10):
-        found.look(DEAF_SECONDS + turn)
+        found.check_isolation(DEAF_SECONDS + turn)
 
 
 def test_an_agent_that_is_heard_again_ends_the_doubt() -> None:
     heard = [0.0]
     found = Isolation([HOST], Waiting(), lambda work, then: then(Reach.SILENT), lambda: heard[0])  # type: ignore[arg-type]
-    found.look(DEAF_SECONDS + 0.1)
+    found.check_isolation(DEAF_SECONDS + 0.1)
     heard[0] = DEAF_SECONDS + 0.15
-    found.look(DEAF_SECONDS + 0.2)
-    found.look(2 * DEAF_SECONDS + 0.3)  # probes anew
+    found.check_isolation(DEAF_SECONDS + 0.2)
+    found.check_isolation(2 * DEAF_SECONDS + 0.3)  # probes anew
     with pytest.raises(SteppedDown):
-        found.look(2 * DEAF_SECONDS + 0.4)
+        found.check_isolation(2 * DEAF_SECONDS + 0.4)
 
 
 def test_own_addresses_are_no_other_hosts() -> None:

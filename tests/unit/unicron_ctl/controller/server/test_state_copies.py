@@ -16,12 +16,12 @@ from tests.support.world import World
 from unicron.ctl.cli import backup as commands
 from unicron.ctl.controller.core.state_snapshot import freeze, read_state
 from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.backup import BESIDE, backup, restore
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.log.term import LOG_FILE, claim
 from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.model.fold import fold, replay
+from unicron.ctl.controller.server.state_copies import BESIDE, backup, restore
 from unicron.ctl.protocol.encryption import SECRET_FILE, make_key
 from unicron.ctl.system.errors import UserError
 
@@ -184,7 +184,9 @@ def test_a_state_that_was_saved_goes_with_the_log(tmp_path: Path) -> None:
 def test_the_commands(folder: Path, tmp_path: Path) -> None:
     run = CliRunner().invoke
     made = run(commands.command, [str(tmp_path / "copy"), "--state-dir", str(folder)])
-    assert made.exit_code == 0 and "10 events up to 10" in made.output and "and the key; read again: sound" in made.output
+    assert (
+        made.exit_code == 0 and "10 events up to 10" in made.output and "and the key; read again: sound" in made.output
+    )
     back = run(commands.restore, [str(tmp_path / "copy"), "--state-dir", str(folder)])
     assert back.exit_code == 0 and "what was there is in" in back.output and "unicronctl resume" in back.output
 
