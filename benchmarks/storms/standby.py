@@ -142,20 +142,20 @@ class Pair:
         ]
 
 
-def kill(pair: Pair, head: Head) -> Callable[[], None]:
+def kill(pair: Pair, head: Head) -> Callable[[], object]:
     """kill -9 of all of the controller's processes, as when the host loses its power and its locks are freed."""
     head.process.kill()
     head.process.wait()
     return lambda: None
 
 
-def freeze(pair: Pair, head: Head) -> Callable[[], None]:
+def freeze(pair: Pair, head: Head) -> Callable[[], object]:
     """The host stands still and its locks stay; later it goes on."""
     head.process.send_signal(signal.SIGSTOP)
     return lambda: head.process.send_signal(signal.SIGCONT)
 
 
-def freeze_and_cut(pair: Pair, head: Head) -> Callable[[], None]:
+def freeze_and_cut(pair: Pair, head: Head) -> Callable[[], object]:
     """The same, and nobody answers for it; it wakes first, and then its link is mended."""
     pair.site.cut(head.host)
     head.process.send_signal(signal.SIGSTOP)
@@ -168,7 +168,7 @@ def freeze_and_cut(pair: Pair, head: Head) -> Callable[[], None]:
     return undo
 
 
-def cut(pair: Pair, head: Head) -> Callable[[], None]:
+def cut(pair: Pair, head: Head) -> Callable[[], object]:
     """Its link fails, but not that to the folder: it has to step down by itself."""
     pair.site.cut(head.host)
     return lambda: pair.site.heal(head.host)
@@ -180,7 +180,7 @@ FAULTS = (kill, freeze, cut, freeze_and_cut)
 class Round:
     """One fault and what came of it. `wrong`: what was asked and not seen."""
 
-    def __init__(self, number: int, fault: Callable[[Pair, Head], Callable[[], None]]) -> None:
+    def __init__(self, number: int, fault: Callable[[Pair, Head], Callable[[], object]]) -> None:
         self.number, self.fault = number, fault
         self.leads = self.agents = self.heals = 0.0  # seconds since the fault; of a killed rank since its end
         self.wrong: list[str] = []
@@ -265,7 +265,7 @@ def storm_of(folder: Path, times: int, only: str) -> list[Round]:
         own = site.controller
         own.close()
         pair = Pair(site)
-        site.controller = pair  # type: ignore[assignment]
+        site.controller = pair
         try:
             storm = Storm(site)
             storm.job = site.submit(ELEMENTS, options=[f"--exclude={','.join(HOSTS)}"], UNICRON_CONTROLLER=pair.address)

@@ -50,8 +50,9 @@ EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class Line:
-    """Keeps itself connected to the controller at `address`, or at one of several. `socket` is the DEALER; nothing may be
-    sent before `key` is known. Raises zmq.ZMQError and UserError for an address that is none or a wrong configuration.
+    """Keeps itself connected to the controller at `address`, or at one of several. `socket` is the DEALER; nothing may
+    be sent before `key` is known. Raises zmq.ZMQError and UserError for an address that is none or a wrong
+    configuration.
 
     pair: the agent's CURVE keys for life, public and secret. key: the public one where the line is encrypted,
     :data:`PLAIN` with a controller that encrypts nothing, None before either is known.

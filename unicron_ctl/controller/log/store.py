@@ -90,9 +90,9 @@ class Fenced(StoreError):
 
 
 class Holder(NamedTuple):
-    """Names whose log this is. number: of the controller's term; a later controller has a higher one. name: its host and
-    process. lease: it renews its right every now and then, and does nothing once it could not for so many seconds; 0
-    where it only ends with its process. beat: counts what it has renewed."""
+    """Names whose log this is. number: of the controller's term; a later controller has a higher one. name: its host
+    and process. lease: it renews its right every now and then, and does nothing once it could not for so many seconds;
+    0 where it only ends with its process. beat: counts what it has renewed."""
 
     number: int = 0
     name: str = ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import sqlite3
 import time
 from pathlib import Path
@@ -10,7 +13,7 @@ import pytest
 
 from unicron.ctl.controller.log import records, term
 from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.log.store import Fenced, Holder, peek
+from unicron.ctl.controller.log.store import Fenced, Holder, Store, peek
 from unicron.ctl.controller.log.term import LEASE_SECONDS, STANDS_STILL, Claim, Held, Renewal, Tenure, Watch, claim
 from unicron.ctl.system.errors import UserError
 
@@ -214,3 +217,32 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="choose another folder"):
         claim(tmp_path / "file", False)
+
+
+def test_a_controller_that_is_killed_in_a_transaction_leaves_a_sound_log(tmp_path: Path) -> None:
+    """With the journal that several hosts can use: whoever opens the log next rolls a half transaction back."""
+    chance, last = random.Random(3), 0
+    for _ in range(12):
+        begun, begins = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                mine = claim(tmp_path, True)
+                os.write(begins, b".")
+                for number in range(last + 1, last + 10_000):
+                    mine.store.append([event(number)])
+            finally:
+                os._exit(1)
+        os.close(begins)
+        assert os.read(begun, 1) == b"."
+        os.close(begun)
+        time.sleep(chance.uniform(0.0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        store = Store(tmp_path / term.LOG_FILE, shared=True)
+        ids = [e.id for e in store.replay()]
+        assert ids == list(range(1, len(ids) + 1)) and len(ids) >= last
+        assert store._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        last = len(ids)
+        store.close()
+    assert last > 10

@@ -126,7 +126,7 @@ def test_a_damaged_copy_changes_nothing(folder: Path, tmp_path: Path, damage: st
     if damage == "key":
         (folder / SECRET_FILE).write_text("short")
     if damage in ("state", "key"):  # a backup is read again, so such a one is not even made
-        with pytest.raises(UserError, match="damaged|cannot be read"):
+        with pytest.raises(UserError, match=r"damaged|cannot be read"):
             backup(folder, copy)
         assert not copy.exists()
         return
