@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,6 @@ from unicron.ctl.system import descriptors
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.one_thread import one_thread
 from unicron.ctl.system.program import run
-from unicron.detector.failures.classify import Classifier
 
 with one_thread():
     from unicron.ctl.controller.server.server import Server
@@ -81,18 +81,36 @@ def unicrond(
     if check:
         return report(config, found)
     refuse(config.path, found)
-    classifier = config.classifier()
     folder = Path(state) if state else state_dir(config)
     if make_key:
         click.echo(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
         return 0
-    notifier, several = SystemdNotifier(), len(config.controller.addresses) > 1
-    claimed = claim(folder, False) if not several else wait_for_claim(folder, notifier.waiting)
+    notifier, client = (
+        SystemdNotifier(),
+        slurm_client(config),
+    )  # Slurm may not answer for a while: no lease waits for it
+    if len(config.controller.addresses) < 2:
+        claimed = claim(folder, False)
+    else:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it reads the configuration again when it leads
+        claimed = wait_for_claim(folder, notifier.waiting)
+        config = read_again(config, config_path, listen)
     try:
-        serve(config, config_path, claimed, classifier, notifier)
+        serve(config, config_path, claimed, client, notifier)
     finally:
         claimed.close()
     return 0
+
+
+def read_again(config: Config, path: str | None, listen: str | None) -> Config:
+    """The configuration as it is by now, or the same if that is wrong."""
+    try:
+        fresh, found = examine(path, listen=listen)
+        refuse(fresh.path, found)
+    except UserError as error:
+        log.error("the configuration was not read again, and the old one stays: %s", error)
+        return config
+    return fresh
 
 
 def report(config: Config, found: list[str]) -> int:
@@ -113,7 +131,7 @@ def report(config: Config, found: list[str]) -> int:
 
 
 def serve(
-    config: Config, config_path: str | None, claimed: Claim, classifier: Classifier, notifier: SystemdNotifier
+    config: Config, config_path: str | None, claimed: Claim, client: SlurmClient | None, notifier: SystemdNotifier
 ) -> None:
     """Runs the controller until a signal ends it."""
     granted = descriptors.raise_limit()
@@ -127,7 +145,7 @@ def serve(
         notifier.starting(time.monotonic())
         claimed.renew()
 
-    server = Server(config, store, listen, slurm_client(config), classifier, connections, progress, tenure)
+    server = Server(config, store, listen, client, config.classifier(), connections, progress, tenure)
     if claimed.stolen:
         server.worker.not_before = time.monotonic() + config.controller.slurm_timeout + CALLS_END_SECONDS
     renewal = keep_lease(config, claimed, tenure, server) if claimed.lease else None
@@ -164,9 +182,11 @@ def serve(
 def keep_lease(config: Config, claimed: Claim, tenure: Tenure, server: Server) -> Renewal:
     """Renews the lease of the claimed term, and steps down where this host is cut off and a standby waits."""
     rival = Rival(claimed.store.path.parent)
-    others = other_hosts(config.controller.addresses)
-    server.turned = Isolation(others, rival, server.worker.call, lambda: server.heard_agents).check_isolation
-    return Renewal(claimed.store, tenure, rival.read_mark)
+    renewal = Renewal(claimed.store, tenure, rival.read_mark)
+    isolation = Isolation(rival, server.worker.call, lambda: server.heard_agents)
+    server.worker.call(lambda: other_hosts(config.controller.addresses), isolation.learn_others)
+    server.turned = isolation.check_isolation
+    return renewal
 
 
 def slurm_client(config: Config) -> SlurmClient | None:

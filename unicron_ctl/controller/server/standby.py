@@ -105,16 +105,18 @@ class Isolation:
     """Steps a controller down that reaches nobody while a standby waits: its host may have lost its network, but not
     the state folder. It does so only if it has heard an agent before, so two that hear nobody do not take turns.
 
-    others: the controllers' addresses that are not this host's. call: runs work in a thread and its result in the
-    loop. heard: when an agent was heard last, on the clock of `now`.
+    call: runs work in a thread and its result in the loop. heard: when an agent was heard last, on the clock of `now`.
     """
 
-    def __init__(
-        self, others: Sequence[Target], rival: Rival, call: Callable[..., object], heard: Callable[[], float]
-    ) -> None:
-        self._others, self._rival, self._call, self._heard = others, rival, call, heard
+    def __init__(self, rival: Rival, call: Callable[..., object], heard: Callable[[], float]) -> None:
+        self._rival, self._call, self._heard = rival, call, heard
+        self._others: list[Target] = []
         self._probed = float("-inf")
         self._answers: dict[Target, Reach | None] = {}
+
+    def learn_others(self, others: list[Target] | None) -> None:
+        """others: the controllers' addresses that are not this host's. Without any it never steps down."""
+        self._others = others or []
 
     def check_isolation(self, now: float) -> None:
         """Looks whether this controller is cut off, in its loop. Raises SteppedDown."""

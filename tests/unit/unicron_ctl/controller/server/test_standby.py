@@ -82,7 +82,9 @@ def isolation(words: dict[Any, Reach], waits: bool = True, heard: float = 0.0) -
     def call(work: Callable[[], object], then: Callable[[Reach], None]) -> None:
         then(words[work.__defaults__[0]])  # type: ignore[attr-defined]
 
-    return Isolation(list(words), Waiting(waits), call, lambda: heard)  # type: ignore[arg-type]
+    found = Isolation(Waiting(waits), call, lambda: heard)  # type: ignore[arg-type]
+    found.learn_others(list(words))
+    return found
 
 
 def test_who_hears_nobody_and_reaches_no_other_host_steps_down() -> None:
@@ -110,7 +112,8 @@ def test_all_others_stay(words: dict[Any, Reach], waits: bool, heard: float) -> 
 
 def test_an_agent_that_is_heard_again_ends_the_doubt() -> None:
     heard = [0.0]
-    found = Isolation([HOST], Waiting(), lambda work, then: then(Reach.SILENT), lambda: heard[0])  # type: ignore[arg-type]
+    found = Isolation(Waiting(), lambda work, then: then(Reach.SILENT), lambda: heard[0])  # type: ignore[arg-type]
+    found.learn_others([HOST])
     found.check_isolation(DEAF_SECONDS + 0.1)
     heard[0] = DEAF_SECONDS + 0.15
     found.check_isolation(DEAF_SECONDS + 0.2)
