@@ -32,7 +32,7 @@ CONSTRAINTS ?= constraints.txt
 # A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin agent-folder demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-matrix lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test plugin agent-folder deb demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-matrix lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -65,6 +65,10 @@ agent-folder: system .venv-agent/ready   ## the agent with a Python of its own, 
 	test -x .venv-agent/bin/python || $(PYTHON) -m venv .venv-agent
 	.venv-agent/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) $(EDITABLE) -e .
 	touch $@
+
+deb:             ## the four Debian packages for this Debian and its Slurm, in build/deb (docs/install.md)
+	PYTHON=/usr/bin/python3 tools/system-packages.sh deb
+	PIP_ARGS="$(PIP_ARGS)" packaging/build-deb.sh build/deb
 
 demo: system venv plugin   ## two jobs train on a private Slurm cluster and are healed before your eyes
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
