@@ -7,7 +7,7 @@ its configuration would leave its job unprotected. `settings.config_file` reads 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -18,6 +18,7 @@ from unicron.ctl.settings.partitions import PartitionConfig, Rules
 from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric
 from unicron.detector.failures.classify import Classifier, default_classifier
 from unicron.detector.health.checks import CHECKS, HealthConfig
+from unicron.detector.health.programs import program_problem
 
 DEFAULT_PORT = 7451
 ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that nobody can connect to
@@ -275,17 +276,19 @@ def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) ->
             return listen_problem(value)
         case "address":
             return address_problem(value)
-        case "skip":
-            return skip_problem(value)
+        case "skip" if isinstance(section, HealthConfig):
+            return skip_problem(value, section.programs)
+        case "programs":
+            return next((wrong for name in value if (wrong := program_problem(name, value[name], [*CHECKS]))), "")
         case "metrics":
             return metrics_problem(value)
     return ""
 
 
-def skip_problem(value: tuple[str, ...]) -> str:
-    """What is wrong with names of health checks, or nothing."""
-    odd = next((name for name in value if name not in (*CHECKS, "all")), "")
-    return f'skip = "{odd}": use some of {", ".join(CHECKS)}, or all' if odd else ""
+def skip_problem(value: tuple[str, ...], programs: Collection[str] = ()) -> str:
+    """What is wrong with names of health checks, or nothing. programs: names of others' checks."""
+    odd = next((name for name in value if name not in (*CHECKS, *programs, "all")), "")
+    return f'skip = "{odd}": use some of {", ".join((*CHECKS, *programs))}, or all' if odd else ""
 
 
 def metrics_problem(value: str) -> str:
