@@ -19,6 +19,7 @@ import msgspec
 from unicron.ctl.settings import limits
 from unicron.ctl.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, PlannerConfig
 from unicron.ctl.settings.limits import FIXED, RULES, Range, label, number
+from unicron.ctl.settings.notify import NotifyConfig
 from unicron.ctl.settings.partitions import PartitionConfig
 from unicron.ctl.settings.variables import OF_JOBS, OF_PROGRAMS, Variable
 from unicron.detector.health.checks import HealthConfig
@@ -41,6 +42,7 @@ def tables() -> dict[str, str]:
         "[agent] ": AgentConfig,
         "[partition.NAME] ": PartitionConfig,
         "[health] ": HealthConfig,
+        "[notify] ": NotifyConfig,
     }
     fields = [row for prefix, struct in sections.items() for row in _fields(prefix, struct)]
     return {

@@ -14,6 +14,7 @@ import msgspec
 
 from unicron.ctl.settings import limits, partitions
 from unicron.ctl.settings.limits import DAY, HEARTBEATS, Range
+from unicron.ctl.settings.notify import NotifyConfig, notify_problem
 from unicron.ctl.settings.partitions import PartitionConfig, Rules
 from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric
 from unicron.detector.failures.classify import Classifier, default_classifier
@@ -190,7 +191,7 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Users who may run the controller, besides root, SlurmUser and the user of the agent or command."""
 
 
-Section = ControllerConfig | AgentConfig | PlannerConfig | HealthConfig
+Section = ControllerConfig | AgentConfig | PlannerConfig | HealthConfig | NotifyConfig
 
 
 class Config(msgspec.Struct, kw_only=True):
@@ -199,6 +200,7 @@ class Config(msgspec.Struct, kw_only=True):
     controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
     agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
+    notify: NotifyConfig = msgspec.field(default_factory=NotifyConfig)
     severity: dict[str, Any] = {}
     path: str = ""
 
@@ -214,6 +216,7 @@ def all_problems(config: Config, environment: Mapping[str, str] | None = None) -
         "planner": config.controller.planner,
         "agent": config.agent,
         "health": config.health,
+        "notify": config.notify,
     }
     return [f"[{name}] {line}" for name, section in sections.items() for line in problems(section, environment)]
 
@@ -225,6 +228,8 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
     """
     wrong = {field.name: problem for field in fields_of(type(section)) if (problem := _field_problem(section, field))}
     found = list(wrong.values())
+    if isinstance(section, NotifyConfig) and (problem := notify_problem(section)):
+        found.append(problem)
     if isinstance(section, ControllerConfig):
         values, variables = rule_values(section, environment)
         # A value out of range would break rules that say nothing new.
