@@ -24,8 +24,8 @@ def with_own(text: str, own: str, first: bool = False) -> str:
     it. first: it has to come first: listings show only the beginning of a long comment."""
     own = own.replace(BETWEEN, " / ")[:OWN_MOST]
     others = BETWEEN.join(part for part in text.split(BETWEEN) if part and not part.startswith(OURS))
-    if not others:
-        found = own
+    if not own or not others:
+        found = own or others
     elif first or not others.startswith(JOBSTATS):
         found = f"{own}{BETWEEN}{others}"
     else:
