@@ -32,7 +32,7 @@ CONSTRAINTS ?= constraints.txt
 # A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin agent-folder deb demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-matrix lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test plugin agent-folder deb demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -118,6 +118,10 @@ test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05), and ranks 
 
 test-apptainer: system-test venv plugin   # of Debian's releases, sid alone has it
 	$(BIN)/python -m pytest -m apptainer tests/slurm
+
+test-packages:   ## as root: the Debian packages of SUITE (trixie) are built, installed, used, upgraded and purged in a Debian that boots
+	PYTHON=$(PYTHON) tools/system-packages.sh venv
+	$(BIN)/python -m pytest -p no:xdist tests/packages
 
 test-matrix:     ## as root: the process and Slurm tiers with other releases (CELL=NAME; without it a list), in a system and an environment of their own
 	python3 tools/matrix.py $(CELL)
