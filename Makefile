@@ -32,7 +32,7 @@ CONSTRAINTS ?= constraints.txt
 # A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin agent-folder deb demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test plugin agent-folder deb rpm manpages demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -59,6 +59,9 @@ plugin: system   ## builds the SPANK plugin against the installed Slurm
 agent-folder: system .venv-agent/ready   ## the agent with a Python of its own, for nodes and containers, in build/unicron-agent
 	.venv-agent/bin/python tools/agent_folder.py
 
+manpages: venv    ## man pages and completion for bash, zsh and fish, in build/share, laid out as /usr/share is
+	$(BIN)/python tools/manpages.py build/share
+
 # The agent has no torch.
 .venv-agent/ready: setup.cfg pyproject.toml $(CONSTRAINTS)
 	PYTHON=$(PYTHON) tools/system-packages.sh venv
@@ -69,6 +72,9 @@ agent-folder: system .venv-agent/ready   ## the agent with a Python of its own, 
 deb:             ## the four Debian packages for this Debian and its Slurm, in build/deb (docs/install.md)
 	PYTHON=/usr/bin/python3 tools/system-packages.sh deb
 	PIP_ARGS="$(PIP_ARGS)" packaging/build-deb.sh build/deb
+
+rpm: system      ## the same as RPMs, where rpmbuild is, in build/rpm
+	PIP_ARGS="$(PIP_ARGS)" packaging/build-rpm.sh build/rpm
 
 demo: system venv plugin   ## two jobs train on a private Slurm cluster and are healed before your eyes
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
