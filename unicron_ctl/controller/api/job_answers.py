@@ -30,7 +30,6 @@ def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
     nodes_now = len(state.inside) if not state.ended else 0
     flops = state.measured.get(nodes_now, 0.0)
     counts = weight(core.view, state)
-    enough = nodes_now >= state.settings.min_nodes
     return schema.Job(
         **asdict(_base(core, state)),
         user=state.settings.user,
@@ -47,7 +46,7 @@ def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
         anomalies=anomalies(core, state.job) if full else [],
         weight=counts,
         flops=flops,
-        waf=counts * flops if enough and not state.ended else 0.0,
+        waf=waf(state, counts),
         ledger_violations=state.ledger_violations,
         silent=_silent(core, state) if full else [],
         left_out=[f"{e} ({state.agents[e].node})" for e in sorted(state.parted)] if full else [],
@@ -57,6 +56,14 @@ def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
         elements=_elements(core, state) if full else [],
         barred=[plain(one, schema.Waiting) for one in waiting(core.view, state) if not one.starts] if full else [],
     )
+
+
+def waf(state: JobState, counts: float) -> float:
+    """The job's achieved FLOP/s times what its weight counts for; 0 where it has fewer nodes than it needs."""
+    count = len(state.inside)
+    if state.ended or count < state.settings.min_nodes:
+        return 0.0
+    return counts * state.measured.get(count, 0.0)
 
 
 def explanation(core: Core, state: JobState) -> schema.Explanation:

@@ -30,7 +30,8 @@ from unicron.ctl.controller.server import event_lines
 from unicron.ctl.controller.server.complaints import Complaints
 from unicron.ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
 from unicron.ctl.controller.server.log_upkeep import LogUpkeep
-from unicron.ctl.controller.server.metrics import Exporter, present
+from unicron.ctl.controller.server.metric_gauges import Kept, present
+from unicron.ctl.controller.server.metrics import Exporter
 from unicron.ctl.controller.server.question_queue import Answered, Asked, Question
 from unicron.ctl.controller.server.sockets import bind
 from unicron.ctl.controller.server.telling import DAY, Telling
@@ -100,10 +101,11 @@ class Server:
         self.core.view.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self.exporter = Exporter(config.controller.metrics) if config.controller.metrics else None
+        if self.exporter is not None:
+            self.worker.took = self.exporter.recorded.slurm_took
         self.telling = Telling(self.worker.results, lambda record: self.core.append("", 0, record), self.address)
         self.telling.replay(store.since(notices.KINDS, self.now() - DAY).events)
         self.telling.configure(config.notify, state.told, state.last_event)
-        self._late = 0.0  # the last turn
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)
         self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
@@ -153,7 +155,8 @@ class Server:
             if self.core.pending:
                 self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
-                self._late = now - next_tick
+                if self.exporter is not None:
+                    self.exporter.recorded.loop_late(now - next_tick)
                 self.core.tick(now)
                 if self._weekly.is_due(now):
                     self.flush()
@@ -167,8 +170,9 @@ class Server:
                 self._answer_some()
 
     def _present(self) -> Iterable[Metric]:
+        assert self.exporter is not None
         self.core.now = self.now()
-        return present(self.core, self.dropped, self._late, self.store.size)
+        return present(self.core, Kept(self.dropped, self.exporter.recorded.failed, self.store.size))
 
     def started(self) -> None:
         """Records the start, once the controller can be reached."""
@@ -205,7 +209,7 @@ class Server:
         return signal.SIGTERM not in numbers and signal.SIGINT not in numbers
 
     def apply_config(self, config: Config, classifier: Classifier) -> None:
-        """Applies a new configuration; address, state folder and Slurm backend stay as they are until a restart."""
+        """Applies a new configuration; addresses, state folder and Slurm backend stay as they are until a restart."""
         self.config = config
         self.core.configure(config.controller, classifier)
         self.telling.configure(config.notify, self.core.state.told, self.core.state.last_event)
