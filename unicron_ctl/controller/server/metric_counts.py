@@ -19,7 +19,7 @@ MOST_CAUSES = 200  # an admin's [severity] names further ones; what is beyond co
 MOST_JUDGED = 1000  # failures of which more may be known later
 CALLS = (
     *("down", "drain", "resume", "requeue", "requeue_hold", "hold"),
-    *("release", "pin", "shrink", "start_now", "cancel"),
+    *("release", "pin", "shrink", "start_now", "cancel", "comment"),
 )  # of Slurm, as `worker.perform` knows them
 ISOLATE, PLAN = "isolate", "plan"  # a node's leave or take-out, and a plan, as a whole
 OUTCOMES: dict[type[records.Record], str] = {
@@ -71,7 +71,10 @@ class Recorded:
             "unicron_failures", "Failures of jobs, as they were first judged.", of_failure, registry=registry
         )
         self._verdicts = Counter(
-            "unicron_failure_verdicts", "Failures that were judged anew, as they are since.", of_failure, registry=registry
+            "unicron_failure_verdicts",
+            "Failures that were judged anew, as they are since.",
+            of_failure,
+            registry=registry,
         )
         self._actions = Counter(
             "unicron_slurm_actions",
