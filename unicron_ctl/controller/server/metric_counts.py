@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.server import event_lines
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 LATE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
@@ -83,8 +84,8 @@ class Recorded:
             registry=registry,
         )
         self._events = Counter("unicron_events", "Records of the event log, by kind.", ("kind",), registry=registry)
-        for kind in records.KINDS:
-            self._events.labels(kind)
+        for kind in (*event_lines.LEVELS, records.JobSetAside):
+            self._events.labels(str(kind.__struct_config__.tag))
         for call in CALLS:
             for outcome in set(OUTCOMES.values()):
                 self._actions.labels(call, outcome)
