@@ -79,7 +79,7 @@ class Recorded:
         )
         self._actions = Counter(
             "unicron_slurm_actions",
-            "Changes in Slurm: asked, done, refused by Slurm, withheld by a limit, only observed by a partition's mode.",
+            "Changes in Slurm: asked, done, refused by Slurm, withheld by a limit, observed for a partition's mode.",
             ("action", "outcome"),
             registry=registry,
         )

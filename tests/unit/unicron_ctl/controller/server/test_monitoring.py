@@ -74,7 +74,7 @@ def expressions() -> Iterator[tuple[str, str]]:
     yield from ((note["name"], note["expr"]) for note in BOARD["annotations"]["list"])
 
 
-@pytest.mark.parametrize(("of", "expression"), expressions(), ids=lambda text: text[:40])
+@pytest.mark.parametrize(("of", "expression"), list(expressions()), ids=lambda text: text[:40])
 def test_every_expression_is_of_metrics_that_there_are(of: str, expression: str, known: dict[str, Any]) -> None:
     bare = re.sub(r"\{[^}]*\}|\[[^]]*\]|\bby \([^)]*\)|\d[\d.e]*", " ", expression)
     names = set(re.findall(r"[a-z_]+", bare)) - set(FUNCTIONS) - TARGET
