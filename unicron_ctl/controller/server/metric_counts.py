@@ -84,7 +84,8 @@ class Recorded:
             registry=registry,
         )
         self._events = Counter("unicron_events", "Records of the event log, by kind.", ("kind",), registry=registry)
-        for kind in (*event_lines.LEVELS, records.JobSetAside):
+        shown: list[type[records.Record]] = [*event_lines.LEVELS, records.JobSetAside]
+        for kind in shown:
             self._events.labels(str(kind.__struct_config__.tag))
         for call in CALLS:
             for outcome in set(OUTCOMES.values()):

@@ -90,7 +90,8 @@ class Exporter:
 
     def _respond(self, environ: Any, start_response: Any) -> Iterable[bytes]:
         try:
-            return self._pages(environ, start_response)
+            pages: Iterable[bytes] = self._pages(environ, start_response)
+            return pages
         except TimeoutError:
             log.warning("metrics: %s", BEHIND)
         except Exception:  # a request must not end in the middle, nor its traceback stand outside the log's format
