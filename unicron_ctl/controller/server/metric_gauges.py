@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
@@ -17,11 +16,12 @@ from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.model.job_state import JobState, Phase
 from unicron.ctl.controller.nodes import bounds, isolation
 from unicron.ctl.controller.plan.inputs import weight
+from unicron.ctl.system.release import release
 
 MOST_JOBS = 1000  # with metrics of their own, the youngest; `unicron_jobs` and `unicron_waf_flops` count all
 SET_ASIDE = "set_aside"
 DROPS = ("message", "rate", "stranger", "send")
-VERSION = version("unicron-slurm")
+VERSION = release()
 
 
 @dataclass(frozen=True)
