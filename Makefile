@@ -32,7 +32,7 @@ CONSTRAINTS ?= constraints.txt
 # A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin agent-folder demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-matrix lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test plugin agent-folder manpages demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-matrix lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -58,6 +58,9 @@ plugin: system   ## builds the SPANK plugin against the installed Slurm
 
 agent-folder: system .venv-agent/ready   ## the agent with a Python of its own, for nodes and containers, in build/unicron-agent
 	.venv-agent/bin/python tools/agent_folder.py
+
+manpages: venv    ## man pages and completion for bash, zsh and fish, in build/share, laid out as /usr/share is
+	$(BIN)/python tools/manpages.py build/share
 
 # The agent has no torch.
 .venv-agent/ready: setup.cfg pyproject.toml $(CONSTRAINTS)

@@ -40,9 +40,10 @@ if [ "$what" != venv ]; then
     header slurm/spank.h || need libslurm-dev
     header munge.h || need libmunge-dev
 fi
-if [ "$what" = test ]; then # accounting: the programs alone, no service of MariaDB's; containers, where Debian has them
+if [ "$what" = test ]; then # accounting: the programs alone, no service of MariaDB's; containers, where Debian has them; man pages
     has slurmdbd || need slurmdbd
     has mariadbd || need mariadb-server-core
+    has groff || need groff-base
     has my_print_defaults || need mariadb-client-core
     if grep -qs sid /etc/debian_version; then has apptainer || need apptainer; fi
 fi
