@@ -14,8 +14,8 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event, Record
 from unicron.ctl.controller.log.thinning import POLICIES, Kept, redundant
 from unicron.ctl.system.errors import UserError
+from unicron.detector.formats import LOG
 
-SCHEMA_VERSION = 4
 BUSY_SECONDS = 2.0
 BRIDGED_SECONDS = 3600.0
 FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # that go, and that are looked at, at once: some 30 ms
@@ -90,14 +90,14 @@ class Store:
             self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file: it has effect before all else only
             self._db.execute("PRAGMA journal_mode=WAL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, SCHEMA_VERSION):
+            if version and LOG.refusal(version):
                 raise StoreError(
-                    f"{self.path}: written by {'an earlier' if version < SCHEMA_VERSION else 'a later'} release "
-                    f"(format {version}, this one reads {SCHEMA_VERSION}): move it away and start again, "
+                    f"{self.path}: written by {'an earlier' if version < LOG.oldest else 'a later'} release "
+                    f"(format {version}, this one reads {LOG.number}): move it away and start again, "
                     "its jobs run on unprotected; or go back to that release"
                 )
             self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            self._db.execute(f"PRAGMA user_version={LOG.number}")
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror}: choose another state_dir") from None
         except sqlite3.Error as error:
