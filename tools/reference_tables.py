@@ -19,6 +19,7 @@ import msgspec
 from unicron.ctl.settings import limits
 from unicron.ctl.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, PlannerConfig
 from unicron.ctl.settings.limits import FIXED, RULES, Range, label, number
+from unicron.ctl.settings.notify import NotifyConfig
 from unicron.ctl.settings.partitions import PartitionConfig
 from unicron.ctl.settings.variables import OF_JOBS, OF_PROGRAMS, Variable
 from unicron.detector.health.checks import HealthConfig
@@ -30,6 +31,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "agent": AgentConfig,
     "partition.NAME": PartitionConfig,
     "health": HealthConfig,
+    "notify": NotifyConfig,
 }
 BEGIN, END = "<!-- {}: made by tools/reference_tables.py -->", "<!-- end of {} -->"
 

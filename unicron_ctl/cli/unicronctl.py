@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("unicron.ctl.cli.plan:command", "Compute the best assignment of nodes to jobs."),
     "punish": ("unicron.ctl.cli.inject:punish", "Break ranks at random until the time is up."),
     "resume": ("unicron.ctl.cli.pause:resume", "End a pause."),
+    "retire": ("unicron.ctl.cli.retire:command", "Give back to Slurm all that Unicron has taken."),
     "schema": ("unicron.ctl.cli.schema:command", "Print the JSON Schema of a command's JSON."),
     "simulate": ("unicron.ctl.cli.simulate:command", "Replay a failure trace under several policies."),
     "status": ("unicron.ctl.cli.status:command", "Show jobs, nodes and the last failures."),
