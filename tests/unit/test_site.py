@@ -66,7 +66,7 @@ def test_the_nav_has_each_page_once() -> None:
 def test_every_link_and_anchor_leads_somewhere(path: Path) -> None:
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target, anchor in LINK.findall(re.sub(r"`[^`]*`", "", text)):
-        if "://" in target:
+        if "://" in target or target in site()["extra"]["coming"]:
             continue
         led = (path.parent / target).resolve() if target else path
         assert led.exists(), f"{target} is not there"
