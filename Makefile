@@ -32,7 +32,7 @@ CONSTRAINTS ?= constraints.txt
 # A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test system-wide plugin agent-folder deb rpm manpages demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test system-wide plugin agent-folder deb rpm manpages docs demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -64,6 +64,16 @@ agent-folder: system .venv-agent/ready   ## the agent with a Python of its own, 
 
 manpages: venv    ## man pages and completion for bash, zsh and fish, in build/share, laid out as /usr/share is
 	$(BIN)/python tools/manpages.py build/share
+
+docs: .venv-docs/ready   ## the site of the documents, in build/site: every link is checked, and it needs no network to be read
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
+
+.venv-docs/ready: setup.cfg pyproject.toml
+	PYTHON=$(PYTHON) tools/system-packages.sh venv
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(EDITABLE) -e ".[docs]"
+	touch $@
 
 # The agent has no torch.
 .venv-agent/ready: setup.cfg pyproject.toml $(CONSTRAINTS)
