@@ -48,6 +48,8 @@ class Message:
     subject: str
     text: str
     data: dict[str, Any]
+    html: str = ""
+    """The same as a page, for mail."""
 
 
 def _needs_admin(event: Event, record: records.NeedsAdmin) -> Notice | None:
