@@ -142,14 +142,14 @@ def _answers(controller: str | None) -> bool:
 def _answered(job: str, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
     """What else the controller says of the job, to this asker."""
 
-    def ask(kind: str, **more: Any) -> Any:
+    def answer_to(kind: str, **more: Any) -> Any:
         return ask_controller({"kind": kind, **more}, controller, ANSWER_SECONDS)
 
     makers: dict[str, Callable[[], Any]] = {
-        "events.jsonl": lambda: ask("events", job=job, limit=EVENTS),
-        "job.json": lambda: [one for one in ask("jobs") if one["job"] == job],
-        "nodes.json": lambda: [node for node in ask("nodes") if _of(job, node["used_by"])],
-        "controller.json": lambda: ask("status")["controller"],
+        "events.jsonl": lambda: answer_to("events", job=job, limit=EVENTS),
+        "job.json": lambda: [one for one in answer_to("jobs") if one["job"] == job],
+        "nodes.json": lambda: [node for node in answer_to("nodes") if _of(job, node["used_by"])],
+        "controller.json": lambda: answer_to("status")["controller"],
     }
     for name, make in makers.items():
         try:
@@ -220,7 +220,7 @@ def _configuration(left_out: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _versions() -> str:
-    """Of this machine and its packages."""
+    """Lists the releases of this machine and its packages."""
     lines = [f"python {platform.python_version()}", f"system {platform.platform()}"]
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

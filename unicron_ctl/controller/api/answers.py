@@ -22,7 +22,7 @@ from unicron.ctl.controller.api.questions import (
     ReportQuestion,
     ResumeOrder,
 )
-from unicron.ctl.controller.api.reports import report
+from unicron.ctl.controller.api.week_answer import report
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.job import injection
 from unicron.ctl.controller.log import records

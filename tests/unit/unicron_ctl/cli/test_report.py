@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.unit.unicron_ctl.system.test_redaction import SECRETS
-from unicron.ctl.cli import bundle, report
+from unicron.ctl.cli import bundle, reporting
 from unicron.ctl.cli.unicronctl import unicronctl
 from unicron.ctl.controller.log.week import week
 from unicron.ctl.protocol.answer_schema import Report
@@ -140,8 +140,8 @@ def quiet_week(*_: object) -> Report:
 
 def test_a_report_is_sent_to_the_targets_of_notify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(report, "ask_controller", lambda question, _: asked.append(question))
-    monkeypatch.setattr(report, "as_struct", quiet_week)
+    monkeypatch.setattr(reporting, "ask_controller", lambda question, _: asked.append(question))
+    monkeypatch.setattr(reporting, "as_struct", quiet_week)
     hook, config = tmp_path / "hook", tmp_path / "unicron.toml"
     hook.write_text(f"#!/bin/sh\ncat > {tmp_path}/said\n")
     hook.chmod(0o755)
