@@ -59,7 +59,7 @@ def test_the_first_element_says_what_was_healed_beside_what_others_wrote() -> No
 @pytest.mark.parametrize(("mode", "actions"), [("observe", None), ("act", ["drain"])])
 def test_what_is_not_allowed_is_recorded_and_not_done(mode: str, actions: list[str] | None) -> None:
     world, slurm = healed(mode, actions)
-    world.run(100.0)
+    world.run(10.0)
     assert not comments(slurm) and slurm.queue["1", 0]["admin_comment"] == GONE
     assert [e.record.would for e in world.log if e.kind == "observed" and e.record.action == "comment"] == [
         "comment 1_0"
