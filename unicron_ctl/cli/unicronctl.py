@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ping": ("unicron.ctl.cli.ping:command", "Ask the controller for a sign of life."),
     "plan": ("unicron.ctl.cli.plan:command", "Compute the best assignment of nodes to jobs."),
     "punish": ("unicron.ctl.cli.inject:punish", "Break ranks at random until the time is up."),
+    "report": ("unicron.ctl.cli.reporting:command", "Sum up a week, or pack a bundle about a job for support."),
     "resume": ("unicron.ctl.cli.pause:resume", "End a pause."),
     "retire": ("unicron.ctl.cli.retire:command", "Give back to Slurm all that Unicron has taken."),
     "schema": ("unicron.ctl.cli.schema:command", "Print the JSON Schema of a command's JSON."),

@@ -361,6 +361,57 @@ class Status(msgspec.Struct, kw_only=True):
     plan: PlanReport
 
 
+class CauseSum(msgspec.Struct, kw_only=True):
+    """Failures of one cause and severity in a report: how many, of how many jobs, on how many nodes."""
+
+    cause: str
+    severity: int
+    failures: int
+    jobs: int
+    nodes: int
+
+
+class JobSum(msgspec.Struct, kw_only=True):
+    """A job with failures in a report. healed: how often it trained again. ended_with: its exit code, if not 0."""
+
+    job: str
+    failures: int = 0
+    healed: int = 0
+    lost_node_hours: float = 0.0
+    saved_node_hours: float = 0.0
+    ended_with: int = 0
+
+
+class NodeSum(msgspec.Struct, kw_only=True):
+    """A node with failures in a report. lost, out_of_service: how often it was."""
+
+    node: str
+    failures: int
+    lost: int
+    out_of_service: int
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The answer of `unicronctl report week`: of the asker's own jobs, to admins of all.
+
+    healed: recoveries. lost_node_hours: of the jobs' time. saved_node_hours: against a requeue and a start from the
+    last checkpoint, which is taken to cost `spared_seconds` of all nodes of a job. observed: what acting would have
+    saved. cut_at: since when the report counts, where there were too many events; else null."""
+
+    since: float
+    until: float
+    causes: list[CauseSum]
+    jobs: list[JobSum]
+    nodes: Annotated[list[NodeSum], ADMIN] = []
+    healed: int
+    lost_node_hours: float
+    saved_node_hours: float
+    spared_seconds: float
+    needed_admin: Annotated[int, ADMIN] = 0
+    observed: Annotated[list[str], ADMIN] = []
+    cut_at: float | None = None
+
+
 class Event(msgspec.Struct, kw_only=True):
     """One event of the log; its kind adds further keys."""
 

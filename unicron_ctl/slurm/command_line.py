@@ -45,6 +45,7 @@ FEWEST_ALIKE = 256  # pending elements of an array that share a record and are r
 LARGE = 5000  # elements, of which a row each with all texts would be megabytes
 LONG = 2000  # rows of the queue; of a longer one, job by job is asked for, which costs slurmctld next to nothing
 MOST_REMEMBERED = 100_000  # elements, and jobs
+FINISHED = "already finished"
 COMMENT_TRIES = 3  # where others write at the same time
 HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
 UNDER_WAY = ("PENDING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")  # an element in these is being requeued or waits
@@ -314,7 +315,12 @@ class CommandLineClient:
             wanted = with_own(before, own) if before is not None else before
             if wanted is None or wanted == before:
                 return
-            self._set_admin_comment(job, element, wanted)
+            try:
+                self._set_admin_comment(job, element, wanted)
+            except SlurmError as error:
+                if FINISHED in str(error):  # then Slurm changes nothing of it any more
+                    return
+                raise
             after = self._admin_comment(job, element)
             if after == wanted:
                 return

@@ -19,8 +19,10 @@ from unicron.ctl.controller.api.questions import (
     InjectOrder,
     NoArguments,
     PauseOrder,
+    ReportQuestion,
     ResumeOrder,
 )
+from unicron.ctl.controller.api.week_answer import report
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.job import injection
 from unicron.ctl.controller.log import records
@@ -219,6 +221,7 @@ QUESTIONS: dict[str, tuple[type[msgspec.Struct], Callable[[Core, Store, Any, Ask
     "scenario": (NoArguments, scenario),
     "inject": (InjectOrder, inject),
     "health": (readmission.Report, health),
+    "report": (ReportQuestion, report),
     "pause": (PauseOrder, pause),
     "resume": (ResumeOrder, resume),
     "ping": (NoArguments, ping),

@@ -27,6 +27,12 @@ class ExplainQuestion(msgspec.Struct, kw_only=True):
     job: str
 
 
+class ReportQuestion(msgspec.Struct, kw_only=True):
+    """What has happened in the last `seconds`."""
+
+    seconds: Annotated[float, Meta(gt=0, le=31536000)] = 604800.0
+
+
 class PauseOrder(msgspec.Struct, kw_only=True):
     """Change nothing in Slurm for a while. partition: "" for all; seconds: 0 until somebody ends it."""
 
