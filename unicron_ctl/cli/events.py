@@ -103,7 +103,7 @@ class Log:
             piece = self._ask(after=self.read, limit=limit)
             more = bool(piece) and piece[-1]["kind"] == CUT
             for event in piece:
-                self.read = event["id"]
+                self.read = max(self.read, event["id"])
                 if event["kind"] not in (CUT, READ):
                     limit -= 1
                     yield event

@@ -41,42 +41,50 @@ STATE_STYLES = {
 
 def status(data: Status, folded: bool = False) -> list[Listing | Text]:
     """The controller's status as listings and lines, what needs an admin first."""
-    return [*needs_an_admin(data), *tables(data, folded)]
+    return [*needs_an_admin(data, folded), *tables(data, folded)]
 
 
 def tables(data: Status, folded: bool = False) -> list[Listing | Text]:
     """... and all else."""
     there = [job for job in data.jobs if not job.ended]
-    parts: list[Listing | Text] = [Text(line, style="yellow") for line in paused_lines(data.controller.paused)]
+    held = [*_doubts(data), *paused_lines(data.controller.paused)]
+    parts: list[Listing | Text] = [Text(line, style="yellow") for line in held]
     parts += [jobs(there, folded)] if there or not data.jobs else []
     if over := len(data.jobs) - len(there):
         parts.append(Text(f"jobs that have ended: {over} (`unicronctl jobs`)", style="dim"))
     parts.append(nodes(data.nodes, folded))
     if data.failures:
-        parts.append(failures(data.failures[-8:]))
+        last = data.failures[-8:]
+        parts.append(failures(last[::-1] if folded else last))
     parts += [Text(line, style="yellow") for line in data.observed]
     parts.append(Text(_foot(data), style="dim"))
     return parts
 
 
-def needs_an_admin(data: Status) -> list[Text]:
+def needs_an_admin(data: Status, folded: bool) -> list[Text]:
     """A line each."""
-    return [Text(line, style="bold red") for line in trouble.needs_an_admin(data.attention)]
+    return [Text(line, style="bold red") for line in trouble.needs_an_admin(data.attention, folded)]
+
+
+def _doubts(data: Status) -> list[str]:
+    """Why the controller does less than it may."""
+    controller, found = data.controller, []
+    if controller.alone_since is not None:
+        found.append(f"unicrond hears no agent for {duration(controller.time - controller.alone_since)}: does nothing")
+    if controller.most_silent_since is not None:
+        seconds = controller.time - controller.most_silent_since
+        found.append(f"most agents fell silent together {duration(seconds)} ago: takes no node, requeues nothing")
+    if controller.slurm.error:
+        found.append(f"Slurm: {controller.slurm.error}")
+    return found
 
 
 def _foot(data: Status) -> str:
     controller = data.controller
     words = [f"WAF {rate(data.waf)}", f"unicrond up {duration(controller.time - controller.since)}"]
     words.append(", ".join(f"{name}: {mode}" for name, mode in controller.modes.items()))
-    if controller.alone_since is not None:
-        words.append(f"hears no agent for {duration(controller.time - controller.alone_since)}: does nothing")
-    if controller.most_silent_since is not None:
-        seconds = controller.time - controller.most_silent_since
-        words.append(f"most agents fell silent together {duration(seconds)} ago: takes no node, requeues nothing")
     slurm = controller.slurm
-    if slurm.error:
-        words.append(f"Slurm: {slurm.error}")
-    elif slurm.used and slurm.last_answer:
+    if slurm.used and slurm.last_answer and not slurm.error:
         words.append(f"Slurm answered {duration(controller.time - slurm.last_answer)} ago")
     return ", ".join(words)
 

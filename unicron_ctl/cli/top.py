@@ -72,7 +72,7 @@ def follow(
 def picture(data: Status, width: int, height: int, trouble: str = "") -> list[Text]:
     """At most `height` - 1 lines, so that nothing scrolls, none longer than `width`. trouble: why they are old."""
     head = [Text(trouble, "bold red")] if trouble else []
-    first = lines_of([*head, *status_tables.needs_an_admin(data)], width)
+    first = lines_of([*head, *status_tables.needs_an_admin(data, folded=True)], width)
     rest = [lines_of([part], width) for part in status_tables.tables(data, folded=True)]
     room = height - 1
     shown = cut(first, max(LEAST_LINES, room - LEAST_LINES * len(rest)), "`unicronctl status` shows all")

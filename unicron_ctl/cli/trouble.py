@@ -39,11 +39,11 @@ def jobs_by_trouble(listed: Iterable[Job]) -> list[Job]:
     return sorted(listed, key=lambda job: (of_job(job), natural(job.job)))
 
 
-def needs_an_admin(listed: Iterable[Attention]) -> list[str]:
-    """What needs an admin, a line each; what is said of several nodes in the same words is one."""
+def needs_an_admin(listed: Iterable[Attention], together: bool) -> list[str]:
+    """What needs an admin, a line each. together: what is said of several nodes in the same words is one."""
     groups: dict[str, list[str]] = {}
     for item in listed:
-        groups.setdefault(nameless(item.reason, item.node), []).append(item.node)
+        groups.setdefault(nameless(item.reason, item.node) if together else item.reason, []).append(item.node)
     return [f"needs an admin: {named(said, names)}" for said, names in groups.items()]
 
 

@@ -120,11 +120,12 @@ def plain(cell: Cell) -> str:
 
 
 def broken(text: Text, width: int) -> list[Text]:
-    """The text in pieces of at most `width` characters: it is broken at spaces, after commas, or anywhere."""
+    """The text in pieces of at most `width` characters: it is broken at spaces and after commas, where there are none
+    after underscores, or else anywhere."""
     rest, pieces = text.plain, []
     while len(rest) > width:
         at = max(rest.rfind(" ", 1, width + 1), rest.rfind(",", 1, width) + 1)
-        at = at if at > 0 else width
+        at = at if at > 0 else rest.rfind("_", 1, width) + 1 or width
         pieces.append(rest[:at].rstrip())
         rest = rest[at:].lstrip()
     return [Text(piece, text.style) for piece in [*pieces, rest]]

@@ -50,7 +50,7 @@ def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: 
 
 def status(core: Core, store: Store, wanted: Filters, asker: Asker) -> schema.Status:
     """Everything at a glance, or what is asked for. What needs an admin is always there."""
-    names = filters.checked(core, wanted, asker, modes(core))
+    names = filters.checked(core, wanted, asker, _partitions(core))
     all_jobs, all_nodes = visible_jobs(core, asker), visible_nodes(core, asker)
     listed = filters.jobs(all_jobs, wanted, names, all_nodes)
     mine = [job for job in core.state.jobs.values() if asker.may_order(job)]
@@ -94,15 +94,19 @@ def modes(core: Core) -> dict[str, str]:
     return {name: core.view.rules(name).mode for name in sorted({DEFAULT, *shown, *core.config.partitions})}
 
 
+def _partitions(core: Core) -> set[str]:
+    return {*modes(core)} - {DEFAULT}
+
+
 def jobs(core: Core, store: Store, wanted: Filters, asker: Asker) -> list[schema.Job]:
     """All jobs of which the asker may know, the ended ones last, or those that are asked for."""
-    names = filters.checked(core, wanted, asker, modes(core))
+    names = filters.checked(core, wanted, asker, _partitions(core))
     return filters.jobs(visible_jobs(core, asker), wanted, names, visible_nodes(core, asker) if names else ())
 
 
 def nodes(core: Core, store: Store, wanted: Filters, asker: Asker) -> list[schema.Node]:
     """All nodes that Slurm shows, and those on which an agent speaks, or those that are asked for."""
-    names = filters.checked(core, wanted, asker, modes(core))
+    names = filters.checked(core, wanted, asker, _partitions(core))
     return filters.nodes(visible_nodes(core, asker), wanted, names, visible_jobs(core, asker) if wanted.user else ())
 
 
@@ -129,7 +133,7 @@ def _wanted(core: Core, question: EventsQuestion, asker: Asker) -> Wanted:
     """Which part of the log is asked for. Events of a job are its owner's; those of nodes and of the controller the
     admins'. Raises Unanswerable."""
     name = _job_id(core, question.job, asker) if question.job else None
-    names = filters.checked(core, question, asker, modes(core))
+    names = filters.checked(core, question, asker, _partitions(core))
     jobs = privacy.visible(core.view, asker)
     if question.user and not any(asker.may_order(job) for job in jobs if job.settings.user == question.user):
         raise Unanswerable(f"{asker} may not read events of {question.user}'s jobs: only they and admins")

@@ -7,6 +7,7 @@ without. What a value may be, and what is near a wrong one, comes from these ans
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 from unicron.ctl.controller.api import privacy
@@ -16,6 +17,9 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.protocol import answer_schema as schema
 from unicron.ctl.slurm.host_lists import hosts
+
+
+_HOST_LIST = re.compile(r"[^\[\]\s]*(\[[0-9,-]+\][^\[\]\s]*)*")
 
 
 class Unanswerable(Exception):
@@ -31,7 +35,7 @@ def checked(core: Core, wanted: Filters, asker: Asker, partitions: Iterable[str]
         raise Unanswerable(f"there is no partition {wanted.partition!r}{near(wanted.partition, known, 'partitions')}")
     if not wanted.nodes:
         return None
-    names = hosts(wanted.nodes)
+    names = hosts(wanted.nodes) if _HOST_LIST.fullmatch(wanted.nodes) else []
     if not names:
         raise Unanswerable(f"{wanted.nodes[:100]!r} is no list of nodes: write n1, or n[1-8,12],m3")
     seen = known_nodes(core, asker)

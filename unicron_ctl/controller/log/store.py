@@ -346,7 +346,7 @@ class Store:
         long as nobody puts the clock back by more than an hour."""
         if not since:
             return 0
-        low, high = 0, self._db.execute("SELECT COALESCE(MAX(id), 0) + 1 FROM event").fetchone()[0]
+        low, high = 0, self._db.execute("SELECT COALESCE(MAX(id), -1) + 1 FROM event").fetchone()[0]
         while low < high:
             middle = (low + high) // 2
             number, time = self._db.execute(
