@@ -88,7 +88,7 @@ class Log:
         found: list[Event] = []
         before, more = 0, True
         while more and len(found) <= limit:
-            piece = self._ask(before=before, limit=limit + 1 - len(found))
+            piece = self._ask_for_events(before=before, limit=limit + 1 - len(found))
             if piece and piece[-1]["kind"] == READ:
                 self.read = max(self.read, piece.pop()["id"])
             if more := bool(piece) and piece[0]["kind"] == CUT:
@@ -100,7 +100,7 @@ class Log:
         """The next events. Raises UserError."""
         self.read, more = after, True
         while more and limit > 0:
-            piece = self._ask(after=self.read, limit=limit)
+            piece = self._ask_for_events(after=self.read, limit=limit)
             more = bool(piece) and piece[-1]["kind"] == CUT
             for event in piece:
                 self.read = max(self.read, event["id"])
@@ -108,7 +108,7 @@ class Log:
                     limit -= 1
                     yield event
 
-    def _ask(self, **arguments: int) -> list[Event]:
+    def _ask_for_events(self, **arguments: int) -> list[Event]:
         tries = 0
         while True:
             try:

@@ -40,7 +40,8 @@ def controller_option(when: str = "") -> Callable[[Any], Any]:
 
 
 def filter_options(*names: str) -> Callable[[Any], Any]:
-    """Those of FILTERS, passed on together as `filters`: the arguments of the controller's question."""
+    """Options that choose what is shown, passed on together as `filters`: arguments of the controller's question. names:
+    of user, partition, node and since."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

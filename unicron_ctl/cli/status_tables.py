@@ -289,7 +289,7 @@ class Together:
         self._groups: dict[tuple[str, ...], list[str]] = {}
 
     def add(self, node: str, *words: str) -> None:
-        """Of this node this is said."""
+        """Takes what is said of a node."""
         self._groups.setdefault(tuple(trouble.nameless(word, node) for word in words), []).append(node)
 
     def __iter__(self) -> Iterator[tuple[list[str], tuple[str, ...]]]:

@@ -46,12 +46,12 @@ def watch(interval: float, filters: Filters, controller: str | None) -> None:
             "this is for a terminal: `unicronctl status` prints it once, `unicronctl events -f` streams", WRONG_USE
         )
 
-    def ask() -> Status:
+    def ask_status() -> Status:
         return as_struct(ask_controller({"kind": "status", **filters}, controller), Status)
 
-    data = ask()
+    data = ask_status()
     with contextlib.suppress(KeyboardInterrupt), LiveRegion(console, auto_refresh=False) as region:
-        follow(ask, data, region, lambda: (console.width, console.height), interval)
+        follow(ask_status, data, region, lambda: (console.width, console.height), interval)
 
 
 def follow(

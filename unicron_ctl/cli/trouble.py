@@ -54,4 +54,4 @@ def nameless(text: str, node: str) -> str:
 
 def named(text: str, nodes: Sequence[str]) -> str:
     """The text with these nodes' names, as a host list, where the mark is."""
-    return text.replace(_MARK, folded(nodes))
+    return text.replace(_MARK, folded(nodes)) if _MARK in text else text

@@ -75,7 +75,7 @@ class Rules:
     """An admin has nothing changed in Slurm for a while (`unicronctl pause`)."""
 
     def paused(self) -> Rules:
-        """The same while that is so."""
+        """Returns the rules during such a pause."""
         return replace(self, mode=OBSERVE, is_paused=True) if self.mode == ACT else self
 
     def may(self, call: str) -> bool:

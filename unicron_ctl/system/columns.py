@@ -101,7 +101,7 @@ class Listing:
 
 
 class _Fit(NamedTuple):
-    """shown: the columns that are. widths: of all, in characters."""
+    """How a table is laid out. shown: its columns that are. widths: of all, in characters."""
 
     shown: list[int]
     widths: list[int]

@@ -18,7 +18,6 @@ from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.protocol import answer_schema as schema
 from unicron.ctl.slurm.host_lists import hosts
 
-
 _HOST_LIST = re.compile(r"[^\[\]\s]*(\[[0-9,-]+\][^\[\]\s]*)*")
 
 
@@ -66,7 +65,7 @@ def known_nodes(core: Core, asker: Asker) -> set[str]:
 def jobs(
     listed: Sequence[schema.Job], wanted: Filters, names: Collection[str] | None, nodes: Iterable[schema.Node]
 ) -> list[schema.Job]:
-    """Those that are asked for. names: of nodes; None for all. nodes: as the asker sees them."""
+    """Chooses the jobs that are asked for. names: of nodes; None for all. nodes: as the asker sees them."""
     on = {user.partition("_")[0] for node in nodes if names is not None and node.node in names for user in node.used_by}
     return [
         job
@@ -85,7 +84,7 @@ def jobs(
 def nodes(
     listed: Sequence[schema.Node], wanted: Filters, names: Collection[str] | None, jobs: Iterable[schema.Job]
 ) -> list[schema.Node]:
-    """Those that are asked for. names: of nodes; None for all. jobs: as the asker sees them."""
+    """Chooses the nodes that are asked for. names: of nodes; None for all. jobs: as the asker sees them."""
     theirs = {job.job for job in jobs if job.user == wanted.user}
     return [
         node
@@ -99,7 +98,7 @@ def nodes(
 def failures(
     listed: Iterable[schema.Failure], wanted: Filters, names: Collection[str] | None, jobs: Iterable[schema.Job]
 ) -> list[schema.Failure]:
-    """Those that are asked for. jobs: that are."""
+    """Chooses the failures that are asked for. names: of nodes; None for all. jobs: those that are asked for."""
     chosen = {job.job for job in jobs}
     return [
         failure

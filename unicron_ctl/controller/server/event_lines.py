@@ -95,7 +95,7 @@ QUIET = frozenset(
 )
 
 
-def tell(event: Event, state: ClusterState) -> None:
+def log_event(event: Event, state: ClusterState) -> None:
     """Write the event's line, if it has one. state: after the event."""
     level = LEVELS.get(type(event.record))
     if level is None or not log.isEnabledFor(level):

@@ -423,7 +423,7 @@ class Server:
             events, core.events = core.events, []
             self.store.append(events)
             for event in events:
-                event_lines.tell(event, core.state)
+                event_lines.log_event(event, core.state)
                 if self.exporter is not None:
                     self.exporter.recorded.note(event)
             self._upkeep.thin(events[-1].id)

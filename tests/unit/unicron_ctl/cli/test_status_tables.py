@@ -244,14 +244,13 @@ def test_what_needs_an_admin_is_first_and_always_there(
     assert [line.split()[3] for line in printed(capsys)[:2]] == ["gpu-a-0100", "gpu-a-0101"]
     on_a_terminal(monkeypatch)
     show(status_tables.status(LARGE, folded=True))
-    for lines in (printed(capsys), *([line.plain for line in top.picture(LARGE, 80, n)] for n in (8, 24, 60))):
+    for lines in (printed(capsys), *([line.plain for line in top.picture(LARGE, 80, n)] for n in (8, 60))):
         assert lines[0].startswith("needs an admin: gpu-a-[0100-0101] is a suspect")
         said = " ".join([lines[0], lines[1].strip()])
         assert "`unicronctl pair-test --nodes gpu-a-[0100-0101]` clears it" in said
 
 
-@pytest.mark.parametrize("height", [6, 10, 24, 40, 200])
-@pytest.mark.parametrize("attention", [0, 2, 100])
+@pytest.mark.parametrize(("height", "attention"), [(6, 2), (10, 100), (24, 2), (40, 100), (200, 0)])
 def test_the_live_view_never_scrolls_and_says_how_much_more_there_is(height: int, attention: int) -> None:
     items = [Attention(node="", since=0.0, job="", reason=f"limit {n} is reached") for n in range(attention)]
     data = msgspec.structs.replace(LARGE, attention=items)

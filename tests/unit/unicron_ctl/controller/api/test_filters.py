@@ -100,15 +100,14 @@ def test_events_that_are_chosen(site: Site) -> None:
 
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "user": ("", "ann", "bob", "zoe", "nobody-is-called-so"),
-    "partition": ("", "main", "other", "no-such"),
-    "nodes": ("", "n1", "n2", "n3", "n[1-4]", "x9"),
-    "since": (0.0, 1e9),
-    "kinds": ("", "failure_detected", "node_lost"),
+    "user": ("", "ann", "bob", "nobody-is-called-so"),
+    "partition": ("", "other", "no-such"),
+    "nodes": ("", "n2", "n[1-4]", "x9"),
+    "kinds": ("", "failure_detected"),
 }
 
 
-@pytest.mark.parametrize("asker", [BOB, ZOE, NOBODY], ids=str)
+@pytest.mark.parametrize("asker", [BOB, NOBODY], ids=str)
 @pytest.mark.parametrize(
     "private", [frozenset(), frozenset({"jobs"}), frozenset({"nodes"}), frozenset({"jobs", "nodes"})]
 )

@@ -111,7 +111,7 @@ def event(record: records.Record, job: str = "7") -> Event:
 
 
 def _tell(told: Event) -> None:
-    event_lines.tell(told, ClusterState())
+    event_lines.log_event(told, ClusterState())
 
 
 def test_of_each_kind_of_event_it_is_known_whether_it_is_a_line() -> None:
@@ -136,7 +136,7 @@ def test_a_real_failure_and_what_follows_is_told_with_job_node_event_time_and_le
     stream = io.StringIO()
     journal.start("unicrond", stream=stream, form="json")
     for told in [*world.log, *world.core.events]:
-        event_lines.tell(told, world.core.state)
+        event_lines.log_event(told, world.core.state)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     by_kind = {line["text"].partition(":")[0]: line for line in lines}
     expected = {
