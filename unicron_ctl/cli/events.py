@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -55,7 +55,7 @@ def command(
     """Show the event log, the last events of those that are chosen."""
     quiet = "" if as_json or steps or kinds else QUIET
     chosen = {"kinds": " ".join(kinds).replace(",", " "), "without": quiet, "job": job, **filters}
-    log = Log({"kind": "events", **chosen}, controller)
+    log = Log({"kind": "events", **chosen}, lambda question: ask_controller(question, controller))
     try:
         found, earlier = (list(log.later(after, limit)), False) if after else log.newest(limit)
         for event in found:
@@ -78,8 +78,8 @@ def command(
 class Log:
     """The controller's log, read in pieces: an answer holds as much as costs the controller little."""
 
-    def __init__(self, question: dict[str, Any], controller: str | None) -> None:
-        self._question, self._controller = question, controller
+    def __init__(self, question: dict[str, Any], ask: Callable[[dict[str, Any]], list[Event]]) -> None:
+        self._question, self._ask = question, ask
         self.read = 0
         """The id of the event up to which the log was read."""
 
@@ -112,8 +112,7 @@ class Log:
         tries = 0
         while True:
             try:
-                found: list[Event] = ask_controller({**self._question, "mark": True, **arguments}, self._controller)
-                return found
+                return self._ask({**self._question, "mark": True, **arguments})
             except UserError as error:
                 if str(error) != ASKED_TOO_MUCH or tries >= BUSY_TRIES:
                     raise

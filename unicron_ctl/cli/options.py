@@ -40,8 +40,8 @@ def controller_option(when: str = "") -> Callable[[Any], Any]:
 
 
 def filter_options(*names: str) -> Callable[[Any], Any]:
-    """Options that choose what is shown, passed on together as `filters`: arguments of the controller's question. names:
-    of user, partition, node and since."""
+    """Options that choose what is shown; they are passed on together as `filters`, the arguments of the controller's
+    question. names: of user, partition, node and since."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

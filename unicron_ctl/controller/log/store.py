@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ FREE_BYTES = 32 << 20  # that the file has room for and nobody needs: beyond it,
 STATES = 2  # that are kept; the log can be folded on from each
 TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
 TAIL_ROWS = 20_000  # that are looked at for one answer: some 80 ms
-DECODED_COUNTS = 8  # a row of which the record is decoded counts as so many
+READ_COUNTS = 4  # a row of which the record is read counts as so many
 
 LASTING = (
     records.JobRegistered,
@@ -54,6 +55,7 @@ CREATE TABLE IF NOT EXISTS state (event INTEGER PRIMARY KEY, state BLOB NOT NULL
 """
 
 
+_TEXTS = re.compile(rb'"([^"\\]{1,255})"')  # in JSON: also each node's name, which has nothing to escape
 Progress = Callable[[], object]
 TOLD_EVERY = 500  # records
 T = TypeVar("T")
@@ -302,13 +304,13 @@ class Store:
         chosen, size, looked = list[Event](), 0, 0
         read, cut = (after, 0.0), False
         with contextlib.closing(self._rows(after, wanted)) as found:
-            for number, time, job, kind, length in found:
+            for number, time, job, kind, length, payload in found:
                 names = wanted.names(job)
                 counts = wanted.has_kind(kind) and time >= wanted.since
-                looked += DECODED_COUNTS if counts and names is not None else 1
+                looked += READ_COUNTS if counts and names is not None else 1
                 if cut := looked > TAIL_ROWS:
                     break
-                if counts and (names is None or self._names(number, length, names)):
+                if counts and (names is None or _names_one(kind, payload, names)):
                     size += length if length <= TAIL_BYTES else 0
                     if cut := size > TAIL_BYTES:
                         break
@@ -318,14 +320,13 @@ class Store:
                     break
         return Tail(chosen if after else chosen[::-1], read if cut else None)
 
-    def _names(self, number: int, length: int, names: Collection[str]) -> bool:
-        """Whether the event is about one of these nodes."""
-        return any(name in names for name in nodes_of(self._event(number, length).record))
-
-    def _rows(self, after: int, wanted: Wanted) -> Generator[tuple[int, float, str, str, int], None, None]:
-        """(id, time, job, kind, bytes) of the events of the wanted jobs, or else kinds: oldest first, or newest first
-        with after = 0; as many as are asked for."""
-        what = "SELECT id, time, job, kind, length(payload) FROM event WHERE id > ? AND id < ?"
+    def _rows(self, after: int, wanted: Wanted) -> Generator[tuple[int, float, str, str, int, bytes], None, None]:
+        """(id, time, job, kind, bytes, record) of the events of the wanted jobs, or else kinds: oldest first, or newest
+        first with after = 0; as many as are asked for. The record is empty where it need not be read, or is larger
+        than TAIL_BYTES."""
+        of_nodes = wanted.nodes is not None or wanted.nodes_of_no_job is not None
+        record = f"CASE WHEN length(payload) <= {TAIL_BYTES} THEN payload ELSE x'' END" if of_nodes else "x''"
+        what = f"SELECT id, time, job, kind, length(payload), {record} FROM event WHERE id > ? AND id < ?"
         column, values = ("job", wanted.jobs) if wanted.jobs is not None else ("kind", wanted.kinds or None)
         what += f" AND {column} = ?" if values is not None else ""
         what += f" ORDER BY id {'ASC' if after else 'DESC'}"
@@ -397,6 +398,13 @@ class Store:
                 yield Event(id_, time, job, generation, records.decode(kind, payload))
         except (sqlite3.Error, ValueError) as error:
             raise _explained(self.path, error) from None
+
+
+def _names_one(kind: str, payload: bytes, names: Collection[str]) -> bool:
+    """Whether the record is about one of these nodes. Most say nothing of them, and need not be decoded."""
+    if not any(word.decode(errors="replace") in names for word in _TEXTS.findall(payload)):
+        return False
+    return any(name in names for name in nodes_of(records.decode(kind, payload)))
 
 
 def _tag(kind: type[Record]) -> str:
