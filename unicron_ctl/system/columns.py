@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 WIDTH = 80  # that every table fits
-LEAST, LEAST_NAME, LEAST_LAST = 8, 12, 16  # characters of a cell, of one that is cut, of the last one
+LEAST, LEAST_NAME, LEAST_LAST = 8, 12, 24  # characters of a cell, of one that is cut, of the last one
 INDENT = "    "  # of a note's further lines
 Cell = str | Text
 

@@ -21,7 +21,6 @@ LEVELS: dict[type[Record], int] = {
             records.IsolationWithheld,
             records.TakeWithheld,
             records.ActionFailed,
-            records.JobSetAside,
             records.ConfigRefused,
             records.Alone,
             records.MostSilent,
@@ -31,6 +30,7 @@ LEVELS: dict[type[Record], int] = {
     **dict.fromkeys(
         (
             records.FailureDetected,
+            records.JobSetAside,
             records.NodeLost,
             records.Isolated,
             records.Avoided,
