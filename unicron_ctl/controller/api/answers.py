@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -55,13 +56,13 @@ def status(core: Core, store: Store, wanted: Filters, asker: Asker) -> schema.St
     listed = filters.jobs(all_jobs, wanted, names, all_nodes)
     mine = [job for job in core.state.jobs.values() if asker.may_order(job)]
     failures = sorted((f for job in mine for f in job.failures), key=lambda failure: failure.id)
-    chosen = filters.failures((failure_answer(failure) for failure in failures), wanted, names, listed)
+    last = filters.failures(map(failure_answer, reversed(failures)), wanted, names, listed)
     report = core.state.plan_report
     return schema.Status(
         controller=_controller(core),
         jobs=listed,
         nodes=filters.nodes(all_nodes, wanted, names, all_jobs),
-        failures=chosen[-100:],
+        failures=list(islice(last, 100))[::-1],
         attention=[plain(item, schema.Attention) for item in isolation.attention(core.view)] if asker.admin else [],
         observed=observed_lines(core, store) if asker.admin else [],
         waf=sum(item.waf for item in listed),
@@ -149,9 +150,8 @@ def _wanted(core: Core, question: EventsQuestion, asker: Asker) -> Wanted:
     of_no_job = None
     if question.partition:
         seen = core.view.slurm.seen
-        of_no_job = frozenset(
-            node.name for node in (seen.nodes if seen else ()) if question.partition in node.partitions
-        )
+        inside = {node.name for node in (seen.nodes if seen else ()) if question.partition in node.partitions}
+        of_no_job = inside if names is None else inside & names
     every = asker.admin and not (name or question.user)
     if every and question.partition:
         mine.add("")

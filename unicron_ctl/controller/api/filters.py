@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from unicron.ctl.controller.api import privacy
 from unicron.ctl.controller.api.questions import Filters
@@ -27,9 +27,10 @@ class Unanswerable(Exception):
 
 def checked(core: Core, wanted: Filters, asker: Asker, partitions: Iterable[str]) -> frozenset[str] | None:
     """The names of the nodes that are asked for; None for all. partitions: that there are. Raises Unanswerable."""
-    users = {job.settings.user for job in privacy.visible(core.view, asker)}
-    if wanted.user and wanted.user not in users:
-        raise Unanswerable(f"no job here is of user {wanted.user!r}{near(wanted.user, users, 'users with jobs')}")
+    if wanted.user:
+        users = {job.settings.user for job in privacy.visible(core.view, asker)}
+        if wanted.user not in users:
+            raise Unanswerable(f"no job here is of user {wanted.user!r}{near(wanted.user, users, 'users with jobs')}")
     if wanted.partition and wanted.partition not in (known := set(partitions)):
         raise Unanswerable(f"there is no partition {wanted.partition!r}{near(wanted.partition, known, 'partitions')}")
     if not wanted.nodes:
@@ -97,16 +98,14 @@ def nodes(
 
 def failures(
     listed: Iterable[schema.Failure], wanted: Filters, names: Collection[str] | None, jobs: Iterable[schema.Job]
-) -> list[schema.Failure]:
+) -> Iterator[schema.Failure]:
     """Chooses the failures that are asked for. names: of nodes; None for all. jobs: those that are asked for."""
     chosen = {job.job for job in jobs}
-    return [
-        failure
-        for failure in listed
-        if failure.detected_at >= wanted.since
-        and (names is None or failure.node in names)
-        and (failure.job in chosen or not (wanted.user or wanted.partition))
-    ]
+    for failure in listed:
+        here = names is None or failure.node in names
+        if here and failure.detected_at >= wanted.since:
+            if failure.job in chosen or not (wanted.user or wanted.partition):
+                yield failure
 
 
 def kinds(text: str) -> list[str]:

@@ -89,7 +89,7 @@ class Wanted:
     """Which events are asked for.
 
     jobs: of these ("" for what is of no job). kinds: of these, if any is named. without: of none of these. nodes: that
-    name one of them; nodes_of_no_job: the same for events of no job. since: not older, in seconds since the epoch.
+    name one of them; nodes_of_no_job: in its place for events of no job. since: not older, in seconds since the epoch.
     before: with a smaller id; 0 for all.
     """
 
@@ -107,7 +107,7 @@ class Wanted:
 
     def names(self, job: str) -> Collection[str] | None:
         """The nodes of which an event of the job has to name one; None for any."""
-        return self.nodes if self.nodes is not None or job else self.nodes_of_no_job
+        return self.nodes if job or self.nodes_of_no_job is None else self.nodes_of_no_job
 
 
 ALL = Wanted()

@@ -94,6 +94,7 @@ def test_events_that_are_chosen(site: Site) -> None:
     assert seen(user="ann") == {one for one in everything if one[0] == "1"}
     assert seen(partition="other") == {one for one in everything if one[0] == "2"}
     assert seen(nodes="n4") == {("", "node_lost")} == seen(kinds="node_lost")
+    assert ("", "node_lost") in seen(partition="main") and seen(partition="other", nodes="n4") == set()
     assert ("1", "failure_detected") in seen(nodes="n2") and not any(one[0] == "2" for one in seen(nodes="n2"))
     assert seen(ANN, nodes="n2") == {one for one in seen(nodes="n2") if one[0] == "1"}
     assert seen(ANN, kinds="node_lost") == set() == seen(BOB, nodes="n2") == seen(BOB, partition="main")
