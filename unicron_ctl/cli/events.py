@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from unicron.ctl.cli.options import Filters, controller_option, filter_options
+from unicron.ctl.cli.filter_options import Filters, filter_options
+from unicron.ctl.cli.options import controller_option
 from unicron.ctl.cli.times import moment
 from unicron.ctl.protocol.answer_schema import ASKED_TOO_MUCH, CUT, READ
 from unicron.ctl.protocol.client import ask_controller
@@ -29,7 +30,7 @@ Event = dict[str, Any]
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @click.option("--job", metavar="JOB", help="Only this job, by id or name.")
 @click.option("--kind", "kinds", multiple=True, metavar="KIND", help="Only this kind; several with commas, or again.")
-@filter_options("node", "user", "partition", "since")
+@filter_options("nodes", "user", "partition", "since")
 @click.option("--after", type=click.IntRange(0), default=0, metavar="ID", help="Only events with a higher id.")
 @click.option(
     "-n",

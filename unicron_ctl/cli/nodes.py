@@ -7,7 +7,8 @@ import json
 import click
 
 from unicron.ctl.cli import status_tables
-from unicron.ctl.cli.options import Filters, controller_option, filter_options
+from unicron.ctl.cli.filter_options import Filters, filter_options
+from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Node
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import show, terminal_width
@@ -15,7 +16,7 @@ from unicron.ctl.system.columns import show, terminal_width
 
 @click.command(name="nodes")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@filter_options("user", "partition", "node")
+@filter_options("user", "partition", "nodes")
 @controller_option()
 def command(as_json: bool, filters: Filters, controller: str | None) -> None:
     """List nodes and who uses them. With --user: those on which that user's jobs run."""

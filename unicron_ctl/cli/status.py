@@ -10,7 +10,8 @@ import json
 import click
 
 from unicron.ctl.cli import status_tables
-from unicron.ctl.cli.options import Filters, controller_option, filter_options
+from unicron.ctl.cli.filter_options import Filters, filter_options
+from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Status
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import show, terminal_width
@@ -22,7 +23,7 @@ INTERVAL = 2.0  # seconds
 @click.command(name="status")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--watch", is_flag=True, help="The same as `unicronctl top`.")
-@filter_options("user", "partition", "node", "since")
+@filter_options("user", "partition", "nodes", "since")
 @controller_option()
 def command(as_json: bool, watch: bool, filters: Filters, controller: str | None) -> int:
     """Show what needs an admin, jobs, nodes and the last failures.
