@@ -24,4 +24,5 @@ def command(as_json: bool, filters: Filters, controller: str | None) -> None:
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        show([status_tables.jobs(as_struct(data, list[Job]), folded=terminal_width() is not None)])
+        folded, chosen = terminal_width() is not None, bool(filters)
+        show([status_tables.jobs(as_struct(data, list[Job]), folded, chosen)])

@@ -42,5 +42,5 @@ def command(as_json: bool, watch: bool, filters: Filters, controller: str | None
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        show(status_tables.status(as_struct(data, Status), folded=terminal_width() is not None))
+        show(status_tables.status(as_struct(data, Status), terminal_width() is not None, bool(filters)))
     return FOUND if data["attention"] else 0

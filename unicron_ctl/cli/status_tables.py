@@ -39,17 +39,17 @@ STATE_STYLES = {
 }
 
 
-def status(data: Status, folded: bool = False) -> list[Listing | Text]:
-    """The controller's status as listings and lines, what needs an admin first."""
-    return [*needs_an_admin(data, folded), *tables(data, folded)]
+def status(data: Status, folded: bool = False, chosen: bool = False) -> list[Listing | Text]:
+    """The controller's status as listings and lines, what needs an admin first. chosen: it is a part of it."""
+    return [*needs_an_admin(data, folded), *tables(data, folded, chosen)]
 
 
-def tables(data: Status, folded: bool = False) -> list[Listing | Text]:
+def tables(data: Status, folded: bool = False, chosen: bool = False) -> list[Listing | Text]:
     """... and all else."""
     there = [job for job in data.jobs if not job.ended]
     held = [*_doubts(data), *paused_lines(data.controller.paused)]
     parts: list[Listing | Text] = [Text(line, style="yellow") for line in held]
-    parts += [jobs(there, folded)] if there or not data.jobs else []
+    parts += [jobs(there, folded, chosen)] if there or not data.jobs else []
     if over := len(data.jobs) - len(there):
         parts.append(Text(f"jobs that have ended: {over} (`unicronctl jobs`)", style="dim"))
     parts.append(nodes(data.nodes, folded))
@@ -89,9 +89,9 @@ def _foot(data: Status) -> str:
     return ", ".join(words)
 
 
-def jobs(listed: Sequence[Job], folded: bool = False) -> Listing:
-    """The table of jobs. `nodes`: those that train, of the most that the job can use. `plan`: those that the planner
-    gives it."""
+def jobs(listed: Sequence[Job], folded: bool = False, chosen: bool = False) -> Listing:
+    """The table of jobs. chosen: of a part of them. Its column `nodes`: those that train, of the most that the job can
+    use. `plan`: those that the planner gives it."""
     table = Listing(
         "jobid",
         "name",
@@ -127,7 +127,7 @@ def jobs(listed: Sequence[Job], folded: bool = False) -> Listing:
         for note in _notes(job):
             table.add_note(f"{job.job}: {note}")
     if not listed:
-        table.add_note("no job yet: submit one with `sbatch --unicron`")
+        table.add_note("no such job" if chosen else "no job yet: submit one with `sbatch --unicron`")
     return table
 
 

@@ -52,17 +52,22 @@ def watch(interval: float, filters: Filters, controller: str | None) -> None:
 
     data = ask_status()
     with contextlib.suppress(KeyboardInterrupt), LiveRegion(console, auto_refresh=False) as region:
-        follow(ask_status, data, region, lambda: (console.width, console.height), interval)
+        follow(ask_status, data, region, lambda: console.size, interval, bool(filters))
 
 
 def follow(
-    ask: Callable[[], Status], data: Status, region: LiveRegion, size: Callable[[], tuple[int, int]], interval: float
+    ask: Callable[[], Status],
+    data: Status,
+    region: LiveRegion,
+    size: Callable[[], tuple[int, int]],
+    interval: float,
+    chosen: bool,
 ) -> None:
-    """Shows what `ask` says until Ctrl-C."""
+    """Shows what `ask` says until Ctrl-C. chosen: it is a part of the status."""
     trouble = ""
     while True:
         width, height = size()
-        region.show_now(Group(*picture(data, width, height, trouble)))
+        region.show_now(Group(*picture(data, width, height, trouble, chosen)))
         time.sleep(interval)
         try:
             data, trouble = ask(), ""
@@ -70,11 +75,12 @@ def follow(
             trouble = f"{error} (still trying; what is below is old)"
 
 
-def picture(data: Status, width: int, height: int, trouble: str = "") -> list[Text]:
-    """At most `height` - 1 lines, so that nothing scrolls, none longer than `width`. trouble: why they are old."""
+def picture(data: Status, width: int, height: int, trouble: str = "", chosen: bool = False) -> list[Text]:
+    """At most `height` - 1 lines, so that nothing scrolls, none longer than `width`. trouble: why they are old.
+    chosen: they are a part of the status."""
     head = [Text(trouble, "bold red")] if trouble else []
     first = lines_of([*head, *status_tables.needs_an_admin(data, folded=True)], width)
-    rest = [lines_of([part], width) for part in status_tables.tables(data, folded=True)]
+    rest = [lines_of([part], width) for part in status_tables.tables(data, folded=True, chosen=chosen)]
     room = height - 1
     shown = cut(first, max(LEAST_LINES, room - LEAST_LINES * len(rest)), "`unicronctl status` shows all")
     shares = shared([len(lines) + 1 for lines in rest], room - len(shown))

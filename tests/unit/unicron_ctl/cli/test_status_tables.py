@@ -374,3 +374,4 @@ def test_a_wide_terminal_shows_all(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_nothing_is_said_in_a_line() -> None:
     assert status_tables.jobs([]).notes == ["no job yet: submit one with `sbatch --unicron`"]
+    assert status_tables.jobs([], chosen=True).notes == ["no such job"]
