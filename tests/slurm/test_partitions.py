@@ -66,6 +66,18 @@ def test_where_it_only_observes_a_lost_node_is_slurms_matter(
     assert not job.controller.events("slurm_action")
     assert job.controller.ask("status")["controller"]["modes"] == {"default": "observe", "main": "observe"}
     assert "acting would have given" in job.controller.ask("status")["observed"][0]
+    _filters(job, node)
+
+
+def _filters(job: SimpleNamespace, lost: str) -> None:
+    """What is asked for by partition and node is what this Slurm shows."""
+    ask, other = job.controller.ask, next(iter(_nodes(job).values()))
+    assert [one["job"] for one in ask("jobs", partition="main", nodes=other)] == [job.id]
+    assert ask("jobs", nodes=lost) == [], "none of its elements is there any more"
+    assert {one["node"] for one in ask("nodes", partition="main", nodes=f"{lost},{other}")} == {lost, other}
+    assert {one["node"] for one in ask("events", nodes=lost, kinds="observed")} == {lost}
+    kinds = "observed node_lost"
+    assert job.id in {one["job"] for one in ask("events", partition="main", kinds=kinds)}
 
 
 def test_a_hold_of_others_stays_and_so_does_the_users_comment(

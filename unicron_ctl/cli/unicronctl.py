@@ -34,7 +34,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "retire": ("unicron.ctl.cli.retire:command", "Give back to Slurm all that Unicron has taken."),
     "schema": ("unicron.ctl.cli.schema:command", "Print the JSON Schema of a command's JSON."),
     "simulate": ("unicron.ctl.cli.simulate:command", "Replay a failure trace under several policies."),
-    "status": ("unicron.ctl.cli.status:command", "Show jobs, nodes and the last failures."),
+    "status": ("unicron.ctl.cli.status:command", "Show what needs an admin, jobs, nodes, failures."),
+    "top": ("unicron.ctl.cli.top:command", "Show the status, the worst first, until Ctrl-C."),
     "template": ("unicron.ctl.cli.templates:command", "Print or copy a batch script to start from."),
 }
 

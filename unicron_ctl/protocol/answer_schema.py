@@ -13,6 +13,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 OWNER = Meta(extra_json_schema={"audience": "the job's owner and admins"})
+CUT = "cut"  # the kind of an item that stands for events that were too much for one answer
+READ = "read"  # the kind of an item with the id up to which the log was read, for one who follows it
+ASKED_TOO_MUCH = "the controller is asked too much at once: try again"
 ADMIN = Meta(extra_json_schema={"audience": "admins"})
 
 
@@ -160,10 +163,12 @@ class JobBase(msgspec.Struct, kw_only=True):
 
 
 class Job(JobBase, kw_only=True):
-    """One job of `unicronctl jobs`. nodes: those that train. silent: elements that the controller does not hear and
-    does not take for lost. left_out: elements that others do not reach."""
+    """One job of `unicronctl jobs`. partitions: as Slurm shows them; of one that has ended, for its owner and admins,
+    those of its nodes. nodes: those that train. silent: elements that the controller does not hear and does not take
+    for lost. left_out: elements that others do not reach."""
 
     user: str
+    partitions: list[str] = []
     since: float
     nodes: int
     min_nodes: int
@@ -291,6 +296,7 @@ class Node(NodeChecks, kw_only=True):
     spares on it -> ready or starting."""
 
     node: str
+    partitions: list[str] = []
     states: list[str]
     healthy: bool
     reason: str

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from unicron.ctl.slurm import queue, squeue
 from unicron.ctl.slurm.admin_comment import MOST, own_part, with_own
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.programs import Programs
 from unicron.ctl.slurm.slurm_client import (
     ElementInfo,
@@ -432,7 +433,7 @@ def parse_reservations(text: str) -> dict[str, list[Reserved]]:
         starts, ends = (squeue.parse_time(fields.get(name, "")) for name in ("StartTime", "EndTime"))
         if "ReservationName" in fields and starts is not None and ends is not None:
             reserved = Reserved(fields["ReservationName"], starts, ends)
-            for node in squeue.hosts(squeue.known(fields.get("Nodes", ""))):
+            for node in hosts(squeue.known(fields.get("Nodes", ""))):
                 found.setdefault(node, []).append(reserved)
     return found
 
@@ -444,7 +445,7 @@ def parse_topology(text: str) -> dict[str, str]:
     for line in text.split("\n"):
         fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
         name = fields.get("BlockName", "") or (fields.get("SwitchName", "") if fields.get("Level") == "0" else "")
-        for node in squeue.hosts(squeue.known(fields.get("Nodes", ""))) if name else ():
+        for node in hosts(squeue.known(fields.get("Nodes", ""))) if name else ():
             found.setdefault(node, name)
     return found
 

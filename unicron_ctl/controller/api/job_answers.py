@@ -33,6 +33,7 @@ def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
     return schema.Job(
         **asdict(_base(core, state)),
         user=state.settings.user,
+        partitions=partitions(core, state, asker),
         since=state.since,
         nodes=nodes_now,
         min_nodes=state.settings.min_nodes,
@@ -64,6 +65,17 @@ def waf(state: JobState, counts: float) -> float:
     if state.ended or count < state.settings.min_nodes:
         return 0.0
     return counts * state.measured.get(count, 0.0)
+
+
+def partitions(core: Core, job: JobState, asker: Asker) -> list[str]:
+    """The partitions of a job: as Slurm shows them, and where it shows the job no more, those of its nodes, which are
+    not for others."""
+    seen = core.view.slurm.seen
+    shown = seen.partitions(job.job) if seen else frozenset()
+    if shown or seen is None or not asker.may_order(job):
+        return sorted(shown)
+    infos = (seen.by_name.get(agent.node) for agent in job.agents.values())
+    return sorted({name for info in infos if info is not None for name in info.partitions})
 
 
 def explanation(core: Core, state: JobState) -> schema.Explanation:
