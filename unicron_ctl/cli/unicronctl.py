@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("unicron.ctl.cli.simulate:command", "Replay a failure trace under several policies."),
     "status": ("unicron.ctl.cli.status:command", "Show jobs, nodes and the last failures."),
     "template": ("unicron.ctl.cli.templates:command", "Print or copy a batch script to start from."),
+    "web": ("unicron.ctl.cli.web.web_command:command", "Serve a read-only page, or print a link to it."),
 }
 
 

@@ -20,6 +20,7 @@ from unicron.ctl.controller.api.questions import (
     NoArguments,
     PauseOrder,
     ResumeOrder,
+    StatusQuestion,
 )
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.job import injection
@@ -51,21 +52,22 @@ def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: 
     return function(core, store, question, asker)
 
 
-def status(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Status:
+def status(core: Core, store: Store, question: StatusQuestion, asker: Asker) -> schema.Status:
     """Everything at a glance."""
-    listed = visible_jobs(core, asker)
+    listed = visible_jobs(core, asker, question.brief)
     mine = [job for job in core.state.jobs.values() if asker.may_order(job)]
     failures = sorted((f for job in mine for f in job.failures), key=lambda failure: failure.id)
     report = core.state.plan_report
     return schema.Status(
         controller=_controller(core),
         jobs=listed,
-        nodes=visible_nodes(core, asker),
+        nodes=visible_nodes(core, asker, question.brief),
         failures=[failure_answer(failure) for failure in failures[-100:]],
         attention=[plain(item, schema.Attention) for item in isolation.attention(core.view)] if asker.admin else [],
         observed=observed_lines(core, store) if asker.admin else [],
         waf=sum(item.waf for item in listed),
         plan=plain(report, schema.PlanReport) if report and asker.admin else schema.PlanReport(),
+        sharing=privacy.sharing(core.view) if asker.admin else None,
     )
 
 
@@ -211,7 +213,7 @@ def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> dict[
 
 # What is asked -> the type of its arguments, and the function that answers.
 QUESTIONS: dict[str, tuple[type[msgspec.Struct], Callable[[Core, Store, Any, Asker], Any]]] = {
-    "status": (NoArguments, status),
+    "status": (StatusQuestion, status),
     "jobs": (NoArguments, jobs),
     "nodes": (NoArguments, nodes),
     "events": (EventsQuestion, events),

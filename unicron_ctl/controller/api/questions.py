@@ -12,6 +12,12 @@ class NoArguments(msgspec.Struct):
     """Most questions have none."""
 
 
+class StatusQuestion(msgspec.Struct, kw_only=True):
+    """Everything at a glance. brief: without what each rank says, and what nodes have measured."""
+
+    brief: bool = False
+
+
 class EventsQuestion(msgspec.Struct, kw_only=True):
     """The log after an id. without: kinds that do not count, with spaces between them."""
 
