@@ -40,10 +40,11 @@ if [ "$what" != venv ]; then
     header slurm/spank.h || need libslurm-dev
     header munge.h || need libmunge-dev
 fi
-if [ "$what" = test ]; then # accounting: the programs alone, no service of MariaDB's; containers, where Debian has them
+if [ "$what" = test ]; then # accounting: the programs alone, no service of MariaDB's; containers, where Debian has them; a browser
     has slurmdbd || need slurmdbd
     has mariadbd || need mariadb-server-core
     has my_print_defaults || need mariadb-client-core
+    has chromium || need chromium fonts-dejavu-core # for the page of `unicronctl web`
     if grep -qs sid /etc/debian_version; then has apptainer || need apptainer; fi
 fi
 [ ${#missing[@]} -gt 0 ] || exit 0

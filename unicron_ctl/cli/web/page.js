@@ -8,6 +8,7 @@ const LOOKS = {
 let tag = "", timer = 0, shift = 0, last = null, answered = 0;
 let nodes = new Map();  // name -> its cell
 let wanted = "";        // the job whose nodes are shown alone
+let chosen = "";        // the node that is told of below the map
 const opened = new Map();  // job -> its panel
 
 function make(kind, text = "", style = "") {
@@ -107,7 +108,7 @@ function show(view) {
   last = view;
   shift = view.time - Date.now() / 1000;
   $("main").hidden = false;
-  $("leave").hidden = false;
+  $("leave").hidden = !view.session;
   fill($("alarms"), ...view.alarms.map((text) => make("p", text)));
   fill($("notes"), ...view.notes.map((text) => make("li", text)));
   totals(view);
@@ -154,6 +155,7 @@ function map(view) {
   const same = nodes.size === found.size && [...found.keys()].every((name) => nodes.has(name));
   nodes = found;
   if (!same) fill($("map"), ...order);
+  $("map").classList.toggle("few", view.nodes.length <= 400);
   $("map").setAttribute("aria-label", `${view.nodes.length} nodes`);
   const legend = Object.entries(LOOKS).filter(([look]) => counts[look]).map(([look, words]) => key(look, `${counts[look]} ${words}`));
   if (suspects) legend.push(key("idle suspect", `${suspects} suspect`));
@@ -175,7 +177,7 @@ function paint(cell) {
   const text = $("find").value.trim().toLowerCase();
   const hidden = (wanted && !users.includes(wanted))
     || (text && ![name, states, look, remark, ...users].some((word) => word.toLowerCase().includes(text)));
-  const style = `${look}${suspect ? " suspect" : ""}${hidden ? " dim" : ""}`;
+  const style = `${look}${suspect ? " suspect" : ""}${hidden ? " dim" : ""}${name === chosen ? " chosen" : ""}`;
   if (cell.className !== style) cell.className = style;
 }
 
@@ -291,7 +293,7 @@ function timeline(job, told) {
     mark.title = `${clock(failure.at)} ${failure.cause}: ${cost(failure)}`;
     line.append(mark);
   }
-  ends.append(make("span", clock(began)), make("span", `${told.failures.length} failures`), make("span", "now"));
+  ends.append(make("span", clock(began)), make("span", `${told.failures.length} failure${told.failures.length === 1 ? "" : "s"}`), make("span", "now"));
   return [line, ends];
 }
 
@@ -349,9 +351,9 @@ setInterval(() => $("plan").open && !document.hidden && plan(), 15000);
 $("find").addEventListener("input", repaint);
 $("map").addEventListener("click", (event) => {
   if (!event.target.node) return;
-  document.querySelector("#map .chosen")?.classList.remove("chosen");
-  event.target.classList.add("chosen");
+  chosen = event.target.node[0];
   $("chosen").textContent = event.target.title;
+  repaint();
 });
 $("leave").addEventListener("click", async () => {
   await fetch("/leave", { method: "POST", body: "", credentials: "same-origin" });

@@ -134,7 +134,8 @@ class Page:
         key = ("view", None if sight.admin else viewer)
 
         def make() -> Body:
-            data = page_view.overview(sight.status(), sight.admin) | {"problem": seen.problem}
+            shown = page_view.overview(sight.status(), sight.admin)
+            data = shown | {"problem": seen.problem, "session": self.sessions is not None}
             assert seen.answer is not None
             return json_body({**data, "time": seen.answer.controller.time}, seen.every, data)
 

@@ -69,7 +69,7 @@ class Server(socketserver.TCPServer):
     def serve(self) -> None:
         """Serves until `stop`."""
         threading.Thread(target=self._sweep, name="unicron-sweep", daemon=True).start()
-        self.serve_forever(poll_interval=0.2)
+        self.serve_forever(poll_interval=0.1)
 
     def stop(self) -> None:
         """Ends `serve`. Any other thread may call this."""

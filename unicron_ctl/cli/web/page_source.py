@@ -48,6 +48,7 @@ class Kept(Generic[Answer]):
         self._ask, self._seconds, self._clock = ask, seconds, clock
         self._asking = threading.Lock()
         self._seen: Seen[Answer] | None = None
+        self._took = 0.0  # the last question
 
     def latest(self) -> Seen[Answer]:
         """The last answer, asked for anew when it is due. Raises Busy."""
@@ -70,9 +71,9 @@ class Kept(Generic[Answer]):
             answer = self._ask()
         except UserError as error:
             problem = str(error)
-        took = self._clock() - began
-        every = min(max(self._seconds, float(math.ceil(TIMES_ITS_LENGTH * took))), LONGEST_SECONDS)
-        return Seen(answer, problem, before.number + 1 if before else 1, every, began)
+        took, self._took = self._took, self._clock() - began
+        every = max(self._seconds, float(math.ceil(TIMES_ITS_LENGTH * min(took, self._took))))  # one may be bad luck
+        return Seen(answer, problem, before.number + 1 if before else 1, min(every, LONGEST_SECONDS), began)
 
 
 class Source:

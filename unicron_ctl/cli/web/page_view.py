@@ -54,7 +54,8 @@ def _goodput(status: Status) -> View:
 
 def _job(job: Job, status: Status) -> View:
     reasons = status.plan.reasons
-    notes = [note for note in status_tables.job_notes(job) if not note.startswith("last failure")]
+    shown = ("last failure", "goodput")  # elsewhere on the page
+    notes = [note for note in status_tables.job_notes(job) if not note.startswith(shown)]
     return {
         "job": job.job,
         "name": job.name,
