@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,14 @@ ROOT = Asker(0, "root", admin=True)
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 
 
-def busy_world(nodes: int = 96, jobs: int = 3, ranks: int = 4) -> World:
-    """Jobs of several users on most nodes, which have failed now and then; a drained node and one that is down."""
+def busy_world(nodes: int, jobs: int, ranks: int, names: Sequence[str] = ("llama", f"moe {HOSTILE}", "vit")) -> World:
+    """Jobs of several users on most nodes; a drained node and one that is down. names: of the first jobs."""
     slurm = FakeSlurm(nodes)
     slurm.node_states["n5"], slurm.reasons["n5"] = {"IDLE", "DRAIN"}, "memory test"
     slurm.node_states["n7"], slurm.reasons["n7"] = {"DOWN"}, "power supply"
     world = World(slurm)
     share = (nodes - 2) * 4 // 5 // jobs
-    names = ["llama-70b", f"moe {HOSTILE}", "vision", *(f"ablation-{number}" for number in range(4, jobs + 1))]
+    names = [*names, *(f"ablation-{number}" for number in range(len(names) + 1, jobs + 1))]
     for number in range(jobs):
         job, user = str(4200 + number), ("ann", "bob", "eve")[number % 3]
         slurm.submit(job, share, uid=1000 + number % 3, user=user, name=names[number])
@@ -62,13 +62,13 @@ def train(world: World, iterations: int) -> None:
         world.run(0.5)
 
 
-def hurt(world: World, job: str, element: int, line: str) -> None:
-    """A rank dies, and its job goes on."""
+def hurt(world: World, job: str, element: int, line: str, iterations: int = 3) -> None:
+    """A rank dies, and its job goes on, by so many iterations."""
     agent = next(agent for agent in world.agents if agent.job == job and agent.element == element)
     agent.die(agent.slots[0], 1, last_line=line)
     world.run(1.0)
     agent.ready()
-    train(world, 3)
+    train(world, iterations)
 
 
 class Site:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -91,6 +92,8 @@ def _serve(listen: str, url: str, controller: str | None) -> None:
         source = Source(lambda question: ask_controller(question, controller))
         return Page(source, None if one_user else Sessions(origins))
 
+    gc.freeze()  # an answer has a hundred thousand objects, none of them in a circle
+    gc.set_threshold(50_000, 50, 100)
     server = Server(host, port, page, [url] if url else [])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: threading.Thread(target=server.stop).start())
