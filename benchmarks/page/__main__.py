@@ -1,7 +1,7 @@
 """``python -m benchmarks.page``: what the page of `unicronctl web` costs the controller, and how soon it is there.
 
-First Chromium visits a page (:mod:`benchmarks.page.paint`). Then a real unicrond has one core; a job of simulated agents
-(:mod:`benchmarks.scale`), the page's server and ten watchers have the other. How often the page asks is what the
+First Chromium visits a page (:mod:`benchmarks.page.paint`). Then a real unicrond has one core; a job of simulated
+agents (:mod:`benchmarks.scale`), the page's server and ten watchers have the other. How often the page asks is what the
 watchers are told. What a question costs is measured by asking more often: once in several seconds, it would be lost in
 what else the controller does.
 """
@@ -140,7 +140,9 @@ def measure(options: argparse.Namespace) -> bool:
         finally:
             rig.close()
     print(f"{options.agents} nodes, {options.agents * options.ranks} ranks; {WATCHERS} watchers got {answers} answers")
-    print(f"one question to the controller in {every:.1f} s; its CPU time, handshake included: status {1e3 * status:.1f}")
+    print(
+        f"one question to the controller in {every:.1f} s; its CPU time, handshake included: status {1e3 * status:.1f}"
+    )
     print(f"ms, explain {1e3 * explain:.1f} ms, the planner's input {1e3 * scenario:.1f} ms")
     print("single visits, map drawn: " + ", ".join(f"{visit['shown']:.2f} s" for visit in visits))
     job = explain / max(EXPLAIN_SECONDS, every) + scenario / SCENARIO_SECONDS

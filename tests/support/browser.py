@@ -43,7 +43,9 @@ class Browser:
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
         # The protocol's pipes are descriptors 3 and 4.
-        moves = f"exec 3<&{theirs_in} 4>&{theirs_out}; exec {COMMAND} {' '.join(OPTIONS)} --user-data-dir={self._profile}"
+        moves = (
+            f"exec 3<&{theirs_in} 4>&{theirs_out}; exec {COMMAND} {' '.join(OPTIONS)} --user-data-dir={self._profile}"
+        )
         self._process = subprocess.Popen(
             ["bash", "-c", moves],
             pass_fds=(theirs_in, theirs_out),
@@ -64,9 +66,7 @@ class Browser:
                 self.call(f"{domain}.enable")
             self.resize(size)
             if dark:
-                self.call(
-                    "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}]
-                )
+                self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
         except BaseException:
             self.close()
             raise

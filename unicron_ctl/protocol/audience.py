@@ -97,6 +97,4 @@ class Sight:
         if self.admin:
             return whole
         shown = [job for job in whole.job if job.name in self.mine or JOBS not in self._sharing.private]
-        return replace(
-            whole, job=[job if job.name in self.mine else replace(job, node_names=[]) for job in shown]
-        )
+        return replace(whole, job=[job if job.name in self.mine else replace(job, node_names=[]) for job in shown])

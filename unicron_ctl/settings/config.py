@@ -302,7 +302,9 @@ def metrics_problem(value: str) -> str:
 
 def web_url_problem(value: str) -> str:
     """What is wrong with the address of a page, or nothing."""
-    return "" if not value or WEB_URL.fullmatch(value) else f'web_url = "{value}": write https://HOST or http://HOST:PORT'
+    return (
+        "" if not value or WEB_URL.fullmatch(value) else f'web_url = "{value}": write https://HOST or http://HOST:PORT'
+    )
 
 
 def host_and_port(text: str) -> tuple[str, int]:

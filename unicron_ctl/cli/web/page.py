@@ -168,7 +168,7 @@ class Page:
         from unicron.planner.problem.scenario import from_dict
         from unicron.planner.solver.solve import solve
 
-        seen, sight = self._sight(viewer)
+        _, sight = self._sight(viewer)
         found = self._source.scenario()
         if found.answer is None:
             raise NotFor(503, found.problem)

@@ -241,7 +241,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/leave":
             sessions.end(self._token())
             return f"{self._cookie}=; Max-Age=0; {rules}"
-        return f"{self._cookie}={sessions.begin(text.strip())}; Max-Age={SESSION_SECONDS:.0f}; {rules}"
+        return f"{self._cookie}={sessions.open_session(text.strip())}; Max-Age={SESSION_SECONDS:.0f}; {rules}"
 
     @property
     def _cookie(self) -> str:

@@ -46,7 +46,7 @@ class Sessions:
         self._lock = threading.Lock()
         self._verifying = threading.BoundedSemaphore(VERIFYING)
 
-    def begin(self, credential: str) -> str:
+    def open_session(self, credential: str) -> str:
         """The token of a new session. Raises Refused."""
         if not self._verifying.acquire(timeout=2.0):
             raise Refused("too many links are opened at once: try again")
@@ -86,7 +86,7 @@ class Sessions:
             del self._known[digest]
 
     def viewer(self, token: str) -> Viewer | None:
-        """Whose session it is; None when there is none, or it is over."""
+        """Returns whose session it is; None when there is none, or it is over."""
         with self._lock:
             session = self._known.get(_digest(token))
         return session.viewer if session is not None and self._clock() < session.until else None

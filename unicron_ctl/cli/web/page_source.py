@@ -115,4 +115,3 @@ class Source:
         if found.job != job:  # its id is another job's name
             raise UserError(f"no job has the id {job}")
         return found
-

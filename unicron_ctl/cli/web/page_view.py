@@ -1,4 +1,4 @@
-"""What the page shows, as JSON: the controller's answers to one viewer, in the order and the words of the page. Pure."""
+"""What the page shows, as JSON: the controller's answers to one viewer, in the words of the page. Pure."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ def _node(node: Node, known: set[str]) -> list[Any]:
     jobs = sorted({user.partition("_")[0] for user in node.used_by})
     suspect = bool(node.suspect or node.anomalies or (node.health and node.health.verdict == "bad"))
     states = "+".join(node.states).lower()
-    return [node.node, _look(node, jobs, known), states, jobs, int(suspect), _remark(node)]
+    return [node.node, _look_of(node, jobs, known), states, jobs, int(suspect), _remark(node)]
 
 
-def _look(node: Node, jobs: list[str], known: set[str]) -> str:
+def _look_of(node: Node, jobs: list[str], known: set[str]) -> str:
     """How the map draws the node."""
     if not node.healthy:
         return "drained" if any(state.startswith("DRAIN") for state in node.states) else "down"

@@ -85,7 +85,10 @@ def _serve(listen: str, url: str, controller: str | None) -> None:
         if not url:
             raise UserError(f"--listen {listen}: say with --url how browsers reach the page", WRONG_USE)
         if not url.startswith("https:"):
-            print("unicronctl web: sessions cross the network unencrypted: put a proxy with TLS before it", file=sys.stderr)
+            print(
+                "unicronctl web: sessions cross the network unencrypted: put a proxy with TLS before it",
+                file=sys.stderr,
+            )
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="unicronctl web: %(message)s")
 
     def page(origins: Collection[str]) -> Page:

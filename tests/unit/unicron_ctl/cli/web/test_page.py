@@ -193,15 +193,15 @@ def test_only_the_page_itself_begins_a_session(site: Site) -> None:
 def test_sessions_end_and_are_bounded(monkeypatch) -> None:
     now, sessions = [0.0], Sessions([], lambda: now[0])
     monkeypatch.setattr(sessions, "_viewer", lambda credential: ANN)
-    first = sessions.begin("")
-    more = [sessions.begin("") for _ in range(page_sessions.OF_ONE)]
+    first = sessions.open_session("")
+    more = [sessions.open_session("") for _ in range(page_sessions.OF_ONE)]
     assert sessions.viewer(first) is None and all(sessions.viewer(token) == ANN for token in more)
     monkeypatch.setattr(sessions, "_viewer", lambda credential: BOB)
-    bobs = sessions.begin("")
+    bobs = sessions.open_session("")
     assert sessions.viewer(bobs) == BOB and sessions.viewer(more[0]) == ANN, "one user ends no other's session"
     now[0] = page_sessions.SESSION_SECONDS
     assert sessions.viewer(bobs) is None
-    sessions.begin("")
+    sessions.open_session("")
     assert len(sessions._known) == 1, "what is over is forgotten"
 
 
@@ -211,7 +211,7 @@ def test_too_many_links_at_once_wait_and_are_refused() -> None:
         sessions._verifying.acquire()
     sessions._verifying.acquire = lambda timeout: False  # type: ignore[method-assign]
     with pytest.raises(Refused, match="too many"):
-        sessions.begin("MUNGE:x:")
+        sessions.open_session("MUNGE:x:")
 
 
 # ---------------------------------------------------------------- what the controller is asked
