@@ -1,0 +1,34 @@
+"""The release of what is installed. Its number stands in `setup.cfg` alone; the plugin's Makefile reads it there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+DISTRIBUTION = "unicron-slurm"
+UNKNOWN = "0+unknown"  # run from a copy that nobody has installed
+
+
+def release() -> str:
+    """The release of this program, such as "0.1.0"."""
+    from importlib import metadata  # slow to import, wanted by few
+
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return UNKNOWN
+
+
+def _show(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        click.echo(f"{ctx.find_root().info_name} {release()}")
+        ctx.exit()
+
+
+def version_option(command: Any) -> Any:
+    """Adds `--version` to a click command: it prints the program's name and release."""
+    shown = click.option(
+        "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show, help="Show the version."
+    )
+    return shown(command)
