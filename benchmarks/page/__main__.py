@@ -22,7 +22,7 @@ from statistics import mean, median
 
 from benchmarks.marks import print_figure
 from benchmarks.scale.agents import JOB
-from benchmarks.scale.lines import Sockets
+from benchmarks.scale.lines import Failed, Sockets
 from benchmarks.scale.process import REPOSITORY, Controller, allow_descriptors, cores
 from benchmarks.scale.simulation import Simulation, names
 from unicron.ctl.cli.web.page_source import EXPLAIN_SECONDS, SCENARIO_SECONDS
@@ -65,6 +65,8 @@ def run_beside(simulation: Simulation, program: Beside) -> str:
         simulation.until(lambda: program.process.poll() is not None, BESIDE_SECONDS, "a program beside has ended")
     finally:
         output = program.close()
+    if program.process.returncode:
+        raise Failed(f"{program.process.args} has ended with {program.process.returncode}")
     return output
 
 

@@ -11,6 +11,10 @@ import time
 from urllib.parse import urlsplit
 
 
+class Refused(Exception):
+    """The page has no answer; the text says why."""
+
+
 def ask(host: str, tag: str) -> tuple[str, float]:
     """The answer's tag, and after how many seconds to ask again."""
     connection = http.client.HTTPConnection(host, timeout=20)
@@ -19,7 +23,7 @@ def ask(host: str, tag: str) -> tuple[str, float]:
         answer = connection.getresponse()
         data = answer.read()
         if answer.status not in (200, 304):
-            raise SystemExit(f"{answer.status} {data[:200]!r}")
+            raise Refused(data.decode())
         return answer.headers["ETag"], float(answer.headers["Unicron-Every"])
     finally:
         connection.close()
@@ -29,8 +33,12 @@ def watch(host: str, until: float, told: list[float]) -> None:
     """One browser."""
     tag = ""
     while time.monotonic() < until:
-        tag, every = ask(host, tag)
-        told.append(every)
+        try:
+            tag, every = ask(host, tag)
+            told.append(every)
+        except (Refused, OSError) as error:
+            print(f"a watcher got no answer: {error}", file=sys.stderr)
+            every = 1.0
         time.sleep(every)
 
 
@@ -42,6 +50,8 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    if not told:
+        raise SystemExit("no watcher got an answer")
     print(json.dumps({"answers": len(told), "every": told}))
 
 

@@ -168,7 +168,7 @@ class Page:
         from unicron.planner.problem.scenario import from_dict
         from unicron.planner.solver.solve import solve
 
-        _, sight = self._sight(viewer)
+        sight = self._sight(viewer)[1]
         found = self._source.scenario()
         if found.answer is None:
             raise NotFor(503, found.problem)

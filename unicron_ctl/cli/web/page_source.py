@@ -20,7 +20,8 @@ Answer = TypeVar("Answer")
 STATUS_SECONDS, EXPLAIN_SECONDS, SCENARIO_SECONDS, LONGEST_SECONDS = 2.0, 5.0, 10.0, 15.0
 TIMES_ITS_LENGTH = 25.0  # from one question to the next
 OLD_SECONDS = 20.0  # an older answer is not shown while a new one is on its way
-PATIENCE_SECONDS = 6.0  # for the answer to somebody else's question
+ANSWER_SECONDS = 8.0  # for the controller to answer
+PATIENCE_SECONDS = 9.0  # for the answer to somebody else's question
 EXPLAIN_APART = 0.5  # between questions about jobs, whoever asks
 MOST_JOBS = 256  # whose explanations are kept
 

@@ -72,7 +72,7 @@ def _serve(listen: str, url: str, controller: str | None) -> None:
     from unicron.ctl.cli.web.page import Page
     from unicron.ctl.cli.web.page_server import Server
     from unicron.ctl.cli.web.page_sessions import Sessions
-    from unicron.ctl.cli.web.page_source import Source
+    from unicron.ctl.cli.web.page_source import ANSWER_SECONDS, Source
     from unicron.ctl.protocol.client import ask_controller
 
     host, port = host_and_port(listen)
@@ -92,7 +92,7 @@ def _serve(listen: str, url: str, controller: str | None) -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="unicronctl web: %(message)s")
 
     def page(origins: Collection[str]) -> Page:
-        source = Source(lambda question: ask_controller(question, controller))
+        source = Source(lambda question: ask_controller(question, controller, ANSWER_SECONDS))
         return Page(source, None if one_user else Sessions(origins))
 
     gc.freeze()  # an answer has a hundred thousand objects, none of them in a circle
