@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("unicron.ctl.cli.status:command", "Show what needs an admin, jobs, nodes, failures."),
     "top": ("unicron.ctl.cli.top:command", "Show the status, the worst first, until Ctrl-C."),
     "template": ("unicron.ctl.cli.templates:command", "Print or copy a batch script to start from."),
+    "web": ("unicron.ctl.cli.web.web_command:command", "Serve a read-only page, or print a link to it."),
 }
 
 

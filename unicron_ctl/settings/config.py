@@ -7,6 +7,7 @@ its configuration would leave its job unprotected. `settings.config_file` reads 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -23,6 +24,7 @@ from unicron.detector.health.programs import program_problem
 
 DEFAULT_PORT = 7451
 ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that nobody can connect to
+WEB_URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?", re.ASCII)
 OTHER_TABLES = ("partitions", "planner")  # fields of ControllerConfig that are no keys of [controller]
 
 Seconds = Annotated[float, Range(0.001, DAY)]
@@ -56,6 +58,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     metrics: str = ""
     """Where Prometheus asks for metrics: HOST:PORT, or ":7453" for loopback alone; by default nowhere. Whoever reaches
     it sees the names and users of all jobs."""
+    web_url: str = ""
+    """Where people open the page of `unicronctl web`: https://HOST; by default http://127.0.0.1:7454."""
     admins: list[str] = []
     """Users who may do what a job's owner may, besides root."""
     heartbeat_period: Annotated[float, HEARTBEATS] = 1.0
@@ -287,6 +291,8 @@ def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) ->
             return next((wrong for name in value if (wrong := program_problem(name, value[name], [*CHECKS]))), "")
         case "metrics":
             return metrics_problem(value)
+        case "web_url":
+            return web_url_problem(value)
     return ""
 
 
@@ -300,6 +306,13 @@ def metrics_problem(value: str) -> str:
     """What is wrong with an address for metrics, or nothing."""
     port = host_and_port(value)[1] if value else 0
     return "" if 0 <= port <= 65535 else f'metrics = "{value}": write HOST:PORT, or :7453 for this machine alone'
+
+
+def web_url_problem(value: str) -> str:
+    """What is wrong with the address of a page, or nothing."""
+    return (
+        "" if not value or WEB_URL.fullmatch(value) else f'web_url = "{value}": write https://HOST or http://HOST:PORT'
+    )
 
 
 def host_and_port(text: str) -> tuple[str, int]:
