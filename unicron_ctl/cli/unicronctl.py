@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cluster": ("unicron.ctl.cli.cluster:command", "Run a private Slurm cluster on this machine."),
     "config": ("unicron.ctl.cli.config_check:command", "Check unicron.toml against the cluster's partitions."),
     "demo": ("unicron.ctl.cli.demo:command", "Train two jobs, break them, watch them heal."),
+    "doctor": ("unicron.ctl.cli.doctor:command", "Find what is wrong with the installation, on one host or all."),
     "events": ("unicron.ctl.cli.events:command", "Show the event log."),
     "explain": ("unicron.ctl.cli.explain:command", "Explain why a job was treated as it was."),
     "inject": ("unicron.ctl.cli.inject:command", "Break a rank on purpose, where the configuration allows it."),
@@ -29,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "punish": ("unicron.ctl.cli.inject:punish", "Break ranks at random until the time is up."),
     "resume": ("unicron.ctl.cli.pause:resume", "End a pause."),
     "schema": ("unicron.ctl.cli.schema:command", "Print the JSON Schema of a command's JSON."),
+    "setup": ("unicron.ctl.cli.setup:command", "Write unicron.toml, and say what else an installation takes."),
     "simulate": ("unicron.ctl.cli.simulate:command", "Replay a failure trace under several policies."),
     "status": ("unicron.ctl.cli.status:command", "Show jobs, nodes and the last failures."),
     "template": ("unicron.ctl.cli.templates:command", "Print or copy a batch script to start from."),
@@ -56,9 +58,9 @@ class LazyGroup(click.Group):
 
 def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from importlib.metadata import version  # slow to import, wanted here only
+        from unicron.ctl.system.release import own_release
 
-        click.echo(f"unicronctl {version('unicron-slurm')}")
+        click.echo(f"unicronctl {own_release()}")
         ctx.exit()
 
 
