@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from unicron.ctl.doctor.verdicts import Case, Finding, good, problem, unknown
 from unicron.ctl.doctor.slurm_lines import WANTED
+from unicron.ctl.doctor.verdicts import Case, Finding, good, problem, unknown
 from unicron.ctl.settings.limits import PLANNED_SECONDS, number
 from unicron.ctl.settings.partitions import DEFAULT
 from unicron.ctl.slurm.slurm_settings import NO_LIMIT, SlurmSettings

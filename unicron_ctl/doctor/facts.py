@@ -137,7 +137,7 @@ class ContainerFacts(msgspec.Struct, kw_only=True):
 
 
 class HostFacts(msgspec.Struct, kw_only=True):
-    """One host. name: Slurm's name of a node, else the host's. limits: soft limits by name, :data:`NO_LIMIT` for none.
+    """One host. name: Slurm's name of a node, else the host's. limits: by name, :data:`NO_LIMIT` for none.
     munge: why a credential cannot be made and read here, else "". users: uids by name, None for an unknown name.
     unicrond_files: how many files the running unicrond may open; None where none runs here, or it cannot be seen."""
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unicron.ctl.doctor.facts import HEAD, NO_LIMIT
-from unicron.ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
+from unicron.ctl.doctor.facts import COMPUTE, HEAD, NO_LIMIT
 from unicron.ctl.doctor.slurm_lines import HEALTH_PROGRAM, HOOK_FOLDER, HOOK_SOURCE, WANTED
+from unicron.ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
 from unicron.ctl.system.descriptors import shortage
 from unicron.transition.seams.table import KNOWN, known
 
-FEWEST_FILES = 4096  # of an agent and its ranks: a DataLoader with workers has hundreds
+FEWEST_FILES = 4096  # of an agent or a rank: a DataLoader with workers has hundreds
 SHARE_OF_MEMORY = 0.25  # of a node for the copies of training states
 MEBIBYTE, GIBIBYTE = 1 << 20, 1 << 30
-USUAL_CONFIG = "/etc/unicron/unicron.toml"
 
 
 def config(case: Case) -> Iterator[Finding]:
@@ -67,29 +66,33 @@ def shared_memory(case: Case) -> Iterator[Finding]:
 
 def limits(case: Case) -> Iterator[Finding]:
     """The limits that Slurm gives to steps, and unicrond's own."""
+    found = [*_step_limits(case), *_unicrond_limits(case)]
+    yield from found or [good("files, locked memory and core dumps")]
+
+
+def _step_limits(case: Case) -> Iterator[Finding]:
+    """What is wrong with the limits of steps on a node. A login's limits are other ones."""
+    if case.host.role != COMPUTE:
+        return
     found = case.host.limits
     files, locked = found.get("nofile", NO_LIMIT), found.get("memlock", NO_LIMIT)
-    sound = True
-    if files != NO_LIMIT and files < FEWEST_FILES and case.host.role != HEAD:
-        sound = False
+    if files != NO_LIMIT and files < FEWEST_FILES:
         yield problem(f"a step may open {files} files only", "LimitNOFILE=65536 in slurmd.service")
-    if locked != NO_LIMIT and case.host.infiniband and case.host.role != HEAD:
-        sound = False
+    if locked != NO_LIMIT and case.host.infiniband:
         yield problem(
-            "the host has RDMA devices, and a step may not lock all memory for them",
+            "the node has RDMA devices, and a step may not lock all memory for them",
             "LimitMEMLOCK=infinity in slurmd.service, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
         )
-    if found.get("core", 0) and case.host.role != HEAD:
-        sound = False
+    if found.get("core", 0):
         yield advice(
             "a rank that crashes writes its memory to disk before it ends, and is found only then",
             "LimitCORE=0 in slurmd.service, or `ulimit -c 0` in jobs",
         )
+
+
+def _unicrond_limits(case: Case) -> Iterator[Finding]:
     if case.host.unicrond_files is not None and (text := shortage(case.host.unicrond_files)):
-        sound = False
         yield problem(f"unicrond: {text.partition(':')[0]}", "LimitNOFILE=65536 in unicrond.service")
-    if sound:
-        yield good("files, locked memory and core dumps")
 
 
 def kernel_log(case: Case) -> Iterator[Finding]:

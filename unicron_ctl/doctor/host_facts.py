@@ -75,7 +75,7 @@ def collect(question: Question) -> HostFacts:
         health_program=scripts([question.health_program] if question.health_program else []),
         health=health_facts() if question.role == COMPUTE else HealthFacts(),
         shm=shm_facts(),
-        limits={name: _limit(number) for name, number in LIMITS.items()},
+        limits=step_limits(),
         infiniband=bool(glob.glob("/sys/class/infiniband/*")),
         kernel_log=kernel_log_facts(config),
         containers=container_facts(os.path.dirname(os.path.dirname(agent))),
@@ -201,9 +201,10 @@ def shm_facts(folder: str = "/dev/shm") -> ShmFacts:
     return ShmFacts(size=found.f_frsize * found.f_blocks, free=found.f_frsize * found.f_bavail, memory=memory)
 
 
-def _limit(number: int) -> int:
-    soft = resource.getrlimit(number)[0]
-    return NO_LIMIT if soft == resource.RLIM_INFINITY else soft
+def step_limits() -> dict[str, int]:
+    """The limits of this process. Agents raise that of open files as far as they may, so there the hard one counts."""
+    found = {name: resource.getrlimit(number)[name == "nofile"] for name, number in LIMITS.items()}
+    return {name: NO_LIMIT if value == resource.RLIM_INFINITY else value for name, value in found.items()}
 
 
 def kernel_log_facts(config: Config) -> KernelLogFacts:

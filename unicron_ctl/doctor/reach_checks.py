@@ -9,6 +9,7 @@ from unicron.ctl.doctor.facts import COMPUTE, HEAD
 from unicron.ctl.doctor.verdicts import Case, Finding, good, problem, unknown
 
 ROOT = 0
+_BELONGS = re.compile(r"belongs to (\S+) \(uid \d+\)")  # protocol.controller_discovery
 
 
 def controller(case: Case) -> Iterator[Finding]:
@@ -17,16 +18,23 @@ def controller(case: Case) -> Iterator[Finding]:
     if not found.problem:
         yield good(f"{found.address} answers")
         return
-    port = found.address.rpartition(":")[2]
+    yield problem(found.problem, _way_to_controller(case))
+
+
+def _way_to_controller(case: Case) -> str:
+    """What to do where the controller does not answer."""
+    found, port = case.host.controller, case.host.controller.address.rpartition(":")[2]
+    if whose := _BELONGS.search(found.problem):
+        return f'controller_users = ["{whose[1]}"] in [agent] of {case.host.config.path or "unicron.toml"}'
+    if "credential" in found.problem:
+        return "systemctl enable --now munge, with the same /etc/munge/munge.key on all hosts"
     if found.tcp is None:
-        do = f"see that the name service knows the host of {found.address} (getent hosts)"
-    elif found.tcp:
-        do = f"open port {port} for UDP as well, and see `journalctl -u unicrond`"
-    elif case.host.role == HEAD:
-        do = "systemctl enable --now unicrond, and see `journalctl -u unicrond`"
-    else:
-        do = f"start unicrond; open port {port} of its host for TCP and UDP"
-    yield problem(found.problem, do)
+        return f"see that the name service knows the host of {found.address} (getent hosts)"
+    if found.tcp:
+        return f"open port {port} for UDP as well, and see `journalctl -u unicrond`"
+    if case.host.role == HEAD:
+        return "systemctl enable --now unicrond, and see `journalctl -u unicrond`"
+    return f"start unicrond; open port {port} of its host for TCP and UDP"
 
 
 def release(case: Case) -> Iterator[Finding]:
@@ -204,7 +212,7 @@ def agent_ports(case: Case) -> Iterator[Finding]:
     elif said:
         yield problem(
             f"the controller's host does not reach the agents' ports ({said}): a silent node is not checked",
-            "open all TCP ports from 1024 on between the controller's host and the nodes",
+            "open the nodes' TCP ports 32768 to 60999 (sysctl net.ipv4.ip_local_port_range) to the controller's host",
         )
     else:
         yield good("the controller's host reaches the nodes' ports")

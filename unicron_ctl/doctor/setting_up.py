@@ -109,7 +109,7 @@ def _controller(site: Site) -> list[str]:
     )
     return [
         f"Start the controller on {site.address.removeprefix('tcp://').rpartition(':')[0]}, and open port {port} there "
-        f"for TCP and UDP, and all ports from 1024 on between that host and the nodes:\n"
+        f"for TCP and UDP, and the nodes' TCP ports 32768 to 60999 (net.ipv4.ip_local_port_range) to it:\n"
         f"    install -m 644 slurm_plugin/systemd/unicrond.service /etc/systemd/system/\n{own}"
         f"    systemctl daemon-reload && systemctl enable --now unicrond\n"
         f"    unicronctl ping"
