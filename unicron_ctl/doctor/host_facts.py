@@ -15,7 +15,7 @@ import resource
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -281,11 +281,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = os.environ.get("SLURMD_NODENAME", "") or socket.gethostname().split(".")[0]
     door = Door.open_if(question.door)
     if door is not None:
+        serving = threading.Thread(target=door.serve, args=(question.door,), daemon=True)
+        serving.start()
         print("\n".join(pieces(name, DOOR, str(door.port).encode())), flush=True)
-    began = time.monotonic()
     print("\n".join(pieces(name, FACTS, encode(collect(question)))), flush=True)
     if door is not None:
-        door.serve(max(1.0, question.door - (time.monotonic() - began)))
+        serving.join(question.door)
     return 0
 
 

@@ -32,10 +32,10 @@ MARK = "unicron-doctor:"
 PIECE = 600  # characters
 DOOR, FACTS = "door", "facts"
 GREETING = b"unicron-doctor\n"
-DOOR_SECONDS = 60.0  # for which a node's port stays open
+DOOR_SECONDS = 20.0  # for which a node's port stays open
 CONNECT_SECONDS = 3.0
 END_SECONDS = 5.0  # for an srun that is ended
-AT_ONCE = 32
+AT_ONCE = 128  # ports that are tried
 MODULE = "unicron.ctl.doctor.host_facts"
 
 
