@@ -21,6 +21,7 @@ from unicron.ctl.protocol import datagrams, structs, wire
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.system.errors import UserError
+from unicron.detector.formats import HINT
 
 pytestmark = pytest.mark.process
 PATIENT = "lease_periods = 40\n"
@@ -64,9 +65,7 @@ def wait(agents: list[ScriptedAgent], look: Callable[[], object], what: str) -> 
 def hint(controller: Controller, element: int) -> None:
     """What the plugin sends when a task has ended."""
     host, _, port = controller.address.removeprefix("tcp://").rpartition(":")
-    message = datagrams.Hint(
-        v=datagrams.HINT_VERSION, kind="task_exit", job="7", element=element, node=f"n{element}", status=9
-    )
+    message = datagrams.Hint(v=HINT.number, kind="task_exit", job="7", element=element, node=f"n{element}", status=9)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.sendto(wire.encode(message), (host, int(port)))
 

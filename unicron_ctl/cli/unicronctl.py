@@ -6,8 +6,10 @@ import importlib
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
 from unicron.ctl.system.program import run
+from unicron.ctl.system.release import version_option
 
 # name -> ("module:click command", one line for `unicronctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -29,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("unicron.ctl.cli.plan:command", "Compute the best assignment of nodes to jobs."),
     "punish": ("unicron.ctl.cli.inject:punish", "Break ranks at random until the time is up."),
     "resume": ("unicron.ctl.cli.pause:resume", "End a pause."),
+    "retire": ("unicron.ctl.cli.retire:command", "Give back to Slurm all that Unicron has taken."),
     "schema": ("unicron.ctl.cli.schema:command", "Print the JSON Schema of a command's JSON."),
     "setup": ("unicron.ctl.cli.setup:command", "Write unicron.toml, and say what else an installation takes."),
     "simulate": ("unicron.ctl.cli.simulate:command", "Replay a failure trace under several policies."),
@@ -55,13 +58,15 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
-
-def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        from unicron.ctl.system.release import own_release
-
-        click.echo(f"unicronctl {own_release()}")
-        ctx.exit()
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # So does this; the shell waits for it.
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [
+            CompletionItem(name, help=COMMANDS[name][1])
+            for name in self.list_commands(ctx)
+            if name.startswith(incomplete)
+        ]
 
 
 @click.group(
@@ -70,7 +75,7 @@ def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     no_args_is_help=False,
     invoke_without_command=True,
 )
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+@version_option
 @click.pass_context
 def unicronctl(ctx: click.Context) -> None:
     """Self-healing large-model training on Slurm."""

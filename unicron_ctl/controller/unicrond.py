@@ -25,6 +25,7 @@ from unicron.ctl.system import descriptors
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.one_thread import one_thread
 from unicron.ctl.system.program import run
+from unicron.ctl.system.release import version_option
 from unicron.detector.failures.classify import Classifier
 
 with one_thread():
@@ -63,6 +64,7 @@ log = logging.getLogger("unicron.controller")
     show_default=True,
     help="How they are written: json is an object a line.",
 )
+@version_option
 def unicrond(
     config_path: str | None,
     listen: str | None,

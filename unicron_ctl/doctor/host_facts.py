@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from unicron.ctl.doctor.controller_facts import controller_facts
@@ -38,7 +39,7 @@ from unicron.ctl.protocol.munge import MungeError, make_credential, unmunge
 from unicron.ctl.settings.config import Config
 from unicron.ctl.settings.config_file import understood
 from unicron.ctl.system.errors import UserError, one_line
-from unicron.ctl.system.release import own_release, release_of
+from unicron.ctl.system.release import release
 from unicron.detector.health.program_output import TooMuchOutput, run_program
 
 PROGRAM_SECONDS = 20.0  # for an agent or an interpreter to say which it is, on a busy node
@@ -60,7 +61,7 @@ def collect(question: Question) -> HostFacts:
         role=question.role,
         user=user_name(os.geteuid()),
         uid=os.geteuid(),
-        release=own_release(),
+        release=release(),
         python=platform.python_version(),
         torch=release_of("torch"),
         megatron=release_of("megatron-core"),
@@ -100,6 +101,14 @@ def read_config(path: str) -> tuple[Config, ConfigFacts]:
         auth=config.controller.auth,
         believed={name: uid_of(name) for name in config.agent.controller_users},
     )
+
+
+def release_of(distribution: str) -> str:
+    """The release of an installed distribution, "" without one. Nothing of it is imported."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def uid_of(name: str) -> int | None:

@@ -7,17 +7,19 @@ its configuration would leave its job unprotected. `settings.config_file` reads 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
 from unicron.ctl.settings import limits, partitions
 from unicron.ctl.settings.limits import DAY, HEARTBEATS, Range
+from unicron.ctl.settings.notify import NotifyConfig, notify_problem
 from unicron.ctl.settings.partitions import PartitionConfig, Rules
 from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric
 from unicron.detector.failures.classify import Classifier, default_classifier
 from unicron.detector.health.checks import CHECKS, HealthConfig
+from unicron.detector.health.programs import program_problem
 
 DEFAULT_PORT = 7451
 ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that nobody can connect to
@@ -189,7 +191,7 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Users who may run the controller, besides root, SlurmUser and the user of the agent or command."""
 
 
-Section = ControllerConfig | AgentConfig | PlannerConfig | HealthConfig
+Section = ControllerConfig | AgentConfig | PlannerConfig | HealthConfig | NotifyConfig
 
 
 class Config(msgspec.Struct, kw_only=True):
@@ -198,6 +200,7 @@ class Config(msgspec.Struct, kw_only=True):
     controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
     agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
+    notify: NotifyConfig = msgspec.field(default_factory=NotifyConfig)
     severity: dict[str, Any] = {}
     path: str = ""
 
@@ -213,6 +216,7 @@ def all_problems(config: Config, environment: Mapping[str, str] | None = None) -
         "planner": config.controller.planner,
         "agent": config.agent,
         "health": config.health,
+        "notify": config.notify,
     }
     return [f"[{name}] {line}" for name, section in sections.items() for line in problems(section, environment)]
 
@@ -224,6 +228,8 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
     """
     wrong = {field.name: problem for field in fields_of(type(section)) if (problem := _field_problem(section, field))}
     found = list(wrong.values())
+    if isinstance(section, NotifyConfig) and (problem := notify_problem(section)):
+        found.append(problem)
     if isinstance(section, ControllerConfig):
         values, variables = rule_values(section, environment)
         # A value out of range would break rules that say nothing new.
@@ -275,17 +281,19 @@ def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) ->
             return listen_problem(value)
         case "address":
             return address_problem(value)
-        case "skip":
-            return skip_problem(value)
+        case "skip" if isinstance(section, HealthConfig):
+            return skip_problem(value, section.programs)
+        case "programs":
+            return next((wrong for name in value if (wrong := program_problem(name, value[name], [*CHECKS]))), "")
         case "metrics":
             return metrics_problem(value)
     return ""
 
 
-def skip_problem(value: tuple[str, ...]) -> str:
-    """What is wrong with names of health checks, or nothing."""
-    odd = next((name for name in value if name not in (*CHECKS, "all")), "")
-    return f'skip = "{odd}": use some of {", ".join(CHECKS)}, or all' if odd else ""
+def skip_problem(value: tuple[str, ...], programs: Collection[str] = ()) -> str:
+    """What is wrong with names of health checks, or nothing. programs: names of others' checks."""
+    odd = next((name for name in value if name not in (*CHECKS, *programs, "all")), "")
+    return f'skip = "{odd}": use some of {", ".join((*CHECKS, *programs))}, or all' if odd else ""
 
 
 def metrics_problem(value: str) -> str:

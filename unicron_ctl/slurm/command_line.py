@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from unicron.ctl.slurm import queue, squeue
+from unicron.ctl.slurm.admin_comment import MOST, own_part, with_own
 from unicron.ctl.slurm.programs import Programs
 from unicron.ctl.slurm.slurm_client import (
     ElementInfo,
@@ -45,6 +46,7 @@ FEWEST_ALIKE = 256  # pending elements of an array that share a record and are r
 LARGE = 5000  # elements, of which a row each with all texts would be megabytes
 LONG = 2000  # rows of the queue; of a longer one, job by job is asked for, which costs slurmctld next to nothing
 MOST_REMEMBERED = 100_000  # elements, and jobs
+COMMENT_TRIES = 3  # where others write at the same time
 HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
 UNDER_WAY = ("PENDING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")  # an element in these is being requeued or waits
 
@@ -66,6 +68,7 @@ class CommandLineClient:
         self._long = True  # the queue, as far as is known
         self._configuration, self._configured_at = "", -SETTINGS_SECONDS
         self._is_array: dict[str, bool] = {}
+        self._commented: set[tuple[str, int]] = set()  # elements with an AdminComment of others
         self._requeued: dict[tuple[str, int], float] = {}  # element -> when it was last requeued
 
     # --- reading -----------------------------------------------------------------------------------------------------
@@ -146,12 +149,19 @@ class CommandLineClient:
         if len(self._requeued) > MOST_REMEMBERED:
             there = {(info.job, info.element) for info in listed}
             self._requeued = {key: at for key, at in self._requeued.items() if key in there}
+        if len(self._commented) > MOST_REMEMBERED:
+            self._commented &= {(info.job, info.element) for info in listed}
         if len(self._is_array) > MOST_REMEMBERED:
             jobs = {info.job for info in listed}
             self._is_array = {job: is_array for job, is_array in self._is_array.items() if job in jobs}
 
     def _note(self, info: ElementInfo) -> None:
         """Remembers an element that was listed."""
+        said, key = info.admin_comment, (info.job, info.element)
+        if said and own_part(said) != said:  # somebody else's words
+            self._commented.add(key)
+        else:
+            self._commented.discard(key)
         self._note_restart(info)
 
     def _note_restart(self, info: ElementInfo) -> None:
@@ -307,10 +317,38 @@ class CommandLineClient:
             self._comment(job, element, comment)
         self._change(["scancel", job if element is None else self._id(job, element)])
 
+    def comment(self, job: str, element: int, text: str) -> None:
+        own = one_line(text)
+        before = self._admin_comment(job, element)
+        for _ in range(COMMENT_TRIES):
+            wanted = with_own(before, own) if before is not None else before
+            if wanted is None or wanted == before:
+                return
+            self._set_admin_comment(job, element, wanted)
+            after = self._admin_comment(job, element)
+            if after == wanted:
+                return
+            before = after  # somebody else has written at this moment
+
     def _comment(self, job: str, element: int, comment: str) -> None:
-        """Writes words for people. Where Slurm refuses them, the action itself is done all the same."""
+        """Writes words for people, beside what others wrote. Where Slurm refuses them, the action itself is done all
+        the same."""
         with contextlib.suppress(SlurmError):
-            self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"AdminComment={one_line(comment)}"])
+            known = self._admin_comment(job, element) if (job, element) in self._commented else ""
+            self._set_admin_comment(job, element, with_own(known or "", one_line(comment), first=True))
+
+    def _admin_comment(self, job: str, element: int) -> str | None:
+        """The whole AdminComment; None for one that is too long to be read, or of an element that Slurm does not
+        list."""
+        width = 2 * MOST
+        which = ["--jobs", self._id(job, element), "--array", "-O", f"admin_comment:{width}"]
+        said = self._squeue(*which)
+        if not said or said[width - 1 : width] not in (b" ", b""):
+            return None
+        return squeue.known(os.fsdecode(said[:width]).rstrip(" \n"))
+
+    def _set_admin_comment(self, job: str, element: int, text: str) -> None:
+        self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"AdminComment={text}"])
 
     def _id(self, job: str, element: int) -> str:
         """The element's name for Slurm: JOB_INDEX, but JOB alone for a plain job, of which Slurm knows no elements."""

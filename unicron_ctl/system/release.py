@@ -1,24 +1,36 @@
-"""The release of this installation."""
+"""The release of what is installed. Its number stands in `setup.cfg` alone; the plugin's Makefile reads it there."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
+
+import click
 
 DISTRIBUTION = "unicron-slurm"
-NOT_INSTALLED = "not installed"
+UNKNOWN = "0+unknown"  # run from a copy that nobody has installed
 
 
 @functools.cache
-def own_release() -> str:
-    """Unicron's release, such as "0.1.0"; "not installed" where the code was copied without its package's data."""
-    return release_of(DISTRIBUTION) or NOT_INSTALLED
-
-
-def release_of(distribution: str) -> str:
-    """The release of an installed distribution, "" without one. Nothing of it is imported."""
-    from importlib.metadata import PackageNotFoundError, version  # slow to import, and seldom wanted
+def release() -> str:
+    """The release of this program, such as "0.1.0"."""
+    from importlib import metadata  # slow to import, wanted by few
 
     try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return UNKNOWN
+
+
+def _show(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        click.echo(f"{ctx.find_root().info_name} {release()}")
+        ctx.exit()
+
+
+def version_option(command: Any) -> Any:
+    """Adds `--version` to a click command: it prints the program's name and release."""
+    shown = click.option(
+        "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show, help="Show the version."
+    )
+    return shown(command)

@@ -365,6 +365,8 @@ class Agent:
             self._stand_in.participant.on_controller(self._last_heard)
             self._obey(message)
         except wire.BadMessage as error:
+            if isinstance(error, wire.OtherRelease):
+                self.registration.refusal = str(error)
             self.log.drop("the controller", str(error))
 
     def _obey(self, message: Any) -> None:  # noqa: C901  (one branch a message)

@@ -36,7 +36,7 @@ from unicron.ctl.agent.start.resources import shortage
 from unicron.ctl.protocol.structs import SESSION
 from unicron.ctl.system import program as programs
 from unicron.ctl.system.errors import WRONG_USE, UserError
-from unicron.ctl.system.release import own_release
+from unicron.ctl.system.release import version_option
 
 if TYPE_CHECKING:
     from unicron.ctl.agent.connections.job_environment import Place
@@ -92,16 +92,8 @@ def check_command(command: Sequence[str], option: str | None = None) -> Mode:
     return mode
 
 
-def _show_release(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        click.echo(f"unicron-agent {own_release()}")
-        ctx.exit()
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_release, help="Show the version."
-)
+@version_option
 def cli() -> None:
     """Supervise the ranks of one node."""
 

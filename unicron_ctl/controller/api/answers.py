@@ -30,7 +30,7 @@ from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.nodes import isolation, readmission
 from unicron.ctl.protocol import answer_schema as schema
 from unicron.ctl.settings.partitions import DEFAULT
-from unicron.ctl.system.release import own_release
+from unicron.ctl.system.release import release
 
 CUT = "cut"
 
@@ -207,7 +207,7 @@ def _paused(core: Core) -> schema.Paused:
 
 def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Pong:
     """Whether the controller answers, and how soon: through the same queue and loop as every message."""
-    return schema.Pong(release=own_release(), time=core.now, uid=os.geteuid())
+    return schema.Pong(release=release(), time=core.now, uid=os.geteuid())
 
 
 # What is asked -> the type of its arguments, and the function that answers.

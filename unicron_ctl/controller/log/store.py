@@ -14,8 +14,8 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event, Record
 from unicron.ctl.controller.log.thinning import POLICIES, Kept, redundant
 from unicron.ctl.system.errors import UserError
+from unicron.detector.formats import LOG
 
-SCHEMA_VERSION = 4
 BUSY_SECONDS = 2.0
 BRIDGED_SECONDS = 3600.0
 FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # that go, and that are looked at, at once: some 30 ms
@@ -23,6 +23,7 @@ LARGEST_BYTES = 128 << 20  # of the log: what is older than both states goes bey
 FREE_BYTES = 32 << 20  # that the file has room for and nobody needs: beyond it, it shrinks
 STATES = 2  # that are kept; the log can be folded on from each
 TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
+SINCE_RECORDS, SINCE_BYTES = 5000, 8 << 20  # of one look back by time: some 100 ms
 TAIL_ROWS = 20_000  # that are looked at for one answer: some 80 ms
 
 LASTING = (
@@ -90,14 +91,14 @@ class Store:
             self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file: it has effect before all else only
             self._db.execute("PRAGMA journal_mode=WAL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, SCHEMA_VERSION):
+            if version and LOG.refusal(version):
                 raise StoreError(
-                    f"{self.path}: written by {'an earlier' if version < SCHEMA_VERSION else 'a later'} release "
-                    f"(format {version}, this one reads {SCHEMA_VERSION}): move it away and start again, "
+                    f"{self.path}: written by {'an earlier' if version < LOG.oldest else 'a later'} release "
+                    f"(format {version}, this one reads {LOG.number}): move it away and start again, "
                     "its jobs run on unprotected; or go back to that release"
                 )
             self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            self._db.execute(f"PRAGMA user_version={LOG.number}")
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror}: choose another state_dir") from None
         except sqlite3.Error as error:
@@ -230,6 +231,29 @@ class Store:
         names = tuple(_tag(kind) for kind in kinds)
         marks = ", ".join("?" * len(names))
         return self._select(f"SELECT * FROM event WHERE id > ? AND kind IN ({marks}) ORDER BY id", (after, *names))
+
+    def since(self, kinds: Iterable[type[Record]], time: float, limit: int = SINCE_RECORDS) -> Tail:
+        """The events of these kinds from `time` (seconds since the epoch) on, oldest first: the newest `limit` of them,
+        and no more than SINCE_BYTES."""
+        query = "SELECT id, time, kind, length(payload) FROM event WHERE kind = ? ORDER BY id DESC"
+        cursors = [self._db.execute(query, (_tag(kind),)) for kind in kinds]
+        chosen, size = list[tuple[int, int]](), 0
+        cut: tuple[int, float] | None = None
+        try:
+            for number, at, _, length in heapq.merge(*cursors, key=lambda row: -row[0]):
+                if at < time:
+                    break
+                size += length
+                if len(chosen) >= limit or size > SINCE_BYTES:
+                    cut = number, at
+                    break
+                chosen.append((number, length))
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        finally:
+            for cursor in cursors:
+                cursor.close()
+        return Tail([self._event(number, length) for number, length in reversed(chosen)], cut)
 
     def save_state(self, event: int, state: bytes) -> None:
         """Keeps the state after that event, and the one saved before it. A start replays only what came later, and the

@@ -118,6 +118,17 @@ def unpaused(state: ClusterState, event: Event, record: records.Unpaused) -> Non
         state.paused.clear()
 
 
+def needs_admin(state: ClusterState, event: Event, record: records.NeedsAdmin) -> None:
+    if record.over:
+        state.attention.pop(record.key, None)
+    else:
+        state.attention[record.key] = event.time
+
+
+def told(state: ClusterState, event: Event, record: records.Told) -> None:
+    state.told[record.target] = max(record.upto, state.told.get(record.target, 0))
+
+
 def forget(state: ClusterState, event: Event, record: records.JobEnded) -> None:
     state.history.forget_job(event.job)
     for key in [key for key in state.pins if key[0] == event.job]:

@@ -18,6 +18,7 @@ LEVELS: dict[type[Record], int] = {
             records.IsolationWithheld,
             records.TakeWithheld,
             records.ActionFailed,
+            records.NeedsAdmin,
         ),
         logging.ERROR,
     ),
@@ -43,6 +44,7 @@ LEVELS: dict[type[Record], int] = {
             records.PlanMade,
             records.Adopted,
             records.NodeResumed,
+            records.Healed,
             records.SlurmDone,
             records.SlurmBack,
             records.Observed,
@@ -60,6 +62,8 @@ def tell(event: Event) -> None:
     level = LEVELS.get(type(event.record))
     if level is None or not log.isEnabledFor(level):
         return
+    if getattr(event.record, "over", False):
+        level = logging.INFO
     about = {"job": event.job, "node": getattr(event.record, "node", ""), "event": event.id}
     reason = f": {event.record.reason}" if event.record.reason else ""
     log.log(level, "%s%s", event.kind, reason, extra={"about": about})

@@ -22,7 +22,7 @@ from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.api.observed_savings import WeeklySum
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.core.state_snapshot import read_state
-from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log import notices, records
 from unicron.ctl.controller.log.store import Progress, Store, StoreError, nothing
 from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron.ctl.controller.model.quotas import Quotas, cost
@@ -33,6 +33,7 @@ from unicron.ctl.controller.server.log_upkeep import LogUpkeep
 from unicron.ctl.controller.server.metrics import Exporter, present
 from unicron.ctl.controller.server.question_queue import Answered, Asked, Question
 from unicron.ctl.controller.server.sockets import bind
+from unicron.ctl.controller.server.telling import DAY, Telling
 from unicron.ctl.controller.server.worker import Result, Worker
 from unicron.ctl.protocol import claims, datagrams, wire
 from unicron.ctl.protocol.controller_discovery import HELLO_BYTES
@@ -99,6 +100,9 @@ class Server:
         self.core.view.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self.exporter = Exporter(config.controller.metrics) if config.controller.metrics else None
+        self.telling = Telling(self.worker.results, lambda record: self.core.append("", 0, record), self.address)
+        self.telling.replay(store.since(notices.KINDS, self.now() - DAY).events)
+        self.telling.configure(config.notify, state.told, state.last_event)
         self._late = 0.0  # the last turn
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)
@@ -156,6 +160,7 @@ class Server:
                     self._weekly.record_sum(now)
                 ended = self.now()  # after a tick that took long there is as much time for what has come meanwhile
                 next_tick = max(now + TICK_SECONDS, ended + min(ended - now, PAUSE_SECONDS))
+            self.telling.work(now)
             self.watchdog(now)
             self.flush()
             if self._asked and not self.core.pending and self.now() >= self._answer_at:
@@ -203,6 +208,7 @@ class Server:
         """Applies a new configuration; address, state folder and Slurm backend stay as they are until a restart."""
         self.config = config
         self.core.configure(config.controller, classifier)
+        self.telling.configure(config.notify, self.core.state.told, self.core.state.last_event)
         reason = f"configuration read again from {config.path or 'the defaults'}"
         self.core.append("", 0, records.Configured(reason=reason))
 
@@ -334,6 +340,9 @@ class Server:
                     self.core.hint(datagrams.hint(data), self.now())
             except wire.BadMessage as error:
                 self.dropped["hint"] += 1
+                if isinstance(error, wire.OtherRelease):
+                    what = f"{'the agent or unicronctl' if len(data) >= HELLO_BYTES else 'the plugin'} at {where[0]}"
+                    self._complain(records.BadMessage, f"datagram {where[0]}", f"dropped a message of {what}: {error}")
                 if len(data) >= HELLO_BYTES:
                     self._answer_hello(wire.encode(datagrams.Introduction(error=str(error)[:200])), (hints, where))
 
@@ -419,6 +428,7 @@ class Server:
             self.store.append(events)
             for event in events:
                 event_lines.tell(event)
+                self.telling.note(event)
                 if self.exporter is not None:
                     self.exporter.recorded.note(event)
             self._upkeep.thin(events[-1].id)

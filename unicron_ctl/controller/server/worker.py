@@ -310,5 +310,7 @@ def perform(client: SlurmClient, action: Action) -> None:
             client.start_now(action.job, action.element)
         case "cancel":
             client.cancel(action.job, action.element, action.text)
+        case "comment":
+            client.comment(action.job, action.element, action.text)
         case other:
             raise ValueError(f"no such action: {other}")

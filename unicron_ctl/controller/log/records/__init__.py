@@ -23,6 +23,7 @@ from unicron.ctl.controller.log.records.failure_records import (
     FailureVerdict as FailureVerdict,
     FailureAction as FailureAction,
     LeaveOut as LeaveOut,
+    Healed as Healed,
     ActionFailed as ActionFailed,
 )
 from unicron.ctl.controller.log.records.generation_records import (
@@ -113,6 +114,8 @@ from unicron.ctl.controller.log.records.slurm_records import (
     SlurmDone as SlurmDone,
     SlurmFailed as SlurmFailed,
     SlurmBack as SlurmBack,
+    NeedsAdmin as NeedsAdmin,
+    Told as Told,
     HeldAgain as HeldAgain,
     Unpinned as Unpinned,
     Allotted as Allotted,

@@ -115,6 +115,22 @@ class Unpaused(Record, frozen=True, tag="unpaused"):
     partition: str = ""
 
 
+class NeedsAdmin(Record, frozen=True, tag="needs_admin"):
+    """Something needs an admin, or no longer does (over). key: what tells it from all else."""
+
+    key: str
+    node: str = ""
+    over: bool = False
+
+
+class Told(Record, frozen=True, tag="told"):
+    """A target of [notify] has heard of all events up to `upto` that are for it. notices: how many there were."""
+
+    target: str
+    upto: int
+    notices: int = 0
+
+
 class HeldAgain(Record, frozen=True, tag="held_again"):
     """Slurm shows an element held by what was written here, and the log has it as released or at work since."""
 
