@@ -9,8 +9,7 @@ folder gets. It must have the packages of packaging/requirements.txt.
     usr/lib/unicron                                             the plugin, prolog, epilog, health check
     usr/lib/systemd, usr/lib/sysusers.d, usr/lib/tmpfiles.d     units, users, folders
     opt/unicron                                                 the agent's folder (tools/agent_folder.py)
-    etc/unicron                                                 what an admin edits
-    usr/share                                                   manual pages, completion, containers, alerts
+    usr/share                                                   manual pages, completion, the plugin's line, containers, alerts
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ FILES = (
     ("prolog.d/50-unicron", "usr/lib/unicron/prolog.d", 0o755),
     ("epilog.d/50-unicron", "usr/lib/unicron/epilog.d", 0o755),
     ("health/unicron-health", "usr/lib/unicron", 0o755),
-    ("plugstack.conf.d/zz-unicron.conf", "etc/unicron/plugstack.conf", 0o644),
+    ("plugstack.conf.d/zz-unicron.conf", "usr/share/unicron/plugstack.conf", 0o644),
     ("containers/mounts.d/50-unicron.fstab", "usr/share/unicron/containers", 0o644),
     ("containers/unicron-apptainer.conf", "usr/share/unicron/containers", 0o644),
     ("systemd/*.service", "usr/lib/systemd/system", 0o644),
@@ -136,8 +135,7 @@ def stage_plugin(folder: Path) -> None:
 def stage_documents(share: Path) -> None:
     """Manual pages and completion, made from the programs' own definitions, and what the packages hold."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    if (ROOT / "tools/manpages.py").exists():
-        run(sys.executable, ROOT / "tools/manpages.py", share, env=environment)
+    run(sys.executable, ROOT / "tools/manpages.py", share, env=environment)
     (share / "unicron").mkdir(parents=True, exist_ok=True)
     (share / "unicron/sbom.cdx.json").write_text(bill_of_materials())
 
