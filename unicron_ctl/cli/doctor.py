@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from typing import TYPE_CHECKING, get_args
 
 import click
@@ -48,11 +47,12 @@ class DoctorReport(msgspec.Struct, kw_only=True):
 @click.option("--all", "everywhere", is_flag=True, help="Ask all nodes as well, with one Slurm step on each.")
 @click.option("--partition", "chosen", multiple=True, metavar="P", help="With --all: only the nodes of P.")
 @click.option("--config", "path", type=click.Path(dir_okay=False), help="The file [default: as programs find it].")
-@click.option("--python", default=sys.executable, metavar="FILE", help="With --all: the nodes' Python [default: this].")
+@click.option("--python", metavar="FILE", help="With --all: the nodes' Python that has Unicron.")
 @click.option(
     "--queue", type=click.IntRange(1, 3600), default=10, show_default=True, help="Seconds to wait for the nodes."
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show what is good, too.")
+@click.option("--step", hidden=True, metavar="QUESTION", help="What --all runs on each node.")
 @click.option("--json", "as_json", is_flag=True, help="For programs; the keys are stable.")
 @controller_option()
 def command(
@@ -60,9 +60,10 @@ def command(
     everywhere: bool,
     chosen: tuple[str, ...],
     path: str | None,
-    python: str,
+    python: str | None,
     queue: int,
     verbose: bool,
+    step: str | None,
     as_json: bool,
     controller: str | None,
 ) -> int:
@@ -71,10 +72,12 @@ def command(
     Nothing is changed. The exit status is 3 if there is a problem.
     """
     from unicron.ctl.doctor import examination, host_facts, site_facts
-    from unicron.ctl.doctor.on_nodes import Wish
+    from unicron.ctl.doctor.on_nodes import Wish, interpreter
     from unicron.ctl.nodes.pairs import search_path
     from unicron.ctl.slurm import CommandLineClient
 
+    if step:
+        return host_facts.main([step])
     if chosen and not everywhere:
         raise click.UsageError("--partition is for --all")
     client = CommandLineClient(env={"PATH": search_path()["PATH"]})
@@ -85,8 +88,9 @@ def command(
     site = _with_level(client, site, here)
     hosts, results, ports = [here], list[examination.Result](), None
     if everywhere:
+        wish = Wish(interpreter(python) if python else (), queue=queue)
         question = site_facts.question_for(COMPUTE, site, path or "", controller or "")
-        found, left_out, ports = _ask_nodes(site, config, question, Wish(python=python, queue=queue), chosen)
+        found, left_out, ports = _ask_nodes(site, config, question, wish, chosen)
         hosts += [host for host in found.hosts if host.name != here.name]
         results = examination.no_answer(found.silent)
         results = [*examination.examine(hosts, site, ports, left_out.items()), *results]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from unicron.ctl.doctor.setting_up import UNIT_USER
 from unicron.ctl.system.errors import FOUND, WRONG_USE, UserError
 
 if TYPE_CHECKING:
@@ -27,95 +28,91 @@ KEPT = ".old"
 @click.command(name="setup")
 @click.option("--config", "path", default=USUAL, show_default=True, type=click.Path(dir_okay=False), help="The file.")
 @click.option("--host", metavar="HOST", help="Where unicrond is to run [default: slurmctld's host].")
-@click.option("--user", metavar="USER", help="unicrond's user [default: unicron; without slurmdbd: SlurmUser].")
+@click.option("--user", default=UNIT_USER, show_default=True, metavar="USER", help="unicrond's user.")
 @click.option(
     "--partition", "marked", multiple=True, metavar="P", help="Begin in P only; may be repeated [default: all]."
 )
-@click.option("--dry-run", is_flag=True, help="Write nothing, and print the file.")
-@click.option("--force", is_flag=True, help=f"Replace a file that differs; it stays beside, as FILE{KEPT}.")
-def command(path: str, host: str | None, user: str | None, marked: tuple[str, ...], dry_run: bool, force: bool) -> int:
-    """Write unicron.toml for this cluster, in mode observe, and print what else an installation takes.
+@click.option("--dry-run", is_flag=True, help="Write nothing, and print the files.")
+@click.option("--force", is_flag=True, help=f"Replace files that differ; they stay beside, as FILE{KEPT}.")
+def command(path: str, host: str | None, user: str, marked: tuple[str, ...], dry_run: bool, force: bool) -> int:
+    """Write unicron.toml for this cluster, in mode observe, and the plugin's line, and print what else to do.
 
-    A file that is there and differs is left alone. Nothing is changed in Slurm.
+    A file that is there and differs is left alone. Nothing is changed in Slurm. The exit status is 3 if a file that is
+    left alone has a mistake.
     """
     from unicron.ctl.doctor.first_file import unicron_toml
+    from unicron.ctl.doctor.setting_up import plugstack_conf
     from unicron.ctl.nodes.pairs import search_path
     from unicron.ctl.slurm import CommandLineClient
 
     client = CommandLineClient(env={"PATH": search_path()["PATH"]})
     settings = client.settings()
-    wish, user = _wish(client, settings, host, user, marked)
-    said, problems = _write(Path(path), unicron_toml(wish), dry_run, force)
-    click.echo(said)
+    wish = _wish(client, settings, host, user, marked)
+    click.echo(_write(Path(path), unicron_toml(wish), dry_run, force))
+    site, problems = _site(client, settings, wish, user, path)
+    click.echo(_write(Path(site.plugstack), plugstack_conf(site), dry_run, force))
+    _print_rest(site)
     for problem in problems:
         click.echo(f"{path}: {problem}", err=True)
-    _print_rest(_site(client, settings, wish, user, path))
     return FOUND if problems else 0
 
 
 def _wish(
-    client: CommandLineClient, settings: SlurmSettings, host: str | None, user: str | None, marked: tuple[str, ...]
-) -> tuple[Wish, str]:
-    """What the file is to say, and unicrond's user. Raises UserError."""
+    client: CommandLineClient, settings: SlurmSettings, host: str | None, user: str, marked: tuple[str, ...]
+) -> Wish:
+    """What the file is to say. Raises UserError."""
     from unicron.ctl.doctor.first_file import Wish
-    from unicron.ctl.doctor.setting_up import UNIT_USER
 
     nodes, partitions = client.nodes(), [one.name for one in client.partitions()]
     if odd := [name for name in marked if name not in partitions]:
         raise UserError(f"Slurm has no partition {odd[0]}: it has {', '.join(partitions)}", WRONG_USE)
-    has_accounts = "slurmdbd" in settings.text("AccountingStorageType")
-    slurms, _ = settings.user()
-    user = user or (UNIT_USER if has_accounts else slurms or "slurm")
     host = host or next(iter(settings.head_hosts()), "") or socket.gethostname()
     # A slice of a GPU (MIG: gpu:1g.5gb:7) is a GPU to Slurm, and none to the driver.
     gpus = {0 if "." in node.gres else node.gpus for node in nodes}
-    return (
-        Wish(
-            host=f"[{host}]" if ":" in host and not host.startswith("[") else host,
-            user="" if user in ("root", slurms) else user,
-            partitions=tuple(partitions),
-            marked=marked,
-            gpus=next(iter(gpus)) if len(gpus) == 1 and gpus != {0} else None,
-        ),
-        user,
+    return Wish(
+        host=f"[{host}]" if ":" in host and not host.startswith("[") else host,
+        user="" if user in ("root", settings.user()[0]) else user,
+        partitions=tuple(partitions),
+        marked=marked,
+        gpus=next(iter(gpus)) if len(gpus) == 1 and gpus != {0} else None,
     )
 
 
-def _site(client: CommandLineClient, settings: SlurmSettings, wish: Wish, user: str, path: str) -> Site:
-    """What the steps depend on: what is there already is not to be done again."""
-    from unicron.ctl.doctor.host_facts import kernel_log_facts, read_config, uid_of
-    from unicron.ctl.doctor.plugstack import candidates, plugin_facts
-    from unicron.ctl.doctor.setting_up import Site, agent_path, plugin_path
+def _site(
+    client: CommandLineClient, settings: SlurmSettings, wish: Wish, user: str, path: str
+) -> tuple[Site, list[str]]:
+    """What lines and steps depend on, and what is wrong with the file that is there now."""
+    from unicron.ctl.doctor.host_facts import read_config, uid_of
+    from unicron.ctl.doctor.plugstack import candidates, installed_agent, installed_plugin, plugin_facts
+    from unicron.ctl.doctor.setting_up import Site
     from unicron.ctl.slurm import SlurmError
 
-    config, facts = read_config(path if os.path.isfile(path) else "")
+    is_there = os.path.isfile(path)
+    facts = read_config(path)[1] if is_there else None
     conf = os.environ.get("SLURM_CONF") or settings.text("SLURM_CONF")
     plugstacks = candidates(settings.text("PlugStackConfig"), conf, settings.text("SlurmdSpoolDir"))
     has_accounts, level = "slurmdbd" in settings.text("AccountingStorageType"), ""
     if has_accounts:
         with contextlib.suppress(SlurmError):
             level = client.admin_level(user)
-    return Site(
+    site = Site(
         settings=settings,
-        address=(facts.address if os.path.isfile(path) else "") or wish.address,
+        address=(facts.address if facts else "") or wish.address,
         config=path,
+        plugstack=os.path.join(os.path.dirname(path), "plugstack.conf"),
         user=user,
         uid=uid_of(user),
         level=level,
         has_accounts=has_accounts,
-        plugin=plugin_path(settings.text("PluginDir")),
-        agent=agent_path(),
+        plugin=installed_plugin(settings.text("PluginDir")),
+        agent=installed_agent(),
         found=plugin_facts(plugstacks, settings.text("PluginDir"))[0],
-        restricted=kernel_log_facts(config).restricted,
-        is_configless="enable_configless" in settings.words("SlurmctldParameters"),
     )
+    return site, facts.problems if facts else []
 
 
-def _write(path: Path, text: str, dry_run: bool, force: bool) -> tuple[str, list[str]]:
-    """Writes the file where it may. Returns what was done, and what is wrong with a file that stays. Raises
-    UserError."""
-    from unicron.ctl.doctor.host_facts import read_config
-
+def _write(path: Path, text: str, dry_run: bool, force: bool) -> str:
+    """Writes the file where it may. Returns what was done. Raises UserError."""
     try:
         old = path.read_text()
     except FileNotFoundError:
@@ -123,13 +120,13 @@ def _write(path: Path, text: str, dry_run: bool, force: bool) -> tuple[str, list
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}): name another file with --config") from None
     if old == text:
-        return f"{path} is there already, and as it is to be", []
+        return f"{path} is there already, and as it is to be"
     if old is not None and not force:
         shown = f"\n{text}" if dry_run else ""
         advice = "it stays; --force would replace it" if dry_run else "it was left alone; --force replaces it"
-        return f"{path} is there and differs: {advice}{shown}", read_config(str(path))[1].problems
+        return f"{path} is there and differs: {advice}{shown}"
     if dry_run:
-        return f"would write {path}:\n\n{text}", []
+        return f"would write {path}:\n\n{text}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if old is not None:
@@ -139,7 +136,7 @@ def _write(path: Path, text: str, dry_run: bool, force: bool) -> tuple[str, list
         raise UserError(
             f"cannot write {path} ({error.strerror}): run this as root, or name a file with --config, or use --dry-run"
         ) from None
-    return f"wrote {path}", []
+    return f"wrote {path}"
 
 
 def _replace(path: Path, text: str) -> None:
@@ -156,16 +153,14 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _print_rest(site: Site) -> None:
-    from unicron.ctl.doctor.setting_up import plugstack_line, slurm_conf_lines, steps
+    from unicron.ctl.doctor.setting_up import slurm_conf_lines, steps
 
     if lines := slurm_conf_lines(site.settings):
         click.echo("\n---- slurm.conf: add these lines, or change what is there\n" + "\n".join(lines))
     else:
         click.echo("\n---- slurm.conf has all that is needed")
     if site.found is not None and site.found.line:
-        click.echo(f"\n---- plugstack.conf has the plugin: {site.found.line}")
-    else:
-        click.echo(f"\n---- plugstack.conf: the plugin's line\n{plugstack_line(site)}")
+        click.echo(f"\n---- plugstack.conf has the plugin already\n{site.found.line}")
     click.echo("\n---- then, in this order")
     for place, step in enumerate(steps(site), 1):
         click.echo(f"{place}. {step}")

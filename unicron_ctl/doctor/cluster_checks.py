@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from unicron.ctl.doctor.slurm_lines import WANTED
-from unicron.ctl.doctor.verdicts import Case, Finding, good, problem, unknown
+from unicron.ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
 from unicron.ctl.settings.limits import PLANNED_SECONDS, number
-from unicron.ctl.settings.partitions import DEFAULT
+from unicron.ctl.settings.partitions import ACT, DEFAULT
 from unicron.ctl.slurm.slurm_settings import NO_LIMIT, SlurmSettings
 
 SUPER_USER = "root"
@@ -46,19 +46,23 @@ def admin_level(case: Case) -> Iterator[Finding]:
     has_accounts = "slurmdbd" in site.settings.text("AccountingStorageType")
     if not name or site.level_problem:
         yield unknown(site.level_problem or "the controller's user is not known")
-    elif name in (SUPER_USER, slurms) or site.admin_level == ADMINISTRATOR:
+        return
+    if name in (SUPER_USER, slurms) or site.admin_level == ADMINISTRATOR:
         yield good(f"{name} may change nodes")
-    elif has_accounts:
+        return
+    acts = any(site.config.controller.rules(one.name).mode == ACT for one in site.partitions)
+    weigh, later = (problem, "") if acts else (advice, "; this must be so before a partition acts")
+    if has_accounts:
         verb = "modify user where name=" if site.admin_level else "add user "
         level = "set adminlevel" if site.admin_level else "account=root adminlevel"
-        yield problem(
+        yield weigh(
             f"{name} is {'an ' + site.admin_level if site.admin_level not in ('', 'None') else 'no administrator'}: "
-            "Slurm refuses every change of a node",
+            f"Slurm refuses every change of a node{later}",
             f"sacctmgr {verb}{name} {level}={ADMINISTRATOR}",
         )
     else:
-        yield problem(
-            f"without slurmdbd only root and SlurmUser may change nodes, and the controller is {name}'s",
+        yield weigh(
+            f"without slurmdbd only root and SlurmUser may change nodes, and the controller is {name}'s{later}",
             f"User={slurms or 'slurm'} in unicrond.service",
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
@@ -12,7 +12,9 @@ from unicron.ctl.slurm.slurm_client import NodeInfo, PartitionInfo
 from unicron.ctl.slurm.slurm_settings import SlurmSettings
 
 Role = Literal["head", "login", "compute"]
-HEAD, LOGIN, COMPUTE = get_args(Role)
+HEAD: Role = "head"
+LOGIN: Role = "login"
+COMPUTE: Role = "compute"
 NO_LIMIT = -1  # of a resource
 
 
@@ -97,8 +99,9 @@ class ScriptFacts(msgspec.Struct, kw_only=True):
 
 
 class HealthFacts(msgspec.Struct, kw_only=True):
-    """health.conf and prolog.conf. conf: "" without one. python: UNICRON_PYTHON. problem: why it cannot run the checks,
-    else "". seconds: the admission checks' time in the prolog; 0 where it does not run them."""
+    """health.conf and prolog.conf. conf: "" without one. python: UNICRON_PYTHON, or the scripts' default. problem: why
+    it cannot run the checks, else "". seconds: the admission checks' time in the prolog; 0 where it does not run
+    them."""
 
     conf: str = ""
     python: str = ""

@@ -20,6 +20,7 @@ from unicron.ctl.settings.config import (
 )
 from unicron.ctl.settings.limits import number
 from unicron.ctl.settings.meanings import meanings
+from unicron.ctl.settings.notify import NotifyConfig
 from unicron.ctl.settings.partitions import DEFAULT, OBSERVE, OFF, PERMISSIONS, PartitionConfig
 from unicron.detector.health.checks import HealthConfig
 
@@ -74,6 +75,8 @@ def unicron_toml(wish: Wish) -> str:
         _section("planner", PlannerConfig, {}),
         "# What each node must have: it can be proven bad. Nodes of another kind need a file of their own.\n"
         + _section("health", HealthConfig, {} if wish.gpus is None else {"gpus": wish.gpus}),
+        "# Whom unicrond tells of what needs an admin, of healed jobs and of nodes that are left.\n"
+        + _section("notify", NotifyConfig, {}),
         TAIL,
     ]
     return "\n".join(parts)
@@ -117,6 +120,8 @@ def _toml(value: Any) -> str:
     if isinstance(value, float):
         text = number(value)
         return text if "." in text else f"{text}.0"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(name)} = {_toml(each)}' for name, each in value.items())}}}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value)

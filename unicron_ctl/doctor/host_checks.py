@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unicron.ctl.doctor.facts import COMPUTE, HEAD, NO_LIMIT
-from unicron.ctl.doctor.slurm_lines import HEALTH_PROGRAM, HOOK_FOLDER, HOOK_SOURCE, WANTED
+from unicron.ctl.doctor.slurm_lines import HEALTH_PROGRAM, HOOK, HOOK_FOLDER, WANTED
 from unicron.ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
 from unicron.ctl.system.descriptors import shortage
 from unicron.transition.seams.table import KNOWN, known
 
 FEWEST_FILES = 4096  # of an agent or a rank: a DataLoader with workers has hundreds
 SHARE_OF_MEMORY = 0.25  # of a node for the copies of training states
+HEALTH_CONF = "/etc/unicron/health.conf"
 MEBIBYTE, GIBIBYTE = 1 << 20, 1 << 30
 
 
@@ -125,17 +126,17 @@ def epilog(case: Case) -> Iterator[Finding]:
 
 def _hook(case: Case, name: str) -> Iterator[Finding]:
     found = case.host.prolog if name == "Prolog" else case.host.epilog
-    link = f"ln -s {{the path of}} {HOOK_SOURCE[name]} {HOOK_FOLDER[name]}/"
+    script = f"{HOOK_FOLDER[name]}/{HOOK}"
     if case.site.slurm_problem:
         yield unknown(f"Slurm did not say which {name} it starts")
     elif not case.site.settings.words(name):
         line = next(wanted.line for wanted in WANTED if wanted.name == name)(case.site.settings)
-        yield problem(f"Slurm has no {name}", f"{line} in slurm.conf; {link}")
+        yield problem(f"Slurm has no {name}", f"{line} in slurm.conf")
     elif found.blocked:
         yield problem(f"{found.blocked[0]} cannot be executed", f"chmod 755 {found.blocked[0]}")
     elif not found.ours:
         what = f"{name}={','.join(case.site.settings.words(name))}"
-        yield problem(f"{what} does not lead to Unicron's script", link)
+        yield problem(f"{what} does not lead to Unicron's script here", f"let it call {script}, or link that there")
     else:
         yield good(f"{found.ours[0]}")
 
@@ -163,15 +164,15 @@ def health_check(case: Case) -> Iterator[Finding]:
     elif not found.ours:
         sound = False
         yield problem(f"{program} does not call unicron-health", f"let it call {HEALTH_PROGRAM}")
-    if not health.conf:
-        sound = False
-        yield problem("no /etc/unicron/health.conf", "write UNICRON_PYTHON=/path/to/python into it")
-    elif health.problem:
+    if health.problem:
         sound = False
         yield problem(
             f"UNICRON_PYTHON={health.python} cannot run the checks: {health.problem}",
-            f"name the Python in which Unicron is installed in {health.conf}",
+            f"install unicron-agent there, or name the Python that has Unicron in {health.conf or HEALTH_CONF}",
         )
+    elif not health.conf:
+        sound = False
+        yield advice(f"no {HEALTH_CONF}: the prolog does not run these checks", f"touch {HEALTH_CONF}")
     if sound:
         yield good(program)
 

@@ -47,7 +47,9 @@ LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, 
 MARK = b"nicron"  # in a script that is ours, or calls one of ours
 MOST_BYTES = 1 << 20  # of a script
 ADMISSION = "unicron.ctl.nodes.admission"
-PROLOG_SECONDS = 4  # prolog.d/50-unicron's own default
+# The scripts' own defaults
+PROLOG_SECONDS = 4
+HEALTH_PYTHON = "/opt/unicron/bin/python"
 APPTAINER_CONF = "/etc/apptainer/apptainer.conf"
 ENROOT_MOUNTS = "/etc/enroot/mounts.d"
 
@@ -182,13 +184,12 @@ def health_facts() -> HealthFacts:
     prolog = keys_of(os.environ.get("UNICRON_PROLOG_CONF") or "/etc/unicron/prolog.conf") or {}
     conf = os.environ.get("UNICRON_HEALTH_CONF") or prolog.get("UNICRON_HEALTH_CONF") or "/etc/unicron/health.conf"
     keys = keys_of(conf)
-    if keys is None:
-        return HealthFacts()
-    python = keys.get("UNICRON_PYTHON") or "/usr/bin/python3"
+    python = (keys or {}).get("UNICRON_PYTHON") or HEALTH_PYTHON
     said = prolog.get("UNICRON_HEALTH_SECONDS", "")
-    off = prolog.get("UNICRON_CHECK_HEALTH") == "off"
     seconds = int(said) if said.isdecimal() and 1 <= int(said) <= 49 else PROLOG_SECONDS
-    return HealthFacts(conf=conf, python=python, problem=_cannot_check(python), seconds=0 if off else seconds)
+    runs = keys is not None and prolog.get("UNICRON_CHECK_HEALTH") != "off"
+    found = "" if keys is None else conf
+    return HealthFacts(conf=found, python=python, problem=_cannot_check(python), seconds=seconds if runs else 0)
 
 
 def _cannot_check(python: str) -> str:

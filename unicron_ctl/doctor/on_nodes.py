@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import secrets
 import signal
 import socket
@@ -135,11 +136,24 @@ def cannot_reach_slurmds(nodes: Sequence[NodeInfo]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Wish:
-    """The nodes' interpreter, the seconds for each step, and those to wait for its nodes."""
+    """The nodes' program, to which the question is one more word; the seconds for each step, and those to wait for its
+    nodes."""
 
-    python: str = sys.executable
+    program: tuple[str, ...] = ()
     seconds: float = 90.0
     queue: int = 10
+
+
+def own_program() -> tuple[str, ...]:
+    """What runs on each node: this `unicronctl`, which is at the same path there, or this interpreter."""
+    path = os.path.abspath(sys.argv[0])
+    is_program = os.path.basename(path) == "unicronctl" and os.access(path, os.X_OK)
+    return (path, "doctor", "--step") if is_program else interpreter(sys.executable)
+
+
+def interpreter(python: str) -> tuple[str, ...]:
+    """The same by a Python in which Unicron is installed."""
+    return (python, "-P", "-m", MODULE)  # -P: the user's folder must not hide our modules
 
 
 @dataclass
@@ -190,10 +204,7 @@ def command(partition: str, names: Sequence[str], question: Question, wish: Wish
         "--wait=0",
         "--input=none",
         "--export=ALL",
-        wish.python,
-        "-P",  # the user's folder must not hide our modules
-        "-m",
-        MODULE,
+        *(wish.program or own_program()),
         encode_question(question),
     ]
 
@@ -217,7 +228,7 @@ class Asking:
     def run(self, steps: Sequence[tuple[str, list[str]]]) -> Gathered:
         """The answers of all steps. Raises UserError where srun is missing."""
         with ThreadPoolExecutor(AT_ONCE) as doors, ThreadPoolExecutor(max(1, len(steps))) as pool:
-            list(pool.map(lambda step: self._step(*step, doors), steps))
+            list(pool.map(lambda step: self._step(step[0], step[1], doors), steps))
         self._found.hosts.sort(key=lambda host: host.name)
         return self._found
 

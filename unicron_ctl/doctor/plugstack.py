@@ -5,11 +5,13 @@ from __future__ import annotations
 import glob
 import os
 import re
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from unicron.ctl.doctor.facts import PluginFacts
+from unicron.ctl.doctor.setting_up import USUAL_AGENT, USUAL_PLUGIN
 
 PLUGIN = "unicron.so"
 CONTAINER_PLUGINS = re.compile(r"pyxis|enroot|container")  # they put the task into a container
@@ -89,3 +91,15 @@ def built_for(path: str) -> tuple[str, str]:
     except OSError:
         return "", ""
     return (found[1].decode(errors="replace"), found[2].decode()) if found else ("", "")
+
+
+def installed_plugin(plugin_dir: str) -> str:
+    """Where unicron.so is on this host, or where the package puts it."""
+    places = [USUAL_PLUGIN, os.path.join(plugin_dir or "/usr/lib/slurm", PLUGIN), "/usr/local/lib/slurm/unicron.so"]
+    return next((path for path in places if os.path.isfile(path)), USUAL_PLUGIN)
+
+
+def installed_agent() -> str:
+    """Where the agent is on this host, or where the package puts it."""
+    places = [USUAL_AGENT, os.path.join(sysconfig.get_path("scripts"), "unicron-agent")]
+    return next((path for path in places if os.path.isfile(path)), USUAL_AGENT)

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import glob
 import os
-import shutil
-import sysconfig
 from dataclasses import dataclass
 
 from unicron.ctl.doctor.facts import PluginFacts
-from unicron.ctl.doctor.slurm_lines import HEALTH_PROGRAM, HOOK_FOLDER, HOOK_SOURCE, missing
+from unicron.ctl.doctor.slurm_lines import HOOK_FOLDER, missing
 from unicron.ctl.slurm.slurm_settings import SlurmSettings
 
 PLUGSTACK_FOLDER = "plugstack.conf.d"
 LINK = "zz-unicron.conf"
-SHIPPED_LINE = "/etc/unicron/plugstack.conf"
-USUAL_PLUGIN = "/usr/local/lib/slurm/unicron.so"
+USUAL_PLUGIN = "/usr/lib/unicron/unicron.so"
 USUAL_AGENT = "/opt/unicron/bin/unicron-agent"
 UNIT_USER = "unicron"  # of slurm_plugin/systemd/unicrond.service
 ADMINISTRATOR = "Administrator"
+PLUGSTACK_HEAD = """\
+# Unicron's SPANK plugin. A link to this file enables it: see `unicronctl setup` and unicron-plugin(8).
+# "optional": if unicron.so is missing or outdated, jobs lose their protection and go on.
+"""
 
 
 @dataclass(frozen=True)
 class Site:
-    """What the steps depend on. address: the controller's. config: the path of unicron.toml. user: unicrond's; uid: its
-    number here, None while there is none. level: its AdminLevel. has_accounts: Slurm has slurmdbd. plugin, agent: the
-    paths to write into the plugin's line. found: the plugin as it is on this host. restricted: dmesg_restrict is 1."""
+    """What the lines and steps depend on. address: the controller's. config, plugstack: the files in Unicron's folder.
+    user: unicrond's; uid: its number here, None while there is none. level: its AdminLevel. has_accounts: Slurm has
+    slurmdbd. plugin, agent: the paths in the plugin's line. found: the plugin as Slurm has it on this host.
+    """
 
     settings: SlurmSettings
     address: str
     config: str
+    plugstack: str
     user: str
     uid: int | None = None
     level: str = ""
@@ -37,26 +39,21 @@ class Site:
     plugin: str = USUAL_PLUGIN
     agent: str = USUAL_AGENT
     found: PluginFacts | None = None
-    restricted: bool = False
-    is_configless: bool = False
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether Slurm's plugstack.conf names the plugin on this host."""
+        return self.found is not None and bool(self.found.line)
 
 
-def plugin_path(plugin_dir: str) -> str:
-    """Where unicron.so is on this host, or where `make install` puts it."""
-    places = [os.path.join(plugin_dir, "unicron.so")] if plugin_dir else []
-    places += [USUAL_PLUGIN, *sorted(glob.glob("/usr/lib*/**/slurm*/unicron.so", recursive=False))]
-    return next((path for path in places if os.path.isfile(path)), USUAL_PLUGIN)
-
-
-def agent_path() -> str:
-    """The agent of this environment, or the place of the agent's own folder."""
-    beside = os.path.join(sysconfig.get_path("scripts"), "unicron-agent")
-    return beside if os.path.isfile(beside) else shutil.which("unicron-agent") or USUAL_AGENT
-
-
-def plugstack_line(site: Site) -> str:
-    """The plugin's line."""
+def plugin_line(site: Site) -> str:
+    """The plugin's line in plugstack.conf."""
     return f"optional {site.plugin} agent={site.agent} controller={site.address} config={site.config} default=off"
+
+
+def plugstack_conf(site: Site) -> str:
+    """The file that a link in plugstack.conf.d enables."""
+    return f"{PLUGSTACK_HEAD}{plugin_line(site)}\n"
 
 
 def slurm_conf_lines(settings: SlurmSettings) -> list[str]:
@@ -66,90 +63,79 @@ def slurm_conf_lines(settings: SlurmSettings) -> list[str]:
 
 def steps(site: Site) -> list[str]:
     """What to do, in order. A step may have several lines; those that begin with spaces are commands."""
-    return [
-        *_user(site),
-        *_files(site),
-        *_controller(site),
-        *_plugin(site),
-        *_hooks(site),
-        *_slurm(site),
-        "Look whether all is well:\n    unicronctl doctor --all",
-        "Watch what Unicron would do. It heals jobs that ask for it (sbatch --unicron) on their own nodes, and changes "
-        'nothing in Slurm until a partition has mode = "act":\n    unicronctl status\n    unicronctl events -f',
-    ]
+    return [*_controller(site), *_nodes(site), *_slurm(site), *_then(site)]
 
 
-def _user(site: Site) -> list[str]:
+def _controller(site: Site) -> list[str]:
+    host, port = site.address.removeprefix("tcp://").rpartition(":")[::2]
     found = []
     if site.uid is None:
         found.append(
             f"Make the user {site.user}, with one number on all hosts:\n"
             f"    useradd --system --uid NUMBER --shell /usr/sbin/nologin {site.user}"
         )
-    if site.has_accounts and site.level != ADMINISTRATOR and site.user not in ("root", site.settings.user()[0]):
-        verb = "modify user where name=" if site.level else "add user "
-        rest = f" set adminlevel={ADMINISTRATOR}" if site.level else f" account=root adminlevel={ADMINISTRATOR}"
-        found.append(f"Let {site.user} change nodes (an operator may not):\n    sacctmgr {verb}{site.user}{rest}")
-    return found
-
-
-def _files(site: Site) -> list[str]:
-    text = (
-        f"Copy {site.config} to all hosts, and install Unicron there at the same path ({os.path.dirname(site.agent)})"
-    )
-    if site.is_configless:
-        text += ". Slurm sends its own files to the nodes, and not this one"
-    return [text + "."]
-
-
-def _controller(site: Site) -> list[str]:
-    port = site.address.rpartition(":")[2]
-    own = (
-        "" if site.user == UNIT_USER else f"    with User={site.user} and Group={site.user} (systemctl edit unicrond)\n"
-    )
-    return [
-        f"Start the controller on {site.address.removeprefix('tcp://').rpartition(':')[0]}, and open port {port} there "
-        f"for TCP and UDP, and the nodes' TCP ports 32768 to 60999 (net.ipv4.ip_local_port_range) to it:\n"
-        f"    install -m 644 slurm_plugin/systemd/unicrond.service /etc/systemd/system/\n{own}"
-        f"    systemctl daemon-reload && systemctl enable --now unicrond\n"
-        f"    unicronctl ping"
-    ]
-
-
-def _plugin(site: Site) -> list[str]:
-    folder = os.path.join(os.path.dirname(site.settings.text("PlugStackConfig") or "/etc/slurm/x"), PLUGSTACK_FOLDER)
-    if site.found is not None and site.found.line and site.found.is_there:
-        return []
-    return [
-        f"Install the plugin on login and compute nodes, put its line (above) into {SHIPPED_LINE}, and enable it. "
-        f"plugstack.conf must have `include {folder}/*`:\n"
-        f"    make -C slurm_plugin/spank install\n"
-        f"    ln -s {SHIPPED_LINE} {folder}/{LINK}"
-    ]
-
-
-def _hooks(site: Site) -> list[str]:
-    links = [
-        f"    install -D -m 755 {HOOK_SOURCE[name]} {HOOK_FOLDER[name]}/50-unicron" for name in sorted(HOOK_FOLDER)
-    ]
-    own = [name for name in sorted(HOOK_FOLDER) if any(HOOK_FOLDER[name] not in w for w in site.settings.words(name))]
-    text = "Install the scripts on all compute nodes. With UNICRON_HEALTH_DRAIN=off they report and drain nothing:\n"
-    text += "\n".join(links)
-    text += f"\n    install -m 755 slurm_plugin/health/unicron-health {HEALTH_PROGRAM}"
-    text += f"\n    printf 'UNICRON_PYTHON=%s\\nUNICRON_HEALTH_DRAIN=off\\n' {os.path.dirname(site.agent)}/python"
-    text += " > /etc/unicron/health.conf\n    echo UNICRON_CHECK_HEALTH=warn > /etc/unicron/prolog.conf"
-    if own:
-        text += f"\n    (Slurm has a {' and an '.join(own)} of its own: let it call Unicron's)"
-    found = [text]
-    if site.restricted:
+    elif site.uid and site.user != site.settings.user()[0]:
         found.append(
-            "Let agents read the kernel log, on all compute nodes:\n"
-            "    echo kernel.dmesg_restrict=0 > /etc/sysctl.d/50-unicron.conf && sysctl --system"
+            f"On all other hosts make the user {site.user} with the number that it has here:\n"
+            f"    useradd --system --uid {site.uid} --shell /usr/sbin/nologin {site.user}"
         )
-    return found
+    own = "" if site.user == UNIT_USER else f"    systemctl edit unicrond    # [Service] User={site.user}\n"
+    return [
+        *found,
+        f"Start the controller on {host}. Open port {port} there for TCP and UDP, and the nodes' TCP ports 32768 to "
+        f"60999 (sysctl net.ipv4.ip_local_port_range) and slurmd's for that host:\n{own}"
+        f"    systemctl enable --now unicrond\n    unicronctl ping",
+    ]
+
+
+def _nodes(site: Site) -> list[str]:
+    folder = os.path.dirname(site.config)
+    text = "Install unicron-plugin, unicron-client and unicron-agent on all login and compute nodes, and copy "
+    text += f"{folder} there{' (Slurm, which is configless, does not send it)' if _is_configless(site) else ''}"
+    if site.is_enabled:
+        return [f"{text}."]
+    links = os.path.join(os.path.dirname(site.settings.text("PlugStackConfig") or "/etc/slurm/x"), PLUGSTACK_FOLDER)
+    return [
+        f"{text}. A link enables the plugin; plugstack.conf must have `include {links}/*`:\n"
+        f"    ln -s {site.plugstack} {links}/{LINK}"
+    ]
 
 
 def _slurm(site: Site) -> list[str]:
     if not missing(site.settings):
         return []
-    return ["Add the lines above to slurm.conf, and let Slurm read it:\n    scontrol reconfigure"]
+    folder = os.path.dirname(site.config)
+    text = "Add the lines above to slurm.conf, and let Slurm read it. As the two files have it here, the checks only "
+    text += "report at first; without UNICRON_HEALTH_DRAIN=off they drain nodes that are proven bad:\n"
+    text += f"    echo UNICRON_HEALTH_DRAIN=off > {folder}/health.conf       # on all compute nodes\n"
+    text += f"    echo UNICRON_CHECK_HEALTH=warn > {folder}/prolog.conf\n"
+    text += "    scontrol reconfigure"
+    own = [name for name, there in HOOK_FOLDER.items() if any(there not in w for w in site.settings.words(name))]
+    if own:
+        text += f"\n    # Slurm has a {' and an '.join(own)} of its own: let it call {HOOK_FOLDER[own[0]]}/50-unicron"
+    return [text]
+
+
+def _then(site: Site) -> list[str]:
+    found = [
+        "See what is still missing:\n    unicronctl doctor --all",
+        "Watch for a while. Jobs that ask for Unicron (sbatch --unicron) are healed on their own nodes, and nothing is "
+        "changed in Slurm:\n    unicronctl status\n    unicronctl events -f",
+    ]
+    name = site.settings.user()[0] or "slurm"
+    before = 'Before you set mode = "act" for a partition, let unicrond'
+    if site.user in ("root", name) or site.level == ADMINISTRATOR:
+        return found
+    if not site.has_accounts:
+        return [
+            *found,
+            f"{before} run as {name}: without slurmdbd only that user may change nodes:\n"
+            f"    systemctl edit unicrond    # [Service] User={name}",
+        ]
+    verb = "modify user where name=" if site.level else "add user "
+    rest = f" set adminlevel={ADMINISTRATOR}" if site.level else f" account=root adminlevel={ADMINISTRATOR}"
+    return [*found, f"{before} change nodes (an operator may not):\n    sacctmgr {verb}{site.user}{rest}"]
+
+
+def _is_configless(site: Site) -> bool:
+    return "enable_configless" in site.settings.words("SlurmctldParameters")

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from unicron.ctl.slurm.slurm_settings import SlurmSettings
 
-HEALTH_PROGRAM = "/usr/local/sbin/unicron-health"
+HEALTH_PROGRAM = "/usr/lib/unicron/unicron-health"
 HEALTH_INTERVAL = "300"
-HOOK_FOLDER = {"Prolog": "/etc/slurm/prolog.d", "Epilog": "/etc/slurm/epilog.d"}
-HOOK_SOURCE = {"Prolog": "slurm_plugin/prolog.d/50-unicron", "Epilog": "slurm_plugin/epilog.d/50-unicron"}
+HOOK_FOLDER = {"Prolog": "/usr/lib/unicron/prolog.d", "Epilog": "/usr/lib/unicron/epilog.d"}
+HOOK = "50-unicron"
 
 
 class Wanted(NamedTuple):

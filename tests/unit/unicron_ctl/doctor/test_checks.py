@@ -188,7 +188,7 @@ NODE: list[tuple[str, dict[str, Any], str, str]] = [
         "problem",
         "cannot be executed",
     ),
-    ("health-check", {"health": HealthFacts()}, "problem", "no /etc/unicron/health.conf"),
+    ("health-check", {"health": HealthFacts()}, "advice", "no /etc/unicron/health.conf: the prolog"),
     ("health-check", {"health__problem": "No module named 'unicron'"}, "problem", "cannot run the checks: No module"),
 ]
 CLUSTER: list[tuple[str, dict[str, str], str]] = [
@@ -281,6 +281,9 @@ def test_who_may_change_nodes(name: str, accounts: bool, level: str, wanted: str
     kind = "accounting_storage/slurmdbd" if accounts else "accounting_storage/none"
     cluster = dataclasses.replace(site(AccountingStorageType=kind), controller_name=name, admin_level=level)
     (result,) = found(examine([host()], cluster), "admin-level")
+    assert (result.verdict, result.do) == ("advice" if wanted else "good", wanted)
+    acting = dataclasses.replace(cluster, config=parse({"partition": {"gpu": {"mode": "act"}}}))
+    (result,) = found(examine([host()], acting), "admin-level")
     assert (result.verdict, result.do) == ("problem" if wanted else "good", wanted)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import sys
 import threading
 from pathlib import Path
 
@@ -12,7 +13,18 @@ import pytest
 
 from unicron.ctl.doctor import host_facts, on_nodes
 from unicron.ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, PluginFacts, Question, SiteFacts
-from unicron.ctl.doctor.on_nodes import FACTS, Collector, Door, Wish, cannot_reach, command, groups, pieces
+from unicron.ctl.doctor.on_nodes import (
+    FACTS,
+    Collector,
+    Door,
+    Wish,
+    cannot_reach,
+    command,
+    groups,
+    interpreter,
+    own_program,
+    pieces,
+)
 from unicron.ctl.doctor.plugstack import candidates, plugin_facts
 from unicron.ctl.doctor.site_facts import find_role, patterns, question_for
 from unicron.ctl.settings.config_file import parse
@@ -91,7 +103,8 @@ def test_health_conf_and_its_python(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     health, prolog = tmp_path / "health.conf", tmp_path / "prolog.conf"
     monkeypatch.setenv("UNICRON_HEALTH_CONF", str(health))
     monkeypatch.setenv("UNICRON_PROLOG_CONF", str(prolog))
-    assert host_facts.health_facts().conf == ""
+    found = host_facts.health_facts()
+    assert (found.conf, found.seconds, found.python) == ("", 0, "/opt/unicron/bin/python")
     health.write_text("# ours\nUNICRON_PYTHON=/nonexistent/python\n")
     found = host_facts.health_facts()
     assert (found.python, found.problem, found.seconds) == ("/nonexistent/python", "No such file or directory", 4)
@@ -200,10 +213,18 @@ def test_nodes_with_room_are_asked_and_the_others_are_named() -> None:
 
 def test_a_step_is_one_task_on_each_node() -> None:
     question = Question(role=COMPUTE, config=TOML, users=["slurm"], door=60.0)
-    line = command("gpu", ["n1", "n2"], question, Wish(python="/p", seconds=90.0, queue=7), "t")
+    line = command("gpu", ["n1", "n2"], question, Wish(interpreter("/p"), seconds=90.0, queue=7), "t")
     assert {"--nodes=2", "--nodelist=n1,n2", "--ntasks=2", "--partition=gpu", "--immediate=7"} <= set(line)
     assert line[-5:-1] == ["/p", "-P", "-m", "unicron.ctl.doctor.host_facts"]
     assert on_nodes.decode_question(line[-1]) == question
+
+
+def test_the_step_is_this_program_or_its_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["-c"])
+    assert own_program() == interpreter(sys.executable)
+    (tmp_path / "unicronctl").touch(mode=0o755)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "unicronctl"), "doctor"])
+    assert own_program() == (f"{tmp_path}/unicronctl", "doctor", "--step")
 
 
 TOML = "/etc/unicron/unicron.toml"

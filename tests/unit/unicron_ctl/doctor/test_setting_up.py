@@ -14,10 +14,12 @@ from click.testing import CliRunner
 from unicron.ctl.cli.setup import command
 from unicron.ctl.doctor.facts import PluginFacts
 from unicron.ctl.doctor.first_file import Wish, unicron_toml
-from unicron.ctl.doctor.setting_up import Site, plugstack_line, slurm_conf_lines, steps
+from unicron.ctl.doctor.plugstack import lines_of
+from unicron.ctl.doctor.setting_up import Site, plugin_line, slurm_conf_lines, steps
 from unicron.ctl.doctor.slurm_lines import WANTED
 from unicron.ctl.settings.config import Config, ControllerConfig, fields_of
 from unicron.ctl.settings.config_file import examine, parse
+from unicron.ctl.settings.notify import NotifyConfig
 from unicron.ctl.slurm.slurm_settings import SlurmSettings
 
 BARE = {"SlurmUser": "slurm(64030)", "SchedulerParameters": "bf_interval=30", "PrologFlags": "Contain"}
@@ -26,7 +28,7 @@ SlurmctldHost[0] = head(10.0.0.1)
 AccountingStorageType = accounting_storage/slurmdbd
 JobRequeue = 1
 PluginDir = /nonexistent
-PlugStackConfig = {folder}/plugstack.conf
+PlugStackConfig = {folder}/slurm/plugstack.conf
 """
 NODES = """NodeName=n1 Gres=gpu:h100:8(S:0-1) NodeAddr=n1 State=IDLE Partitions=gpu
 NodeName=n2 Gres=gpu:h100:8(S:0-1) NodeAddr=n2 State=IDLE Partitions=gpu"""
@@ -89,6 +91,7 @@ def test_each_setting_is_there_with_its_default_and_its_meaning() -> None:
                 assert getattr(getattr(config, name), field.name) == getattr(section, field.name), field.name
     assert given["partition"]["default"].keys() == {"mode", "actions", "max_weight", "spare_nodes"}
     assert given["planner"] == {"compare": "user"}
+    assert given["notify"].keys() == {field.name for field in fields_of(NotifyConfig)}
     lines = text.splitlines()
     settings = [
         i for i, line in enumerate(lines) if re.match(r"(# )?\w+ = ", line) and "[partition" not in lines[i - 1]
@@ -127,24 +130,46 @@ def test_each_line_is_met_by_itself(wanted) -> None:
 
 
 def site(**changes: Any) -> Site:
-    usual: dict[str, Any] = {"address": "tcp://head:7451", "config": "/etc/unicron/unicron.toml", "user": "unicron"}
-    return Site(settings=SlurmSettings(BARE), **usual | changes)
+    usual: dict[str, Any] = {
+        "settings": SlurmSettings(BARE),
+        "address": "tcp://head:7451",
+        "config": "/etc/unicron/unicron.toml",
+        "plugstack": "/etc/unicron/plugstack.conf",
+        "user": "unicron",
+    }
+    return Site(**usual | changes)
 
 
 def test_the_steps_are_those_that_are_left() -> None:
-    text = "\n".join(steps(site(has_accounts=True, restricted=True, is_configless=True)))
-    for word in ("useradd", "sacctmgr add user unicron", "Slurm sends its own", "zz-unicron.conf", "dmesg_restrict"):
+    configless = SlurmSettings({**BARE, "SlurmctldParameters": "enable_configless"})
+    text = "\n".join(steps(site(settings=configless, has_accounts=True)))
+    for word in ("useradd --system --uid NUMBER", "sacctmgr add user unicron", "configless", "zz-unicron.conf"):
         assert word in text
     found = PluginFacts(line="optional x", is_there=True)
     rest = "\n".join(steps(site(uid=990, has_accounts=True, level="Administrator", found=found)))
-    for word in ("useradd", "sacctmgr", "zz-unicron.conf", "dmesg_restrict", "systemctl edit"):
+    assert "useradd --system --uid 990" in rest
+    for word in ("sacctmgr", "zz-unicron.conf", "systemctl edit", "configless"):
         assert word not in rest
-    assert rest.index("systemctl enable") < rest.index("scontrol reconfigure") < rest.index("doctor --all")
-    assert "User=slurm" in "\n".join(steps(site(user="slurm")))
+    order = ["systemctl enable", "copy /etc/unicron", "scontrol reconfigure", "doctor --all", "unicronctl status"]
+    assert sorted(order, key=rest.index) == order
+
+
+def test_who_may_change_nodes_is_said_before_a_partition_acts() -> None:
+    last = steps(site(uid=990))[-1]
+    assert last.startswith("Before you set mode") and "User=slurm" in last
+    last = steps(site(uid=990, has_accounts=True, level="Operator"))[-1]
+    assert "sacctmgr modify user where name=unicron set adminlevel=Administrator" in last
+    own = steps(site(uid=64030, user="slurm"))
+    assert "User=slurm" in own[0] and "Before you set" not in own[-1] and "useradd" not in "".join(own)
+
+
+def test_a_prolog_that_slurm_has_is_to_call_ours() -> None:
+    text = "\n".join(steps(site(settings=SlurmSettings({**BARE, "Prolog": "/etc/slurm/prolog"}))))
+    assert "Slurm has a Prolog of its own" in text
 
 
 def test_the_plugins_line_is_one_that_the_plugin_takes() -> None:
-    words = plugstack_line(site()).split()
+    words = plugin_line(site()).split()
     assert words[0] == "optional" and {word.partition("=")[0] for word in words[2:]} == {
         "agent",
         "controller",
@@ -159,22 +184,27 @@ def test_the_plugins_line_is_one_that_the_plugin_takes() -> None:
 def test_it_writes_once_and_then_leaves_the_file_alone(slurm: Path) -> None:
     path = slurm / "etc" / "unicron.toml"
     said = call("--config", path)
-    assert f"wrote {path}" in said and "Prolog=/etc/slurm/prolog.d/*" in said and "doctor --all" in said
+    assert f"wrote {path}" in said and "Prolog=/usr/lib/unicron/prolog.d/*" in said and "doctor --all" in said
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     config, problems = examine(path, {})
     assert problems == [] and config.controller.address == "tcp://head:7451" and config.health.gpus == 8
     assert config.agent.controller_users == ["unicron"]
-    before = path.stat().st_mtime_ns
-    assert "is there already, and as it is to be" in call("--config", path)
-    assert path.stat().st_mtime_ns == before and [each.name for each in path.parent.iterdir()] == [path.name]
+    plugstack = path.with_name("plugstack.conf")
+    (line,) = lines_of(plugstack)
+    assert line.kind == "optional" and "controller=tcp://head:7451" in line.arguments
+    assert f"config={path}" in line.arguments
+    before = path.stat().st_mtime_ns, plugstack.stat().st_mtime_ns
+    assert call("--config", path).count("is there already, and as it is to be") == 2
+    assert (path.stat().st_mtime_ns, plugstack.stat().st_mtime_ns) == before
+    assert sorted(path.parent.iterdir()) == [plugstack, path]
 
 
 def test_a_file_that_differs_stays_unless_force_is_said(slurm: Path) -> None:
     path = slurm / "unicron.toml"
     path.write_text('[controller]\naddress = "tcp://other:7451"\n')
     said = call("--config", path)
-    assert "left alone; --force replaces it" in said and "controller=tcp://other:7451" in said
-    assert "other" in path.read_text()
+    assert "left alone; --force replaces it" in said and "other" in path.read_text()
+    assert "controller=tcp://other:7451" in (slurm / "plugstack.conf").read_text()
     assert f"wrote {path}" in call("--config", path, "--force")
     assert "tcp://head:7451" in path.read_text() and "other" in (slurm / "unicron.toml.old").read_text()
 
