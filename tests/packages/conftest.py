@@ -1,4 +1,4 @@
-"""The packages of this checkout, and a clean Debian with a cluster, into which they are installed. `make test-packages`."""
+"""The packages of this checkout, and a clean Debian with a cluster, in which they are tested: `make test-packages`."""
 
 from __future__ import annotations
 
