@@ -216,17 +216,17 @@ def containers(case: Case) -> Iterator[Finding]:
     if found.enroot and not found.enroot_mounts:
         yield problem(
             "enroot is here, and its containers get no agent: steps in them run unprotected",
-            "copy slurm_plugin/containers/mounts.d/50-unicron.fstab to /etc/enroot/mounts.d",
+            "cp /usr/share/unicron/containers/50-unicron.fstab /etc/enroot/mounts.d/",
         )
     elif found.enroot_missing:
         yield problem(
             f"enroot is to mount {', '.join(found.enroot_missing)}, which this host does not have",
-            "make agent-folder, and copy it to that place (docs/containers.md)",
+            "install unicron-agent there, or copy the agent's folder to that place",
         )
     if found.apptainer and not found.apptainer_binds:
         yield advice(
             "Apptainer's containers have no agent's folder: session mode takes an image with the project in it",
-            "add the line of slurm_plugin/containers/unicron-apptainer.conf to /etc/apptainer/apptainer.conf",
+            "cat /usr/share/unicron/containers/unicron-apptainer.conf >> /etc/apptainer/apptainer.conf",
         )
     if not ((found.enroot and not found.enroot_mounts) or found.enroot_missing) and (
         not found.apptainer or found.apptainer_binds

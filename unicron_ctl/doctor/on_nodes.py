@@ -152,7 +152,7 @@ def own_program() -> tuple[str, ...]:
 
 
 def interpreter(python: str) -> tuple[str, ...]:
-    """The same by a Python in which Unicron is installed."""
+    """What runs there by a Python in which Unicron is installed."""
     return (python, "-P", "-m", MODULE)  # -P: the user's folder must not hide our modules
 
 

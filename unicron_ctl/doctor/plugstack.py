@@ -95,7 +95,7 @@ def built_for(path: str) -> tuple[str, str]:
 
 def installed_plugin(plugin_dir: str) -> str:
     """Where unicron.so is on this host, or where the package puts it."""
-    places = [USUAL_PLUGIN, os.path.join(plugin_dir or "/usr/lib/slurm", PLUGIN), "/usr/local/lib/slurm/unicron.so"]
+    places = [USUAL_PLUGIN, os.path.join(plugin_dir or "/usr/lib/slurm", PLUGIN), "/usr/local/lib/unicron/unicron.so"]
     return next((path for path in places if os.path.isfile(path)), USUAL_PLUGIN)
 
 

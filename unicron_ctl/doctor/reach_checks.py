@@ -136,7 +136,9 @@ def plugin(case: Case) -> Iterator[Finding]:
         )
         return
     if not found.is_there:
-        yield problem(f"{found.path} is not there", "make -C slurm_plugin/spank install, or name the file in the line")
+        yield problem(
+            f"{found.path} is not there", "install unicron-plugin there, or `make -C slurm_plugin/spank install`"
+        )
         return
     sound = True
     slurm = case.site.settings.release
@@ -144,13 +146,13 @@ def plugin(case: Case) -> Iterator[Finding]:
         sound = False
         yield problem(
             f"{found.path} was built for Slurm {found.slurm}, and this is {slurm}: Slurm does not load it",
-            "make -C slurm_plugin/spank clean install, with this Slurm's headers",
+            "install the unicron-plugin for this Slurm, or build it with its headers",
         )
     if found.release != host.release:
         sound = False
         yield problem(
             f"{found.path} is of Unicron {found.release or 'an unknown release'}, and {host.release} is installed",
-            "make -C slurm_plugin/spank install",
+            "install one release on all hosts",
         )
     for text, do in _line_problems(case):
         sound = False
