@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.support.plugin_site import Site
-from tests.support.processes import ROOT, UNICRONCTL, call, outside_slurm
-from unicron.ctl.lab.cluster import LocalCluster
+from tests.support.processes import ROOT, UNICRONCTL, call, outside_slurm, wait_for
+from tests.support.users import User
+from unicron.ctl.lab.cluster import LocalCluster, ports
 
 pytestmark = pytest.mark.slurm
 HOOKS = ROOT / "slurm_plugin"
@@ -90,6 +94,43 @@ def test_what_differs_on_one_node_is_found_there(site: Site, doctor) -> None:
     environment = site.environment | site.cluster.env() | {"PATH": site.environment["PATH"]}
     done = call(*UNICRONCTL, "doctor", "--all", environment=environment)
     assert done.returncode == 1 and done.stderr.startswith("unicronctl: no node can be asked now: out of service")
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_a_controller_of_another_user_is_believed_once_it_is_named(cluster: LocalCluster, tmp_path: Path) -> None:
+    """As the shipped unit has it: User=unicron, who is neither root nor SlurmUser."""
+    folder = Path(tempfile.mkdtemp(prefix="unicron-doctor-", dir="/tmp"))
+    folder.chmod(0o755)
+    environment = outside_slurm() | cluster.env() | {"MUNGE_SOCKET": str(cluster.layout.munge_socket)}
+    daemon = User("daemon", folder, environment)
+    port = ports.choose(1, str(folder))[0]
+    config = folder / "unicron.toml"
+    lines = f'[controller]\naddress = "tcp://127.0.0.1:{port}"\nlisten = "tcp://127.0.0.1:{port}"\nslurm = "none"\n'
+    config.write_text(lines)
+    environment["UNICRON_CONFIG"] = str(config)
+
+    def checks() -> dict[str, dict[str, Any]]:
+        done = call(*UNICRONCTL, "doctor", "--as", "head", "--json", environment=environment)
+        return {result["check"]: result for result in json.loads(done.stdout)["results"]}
+
+    try:
+        words = ["--config", str(config), "--state-dir", str(daemon.folder / "state")]
+        daemon.start("unicron.ctl.controller.unicrond:main", *words)
+        wait_for(lambda: "listening on" in daemon.log.read_text(), daemon.log.read_text)
+        found = checks()
+        assert found["controller"]["verdict"] == "problem" and "belongs to daemon" in found["controller"]["text"]
+        assert found["controller"]["do"] == f'controller_users = ["daemon"] in [agent] of {config}'
+        config.write_text(f'{lines}[agent]\ncontroller_users = ["daemon"]\n')
+        found = checks()
+        said = found["controller"]["text"], daemon.log.read_text()
+        assert found["controller"]["verdict"] == found["controller-user"]["verdict"] == "good", said
+        assert found["admin-level"]["verdict"] == "advice", found["admin-level"]
+        assert "the controller is daemon's" in found["admin-level"]["text"]
+        assert found["admin-level"]["do"] == "User=root in unicrond.service"
+    finally:
+        daemon.close()
+        shutil.rmtree(folder)
 
 
 @pytest.mark.wide

@@ -33,6 +33,7 @@ from unicron.ctl.settings.partitions import DEFAULT
 from unicron.ctl.system.release import release
 
 CUT = "cut"
+RELEASE = release()  # once, at the start: what is installed may be replaced while this runs
 
 
 class Unanswerable(Exception):
@@ -207,7 +208,7 @@ def _paused(core: Core) -> schema.Paused:
 
 def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Pong:
     """Whether the controller answers, and how soon: through the same queue and loop as every message."""
-    return schema.Pong(release=release(), time=core.now, uid=os.geteuid())
+    return schema.Pong(release=RELEASE, time=core.now, uid=os.geteuid())
 
 
 # What is asked -> the type of its arguments, and the function that answers.
