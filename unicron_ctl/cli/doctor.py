@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import TYPE_CHECKING, get_args
 
 import click
@@ -80,6 +81,8 @@ def command(
         return host_facts.main([step])
     if chosen and not everywhere:
         raise click.UsageError("--partition is for --all")
+    if path:
+        os.environ["UNICRON_CONFIG"] = path  # for all that reads the file itself
     client = CommandLineClient(env={"PATH": search_path()["PATH"]})
     config, _ = host_facts.read_config(path or "")
     site = site_facts.ask_slurm(client, config)

@@ -288,6 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from unicron.ctl.doctor.on_nodes import DOOR, FACTS, Door, decode_question, encode, pieces
 
     question = decode_question((arguments or sys.argv[1:])[0])
+    if question.config:
+        os.environ["UNICRON_CONFIG"] = question.config
     name = os.environ.get("SLURMD_NODENAME", "") or socket.gethostname().split(".")[0]
     door = Door.open_if(question.door)
     if door is not None:

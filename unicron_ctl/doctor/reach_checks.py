@@ -18,6 +18,9 @@ def controller(case: Case) -> Iterator[Finding]:
     if not found.problem:
         yield good(f"{found.address} answers")
         return
+    if case.host.config.problems:
+        yield unknown(f"with a mistake in {case.host.config.path} no command asks the controller")
+        return
     yield problem(found.problem, _way_to_controller(case))
 
 
@@ -79,8 +82,9 @@ def users(case: Case) -> Iterator[Finding]:
     """SlurmUser and the controller's user have the same number everywhere."""
     slurms_name, slurms_uid = case.site.settings.user()
     wanted = {slurms_name: slurms_uid} if slurms_name and slurms_uid is not None else {}
-    if case.site.controller_name and not case.first.controller.problem:
-        wanted.setdefault(case.site.controller_name, case.first.controller.uid)
+    name = case.site.controller_name
+    if name and not name.isdecimal() and not case.first.controller.problem:
+        wanted.setdefault(name, case.first.controller.uid)
     sound = True
     for name, uid in wanted.items():
         mine = case.host.users.get(name)

@@ -337,6 +337,12 @@ def test_the_way_to_the_controller(said: str, tcp: bool | None, do: str) -> None
     assert result.verdict == "problem" and do in result.do
 
 
+def test_a_controller_that_no_command_asks_is_not_called_silent() -> None:
+    wrong = {"controller__problem": "x", "config__problems": ["[health] gpuz: unknown key"]}
+    results = [result for result in found(judged(changed(host(), **wrong)), "controller") if result.hosts == ["n1"]]
+    assert [result.verdict for result in results] == ["unknown"]
+
+
 def test_a_login_without_torch_differs_from_no_node() -> None:
     login = changed(host("login1", LOGIN), torch="", megatron="")
     assert {result.verdict for result in found(examine([login, host()], site()), "python")} == {"good"}
