@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unicron.ctl.slurm.squeue import hosts
@@ -30,6 +30,7 @@ def test_numbers_are_folded(names: list[str], text: str) -> None:
 NAMES = st.builds("{}{}".format, st.sampled_from(["n", "gpu", "a-"]), st.text("0129", max_size=3))
 
 
+@settings(max_examples=50)
 @given(st.lists(NAMES, max_size=12))
 def test_nothing_is_lost_and_nothing_is_added(names: list[str]) -> None:
     assert sorted(hosts(fold(names))) == sorted(set(names))
