@@ -446,6 +446,15 @@ class Event(msgspec.Struct, kw_only=True):
     reason: str = ""
 
 
+class Pong(msgspec.Struct, kw_only=True):
+    """The answer of a controller that is asked for a sign of life. time: its clock, in seconds since the epoch. uid:
+    whose process it is."""
+
+    release: str
+    time: float
+    uid: int
+
+
 class Paused(msgspec.Struct, kw_only=True):
     """The answer of `unicronctl pause` and `resume`. until: by partition ("" for all); 0 until somebody ends it.
     modes: by partition, as they are now."""

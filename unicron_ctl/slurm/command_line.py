@@ -23,6 +23,7 @@ from unicron.ctl.slurm.slurm_client import (
     current_reason,
     element_state,
 )
+from unicron.ctl.slurm.slurm_settings import SlurmSettings, parse_settings
 from unicron.ctl.system.errors import one_line
 
 # One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
@@ -201,6 +202,15 @@ class CommandLineClient:
         """The port of all slurmds whose node does not name its own; the first one where slurm.conf has a range."""
         found = re.match(r"\d+", self._setting("SlurmdPort"))
         return int(found[0]) if found else SLURMD_PORT
+
+    def settings(self) -> SlurmSettings:
+        """All of Slurm's settings, as slurmctld has them now."""
+        return parse_settings(self._run(["scontrol", "show", "config"]))
+
+    def admin_level(self, user: str) -> str:
+        """The user's AdminLevel in slurmdbd: None, Operator or Administrator; "" for a user that it does not know."""
+        command = ["sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "user", user, "format=adminlevel"]
+        return next(iter(self._run(command).split()), "")
 
     def _setting(self, name: str) -> str:
         """A setting of slurm.conf, as slurmctld had it in the last minute; empty when it does not say."""

@@ -37,6 +37,10 @@ from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.nodes import isolation, readmission
 from unicron.ctl.protocol import answer_schema as schema
 from unicron.ctl.settings.partitions import DEFAULT
+from unicron.ctl.system.release import release
+
+RELEASE = release()  # once, at the start: what is installed may be replaced while this runs
+
 
 
 def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: Asker) -> Any:
@@ -253,9 +257,9 @@ def _paused(core: Core) -> schema.Paused:
     return schema.Paused(time=core.now, until=until, modes=modes(core))
 
 
-def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> dict[str, bool]:
+def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Pong:
     """Whether the controller answers, and how soon: through the same queue and loop as every message."""
-    return {"pong": True}
+    return schema.Pong(release=RELEASE, time=core.now, uid=os.geteuid())
 
 
 # What is asked -> the type of its arguments, and the function that answers.
