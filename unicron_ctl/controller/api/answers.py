@@ -42,7 +42,6 @@ from unicron.ctl.system.release import release
 RELEASE = release()  # once, at the start: what is installed may be replaced while this runs
 
 
-
 def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: Asker) -> Any:
     """The data for a question of `asker`. Raises Unanswerable."""
     if what not in QUESTIONS:
