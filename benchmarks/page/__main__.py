@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -111,7 +112,7 @@ class Rig:
             used = self._used(lambda: printed.append(run_beside(self.simulation, self._beside(*words))))  # noqa: B023
             more += used - alone * (time.monotonic() - began) / self.seconds
             count += int(printed[0])
-        return more / count
+        return more / count if more > 0 else math.nan  # lost in the noise: no figure, and no mark is met
 
     def _used(self, work: Callable[[], object]) -> float:
         before = self.controller.cpu_seconds()

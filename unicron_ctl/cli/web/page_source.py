@@ -19,7 +19,7 @@ Answer = TypeVar("Answer")
 # Seconds. A question that takes long is asked less often: the controller is to spend at most 2 % of its core on it.
 STATUS_SECONDS, EXPLAIN_SECONDS, SCENARIO_SECONDS, LONGEST_SECONDS = 2.0, 5.0, 20.0, 20.0
 TIMES_ITS_LENGTH = 50.0  # from one question to the next, counted without what the page itself makes of the answer
-OLD_SECONDS = 20.0  # an older answer is not shown while a new one is on its way
+OLD_SECONDS = 40.0  # an older answer is not shown while a new one is on its way
 ANSWER_SECONDS = 8.0  # for the controller to answer
 PATIENCE_SECONDS = 9.0  # for the answer to somebody else's question
 EXPLAIN_APART = 0.5  # between questions about jobs, whoever asks
