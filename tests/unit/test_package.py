@@ -44,7 +44,9 @@ def test_it_has_one_package_with_all_parts(wheel: Path) -> None:
     assert {top for top in tops if not top.endswith((".dist-info", ".data"))} == {"unicron"}
     parts = {name[1] for name in names if name[0] == "unicron" and len(name) > 2}
     assert parts == {"ctl", "detector", "planner", "sbatch_templates", "transition"}
-    sources = {path.relative_to(ROOT / "unicron_ctl") for path in (ROOT / "unicron_ctl").rglob("*.py")}
+    kinds = ("*.py", "*.html", "*.css", "*.js")  # all of the page included
+    sources = {path.relative_to(ROOT / "unicron_ctl") for kind in kinds for path in (ROOT / "unicron_ctl").rglob(kind)}
+    assert Path("cli/web/page.js") in sources
     assert {Path(*name[2:]) for name in names if name[:2] == ["unicron", "ctl"]} >= sources
 
 
