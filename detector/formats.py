@@ -43,6 +43,9 @@ LAUNCH = Format("the launcher's protocol", 1, 1)
 """From unicron-launch to the agent, the tasks of a step included: `slurm_plugin/spank/launch.h`."""
 RANKS = Format("the ranks' protocol", 1, 1)
 """Between an agent and its ranks: `unicron.detector.processes.rank_messages`."""
+ZYGOTE = Format("the zygote's protocol", 1, 1)
+"""Between an agent and its zygote, which is another release's where that was installed meanwhile: its ranks are then
+started cold. `unicron.detector.processes.zygote`."""
 LOG = Format("format", 4, 4)
 """The event log with the saved states: `unicron.ctl.controller.log.store`."""
 IMAGE = Format("image format", 3, 3)

@@ -31,8 +31,8 @@ from unicron.ctl.controller.server.server import Server
 from unicron.ctl.protocol import datagrams, peer_messages, shared_plans, wire
 from unicron.ctl.settings.config import Config, ControllerConfig
 from unicron.detector.failures.classify import Classifier
-from unicron.detector.formats import HINT, IMAGE, LAUNCH, LOG, PROTOCOL, RANKS, TOGETHER, Format
-from unicron.detector.processes import rank_messages
+from unicron.detector.formats import HINT, IMAGE, LAUNCH, LOG, PROTOCOL, RANKS, TOGETHER, ZYGOTE, Format
+from unicron.detector.processes import rank_messages, zygote
 from unicron.transition.snapshot.checkpoint import Checkpoints
 from unicron.transition.snapshot.image_format import BadImage, read_page
 
@@ -140,7 +140,8 @@ def test_the_newest_copy_has_the_numbers_of_this_release() -> None:
         assert form.oldest <= newest[name] <= form.number, f"{name}: the last release wrote {newest[name]}"
 
 
-def test_the_plugin_in_c_has_the_same_numbers() -> None:
+def test_the_plugin_in_c_and_the_zygote_have_the_same_numbers() -> None:
+    assert zygote.FORMAT == ZYGOTE.number
     spank = ROOT / "slurm_plugin/spank"
     assert re.search(rf"^#define UNICRON_HINT_NUMBER {HINT.number}\b", (spank / "notify.h").read_text(), re.M)
     assert f'#define UNICRON_LAUNCH_NUMBER "{LAUNCH.number}"' in (spank / "launch.h").read_text()
@@ -250,6 +251,19 @@ def test_an_agent_of_another_release_than_the_plugin_runs_the_command_and_says_s
     assert done.stdout == "no\n", "the command runs, with none of the launcher's variables"
     (line,) = done.stderr.splitlines()
     assert is_refusal(line, step) and "runs unprotected" in line
+
+
+@pytest.mark.parametrize("step", FURTHER, ids=["older", "newer"])
+def test_a_zygote_that_was_installed_under_a_running_agent_says_that_its_ranks_start_cold(step: int) -> None:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its:
+        command = [sys.executable, zygote.__file__, str(its.fileno()), "train.py"]
+        started = subprocess.Popen(command, pass_fds=[its.fileno()])
+        task = {"format": other(ZYGOTE, step), "agent": os.getpid(), "preload": [], "told": []}
+        ours.send(json.dumps(task).encode())
+        ours.settimeout(LIMIT)
+        assert "another release" in json.loads(ours.recv(4096))["off"]
+        assert started.wait(LIMIT) == 0
 
 
 @pytest.mark.parametrize("step", FURTHER, ids=["older", "newer"])

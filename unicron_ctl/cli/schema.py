@@ -32,6 +32,7 @@ def _types() -> dict[str, object]:
         "explain": answer_schema.Explanation,
         "inject": answer_schema.Injected,
         "punish": answer_schema.Injected,
+        "report week": answer_schema.Report,
         "pause": answer_schema.Paused,
         "resume": answer_schema.Paused,
         "classify": Classified,

@@ -30,12 +30,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ping": ("unicron.ctl.cli.ping:command", "Ask the controller for a sign of life."),
     "plan": ("unicron.ctl.cli.plan:command", "Compute the best assignment of nodes to jobs."),
     "punish": ("unicron.ctl.cli.inject:punish", "Break ranks at random until the time is up."),
+    "report": ("unicron.ctl.cli.reporting:command", "Sum up a week, or pack a bundle about a job for support."),
     "resume": ("unicron.ctl.cli.pause:resume", "End a pause."),
     "retire": ("unicron.ctl.cli.retire:command", "Give back to Slurm all that Unicron has taken."),
     "schema": ("unicron.ctl.cli.schema:command", "Print the JSON Schema of a command's JSON."),
     "setup": ("unicron.ctl.cli.setup:command", "Write unicron.toml, and say what else an installation takes."),
     "simulate": ("unicron.ctl.cli.simulate:command", "Replay a failure trace under several policies."),
-    "status": ("unicron.ctl.cli.status:command", "Show jobs, nodes and the last failures."),
+    "status": ("unicron.ctl.cli.status:command", "Show what needs an admin, jobs, nodes, failures."),
+    "top": ("unicron.ctl.cli.top:command", "Show the status, the worst first, until Ctrl-C."),
     "template": ("unicron.ctl.cli.templates:command", "Print or copy a batch script to start from."),
 }
 

@@ -130,7 +130,7 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
             refuse(fresh.path, found)
             server.apply_config(fresh, fresh.classifier())
         except UserError as error:
-            log.error("the configuration was not reloaded, and the old one stays: %s", error)
+            server.keep_config(str(error))
         notifier.ready()
 
     server.reload = reload

@@ -425,9 +425,11 @@ class Grace(Message, tag="grace"):
 
 
 class Note(Message, tag="note"):
-    """A line for the job's log."""
+    """A line for the job's log: now, or where the job ends while this agent is there (at_end). Of several for the end
+    the last counts; an empty one is none."""
 
     text: ranges.Text
+    at_end: bool = False
 
 
 # ---------------------------------------------------------------- unicronctl -> controller

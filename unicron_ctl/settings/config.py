@@ -54,8 +54,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     auth: Literal["munge", "none"] = "munge"
     """How agents and users prove who they are; "none" is for one user at a loopback address, and encrypts nothing."""
     metrics: str = ""
-    """Where Prometheus asks for metrics: HOST:PORT, such as "127.0.0.1:7453"; by default nowhere. Whoever reaches it
-    sees the names and users of all jobs."""
+    """Where Prometheus asks for metrics: HOST:PORT, or ":7453" for loopback alone; by default nowhere. Whoever reaches
+    it sees the names and users of all jobs."""
     admins: list[str] = []
     """Users who may do what a job's owner may, besides root."""
     heartbeat_period: Annotated[float, HEARTBEATS] = 1.0
@@ -298,8 +298,8 @@ def skip_problem(value: tuple[str, ...], programs: Collection[str] = ()) -> str:
 
 def metrics_problem(value: str) -> str:
     """What is wrong with an address for metrics, or nothing."""
-    host, port = host_and_port(value) if value else ("localhost", 1)
-    return "" if host and 0 <= port <= 65535 else f'metrics = "{value}": write HOST:PORT, such as 127.0.0.1:7453'
+    port = host_and_port(value)[1] if value else 0
+    return "" if 0 <= port <= 65535 else f'metrics = "{value}": write HOST:PORT, or :7453 for this machine alone'
 
 
 def host_and_port(text: str) -> tuple[str, int]:

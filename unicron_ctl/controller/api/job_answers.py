@@ -30,10 +30,10 @@ def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
     nodes_now = len(state.inside) if not state.ended else 0
     flops = state.measured.get(nodes_now, 0.0)
     counts = weight(core.view, state)
-    enough = nodes_now >= state.settings.min_nodes
     return schema.Job(
         **asdict(_base(core, state)),
         user=state.settings.user,
+        partitions=partitions(core, state, asker),
         since=state.since,
         nodes=nodes_now,
         min_nodes=state.settings.min_nodes,
@@ -47,7 +47,7 @@ def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
         anomalies=anomalies(core, state.job) if full else [],
         weight=counts,
         flops=flops,
-        waf=counts * flops if enough and not state.ended else 0.0,
+        waf=waf(state, counts),
         ledger_violations=state.ledger_violations,
         silent=_silent(core, state) if full else [],
         left_out=[f"{e} ({state.agents[e].node})" for e in sorted(state.parted)] if full else [],
@@ -57,6 +57,25 @@ def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
         elements=_elements(core, state) if full else [],
         barred=[plain(one, schema.Waiting) for one in waiting(core.view, state) if not one.starts] if full else [],
     )
+
+
+def waf(state: JobState, counts: float) -> float:
+    """The job's achieved FLOP/s times what its weight counts for; 0 where it has fewer nodes than it needs."""
+    count = len(state.inside)
+    if state.ended or count < state.settings.min_nodes:
+        return 0.0
+    return counts * state.measured.get(count, 0.0)
+
+
+def partitions(core: Core, job: JobState, asker: Asker) -> list[str]:
+    """The partitions of a job: as Slurm shows them, and where it shows the job no more, those of its nodes, which are
+    not for others."""
+    seen = core.view.slurm.seen
+    shown = seen.partitions(job.job) if seen else frozenset()
+    if shown or seen is None or not asker.may_order(job):
+        return sorted(shown)
+    infos = (seen.by_name.get(agent.node) for agent in job.agents.values())
+    return sorted({name for info in infos if info is not None for name in info.partitions})
 
 
 def explanation(core: Core, state: JobState) -> schema.Explanation:

@@ -37,6 +37,7 @@ def visible_nodes(core: Core, asker: Asker) -> list[schema.Node]:
         checks = readmission.shown(core.view, core.slurm.gate, name) if asker.admin else schema.NodeChecks()
         node = schema.Node(
             node=name,
+            partitions=list(info.partitions) if info else [],
             states=sorted(info.states) if info else [],
             healthy=info.healthy if info else view is not None,
             reason=info.reason if info else "",

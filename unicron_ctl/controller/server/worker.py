@@ -156,6 +156,7 @@ class Worker:
         self._client, self._probe_timeout = client, probe_timeout
         self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
         self._order = Order()
+        self.took: Callable[[str, float], object] = lambda call, seconds: None  # told of each call of Slurm
         self._others = Others(client) if client is not None else None
         self._site = UNSAID
         self._looked = -SETTINGS_SECONDS
@@ -219,8 +220,8 @@ class Worker:
 
     def _poll(self, poll: Poll, core: Core) -> None:
         assert self._client is not None and self._others is not None
+        began = time.monotonic()
         try:
-            began = time.monotonic()
             nodes, own = self._client.nodes(), self._client.elements(poll.jobs)
             took = time.monotonic() - began
             elements = own + self._others.read(nodes, own, poll)
@@ -242,6 +243,8 @@ class Worker:
             self.results.put(lambda: core.on_slurm_error(text))
         else:
             self.results.put(lambda: core.on_listing(nodes, elements, site, took))
+        finally:
+            self.took("list", time.monotonic() - began)
 
     def _run(self, request: Run, tickets: list[int], core: Core) -> None:
         """Carries actions out for RUN_SECONDS, and no further than the first call that Slurm does not answer."""
@@ -267,12 +270,15 @@ class Worker:
     def _act(self, action: Action) -> tuple[str, bool]:
         """Carries one action out. Returns why it failed, and whether Slurm gave no answer."""
         assert self._client is not None
+        began = time.monotonic()
         try:
             perform(self._client, action)
         except SlurmError as error:
             return str(error), isinstance(error, SlurmTimeout)
         except Exception as error:
             return shortened(f"{type(error).__name__}: {error}", SAID), False
+        finally:
+            self.took(action.action, time.monotonic() - began)
         return "", False
 
 

@@ -105,6 +105,7 @@ from unicron.ctl.controller.log.records.slurm_records import (
     Unpaused as Unpaused,
     Started as Started,
     Configured as Configured,
+    ConfigRefused as ConfigRefused,
     BadMessage as BadMessage,
     RegistrationRefused as RegistrationRefused,
     JobSetAside as JobSetAside,

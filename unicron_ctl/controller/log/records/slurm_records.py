@@ -20,6 +20,10 @@ class Configured(Record, frozen=True, tag="configured"):
     """The configuration was read again."""
 
 
+class ConfigRefused(Record, frozen=True, tag="config_refused"):
+    """The configuration was to be read again, and has a mistake: the old one stays."""
+
+
 class BadMessage(Record, frozen=True, tag="bad_message"):
     """A message could not be read.
 
@@ -32,10 +36,11 @@ class BadMessage(Record, frozen=True, tag="bad_message"):
 class RegistrationRefused(Record, frozen=True, tag="registration_refused"):
     """An agent was not taken in.
 
-    peer: job and element.
+    peer: job and element. node: where the agent says that it is.
     """
 
     peer: str
+    node: str = ""
 
 
 class JobSetAside(Record, frozen=True, tag="job_set_aside"):

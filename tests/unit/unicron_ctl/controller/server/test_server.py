@@ -67,6 +67,19 @@ def test_an_agents_door_is_where_its_connection_comes_from(server: Server, addre
     assert server.core.state.jobs["1"].agents[0].door == f"{host}:70"
 
 
+def test_a_configuration_that_is_read_again_or_refused_is_in_the_log(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "unicron"):
+        server.apply_config(server.config, Classifier())
+        server.keep_config("offer_delay: a number is needed")
+        server.flush()
+    told = [(record.levelname, record.getMessage().partition(":")[0]) for record in caplog.records]
+    assert told == [("INFO", "configured"), ("ERROR", "config_refused")]
+    assert [event.kind for event in server.store.tail().events] == ["configured", "config_refused"]
+    assert "the old one stays: offer_delay" in caplog.records[1].getMessage()
+
+
 def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect: a small answer that takes long to make cost as much as a ping."""
     clock = [server.now()]
