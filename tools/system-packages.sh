@@ -54,7 +54,8 @@ if [ "$what" = deb ]; then # what builds the packages, of this system's own Pyth
     /usr/bin/python3 -c 'import ensurepip, venv' >/dev/null 2>&1 || need python3-venv
 fi
 prometheus=
-if [ "$what" = wide ]; then # its programs, for metrics and alert rules
+if [ "$what" = wide ]; then # a browser for the page of `unicronctl web`; the programs for metrics and alert rules
+    has chromium || need chromium fonts-dejavu-core
     has promtool || { need prometheus && prometheus=new; }
 fi
 [ ${#missing[@]} -gt 0 ] || exit 0

@@ -79,7 +79,8 @@ def test_from_nothing_to_a_protected_job(site: BootedRoot) -> None:
 def test_the_demo_runs_on_them(site: BootedRoot) -> None:
     more = "megatron-core==0.16.1 einops psutil click msgpack msgspec prometheus_client pyzmq rich xxhash"
     site.run(f"/opt/train/bin/python -m pip install -q --disable-pip-version-check {more}", seconds=900)
-    demo = "PYTHONPATH=/usr/lib/unicron/python /opt/train/bin/python -c \"from unicron.ctl.cli.unicronctl import main; main()\" demo"
+    main = "from unicron.ctl.cli.unicronctl import main; main()"
+    demo = f"PYTHONPATH=/usr/lib/unicron/python /opt/train/bin/python -c '{main}' demo"
     said = site.run(f"{demo} 2>&1", "alice", seconds=900)
     assert "What you saw: when a rank or a node died" in said
 

@@ -113,7 +113,7 @@ def jobs(listed: Sequence[Job], folded: bool = False, chosen: bool = False) -> L
         table.add_row(
             job.job,
             job.name,
-            Text(_state(job), style=STATE_STYLES.get(job.state, "")),
+            Text(job_state(job), style=STATE_STYLES.get(job.state, "")),
             f"{job.nodes}/{job.max_nodes}",
             "-" if job.ended or job.planned_nodes is None else str(job.planned_nodes),
             f"{job.iteration}{wanted}" if job.iteration >= 0 else "-",
@@ -124,21 +124,21 @@ def jobs(listed: Sequence[Job], folded: bool = False, chosen: bool = False) -> L
             str(job.generation),
             str(job.failures),
         )
-        for note in _notes(job):
+        for note in job_notes(job):
             table.add_note(f"{job.job}: {note}")
     if not listed:
         table.add_note("no such job" if chosen else "no job yet: submit one with `sbatch --unicron`")
     return table
 
 
-def _state(job: Job) -> str:
+def job_state(job: Job) -> str:
     """A job's state in one word."""
     if job.ended:
         return f"ended({job.ended.code})"
     return "aside" if job.set_aside else str(job.state)
 
 
-def _notes(job: Job) -> list[str]:
+def job_notes(job: Job) -> list[str]:
     """The notes below the table of jobs, of one job."""
     found = []
     if job.set_aside and not job.ended:
@@ -378,13 +378,13 @@ def explanation(data: Explanation) -> list[Listing | Text]:
     table = Listing("when", "gen", "what", "why")
     for decision in data.decisions:
         table.add_row(short(decision.time), str(decision.generation or "-"), decision.kind, decision.reason)
-    parts: list[Listing | Text] = [Text("\n".join([*_standing(data), *_obstacles(data)])), table]
+    parts: list[Listing | Text] = [Text("\n".join([*standing(data), *obstacles(data)])), table]
     if data.failures:
         parts.append(failures(data.failures))
     return parts
 
 
-def _standing(data: Explanation) -> list[str]:
+def standing(data: Explanation) -> list[str]:
     """The job's state, replicas and spares, one fact a line."""
     lines = [f"job {data.job} ({data.name}): {data.state}, generation {data.generation}"]
     if data.mode == "restart":
@@ -406,7 +406,7 @@ def _standing(data: Explanation) -> list[str]:
     return lines
 
 
-def _obstacles(data: Explanation) -> list[str]:
+def obstacles(data: Explanation) -> list[str]:
     """What limits the job, and its plan."""
     lines = []
     if said := not_finite(data):

@@ -354,6 +354,22 @@ class PlanReport(msgspec.Struct, kw_only=True):
     trigger: str | UnsetType = UNSET
 
 
+class Sharing(msgspec.Struct, kw_only=True):
+    """By what rules others are told less than admins, for `unicronctl web`, which asks once for all who look.
+
+    auth: how users prove who they are. uid: the controller's own user, an admin as root is. admins: further ones, by
+    name. private: Slurm's PrivateData, kinds of things that users see of their own only. owners: job -> uid, null where
+    only a name is known. names: job -> its name in Slurm, where that shows it.
+    """
+
+    auth: str
+    uid: int
+    admins: list[str]
+    private: list[str]
+    owners: dict[str, int | None]
+    names: dict[str, str]
+
+
 class Status(msgspec.Struct, kw_only=True):
     """The answer of `unicronctl status`. failures: of the asker's jobs. observed: what acting would have saved."""
 
@@ -365,6 +381,7 @@ class Status(msgspec.Struct, kw_only=True):
     observed: list[str]
     waf: float
     plan: PlanReport
+    sharing: Annotated[Sharing | None, ADMIN] = None
 
 
 class CauseSum(msgspec.Struct, kw_only=True):

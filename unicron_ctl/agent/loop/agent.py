@@ -362,6 +362,9 @@ class Agent:
             return  # a lost network brings nothing either, however soon ZeroMQ has found a way around it
         try:
             message = wire.decode(data, wire.ToAgent)
+            if not self._net.line.is_current(message.term):
+                self.log.drop("the controller", "another controller has taken over from it")
+                return
             self._last_heard = time.monotonic()
             self._stand_in.participant.on_controller(self._last_heard)
             self._obey(message)
@@ -449,6 +452,7 @@ class Agent:
             self._snapshots.copies.refuse()
             self.registration.register()
         if again:
+            self._reports.send_steps_again()
             self._send_status()
             self._reports.node_events(again=True)
 

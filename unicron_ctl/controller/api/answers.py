@@ -24,6 +24,7 @@ from unicron.ctl.controller.api.questions import (
     PauseOrder,
     ReportQuestion,
     ResumeOrder,
+    StatusQuestion,
 )
 from unicron.ctl.controller.api.week_answer import report
 from unicron.ctl.controller.core.core import Core
@@ -54,10 +55,10 @@ def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: 
     return function(core, store, question, asker)
 
 
-def status(core: Core, store: Store, wanted: Filters, asker: Asker) -> schema.Status:
+def status(core: Core, store: Store, wanted: StatusQuestion, asker: Asker) -> schema.Status:
     """Everything at a glance, or what is asked for. What needs an admin is always there."""
     names = filters.checked(core, wanted, asker, _partitions(core))
-    all_jobs, all_nodes = visible_jobs(core, asker), visible_nodes(core, asker)
+    all_jobs, all_nodes = visible_jobs(core, asker, wanted.brief), visible_nodes(core, asker, wanted.brief)
     listed = filters.jobs(all_jobs, wanted, names, all_nodes)
     mine = [job for job in core.state.jobs.values() if asker.may_order(job)]
     failures = sorted((f for job in mine for f in job.failures), key=lambda failure: failure.id)
@@ -72,6 +73,7 @@ def status(core: Core, store: Store, wanted: Filters, asker: Asker) -> schema.St
         observed=observed_lines(core, store) if asker.admin else [],
         waf=sum(item.waf for item in listed),
         plan=plain(report, schema.PlanReport) if report and asker.admin else schema.PlanReport(),
+        sharing=privacy.sharing(core.view) if asker.admin else None,
     )
 
 
@@ -261,7 +263,7 @@ def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> schem
 
 # What is asked -> the type of its arguments, and the function that answers.
 QUESTIONS: dict[str, tuple[type[msgspec.Struct], Callable[[Core, Store, Any, Asker], Any]]] = {
-    "status": (Filters, status),
+    "status": (StatusQuestion, status),
     "jobs": (Filters, jobs),
     "nodes": (Filters, nodes),
     "events": (EventsQuestion, events),

@@ -26,6 +26,12 @@ class Filters(msgspec.Struct, kw_only=True):
     since: Annotated[float, Meta(ge=0, le=1e11)] = 0.0
 
 
+class StatusQuestion(Filters, kw_only=True):
+    """Everything at a glance. brief: without what each rank says, and what nodes have measured."""
+
+    brief: bool = False
+
+
 class EventsQuestion(Filters, kw_only=True):
     """The log after an id, or with 0 the newest of it before an id (0: the end). kinds: those that count, without:
     those that do not, with spaces between them. mark: the answer says how far the log was read."""

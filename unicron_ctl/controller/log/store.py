@@ -20,6 +20,7 @@ from unicron.ctl.system.errors import UserError
 from unicron.detector.formats import LOG
 
 BUSY_SECONDS = 2.0
+PEEK_SECONDS = 0.2
 BRIDGED_SECONDS = 3600.0
 FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # that go, and that are looked at, at once: some 30 ms
 LARGEST_BYTES = 128 << 20  # of the log: what is older than both states goes beyond it, whatever its kind
@@ -53,7 +54,15 @@ CREATE TABLE IF NOT EXISTS event (
 CREATE INDEX IF NOT EXISTS event_job ON event (job, id);
 CREATE INDEX IF NOT EXISTS event_kind ON event (kind, id);
 CREATE TABLE IF NOT EXISTS state (event INTEGER PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS term (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    number INTEGER NOT NULL,
+    holder TEXT NOT NULL,
+    lease REAL NOT NULL,
+    beat INTEGER NOT NULL
+);
 """
+_HOLDER = "SELECT number, holder, lease, beat FROM term"
 
 
 _TEXTS = re.compile(rb'"([^"\\]{1,255})"')  # in JSON: also each node's name, which has nothing to escape
@@ -76,6 +85,25 @@ def told(found: Iterable[T], progress: Progress) -> Iterator[T]:
 
 class StoreError(UserError):
     """The log cannot be read or written; one line that says what to do."""
+
+
+class Locked(StoreError):
+    """Another process is in the middle of a transaction."""
+
+
+class Fenced(StoreError):
+    """Another controller has taken the log over: this one must not decide or say anything more."""
+
+
+class Holder(NamedTuple):
+    """Names whose log this is. number: of the controller's term; a later controller has a higher one. name: its host
+    and process. lease: it renews its right every now and then, and does nothing once it could not for so many seconds;
+    0 where it only ends with its process. beat: counts what it has renewed."""
+
+    number: int = 0
+    name: str = ""
+    lease: float = 0.0
+    beat: int = 0
 
 
 class Tail(NamedTuple):
@@ -115,15 +143,20 @@ ALL = Wanted()
 
 
 class Store:
-    """One writer (the controller); readers may open the same file beside it. Raises StoreError."""
+    """One writer (the controller); readers may open the same file beside it. Raises StoreError.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    shared: the file may be on a file system that several hosts have mounted. Its journal is then one that needs no
+    memory which they would have to share (not WAL), and each transaction is on the disk when it ends.
+    """
+
+    def __init__(self, path: str | Path, shared: bool = False) -> None:
+        self.path, self._shared = Path(path), shared
+        self.term = 0  # in which this controller writes
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
             self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file: it has effect before all else only
-            self._db.execute("PRAGMA journal_mode=WAL")
+            self._set_journal("persist" if shared else "wal")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version and LOG.refusal(version):
                 raise StoreError(
@@ -132,11 +165,39 @@ class Store:
                     "its jobs run on unprotected; or go back to that release"
                 )
             self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version={LOG.number}")
+            if not version:
+                self._db.execute(f"PRAGMA user_version={LOG.number}")
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror}: choose another state_dir") from None
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
+
+    def _set_journal(self, mode: str) -> None:
+        """Raises StoreError where the file stays in another mode: somebody else has it open."""
+        found = self._db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0]
+        if found != mode:
+            raise StoreError(f"{self.path}: its journal stays {found!r}: does another program have it open?")
+
+    def holder(self) -> Holder:
+        """Returns whose log it is; Holder() before anybody's."""
+        try:
+            row = self._db.execute(_HOLDER).fetchone()
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        return Holder(*row) if row else Holder()
+
+    def begin_term(self, fresh: Holder, last: Holder) -> None:
+        """Makes the log `fresh`'s, if it is `last`'s still. Whoever had it can write no more. Raises Fenced."""
+        with self._transaction(lasting=True, checked=False):
+            if self.holder() != last:
+                raise Fenced(f"{self.path}: another unicrond has just taken it over")
+            self._db.execute("INSERT OR REPLACE INTO term VALUES (1, ?, ?, ?, ?)", fresh)
+        self.term = fresh.number
+
+    def renew(self) -> None:
+        """Counts one renewal of the lease. Raises Fenced when the log is another's by now."""
+        with self._transaction():
+            self._db.execute("UPDATE term SET beat = beat + 1")
 
     def append(self, events: Sequence[Event]) -> None:
         """Stores the events in one transaction: all of them or none.
@@ -184,7 +245,8 @@ class Store:
             if over > 0:
                 yield from self._in_pieces(self._oldest(upto, over))
             while self._free() > FREE_BYTES:
-                self._db.execute(f"PRAGMA incremental_vacuum({FORGET_RECORDS})").fetchall()
+                with self._transaction():
+                    self._db.execute(f"PRAGMA incremental_vacuum({FORGET_RECORDS})").fetchall()
                 yield 0
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
@@ -404,17 +466,21 @@ class Store:
         self._db.close()
 
     @contextlib.contextmanager
-    def _transaction(self, lasting: bool = False) -> Iterator[None]:
-        """All that is written within it, or nothing. lasting: it is on the disk when this returns."""
+    def _transaction(self, lasting: bool = False, checked: bool = True) -> Iterator[None]:
+        """All that is written within it, or nothing. lasting: it is on the disk when this returns. checked: Raises
+        Fenced, and writes nothing, where the log is another controller's."""
         try:
-            self._db.execute(f"PRAGMA synchronous={'FULL' if lasting else 'NORMAL'}")
+            self._db.execute(f"PRAGMA synchronous={'FULL' if lasting or self._shared else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
+            if checked and (holder := self.holder()).number != self.term:
+                raise Fenced(f"{self.path}: {holder.name} has taken it over: this unicrond ends")
             yield
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise _explained(self.path, error) from None
 
     def _select(self, query: str, values: tuple[Any, ...]) -> Iterator[Event]:
         try:
@@ -431,6 +497,20 @@ def _names_one(kind: str, payload: bytes, names: Collection[str]) -> bool:
     return any(name in names for name in nodes_of(records.decode(kind, payload)))
 
 
+def peek(path: Path) -> Holder | None:
+    """Says whose log it is, for a host that has not opened it; None where it cannot be told now: there is none, it is
+    being written, or its journal is WAL, which is for one host alone."""
+    try:
+        with path.open("rb") as file:
+            if file.read(20)[18:] != b"\x01\x01":  # the versions of its format: 2 is WAL
+                return None
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", PEEK_SECONDS, uri=True)) as db:
+            row = db.execute(_HOLDER).fetchone()
+    except (OSError, sqlite3.Error):
+        return None
+    return Holder(*row) if row else Holder()
+
+
 def _tag(kind: type[Record]) -> str:
     """The name of its kind in the log."""
     return str(kind.__struct_config__.tag)
@@ -439,7 +519,7 @@ def _tag(kind: type[Record]) -> str:
 def _explained(path: Path, error: Exception) -> StoreError:
     text = str(error)
     if "locked" in text or "busy" in text:
-        return StoreError(f"{path}: locked by another process: is another unicrond running on this state_dir?")
+        return Locked(f"{path}: locked by another process: is another unicrond running on this state_dir?")
     if "full" in text:
         return StoreError(f"{path}: the disk is full: make room, nothing that was decided is lost")
     if "malformed" in text or "not a database" in text or isinstance(error, ValueError):

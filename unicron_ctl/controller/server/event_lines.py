@@ -49,6 +49,7 @@ LEVELS: dict[type[Record], int] = {
             records.InjectRefused,
             records.Injected,
             records.HeldAgain,
+            records.Restored,
         ),
         logging.WARNING,
     ),

@@ -24,6 +24,7 @@ from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.core.state_snapshot import read_state
 from unicron.ctl.controller.log import notices, records
 from unicron.ctl.controller.log.store import Progress, Store, StoreError, nothing
+from unicron.ctl.controller.log.term import Tenure
 from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron.ctl.controller.model.quotas import Quotas, cost
 from unicron.ctl.controller.server import event_lines
@@ -63,8 +64,8 @@ Route = tuple[bytes, ...]
 
 class Server:
     """One controller on `listen`; `address` is where it can be reached, `key` its public key, empty when it encrypts
-    nothing. connections: as many at once. progress: called every now and then while the log is read. Raises UserError
-    when it can't start.
+    nothing. connections: as many at once. progress: called every now and then while the log is read. tenure: the
+    right to act; by default it has that as long as it lives. Raises UserError when it can't start.
     """
 
     def __init__(
@@ -76,8 +77,11 @@ class Server:
         classifier: Classifier,
         connections: int = MAX_SOCKETS,
         progress: Progress = nothing,
+        tenure: Tenure | None = None,
     ) -> None:
         self.config, self.store = config, store
+        self._tenure = tenure or Tenure()
+        self.heard_agents = float("-inf")  # when it has heard one last
         self._offset = store.time(time.time()) - time.monotonic()  # one clock that never goes backwards
         saved = store.states()
         store.thin(saved[0][0] if saved else 0, progress)  # what is older was thinned before the state was saved
@@ -85,8 +89,9 @@ class Server:
         self._upkeep = LogUpkeep(store, state, lambda: self.now())
         self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
         self._weekly = WeeklySum(self.core, store)
-        self.worker = Worker(client, config.controller.probe_timeout)
+        self.worker = Worker(client, config.controller.probe_timeout, self._tenure)
         self.watchdog: Callable[[float], object] = lambda now: None  # told at every turn; set by main
+        self.turned: Callable[[float], object] = lambda now: None  # the same; raises StoreError to end the loop
         self.dropped: Counter[str] = Counter()
         self._complaints = Complaints(self.core)
         self._quotas = Quotas()
@@ -134,6 +139,7 @@ class Server:
         running = True
         while running:
             self._wait_for_more()
+            self._tenure.assure()
             due = min(next_tick, self._answer_at) if self._asked else next_tick
             wait = 0 if self.core.pending else max(0, int((due - self.now()) * 1000))
             ready = dict(self._poller.poll(wait))
@@ -166,6 +172,7 @@ class Server:
                 next_tick = max(now + TICK_SECONDS, ended + min(ended - now, PAUSE_SECONDS))
             self.telling.work(now)
             self.watchdog(now)
+            self.turned(now)
             self.flush()
             if self._asked and not self.core.pending and self.now() >= self._answer_at:
                 self._answer_some()
@@ -187,11 +194,13 @@ class Server:
 
     def close(self) -> None:
         """Ends sockets and threads; what was decided last is stored."""
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError):  # whose term is over, writes and says nothing
             self.flush()
             self._upkeep.save_state(self.core.state)
         if self.exporter is not None:
             self.exporter.close()
+        if self._tenure.lease:  # a standby may act at once: no call to Slurm outlives this controller
+            self.worker.let_changes_end(self.config.controller.slurm_timeout)
         self.worker.close()
         self.listener.close()
         for hints in self._hints:
@@ -241,6 +250,7 @@ class Server:
         key = connection.session.key
         if key in self.core.view.live.keys:
             self.listener.is_known(connection)
+            self.heard_agents = self._received_at
         self._on_message((connection.route,), data, key, connection.address)
 
     def _on_refused(self, connection: Connection, reason: str) -> None:
@@ -357,7 +367,8 @@ class Server:
 
     def _answer_hello(self, data: bytes, where: Where) -> None:
         with contextlib.suppress(OSError):
-            where[0].sendto(data, where[1])
+            if self._tenure.valid:
+                where[0].sendto(data, where[1])
 
     def _on_results(self, mailbox: Mailbox[Result]) -> None:
         """Takes what threads have found, for a part of the time until the next tick; the rest waits for the next
@@ -441,13 +452,14 @@ class Server:
                 if self.exporter is not None:
                     self.exporter.recorded.note(event)
             self._upkeep.thin(events[-1].id)
+        self._tenure.assure()  # the log may have been taken over since
         outbox, core.outbox = core.outbox, []
         last: tuple[wire.Message | None, bytes] = None, b""
         for route, sends in groupby(outbox, lambda send: send.route):
             told: list[bytes] = []
             for send in sends:
                 if send.message is not last[0]:  # what goes to many is encoded once
-                    last = send.message, wire.encode(send.message)
+                    last = send.message, self._encode(send.message)
                 told.append(last[1])
             self._send_bytes(route, *told)
         requests, core.requests = core.requests, []
@@ -457,7 +469,13 @@ class Server:
             self._upkeep.work(core.state)
 
     def _send(self, route: Route, message: msgspec.Struct) -> None:
-        self._send_bytes(route, wire.encode(message))
+        self._send_bytes(route, self._encode(message))
+
+    def _encode(self, message: msgspec.Struct) -> bytes:
+        """The message with the number of this controller's term, by which agents know an older one's."""
+        if isinstance(message, wire.Message):
+            message.term = self.store.term
+        return wire.encode(message)
 
     def _send_bytes(self, route: Route, *messages: bytes) -> None:
         if not self.listener.send(route[0], *messages):

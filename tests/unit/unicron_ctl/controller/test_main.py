@@ -17,7 +17,6 @@ from unicron.ctl.controller import unicrond as main
 from unicron.ctl.controller.server import journal
 from unicron.ctl.settings.config import Config
 from unicron.ctl.system import descriptors
-from unicron.ctl.system.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -144,14 +143,6 @@ def test_a_life_from_start_to_stop(
     assert undated(err[0]).startswith("WARNING unicrond: 1024 open files are granted")
     assert len(err) == 1 and [path in problem for problem in servers[0].problems] == [True]
     manager.close()
-
-
-def test_two_on_one_state_folder(tmp_path: Path) -> None:
-    first = main.claim(tmp_path / "state")
-    with pytest.raises(UserError, match="another unicrond runs on this state folder"):
-        main.claim(tmp_path / "state")
-    os.close(first)
-    os.close(main.claim(tmp_path / "state"))
 
 
 def test_a_marked_error_is_an_error_in_the_journal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,7 @@ from unicron.ctl.controller.log.records.slurm_records import (
     Paused as Paused,
     Unpaused as Unpaused,
     Started as Started,
+    Restored as Restored,
     Configured as Configured,
     ConfigRefused as ConfigRefused,
     BadMessage as BadMessage,

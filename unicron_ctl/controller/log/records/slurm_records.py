@@ -16,6 +16,13 @@ class Started(Record, frozen=True, tag="started"):
     jobs: int
 
 
+class Restored(Record, frozen=True, tag="restored"):
+    """The log up to here is that of a backup; what came later is lost. taken: when its last event was, seconds since
+    1970."""
+
+    taken: float
+
+
 class Configured(Record, frozen=True, tag="configured"):
     """The configuration was read again."""
 
