@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from unicron.ctl.doctor.facts import COMPUTE, HEAD
 from unicron.ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
+from unicron.ctl.system.addresses import split_addresses
 from unicron.ctl.system.release import work_together
 
 ROOT = 0
@@ -177,7 +178,7 @@ def _line_problems(case: Case) -> Iterator[tuple[str, str]]:
         )
     if not found.controller:
         yield "the plugin's line has no controller=", f"controller={mine.address or 'tcp://HOST:7451'}"
-    elif mine.address and found.controller != mine.address:
+    elif mine.address and split_addresses(found.controller) != split_addresses(mine.address):
         yield (
             f"jobs report to {found.controller}, and commands ask {mine.address}",
             f"the same in {found.plugstack} and {mine.path}",

@@ -346,6 +346,16 @@ def test_a_controller_that_no_command_asks_is_not_called_silent() -> None:
     assert [result.verdict for result in results] == ["unknown"]
 
 
+def test_a_standby_is_named_in_both_places() -> None:
+    both = "tcp://head:7451, tcp://head2:7451"
+    node = changed(host(), config__address=both.replace(" ", ""), plugin__controller=both)
+    assert {result.verdict for result in found(judged(node), "plugin")} == {"good"}
+    results = found(judged(changed(node, plugin__controller=ADDRESS)), "plugin")
+    assert [result.text for result in results if result.verdict == "problem"] == [
+        "jobs report to tcp://head:7451, and commands ask tcp://head:7451,tcp://head2:7451"
+    ]
+
+
 def test_a_login_without_torch_differs_from_no_node() -> None:
     login = changed(host("login1", LOGIN), torch="", megatron="")
     assert {result.verdict for result in found(examine([login, host()], site()), "python")} == {"good"}
