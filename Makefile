@@ -32,7 +32,7 @@ CONSTRAINTS ?= constraints.txt
 # A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin agent-folder deb rpm manpages docs demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test system-wide plugin agent-folder deb rpm manpages docs demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -52,6 +52,9 @@ system:          ## installs missing Debian packages: Slurm, munge, a C compiler
 
 system-test:     # and what only the tests need: Slurm's accounting
 	PYTHON=$(PYTHON) tools/system-packages.sh test
+
+system-wide:     # and what only `make test-wide` needs: Prometheus
+	PYTHON=$(PYTHON) tools/system-packages.sh wide
 
 plugin: system   ## builds the SPANK plugin against the installed Slurm
 	$(MAKE) -C slurm_plugin/spank
@@ -100,7 +103,7 @@ else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
-test-wide: system-test venv plugin   ## further shapes of what `make test` proves
+test-wide: system-wide venv plugin   ## further shapes of what `make test` proves
 	$(MAKE) --no-print-directory test-others SHAPES="wide and not long"
 
 test-long: system-test venv plugin  ## the tests that take longest, the pure ones with four times as many random cases, with `make storms` and `make bench` before a release

@@ -9,7 +9,7 @@ folder gets. It must have the packages of packaging/requirements.txt.
     usr/lib/unicron                                             the plugin, prolog, epilog, health check
     usr/lib/systemd, usr/lib/sysusers.d, usr/lib/tmpfiles.d     units, users, folders
     opt/unicron                                                 the agent's folder (tools/agent_folder.py)
-    usr/share                                                   manual pages, completion, the plugin's line, containers, alerts
+    usr/share                                                   manual pages, completion, the plugin's line, alerts
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def stage_project(destination: Path) -> None:
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: unicron-slurm\nVersion: {version()}\n")
     for folder in (project, packages):
         mode = py_compile.PycInvalidationMode.UNCHECKED_HASH  # times of files change with each unpacking
-        if not compileall.compile_dir(folder, quiet=1, invalidation_mode=mode, stripdir=str(destination), prependdir="/"):
+        if not compileall.compile_dir(
+            folder, quiet=1, invalidation_mode=mode, stripdir=str(destination), prependdir="/"
+        ):
             sys.exit(f"unicron: not all of {folder} can be compiled")
     for name, module in PROGRAMS.items():
         program = destination / "usr/bin" / name

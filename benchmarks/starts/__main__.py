@@ -3,6 +3,9 @@
 By turns, inside one allocation each: `srun true` with the plugin and a job that asked for Unicron, and on a cluster
 without the plugin; then a training, from `srun` to its first step. Last, a script of `srun --ntasks-per-node=2` on two
 nodes, a rank of which is killed N times: seconds from the kill to the job's next step, with forked (warm) ranks.
+
+Before that, pairs of launches as a user has them, side by side: `srun true` as a job of its own, with plugin, agent,
+prolog and epilog and without any of them, until `srun` has ended and until the node is free again.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from tests.support.jobs import json_lines
 from tests.support.plugin_site import Site
 from tests.support.processes import wait_for
 from unicron.ctl.lab.cluster import LocalCluster
+from unicron.ctl.lab.cluster.health_program import PROLOG, wrapper
 
 NODES, TASKS, LIMIT = 2, 2, 120.0
+EPILOG = PROLOG.parent.parent / "epilog.d" / PROLOG.name
 OLD_SECONDS = 21.0  # the processes of a younger world get 2 s to show an error of their own
 TRAIN = """
 import json, os, sys, time
@@ -98,6 +103,49 @@ def measure_starts(folder: Path, site: Site, bare: dict[str, str], times: int) -
     print_figure("start of a training, with less without", with_it - without, "s", most=1.0)
 
 
+def prolog_lines(folder: Path) -> list[str]:
+    """Lines of slurm.conf for prolog and epilog as they are shipped, without health.conf."""
+    folder.mkdir()
+    (folder / "prolog.conf").write_text(f"UNICRON_LOG={folder}/log\nUNICRON_HEALTH_CONF={folder}/health.conf\n")
+    (folder / "epilog.conf").write_text(f"UNICRON_LOG={folder}/log\n")
+    prolog = wrapper(folder, PROLOG, "UNICRON_PROLOG_CONF")
+    return [f"Prolog={prolog}", f"Epilog={wrapper(folder, EPILOG, 'UNICRON_EPILOG_CONF')}"]
+
+
+def launch_seconds(environment: dict[str, str], options: list[str]) -> tuple[float, float]:
+    """Seconds of a job until `srun` has ended, and until its node is free again."""
+    command = ["srun", "-N1", "--exclusive", "--nodelist=n1", *options, "true"]
+    begun = time.monotonic()
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=LIMIT)
+    ended = time.monotonic()
+
+    def is_free() -> bool:
+        look = ["sinfo", "-h", "-n", "n1", "-o", "%T"]
+        return subprocess.run(look, env=environment, capture_output=True, text=True).stdout.strip() == "idle"
+
+    wait_for(is_free, "the node is free again", LIMIT)
+    return ended - begun, time.monotonic() - begun
+
+
+def measure_launches(site: Site, bare: dict[str, str], times: int) -> None:
+    """Pairs of jobs, with and without, the other one first in each second pair."""
+    sides = [(site.environment, ["--unicron", "--unicron-min-nodes=1"]), (bare, [])]
+    ratios: list[tuple[float, float]] = []
+    seconds: list[list[tuple[float, float]]] = [[], []]
+    for environment, options in sides:
+        launch_seconds(environment, options)  # the first one finds nothing in the caches
+    for turn in range(times):
+        found = {side: launch_seconds(*sides[side]) for side in ((0, 1), (1, 0))[turn % 2]}
+        ratios.append((found[0][0] / found[1][0], found[0][1] / found[1][1]))
+        for side in (0, 1):
+            seconds[side].append(found[side])
+    for place, what in enumerate(("srun true, a job of its own", "the same, until its node is free")):
+        with_it, without = (statistics.median(each[place] for each in side) for side in seconds)
+        print(f"{what}: {with_it:.3f} s with, {without:.3f} s without")
+        ratio = statistics.median(each[place] for each in ratios)
+        print_figure(f"{what}, with all over without", ratio, "", most=1.2)
+
+
 def newest(folder: Path) -> dict[int, dict]:
     """The last line of each rank."""
     found: dict[int, dict] = {}
@@ -138,15 +186,17 @@ def measure_kills(site: Site, times: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=5, help="turns, and kills")
+    parser.add_argument("--launches", type=int, default=20, help="pairs of launches")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="unicron-starts-") as name:
         folder = Path(name)
         (folder / "site").mkdir()
-        site = Site(folder / "site", NODES)
+        site = Site(folder / "site", NODES, config_lines=prolog_lines(folder / "hooks"))
         bare = LocalCluster(folder / "bare", nodes=NODES, gpus_per_node=1, auth="none")
         try:
             bare.up()
             environment = site.environment | {"SLURM_CONF": str(bare.layout.slurm_conf)}
+            measure_launches(site, environment, options.launches)
             measure_starts(folder, site, environment, options.times)
             measure_kills(site, options.times)
         finally:

@@ -16,6 +16,7 @@ import signal
 import stat
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -169,7 +170,7 @@ def _environment() -> Mapping[str, str]:
     return {"PATH": USUAL_PATH, "LC_ALL": "C"} | {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
 
 
-def _identity(user: str) -> dict[str, object]:
+def _identity(user: str) -> dict[str, Any]:
     """What Popen is told of who runs it: a session of its own, and no more groups than the user has."""
     if not user:
         return {"start_new_session": True}

@@ -45,6 +45,19 @@ int config_split_address(const char *address, char host[UNICRON_HOST_MAX], unsig
 	return (0);
 }
 
+int config_next_address(const char **list, char address[UNICRON_ONE_ADDRESS_MAX])
+{
+	size_t length = strcspn(*list, ",");
+	const char *start = *list;
+
+	*list = start[length] == ',' ? start + length + 1 : NULL;
+	if (length >= UNICRON_ONE_ADDRESS_MAX)
+		return (-1);
+	memcpy(address, start, length);
+	address[length] = '\0';
+	return (0);
+}
+
 static int copy_value(char *target, size_t size, const char *argument, const char *value)
 {
 	if (strlen(value) >= size) {
@@ -67,13 +80,17 @@ static int parse_path(char target[PATH_MAX], const char *argument, const char *v
 
 static int parse_controller(struct plugin_config *config, const char *argument, const char *value)
 {
-	char host[UNICRON_HOST_MAX];
-	unsigned port;
+	char one[UNICRON_ONE_ADDRESS_MAX], host[UNICRON_HOST_MAX];
+	const char *rest = value;
+	unsigned count = 0, port;
 
-	if (config_split_address(value, host, &port) < 0) {
-		slurm_error("unicron: couldn't read the plugin argument \"%s\": write controller=tcp://HOST:PORT",
-			    argument);
-		return (-1);
+	while (rest != NULL) {
+		if (++count > UNICRON_CONTROLLERS || config_next_address(&rest, one) < 0 ||
+		    config_split_address(one, host, &port) < 0) {
+			slurm_error("unicron: couldn't read the plugin argument \"%s\": write controller=tcp://HOST:PORT, "
+				    "and a standby's behind a comma", argument);
+			return (-1);
+		}
 	}
 	return (copy_value(config->controller, sizeof(config->controller), argument, value));
 }

@@ -22,7 +22,7 @@ static size_t known;     /* of them; 0: nowhere to send to */
 /* All addresses of the name: nobody can say which of them leads to the controller. */
 static void remember(const struct addrinfo *found)
 {
-	for (known = 0; found != NULL && known < UNICRON_CONTROLLER_ADDRESSES; found = found->ai_next) {
+	for (; found != NULL && known < UNICRON_CONTROLLER_ADDRESSES; found = found->ai_next) {
 		if (found->ai_addrlen > sizeof(controllers[known].address))
 			continue;
 		memcpy(&controllers[known].address, found->ai_addr, found->ai_addrlen);
@@ -71,7 +71,7 @@ done:
 	free(lookup);
 }
 
-void notify_set_controller(const char *address)
+static void add_controller(const char *address)
 {
 	const struct addrinfo numeric = { .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV, .ai_socktype = SOCK_DGRAM };
 	struct addrinfo *found = NULL;
@@ -79,7 +79,6 @@ void notify_set_controller(const char *address)
 	char port[8];
 	unsigned number;
 
-	known = 0;
 	if (config_split_address(address, host, &number) < 0)
 		return;
 	snprintf(port, sizeof(port), "%u", number);
@@ -89,6 +88,16 @@ void notify_set_controller(const char *address)
 	} else {
 		look_up_name(host, port);
 	}
+}
+
+void notify_set_controller(const char *address)
+{
+	char one[UNICRON_ONE_ADDRESS_MAX];
+
+	known = 0;
+	for (unsigned i = 0; address != NULL && i < UNICRON_CONTROLLERS; ++i)
+		if (config_next_address(&address, one) == 0)
+			add_controller(one);
 }
 
 /*

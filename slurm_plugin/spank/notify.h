@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Hints to the controller: one UDP datagram each, to every address of the host in its TCP address, and the same port number.
+ * Hints to the controller: one UDP datagram each, to every address of each host in its TCP addresses, and the same port number.
  * A datagram may be lost or forged, so the controller verifies what it says; the plugin never waits for anything and never
  * fails for it.
  */
@@ -13,7 +13,7 @@
 
 #define UNICRON_HINT_NUMBER 1             /* of the message (detector/formats.py) */
 #define UNICRON_NODE_MAX 256
-#define UNICRON_CONTROLLER_ADDRESSES 8    /* of one name; the others get no hint */
+#define UNICRON_CONTROLLER_ADDRESSES 8    /* of all names; the others get no hint */
 
 struct notice {
 	const char *kind;               /* "task_exit" */
@@ -24,7 +24,8 @@ struct notice {
 	int status;                     /* as of wait(2) */
 };
 
-/* Remembers where to send. Looks a host name up for half a second at most; a numeric address costs nothing. */
+/* Remembers where to send: addresses with commas between them. Looks each host name up for half a second at most; a
+ * numeric address costs nothing. */
 void notify_set_controller(const char *address);
 
 /* Fills in everything but kind and status, from the step. */

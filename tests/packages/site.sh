@@ -50,7 +50,7 @@ PartitionName=gpu Nodes=n1,n2 Default=YES State=UP OverSubscribe=EXCLUSIVE
 X
 echo 'include /etc/slurm/plugstack.conf.d/*' >/etc/slurm/plugstack.conf
 echo 'CgroupPlugin=disabled' >/etc/slurm/cgroup.conf
-echo 'Name=gpu Count=1' >/etc/slurm/gres.conf
+echo 'Name=gpu File=/dev/zero' >/etc/slurm/gres.conf
 cat >/etc/systemd/system/slurmd@.service <<X
 [Unit]
 After=munge.service slurmctld.service
@@ -59,6 +59,6 @@ ExecStart=/usr/sbin/slurmd -D -N %i
 KillMode=process
 X
 useradd -m -s /bin/bash alice
-python3 -m venv /opt/train
+[ -e /opt/train ] || python3 -m venv /opt/train
 /opt/train/bin/python -m pip install -q --disable-pip-version-check ${PIP_ARGS:-} torch numpy
 start

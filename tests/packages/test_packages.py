@@ -19,9 +19,9 @@ MOST_COMMANDS, MOST_MINUTES = 8, 10.0
 NAMES = ("unicron-agent", "unicron-client", "unicron-controller", "unicron-plugin")
 ITERATIONS = re.compile(r"iteration (\d+): loss ([\d.]+), (\d) ranks")
 # Where a trace could be; not the user's own files, nor what dpkg, apt and systemd's journal note of every package.
-TRACES = r"""find / -xdev \( -path /proc -o -path /sys -o -path /root/packages -o -path /home -o -path /var/log -o -path /var/cache \
-    -o -path '/var/lib/dpkg/*' -o -path /var/lib/apt \) -prune -o -iname '*unicron*' -print; ls -d /dev/shm/*unicron* /tmp/unicron* \
-    /run/*unicron* 2>/dev/null; true"""
+TRACES = r"""find / -xdev \( -path /proc -o -path /sys -o -path /root/packages -o -path /home -o -path /var/log \
+    -o -path /var/cache -o -path '/var/lib/dpkg/*' -o -path /var/lib/apt \) -prune -o -iname '*unicron*' -print
+ls -d /dev/shm/*unicron* /tmp/unicron* /run/*unicron* 2>/dev/null; true"""
 
 
 def commands(heading: str) -> list[tuple[str, str]]:
@@ -50,7 +50,9 @@ def wait_for_iteration(site: BootedRoot, number: int, seconds: float = 180.0) ->
 def test_a_second_build_gives_the_same_bytes(packages: dict[str, Path]) -> None:
     assert sorted(packages) == list(NAMES)
     again = build("unicron-again")
-    sums = [{name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in lot.items()} for lot in (packages, again)]
+    sums = [
+        {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in lot.items()} for lot in (packages, again)
+    ]
     assert sums[0] == sums[1]
 
 
@@ -67,19 +69,29 @@ def test_from_nothing_to_a_protected_job(site: BootedRoot) -> None:
     assert "observe" in said and "running" in said
     assert {n for _, _, n in losses(site)} == {2}
     assert site.run("dpkg -V " + " ".join(NAMES)) == ""
-    assert "enabled" in site.run("systemctl is-enabled unicrond") and "active" in site.run("systemctl is-active unicrond")
+    assert "enabled" in site.run("systemctl is-enabled unicrond") and "active" in site.run(
+        "systemctl is-active unicrond"
+    )
     unit = site.run("systemd-analyze verify unicrond.service", check=False)
     assert "unicrond" not in unit.replace("man unicrond(8)", ""), unit
+
+
+def test_the_demo_runs_on_them(site: BootedRoot) -> None:
+    more = "megatron-core==0.16.1 einops psutil click msgpack msgspec prometheus_client pyzmq rich xxhash"
+    site.run(f"/opt/train/bin/python -m pip install -q --disable-pip-version-check {more}", seconds=900)
+    main = "from unicron.ctl.cli.unicronctl import main; main()"
+    demo = f"PYTHONPATH=/usr/lib/unicron/python /opt/train/bin/python -c '{main}' demo"
+    said = site.run(f"{demo} 2>&1", "alice", seconds=900)
+    assert "What you saw: when a rank or a node died" in said
 
 
 def test_an_upgrade_leaves_the_running_job_alone(site: BootedRoot) -> None:
     before = losses(site)[-1][0]
     agents = site.run("pgrep -f '/opt/unicron/lib/interpreter' | sort")
     for name in NAMES:  # the next release: the same with a higher number
-        site.run(
-            f"cd /root/packages && rm -rf next && dpkg-deb -R {name}_*.deb next && sed -i 's/0\\.1\\.0-1/0.1.0-2/g' next/DEBIAN/control"
-            f" && mkdir -p newer && dpkg-deb -Zgzip -b next newer/{name}.deb >/dev/null"
-        )
+        rename = "sed -i 's/0\\.1\\.0-1/0.1.0-2/g' next/DEBIAN/control"
+        pack = f"dpkg-deb -Zgzip -b next newer/{name}.deb >/dev/null"
+        site.run(f"cd packages && rm -rf next && dpkg-deb -R {name}_*.deb next && {rename} && mkdir -p newer && {pack}")
     old = site.run("systemctl show -p MainPID unicrond")
     site.run("apt-get install -y -q /root/packages/newer/*.deb")
     assert "0.1.0-2" in site.run("dpkg-query -W unicron-agent")
@@ -105,8 +117,9 @@ def test_a_release_can_be_taken_back(site: BootedRoot) -> None:
 def test_a_purge_leaves_no_trace(site: BootedRoot) -> None:
     site.run("scancel -u alice; sleep 3")
     site.run("scontrol update NodeName=n2 State=DRAIN Reason='unicron[node_problem]: n2 is lost'")
-    job = site.run("sbatch --parsable -H --wrap 'sleep 1'", "alice").strip()
-    site.run(f"scontrol hold {job}; scontrol update JobId={job} AdminComment='unicron: held, the plan has no node | billed to lab 7'")
+    job = site.run("sbatch --parsable --begin=now+1hour --wrap 'sleep 1'", "alice").strip()
+    comment = "unicron: held, the plan has no node | billed to lab 7"
+    site.run(f"scontrol hold {job}; scontrol update JobId={job} AdminComment='{comment}'")
     print(site.run("apt-get purge -y -q 'unicron-*' && apt-get autoremove --purge -y -q"))
     assert "ii  unicron" not in site.run("dpkg -l | grep unicron || true")
     assert site.run(TRACES).split() == []

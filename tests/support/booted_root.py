@@ -1,5 +1,5 @@
-"""A Debian of its own with systemd as its first process, in which packages are installed as on a real machine. Needs root
-and debootstrap; shares this machine's network."""
+"""A Debian of its own with systemd as its first process, in which packages are installed as on a real machine. It needs
+root and debootstrap, and shares this machine's network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ mount -t devpts -o newinstance,ptmxmode=0666 devpts dev/pts
 ln -s pts/ptmx dev/ptmx; ln -s /proc/self/fd dev/fd; ln -s /proc/self/fd/1 dev/stdout; ln -s /proc/self/fd/2 dev/stderr
 pivot_root . .
 umount -l .
-exec env -i container=unicron-test PATH=/usr/sbin:/usr/bin:/sbin:/bin /lib/systemd/systemd --log-target=null >/dev/null 2>&1 </dev/null
+exec >/dev/null 2>&1 </dev/null
+exec env -i container=unicron-test PATH=/usr/sbin:/usr/bin:/sbin:/bin /lib/systemd/systemd --log-target=null
 """
 INCLUDED = "ca-certificates,dbus,iproute2,procps,python3,systemd,systemd-sysv"
 RUNNING = ("running", "degraded")
@@ -62,8 +63,25 @@ class BootedRoot:
     def run(self, script: str, user: str = "root", seconds: float = 300.0, check: bool = True) -> str:
         """What a shell script prints, its errors among it. Raises AssertionError with that where it fails."""
         pid = self._first_process()
-        words = ["nsenter", "-t", str(pid), "-m", "-p", "-C", "-u", "-i", "env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
-        words += ["LANG=C.UTF-8", "TERM=dumb", "DEBIAN_FRONTEND=noninteractive", f"PIP_CERT={os.environ.get('PIP_CERT', '')}"]
+        words = [
+            "nsenter",
+            "-t",
+            str(pid),
+            "-m",
+            "-p",
+            "-C",
+            "-u",
+            "-i",
+            "env",
+            "-i",
+            "PATH=/usr/sbin:/usr/bin:/sbin:/bin",
+        ]
+        words += [
+            "LANG=C.UTF-8",
+            "TERM=dumb",
+            "DEBIAN_FRONTEND=noninteractive",
+            f"PIP_CERT={os.environ.get('PIP_CERT', '')}",
+        ]
         words += ["su", "-", user, "-s", "/bin/bash", "-c", f"cd ~; export DEBIAN_FRONTEND=noninteractive; {script}"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
         assert not check or done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"

@@ -24,8 +24,9 @@ from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.ctl.settings.partitions import PartitionConfig
 from unicron.ctl.slurm.admin_comment import with_own
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.slurm_client import UNSAID, ElementInfo, NodeInfo, Queue, SlurmError
-from unicron.ctl.slurm.squeue import hosts, names_of
+from unicron.ctl.slurm.squeue import names_of
 from unicron.detector.failures.classify import Classifier
 from unicron.transition.generations import layout
 

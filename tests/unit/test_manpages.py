@@ -58,7 +58,8 @@ def test_each_command_has_a_page_with_every_option_of_its_help(files: dict[str, 
         assert command is not None
         page = shown(files[f"man/man1/unicronctl-{name}.1"])
         groups = command.commands.values() if isinstance(command, click.Group) else [command]
-        options = [option for each in groups for param in each.params for option in param.opts if option[0] == "-"]
+        shown_ones = [p for each in groups for p in each.params if not getattr(p, "hidden", False)]
+        options = [option for param in shown_ones for option in param.opts if option[0] == "-"]
         missing = [option for option in options if option not in page]
         assert not missing, f"{name}: {missing}"
         assert f"unicronctl-{name}(1)" in shown(files["man/man1/unicronctl.1"])

@@ -20,7 +20,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         (copy / name).write_bytes((ROOT / name).read_bytes())
-    for name in ("detector", "planner", "sbatch_templates", "slurm_plugin", "src", "transition", "unicron", "unicron_ctl"):
+    for name in (
+        "detector",
+        "planner",
+        "sbatch_templates",
+        "slurm_plugin",
+        "src",
+        "transition",
+        "unicron",
+        "unicron_ctl",
+    ):
         subprocess.run(["cp", "-r", "--no-dereference", str(ROOT / name), str(copy / name)], check=True)
     done = subprocess.run(
         [sys.executable, "-c", BUILD, str(out)], cwd=copy, capture_output=True, text=True, timeout=120

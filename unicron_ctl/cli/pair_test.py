@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from unicron.ctl.nodes.pairs import Findings
 
 TELL_SECONDS = 2.0
+HEADINGS = ("round", "nodes", "result", "backend", "GB/s", "us", "what")
+FITTING: dict[str, Any] = {"optional": ["us"]}
 
 
 class PairTest(msgspec.Struct, kw_only=True):
@@ -181,7 +183,7 @@ def report_of(found: Findings, drained: dict[str, str]) -> PairReport:
 
 
 def table(found: Findings) -> Listing:
-    shown = Listing("round", "nodes", "result", "backend", "GB/s", "us", "what")
+    shown = Listing(*HEADINGS, **FITTING)
     for test in found.tests:
         passed = None if test.outcome is None else test.outcome.passed
         shown.add_row(

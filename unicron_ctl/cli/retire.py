@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from unicron.ctl.nodes.retire import leftovers, take_all_back
+from unicron.ctl.nodes.leftovers import leftovers, take_all_back
 from unicron.ctl.slurm.slurm_client import SlurmError
 from unicron.ctl.system.errors import UserError
 

@@ -13,11 +13,13 @@ from unicron.ctl.system.release import version_option
 
 # name -> ("module:click command", one line for `unicronctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "backup": ("unicron.ctl.cli.backup:command", "Copy unicrond's state folder into a file."),
     "checkpoint": ("unicron.ctl.cli.checkpoint:command", "Show, convert and verify checkpoints."),
     "classify": ("unicron.ctl.cli.classify:command", "Name the failure and severity of a log or message."),
     "cluster": ("unicron.ctl.cli.cluster:command", "Run a private Slurm cluster on this machine."),
     "config": ("unicron.ctl.cli.config_check:command", "Check unicron.toml against the cluster's partitions."),
     "demo": ("unicron.ctl.cli.demo:command", "Train two jobs, break them, watch them heal."),
+    "doctor": ("unicron.ctl.cli.doctor:command", "Find what is wrong with the installation, on one host or all."),
     "events": ("unicron.ctl.cli.events:command", "Show the event log."),
     "explain": ("unicron.ctl.cli.explain:command", "Explain why a job was treated as it was."),
     "inject": ("unicron.ctl.cli.inject:command", "Break a rank on purpose, where the configuration allows it."),
@@ -29,12 +31,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ping": ("unicron.ctl.cli.ping:command", "Ask the controller for a sign of life."),
     "plan": ("unicron.ctl.cli.plan:command", "Compute the best assignment of nodes to jobs."),
     "punish": ("unicron.ctl.cli.inject:punish", "Break ranks at random until the time is up."),
+    "report": ("unicron.ctl.cli.reporting:command", "Sum up a week, or pack a bundle about a job for support."),
+    "restore": ("unicron.ctl.cli.backup:restore", "Put a backup into unicrond's state folder."),
     "resume": ("unicron.ctl.cli.pause:resume", "End a pause."),
     "retire": ("unicron.ctl.cli.retire:command", "Give back to Slurm all that Unicron has taken."),
     "schema": ("unicron.ctl.cli.schema:command", "Print the JSON Schema of a command's JSON."),
+    "setup": ("unicron.ctl.cli.setup:command", "Write unicron.toml, and say what else an installation takes."),
     "simulate": ("unicron.ctl.cli.simulate:command", "Replay a failure trace under several policies."),
-    "status": ("unicron.ctl.cli.status:command", "Show jobs, nodes and the last failures."),
+    "status": ("unicron.ctl.cli.status:command", "Show what needs an admin, jobs, nodes, failures."),
+    "top": ("unicron.ctl.cli.top:command", "Show the status, the worst first, until Ctrl-C."),
     "template": ("unicron.ctl.cli.templates:command", "Print or copy a batch script to start from."),
+    "web": ("unicron.ctl.cli.web.web_command:command", "Serve a read-only page, or print a link to it."),
 }
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 import click
 
-from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.log.term import Claim, Renewal, Tenure, claim
 from unicron.ctl.controller.server import journal
+from unicron.ctl.controller.server.standby import Isolation, Rival, other_hosts, wait_for_claim
 from unicron.ctl.controller.server.systemd import SystemdNotifier
 from unicron.ctl.protocol import encryption
 from unicron.ctl.settings import limits
@@ -26,12 +27,12 @@ from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.one_thread import one_thread
 from unicron.ctl.system.program import run
 from unicron.ctl.system.release import version_option
-from unicron.detector.failures.classify import Classifier
 
 with one_thread():
     from unicron.ctl.controller.server.server import Server
 
 PROGRAM = "unicrond"
+CALLS_END_SECONDS = 2.0  # for one of Slurm's programs to end after its time limit
 log = logging.getLogger("unicron.controller")
 
 
@@ -82,17 +83,36 @@ def unicrond(
     if check:
         return report(config, found)
     refuse(config.path, found)
-    classifier = config.classifier()
     folder = Path(state) if state else state_dir(config)
     if make_key:
         click.echo(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
         return 0
-    lock = claim(folder)
+    notifier, client = (
+        SystemdNotifier(),
+        slurm_client(config),
+    )  # Slurm may not answer for a while: no lease waits for it
+    if len(config.controller.addresses) < 2:
+        claimed = claim(folder, False)
+    else:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it reads the configuration again when it leads
+        claimed = wait_for_claim(folder, notifier.waiting)
+        config = read_again(config, config_path, listen)
     try:
-        serve(config, config_path, folder, classifier)
+        serve(config, config_path, claimed, client, notifier)
     finally:
-        os.close(lock)
+        claimed.close()
     return 0
+
+
+def read_again(config: Config, path: str | None, listen: str | None) -> Config:
+    """The configuration as it is by now, or the same if that is wrong."""
+    try:
+        fresh, found = examine(path, listen=listen)
+        refuse(fresh.path, found)
+    except UserError as error:
+        log.error("the configuration was not read again, and the old one stays: %s", error)
+        return config
+    return fresh
 
 
 def report(config: Config, found: list[str]) -> int:
@@ -112,16 +132,25 @@ def report(config: Config, found: list[str]) -> int:
     return 0
 
 
-def serve(config: Config, config_path: str | None, folder: Path, classifier: Classifier) -> None:
+def serve(
+    config: Config, config_path: str | None, claimed: Claim, client: SlurmClient | None, notifier: SystemdNotifier
+) -> None:
     """Runs the controller until a signal ends it."""
-    notifier = SystemdNotifier()
     granted = descriptors.raise_limit()
     if shortage := descriptors.shortage(granted):
         log.warning("%s", shortage)
-    store, listen = Store(folder / "events.sqlite"), config.controller.listen
+    listen, store = config.controller.listen, claimed.store
     connections = descriptors.connections(granted)
-    client = slurm_client(config)
-    server = Server(config, store, listen, client, classifier, connections, lambda: notifier.starting(time.monotonic()))
+    tenure = Tenure(claimed.lease)
+
+    def progress() -> None:
+        notifier.starting(time.monotonic())
+        claimed.renew()
+
+    server = Server(config, store, listen, client, config.classifier(), connections, progress, tenure)
+    if claimed.stolen:
+        server.worker.not_before = time.monotonic() + config.controller.slurm_timeout + CALLS_END_SECONDS
+    renewal = keep_lease(config, claimed, tenure, server) if claimed.lease else None
 
     def reload() -> None:
         notifier.reloading()
@@ -130,13 +159,13 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
             refuse(fresh.path, found)
             server.apply_config(fresh, fresh.classifier())
         except UserError as error:
-            log.error("the configuration was not reloaded, and the old one stays: %s", error)
+            server.keep_config(str(error))
         notifier.ready()
 
     server.reload = reload
     server.watchdog = notifier.watchdog
     server.catch_signals()
-    written = folder / "address"
+    written = store.path.with_name("address")
     write_atomically(written, server.address + "\n")
     server.started()
     print(f"{PROGRAM}: listening on {server.address}", flush=True)
@@ -145,27 +174,21 @@ def serve(config: Config, config_path: str | None, folder: Path, classifier: Cla
         server.run()
     finally:
         notifier.stopping()
-        written.unlink(missing_ok=True)
+        if tenure.valid:  # else it is another's
+            written.unlink(missing_ok=True)
         server.close()
+        if renewal is not None:
+            renewal.close()
 
 
-def claim(folder: Path) -> int:
-    """A lock on the state folder, held until the descriptor is closed. Raises UserError when another controller has
-    it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}; choose another folder with --state-dir") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise UserError(
-            f"{folder}: another unicrond runs on this state folder; stop it first or choose another with --state-dir"
-        ) from None
-    return lock
+def keep_lease(config: Config, claimed: Claim, tenure: Tenure, server: Server) -> Renewal:
+    """Renews the lease of the claimed term, and steps down where this host is cut off and a standby waits."""
+    rival = Rival(claimed.store.path.parent)
+    renewal = Renewal(claimed.store, tenure, rival.read_mark)
+    isolation = Isolation(rival, server.worker.call, lambda: server.heard_agents)
+    server.worker.call(lambda: other_hosts(config.controller.addresses), isolation.learn_others)
+    server.turned = isolation.check_isolation
+    return renewal
 
 
 def slurm_client(config: Config) -> SlurmClient | None:

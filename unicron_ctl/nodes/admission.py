@@ -142,7 +142,7 @@ def _examine(options: argparse.Namespace, log: _Log, status: list[int]) -> int:
         if options.drain == "on" and not _drain(options, found, log):
             status[0] = 0
     try:
-        if where := options.controller or config.controller.address:
+        if where := options.controller or ",".join(config.controller.addresses):
             report(where, options.node, options.at, found, began, options.drain == "on")
     except UserError as error:
         log(f"the controller was not told: {error}")

@@ -23,7 +23,7 @@ from typing import Any
 from unicron.ctl.protocol import claims, datagrams, wire
 from unicron.ctl.protocol.encryption import PLAIN, is_key
 from unicron.ctl.protocol.munge import MungeError, unmunge
-from unicron.ctl.system.addresses import Target, canonical, endpoint, is_loopback, reason_of, resolve
+from unicron.ctl.system.addresses import Target, canonical, endpoints, is_loopback, reason_of, resolve_all
 from unicron.detector.health.program_output import TooMuchOutput, run_program
 
 HELLO_BYTES = 1024  # of a question at least: no shorter than its answer
@@ -52,7 +52,8 @@ class Found:
 
 
 class Hello:
-    """Asks all of the controller's addresses at once.
+    """Asks all of the controller's addresses at once; `address` may name several hosts, of which one has the
+    controller and the others a standby, which does not answer.
 
     believed: names of users whose controllers are believed, beside root, SlurmUser and our own user. targets: the
     addresses, once it is open. reached: the address at which `wait_for_key` has found the key. Raises UserError for an
@@ -60,7 +61,7 @@ class Hello:
     """
 
     def __init__(self, address: str, believed: Sequence[str] = ()) -> None:
-        self._host, self._port = endpoint(address)
+        self._hosts = endpoints(address)
         self._believed = believed
         self.targets: list[Target] = []
         self.reached: Target | None = None
@@ -74,8 +75,16 @@ class Hello:
         """Why the last answer was not believed, or could not be had; empty before a question was sent."""
         if self._problem or self._answered or not self._asked:
             return self._problem
-        hosts = ", ".join(target.host for target in self.targets)
-        return f"no answer from UDP port {self._port} of {hosts}"
+        ports = dict.fromkeys(target.port for target in self.targets)
+        said = (
+            f"{port} of {', '.join(target.host for target in self.targets if target.port == port)}" for port in ports
+        )
+        return f"no answer from UDP port {', or '.join(said)}"
+
+    @property
+    def several(self) -> bool:
+        """Whether there is a standby: the controller may be at another host by now."""
+        return len(self._hosts) > 1
 
     def open(self) -> bool:
         """Finds the controller's addresses; False, with the problem, while the name service does not know it. The name
@@ -83,10 +92,10 @@ class Hello:
         if self._socket is not None:
             return True
         try:
-            targets = resolve(self._host, self._port)
+            targets = resolve_all(self._hosts)
             self._socket, self.targets = _for_all(targets)
         except OSError as error:
-            self._problem = f"{self._host}: {reason_of(error)}"
+            self._problem = f"{', '.join(host for host, _ in self._hosts)}: {reason_of(error)}"
             return False
         self._problem = ""
         return True
@@ -96,7 +105,7 @@ class Hello:
         away."""
         if self.open():
             with contextlib.suppress(OSError):
-                self.targets = resolve(self._host, self._port)
+                self.targets = resolve_all(self._hosts)
         return bool(self.targets)
 
     def fileno(self) -> int:
@@ -144,7 +153,8 @@ class Hello:
             try:
                 data, where = self._socket.recvfrom(READ_BYTES)
                 host = canonical(str(where[0]))
-                reached = next((target for target in self.targets if target.host == host), None)
+                port = int(where[1])
+                reached = next((target for target in self.targets if (target.host, target.port) == (host, port)), None)
                 found.append(Answer(wire.decode(data, datagrams.Introduction), reached))
             except OSError:
                 break

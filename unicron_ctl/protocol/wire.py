@@ -34,10 +34,11 @@ class OtherRelease(BadMessage):
 
 
 class Message(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
-    """Base of all messages: `v` is the protocol version. What a message says as a whole is checked in its
-    `__post_init__`."""
+    """Base of all messages: `v` is the protocol version, `term` the number of the controller's term in what it says to
+    agents. What a message says as a whole is checked in its `__post_init__`."""
 
     v: ranges.Version = VERSION
+    term: ranges.Count = 0
 
 
 # ---------------------------------------------------------------- agent -> controller
@@ -425,9 +426,11 @@ class Grace(Message, tag="grace"):
 
 
 class Note(Message, tag="note"):
-    """A line for the job's log."""
+    """A line for the job's log: now, or where the job ends while this agent is there (at_end). Of several for the end
+    the last counts; an empty one is none."""
 
     text: ranges.Text
+    at_end: bool = False
 
 
 # ---------------------------------------------------------------- unicronctl -> controller

@@ -7,6 +7,7 @@ its configuration would leave its job unprotected. `settings.config_file` reads 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -16,13 +17,15 @@ from unicron.ctl.settings import limits, partitions
 from unicron.ctl.settings.limits import DAY, HEARTBEATS, Range
 from unicron.ctl.settings.notify import NotifyConfig, notify_problem
 from unicron.ctl.settings.partitions import PartitionConfig, Rules
-from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric
+from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric, split_addresses
 from unicron.detector.failures.classify import Classifier, default_classifier
 from unicron.detector.health.checks import CHECKS, HealthConfig
 from unicron.detector.health.programs import program_problem
 
 DEFAULT_PORT = 7451
+MOST_CONTROLLERS = 4  # the plugin's limit, too
 ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that nobody can connect to
+WEB_URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?", re.ASCII)
 OTHER_TABLES = ("partitions", "planner")  # fields of ControllerConfig that are no keys of [controller]
 
 Seconds = Annotated[float, Range(0.001, DAY)]
@@ -45,8 +48,9 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     # ---- connections
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"
     """Where the controller listens."""
-    address: str = ""
-    """Where others reach it: tcp://HOST:PORT. Login nodes need it, because "all addresses" names no host."""
+    address: str | list[str] = ""
+    """Where others reach it: tcp://HOST:PORT. Login nodes need it, because "all addresses" names no host. With several,
+    as a list, the controllers on these hosts share a state folder, and all but one wait (docs/head-node.md)."""
     state_dir: str = ""
     """Folder of the event log; by default /var/lib/unicron for root, else below the user's home."""
     public_key: str = ""
@@ -54,8 +58,10 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     auth: Literal["munge", "none"] = "munge"
     """How agents and users prove who they are; "none" is for one user at a loopback address, and encrypts nothing."""
     metrics: str = ""
-    """Where Prometheus asks for metrics: HOST:PORT, such as "127.0.0.1:7453"; by default nowhere. Whoever reaches it
-    sees the names and users of all jobs."""
+    """Where Prometheus asks for metrics: HOST:PORT, or ":7453" for loopback alone; by default nowhere. Whoever reaches
+    it sees the names and users of all jobs."""
+    web_url: str = ""
+    """Where people open the page of `unicronctl web`: https://HOST; by default http://127.0.0.1:7454."""
     admins: list[str] = []
     """Users who may do what a job's owner may, besides root."""
     heartbeat_period: Annotated[float, HEARTBEATS] = 1.0
@@ -173,6 +179,11 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         return partitions.rules(self.partitions, partition)
 
     @property
+    def addresses(self) -> list[str]:
+        """The controllers' addresses: none where nobody has named any, several with a standby."""
+        return split_addresses(self.address) if isinstance(self.address, str) else self.address
+
+    @property
     def lease(self) -> float:
         """Seconds without a message after which a node counts as lost."""
         return self.heartbeat_period * self.lease_periods
@@ -287,6 +298,8 @@ def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) ->
             return next((wrong for name in value if (wrong := program_problem(name, value[name], [*CHECKS]))), "")
         case "metrics":
             return metrics_problem(value)
+        case "web_url":
+            return web_url_problem(value)
     return ""
 
 
@@ -298,8 +311,15 @@ def skip_problem(value: tuple[str, ...], programs: Collection[str] = ()) -> str:
 
 def metrics_problem(value: str) -> str:
     """What is wrong with an address for metrics, or nothing."""
-    host, port = host_and_port(value) if value else ("localhost", 1)
-    return "" if host and 0 <= port <= 65535 else f'metrics = "{value}": write HOST:PORT, such as 127.0.0.1:7453'
+    port = host_and_port(value)[1] if value else 0
+    return "" if 0 <= port <= 65535 else f'metrics = "{value}": write HOST:PORT, or :7453 for this machine alone'
+
+
+def web_url_problem(value: str) -> str:
+    """What is wrong with the address of a page, or nothing."""
+    return (
+        "" if not value or WEB_URL.fullmatch(value) else f'web_url = "{value}": write https://HOST or http://HOST:PORT'
+    )
 
 
 def host_and_port(text: str) -> tuple[str, int]:
@@ -324,9 +344,14 @@ def listen_problem(value: str) -> str:
     return f'listen = "{value}": write an address of IPv6 in brackets, as in {good}'
 
 
-def address_problem(value: str) -> str:
-    """What is wrong with an address at which others are to reach the controller, or nothing."""
-    host, _, port = value.removeprefix("tcp://").rpartition(":")
-    if not value or (not listen_problem(value) and int(port) and host and host not in ALL_ADDRESSES):
-        return ""
-    return f'address = "{value}": write tcp://HOST:PORT, the name of unicrond\'s host as all nodes know it'
+def address_problem(value: str | list[str]) -> str:
+    """What is wrong with the addresses at which others are to reach the controller, or nothing."""
+    found = split_addresses(value) if isinstance(value, str) else value
+    if len(found) > MOST_CONTROLLERS:
+        return f"address: {len(found)} of them: one and a standby are enough, {MOST_CONTROLLERS} are the most"
+    for one in found:
+        host, _, port = one.removeprefix("tcp://").rpartition(":")
+        if listen_problem(one) or not int(port) or not host or host in ALL_ADDRESSES:
+            return f'address = "{one}": write tcp://HOST:PORT, the name of unicrond\'s host as all nodes know it'
+    twice = next((one for one in found if found.count(one) > 1), "")
+    return f'address = "{twice}": named twice' if twice else ""

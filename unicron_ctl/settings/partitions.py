@@ -76,7 +76,7 @@ class Rules:
     """An admin has nothing changed in Slurm for a while (`unicronctl pause`)."""
 
     def paused(self) -> Rules:
-        """The same while that is so."""
+        """Gives the rules while that is so."""
         return replace(self, mode=OBSERVE, is_paused=True) if self.mode == ACT else self
 
     def may(self, call: str) -> bool:

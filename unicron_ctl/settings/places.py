@@ -24,15 +24,16 @@ def controller_address(
     explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
 ) -> str:
     """Where clients reach the controller: the option, UNICRON_CONTROLLER, the configuration's `address`, what a
-    controller that runs here wrote, its `listen`; where that means all addresses, this host.
+    controller that runs here wrote, its `listen`; where that means all addresses, this host. Several addresses have
+    commas between them.
     """
     if explicit:
         return explicit
     if environment.get("UNICRON_CONTROLLER"):
         return environment["UNICRON_CONTROLLER"]
     config = config or load(environment=environment)
-    if config.controller.address:
-        return config.controller.address
+    if config.controller.addresses:
+        return ",".join(config.controller.addresses)
     try:
         written = (state_dir(config, environment) / "address").read_text().strip()
     except OSError:
@@ -47,7 +48,7 @@ def is_guess(
     """Whether `controller_address` had nothing to go by but this host: right on the controller's own, else not."""
     config = config or load(environment=environment)
     return (
-        not (explicit or environment.get("UNICRON_CONTROLLER") or config.controller.address)
+        not (explicit or environment.get("UNICRON_CONTROLLER") or config.controller.addresses)
         and not os.path.isfile(state_dir(config, environment) / "address")
         and config.controller.listen.removeprefix("tcp://").rpartition(":")[0] in ALL_ADDRESSES
     )

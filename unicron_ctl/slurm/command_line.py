@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from unicron.ctl.slurm import queue, squeue
 from unicron.ctl.slurm.admin_comment import MOST, own_part, with_own
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.programs import Programs
 from unicron.ctl.slurm.slurm_client import (
     ElementInfo,
@@ -22,6 +23,7 @@ from unicron.ctl.slurm.slurm_client import (
     current_reason,
     element_state,
 )
+from unicron.ctl.slurm.slurm_settings import SlurmSettings, parse_settings
 from unicron.ctl.system.errors import one_line
 
 # One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
@@ -45,6 +47,7 @@ FEWEST_ALIKE = 256  # pending elements of an array that share a record and are r
 LARGE = 5000  # elements, of which a row each with all texts would be megabytes
 LONG = 2000  # rows of the queue; of a longer one, job by job is asked for, which costs slurmctld next to nothing
 MOST_REMEMBERED = 100_000  # elements, and jobs
+FINISHED = "already finished"
 COMMENT_TRIES = 3  # where others write at the same time
 HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
 UNDER_WAY = ("PENDING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")  # an element in these is being requeued or waits
@@ -200,6 +203,15 @@ class CommandLineClient:
         found = re.match(r"\d+", self._setting("SlurmdPort"))
         return int(found[0]) if found else SLURMD_PORT
 
+    def settings(self) -> SlurmSettings:
+        """All of Slurm's settings, as slurmctld has them now."""
+        return parse_settings(self._run(["scontrol", "show", "config"]))
+
+    def admin_level(self, user: str) -> str:
+        """The user's AdminLevel in slurmdbd: None, Operator or Administrator; "" for a user that it does not know."""
+        command = ["sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "user", user, "format=adminlevel"]
+        return next(iter(self._run(command).split()), "")
+
     def _setting(self, name: str) -> str:
         """A setting of slurm.conf, as slurmctld had it in the last minute; empty when it does not say."""
         if time.monotonic() - self._configured_at >= SETTINGS_SECONDS:
@@ -314,7 +326,12 @@ class CommandLineClient:
             wanted = with_own(before, own) if before is not None else before
             if wanted is None or wanted == before:
                 return
-            self._set_admin_comment(job, element, wanted)
+            try:
+                self._set_admin_comment(job, element, wanted)
+            except SlurmError as error:
+                if FINISHED in str(error):  # then Slurm changes nothing of it any more
+                    return
+                raise
             after = self._admin_comment(job, element)
             if after == wanted:
                 return
@@ -426,7 +443,7 @@ def parse_reservations(text: str) -> dict[str, list[Reserved]]:
         starts, ends = (squeue.parse_time(fields.get(name, "")) for name in ("StartTime", "EndTime"))
         if "ReservationName" in fields and starts is not None and ends is not None:
             reserved = Reserved(fields["ReservationName"], starts, ends)
-            for node in squeue.hosts(squeue.known(fields.get("Nodes", ""))):
+            for node in hosts(squeue.known(fields.get("Nodes", ""))):
                 found.setdefault(node, []).append(reserved)
     return found
 
@@ -438,7 +455,7 @@ def parse_topology(text: str) -> dict[str, str]:
     for line in text.split("\n"):
         fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
         name = fields.get("BlockName", "") or (fields.get("SwitchName", "") if fields.get("Level") == "0" else "")
-        for node in squeue.hosts(squeue.known(fields.get("Nodes", ""))) if name else ():
+        for node in hosts(squeue.known(fields.get("Nodes", ""))) if name else ():
             found.setdefault(node, name)
     return found
 

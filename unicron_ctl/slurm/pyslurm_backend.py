@@ -15,6 +15,7 @@ from typing import Any
 
 from unicron.ctl.slurm import squeue
 from unicron.ctl.slurm.command_line import CommandLineClient, parse_states
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Reserved, SlurmError, current_reason, element_state
 from unicron.ctl.system.errors import one_line
 
@@ -147,7 +148,7 @@ def reserved_nodes(reservations: Iterable[Any]) -> dict[str, list[Reserved]]:
     """Node -> those of these pyslurm Reservations that name it."""
     found: dict[str, list[Reserved]] = {}
     for one in reservations:
-        for node in squeue.hosts(one.nodes or ""):
+        for node in hosts(one.nodes or ""):
             found.setdefault(node, []).append(Reserved(one.name, float(one.start_time), float(one.end_time)))
     return found
 
@@ -219,12 +220,12 @@ def element_info(record: Any, element: int) -> ElementInfo:
         features=",".join(record.constraints or ()),
         gres=_gres(record.gres_per_node),
         reservation=record.reservation or "",
-        excluded_nodes=frozenset(squeue.hosts(record.excluded_nodes or "")),
+        excluded_nodes=frozenset(hosts(record.excluded_nodes or "")),
         time_limit=_limit(record.time_limit),
         priority=record.priority or 0,
         admin_comment=record.admin_comment or "",
         starts=float(record.start_time) if record.start_time else None,
-        planned_nodes=frozenset(squeue.hosts(record.scheduled_nodes or "")),
+        planned_nodes=frozenset(hosts(record.scheduled_nodes or "")),
         array=bool(record.array_id),
     )
 

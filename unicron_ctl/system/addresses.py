@@ -10,6 +10,7 @@ import contextlib
 import functools
 import ipaddress
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,16 @@ def endpoint(address: str) -> tuple[str, int]:
     return host, port
 
 
+def split_addresses(text: str) -> list[str]:
+    """The addresses of controllers in a text: one, or several with commas between them. Without any there is none."""
+    return [found for one in text.split(",") if (found := one.strip())]
+
+
+def endpoints(text: str) -> list[tuple[str, int]]:
+    """Host and port of each controller in such a text. Raises UserError."""
+    return [endpoint(one) for one in split_addresses(text)] or [endpoint(text)]
+
+
 def resolve(host: str, port: int) -> list[Target]:
     """All addresses of the host, in the order in which the system prefers them (getaddrinfo(3)). Raises OSError."""
     try:
@@ -131,6 +142,20 @@ def listen_at(host: str, backlog: int) -> socket.socket:
         except OSError as error:
             problem = error
     raise problem or OSError(f"{host}: no address")
+
+
+def resolve_all(hosts: Sequence[tuple[str, int]]) -> list[Target]:
+    """All addresses of several hosts, in their order; a name that is not known now is left out. Raises OSError where
+    none is known."""
+    found, problem = list[Target](), OSError("no host is named")
+    for host, port in hosts:
+        try:
+            found += resolve(host, port)
+        except OSError as error:
+            problem = error
+    if not found:
+        raise problem
+    return list(dict.fromkeys(found))
 
 
 def reason_of(error: OSError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ DISTRIBUTION = "unicron-slurm"
 UNKNOWN = "0+unknown"  # run from a copy that nobody has installed
 
 
+@functools.cache
 def release() -> str:
     """The release of this program, such as "0.1.0"."""
     from importlib import metadata  # slow to import, wanted by few

@@ -235,15 +235,24 @@ static void test_addresses(void)
 	memcpy(address, "tcp://", 6);
 	strcpy(address + sizeof(address) - 3, ":1");
 	assert(config_split_address(address, host, &port) < 0);
+
+	const char *list = "tcp://a:1,tcp://b:2";
+	assert(config_next_address(&list, address) == 0 && strcmp(address, "tcp://a:1") == 0);
+	assert(config_next_address(&list, address) == 0 && strcmp(address, "tcp://b:2") == 0 && list == NULL);
+	list = "";
+	assert(config_next_address(&list, address) == 0 && *address == '\0' && list == NULL);
 }
 
 static void test_config(void)
 {
 	char *good[] = { (char *) "agent=/a", (char *) "controller=tcp://h:1", (char *) "config=/c", (char *) "default=on" };
 	char *bad[] = { (char *) "agnet=/a", (char *) "agent=a", (char *) "controller=h:1", (char *) "default=yes", (char *) "default",
-			(char *) "" };
+			(char *) "", (char *) "controller=tcp://h:1,", (char *) "controller=tcp://h:1,h:2",
+			(char *) "controller=tcp://a:1,tcp://b:1,tcp://c:1,tcp://d:1,tcp://e:1" };
+	char *several[] = { (char *) "controller=tcp://a:1,tcp://b:2" };
 	struct plugin_config config;
 
+	assert(config_parse(&config, 1, several) == 0 && strcmp(config.controller, several[0] + 11) == 0);
 	assert(config_parse(&config, 4, good) == 0);
 	assert(strcmp(config.agent, "/a") == 0 && strcmp(config.controller, "tcp://h:1") == 0 && config.by_default);
 	assert(config_parse(&config, 0, NULL) == 0 && !config.by_default && config.agent[0] == '\0');
@@ -762,6 +771,8 @@ static void test_names(void)
 	notify_set_controller("tcp://localhost:9");
 	notify_send(&notice);
 	notify_set_controller("tcp://no-such-host.invalid:9");
+	notify_send(&notice);
+	notify_set_controller("tcp://127.0.0.1:9,rubbish,tcp://127.0.0.2:9");
 	notify_send(&notice);
 	notify_set_controller("rubbish");
 	notify_send(&notice);

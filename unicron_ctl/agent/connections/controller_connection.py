@@ -23,7 +23,7 @@ from unicron.ctl.protocol.encryption import PLAIN, new_pair, public_key, secure_
 from unicron.ctl.protocol.munge import MungeError, make_credential
 from unicron.ctl.protocol.reach import first_open
 from unicron.ctl.settings.config_file import load
-from unicron.ctl.system.addresses import Target, endpoint, is_numeric
+from unicron.ctl.system.addresses import Target, endpoints, is_numeric
 from unicron.ctl.system.mailbox import Mailbox
 
 DOWN_SECONDS = 1.0  # between two questions for the controller's key while the line is down
@@ -40,6 +40,9 @@ TO_CONTROLLER = (
     (zmq.MAXMSGSIZE, wire.MAX_BYTES),
     (zmq.IPV6, 1),
 )
+# With a standby the controller may be at another host by now: a silence is noticed earlier.
+TO_ONE_OF_SEVERAL = ((zmq.HEARTBEAT_IVL, 500), (zmq.HEARTBEAT_TIMEOUT, 2000))
+DOWN_SECONDS_OF_SEVERAL = 0.5
 REDIAL_SECONDS = 2.0  # without a connection, before the controller's other addresses are tried, and its name again
 RACE_SECONDS = 1.5  # for one of them to accept
 Result = TypeVar("Result")
@@ -47,8 +50,9 @@ EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class Line:
-    """Keeps itself connected to the controller at `address`. `socket` is the DEALER; nothing may be sent before `key`
-    is known. Raises zmq.ZMQError and UserError for an address that is none or a wrong configuration.
+    """Keeps itself connected to the controller at `address`, or at one of several. `socket` is the DEALER; nothing may
+    be sent before `key` is known. Raises zmq.ZMQError and UserError for an address that is none or a wrong
+    configuration.
 
     pair: the agent's CURVE keys for life, public and secret. key: the public one where the line is encrypted,
     :data:`PLAIN` with a controller that encrypts nothing, None before either is known.
@@ -73,13 +77,14 @@ class Line:
         self._problem = ""
         self.results: Mailbox[Callable[[], None]] = Mailbox()
         self._working: set[str] = set()
+        self._term = 0  # the highest of a controller with this key
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        for option, value in TO_CONTROLLER:
+        for option, value in (*TO_CONTROLLER, *(TO_ONE_OF_SEVERAL if self._hello.several else ())):
             self.socket.setsockopt(option, value)
         self.socket.monitor(f"inproc://line-{id(self)}", EVENTS)
         self.events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self.events.connect(f"inproc://line-{id(self)}")
-        if is_numeric(endpoint(address)[0]) or self._known == PLAIN:
+        if all(is_numeric(host) for host, _ in endpoints(address)) or self._known == PLAIN:
             self._hello.open()
         if self._known == PLAIN and not self._hello.local:
             self._known = None  # never unencrypted over a network, whatever the environment says
@@ -107,7 +112,9 @@ class Line:
         if self._theirs is not None and now - self._dialed >= REDIAL_SECONDS:
             self._dialed = now
             self._find(self._theirs)
-        if self._known is None and now - self._asked >= (HELLO_SECONDS if self.key is None else DOWN_SECONDS):
+        down = DOWN_SECONDS_OF_SEVERAL if self._hello.several else DOWN_SECONDS
+        asks = self._known is None or self._hello.several  # a standby does not answer: whoever does is the controller
+        if asks and now - self._asked >= (HELLO_SECONDS if self.key is None else down):
             self._asked = now
             if self._hello.fileno() >= 0:
                 self._hello.send_questions()
@@ -119,10 +126,15 @@ class Line:
         answers = self._hello.read()
 
         def then(found: Found | None) -> None:
-            if found is None or self.up or found.key == self._theirs:
+            if found is None or self.up or self._known not in (None, found.key):
+                return
+            if found.key == self._theirs:
+                if self._hello.several and found.reached is not None:
+                    self._dial(found.reached)
                 return
             if self._theirs and found.key == PLAIN:
                 return  # encrypted once, encrypted for ever
+            self._term = 0
             self._connect(found.key, found.reached)
             learned()
 
@@ -206,6 +218,14 @@ class Line:
         while self.events.poll(0):
             event = parse_monitor_message(self.events.recv_multipart())["event"]
             self.up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    def is_current(self, term: int) -> bool:
+        """Whether what a controller of this term says counts: no later one has spoken. Else another is looked for."""
+        if term < self._term:
+            self.up = False
+            return False
+        self._term = term
+        return True
 
     def close(self) -> None:
         self.socket.disable_monitor()

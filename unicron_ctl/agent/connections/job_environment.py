@@ -18,8 +18,8 @@ from unicron.ctl.agent.connections.step_tasks import StepTask
 from unicron.ctl.protocol import ranges
 from unicron.ctl.protocol.reach import first_open
 from unicron.ctl.protocol.structs import Settings
-from unicron.ctl.slurm.squeue import hosts
-from unicron.ctl.system.addresses import canonical, endpoint, resolve
+from unicron.ctl.slurm.host_lists import hosts
+from unicron.ctl.system.addresses import canonical, endpoints, resolve_all
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
 LOGS = "UNICRON_LOG_DIR"
@@ -227,7 +227,7 @@ def _address(controller: str) -> str:
     """The address by which other nodes reach this one: that of the interface which leads to the controller, by the
     controller's address that accepts connections where it has several."""
     try:
-        targets = resolve(*endpoint(controller))
+        targets = resolve_all(endpoints(controller))
     except (OSError, UserError):
         return socket.gethostname()
     best = first_open(targets, ADDRESS_SECONDS)

@@ -168,6 +168,7 @@ class Agent:
         """End the ranks, their zygote and the store, leave no socket behind. What fails there stops nothing else."""
         for what, step in (
             ("end the ranks", lambda: stop_all(list(self.ranks.values()), self._ending.stop_seconds)),
+            ("say what was healed", self._ending.tell_summary),
             ("end the files", lambda: self._snapshots.files.close(FILES_SECONDS if self._ending.final else 0.0)),
             ("save the training state", lambda: self._ending.save()),
             ("end the store", self._store.close),
@@ -361,6 +362,9 @@ class Agent:
             return  # a lost network brings nothing either, however soon ZeroMQ has found a way around it
         try:
             message = wire.decode(data, wire.ToAgent)
+            if not self._net.line.is_current(message.term):
+                self.log.drop("the controller", "another controller has taken over from it")
+                return
             self._last_heard = time.monotonic()
             self._stand_in.participant.on_controller(self._last_heard)
             self._obey(message)
@@ -420,6 +424,8 @@ class Agent:
                 self._on_end(message)
             case wire.Grace():
                 self._ending.notice_seconds = max(self._ending.notice_seconds, message.seconds)
+            case wire.Note(at_end=True):
+                self._ending.summary = message.text
             case wire.Note():
                 self.log.warn_once(message.text)
             case wire.Released():
@@ -446,6 +452,7 @@ class Agent:
             self._snapshots.copies.refuse()
             self.registration.register()
         if again:
+            self._reports.send_steps_again()
             self._send_status()
             self._reports.node_events(again=True)
 

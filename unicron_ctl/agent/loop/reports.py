@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from unicron.ctl.agent.connections.job_environment import Place
@@ -19,6 +20,7 @@ from unicron.ctl.system.addresses import join
 from unicron.detector.processes.rank_messages import Step
 
 COLD_TEXT = 400  # characters of a reason
+KEPT_SECONDS, MOST_KEPT = 15.0, 512  # for which step reports that were sent are kept, and how many
 
 
 class Reports:
@@ -44,6 +46,7 @@ class Reports:
         self._identity = identity
         self._vitals, self.sampling, self._copies = Vitals(), sampling, copies
         self._steps = StepReports()
+        self._kept: deque[tuple[float, structs.StepReport]] = deque(maxlen=MOST_KEPT)
         self._period, self._progress = 1.0, 0.2  # as the controller wants them
         self._number = 0  # of the last status
         self.sent_at = 0.0
@@ -124,6 +127,13 @@ class Reports:
         """Report the ranks' last steps once more."""
         self._steps.repeat(time.monotonic())
 
+    def send_steps_again(self) -> None:
+        """Step reports of the last seconds once more: the controller may be another one, and what was on its way when
+        the old one was lost has not reached it. Only of the newest generation: others may have been undone since."""
+        since = time.monotonic() - KEPT_SECONDS
+        newest = max((report.generation for _, report in self._kept), default=0)
+        self._send_steps([report for at, report in self._kept if at >= since and report.generation == newest])
+
     def send_steps(self, now: float) -> None:
         """Step reports that can wait no longer."""
         self._send_steps(self._due_steps(now, hold=True))
@@ -132,7 +142,9 @@ class Reports:
         """Step reports that are due. hold: they may wait for later ones."""
         ranks = {} if leaving else self._ranks
         running = {slot: rank.status.generation for slot, rank in ranks.items() if rank.running}
-        return self._steps.due_reports(now, running, hold)
+        due = self._steps.due_reports(now, running, hold)
+        self._kept.extend((now, report) for report in due)
+        return due
 
     def _send_steps(self, reports: list[structs.StepReport]) -> None:
         """Step reports that no status takes along."""

@@ -31,6 +31,12 @@ def report_healed(view: View, job: JobView) -> Outcome:
         reason=f"trains again {seconds:.1f} s after {first.record.cause}{where}{many}; {max(0.0, lost):.1f} s are lost",
     )
     out.record(state, healed)
+    count = len([failure for failure in state.failures if failure.healed or failure.id in mended])
+    out.note_at_end(
+        job.agents,
+        f"{count} failure{'s were' if count != 1 else ' was'} healed, {state.lost_seconds:.1f} s lost; the last: "
+        f"{first.record.cause}{where}{many}, {seconds:.1f} s; `unicronctl explain {state.job}` has all",
+    )
     return out
 
 

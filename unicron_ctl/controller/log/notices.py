@@ -48,10 +48,25 @@ class Message:
     subject: str
     text: str
     data: dict[str, Any]
+    html: str = ""
+    """The same as a page, for mail."""
+
+
+_NEEDS = {
+    "suspect": "node {node} is a suspect: `unicronctl nodes` says why, and how to test it",
+    "withheld": "a limit keeps node {node} in service, or a job on it",
+    "refused": "Slurm refuses to take node {node} out of service",
+    "take": "a limit keeps Unicron from what it would ask of Slurm",
+    "slurm": "Slurm does not answer, and nothing is planned",
+}
+"""What needs an admin, by the first word of its key. Its reason may quote a job's output, so it stays in the log."""
 
 
 def _needs_admin(event: Event, record: records.NeedsAdmin) -> Notice | None:
-    return None if record.over else _notice(event, ADMIN, record.reason, record.key)
+    if record.over:
+        return None
+    text = _NEEDS.get(record.key.partition(" ")[0], "something needs an admin").format(node=record.node)
+    return _notice(event, ADMIN, f"{text}; `unicronctl status` has all", record.key)
 
 
 def _set_aside(event: Event, record: records.JobSetAside) -> Notice | None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import heapq
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.naming import nodes_of
 from unicron.ctl.controller.log.records import Event, Record
 from unicron.ctl.controller.log.thinning import POLICIES, Kept, redundant
 from unicron.ctl.system.errors import UserError
 from unicron.detector.formats import LOG
 
 BUSY_SECONDS = 2.0
+PEEK_SECONDS = 0.2
 BRIDGED_SECONDS = 3600.0
 FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # that go, and that are looked at, at once: some 30 ms
 LARGEST_BYTES = 128 << 20  # of the log: what is older than both states goes beyond it, whatever its kind
@@ -25,6 +29,7 @@ STATES = 2  # that are kept; the log can be folded on from each
 TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
 SINCE_RECORDS, SINCE_BYTES = 5000, 8 << 20  # of one look back by time: some 100 ms
 TAIL_ROWS = 20_000  # that are looked at for one answer: some 80 ms
+READ_COUNTS = 4  # a row of which the record is read counts as so many
 
 LASTING = (
     records.JobRegistered,
@@ -49,9 +54,18 @@ CREATE TABLE IF NOT EXISTS event (
 CREATE INDEX IF NOT EXISTS event_job ON event (job, id);
 CREATE INDEX IF NOT EXISTS event_kind ON event (kind, id);
 CREATE TABLE IF NOT EXISTS state (event INTEGER PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS term (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    number INTEGER NOT NULL,
+    holder TEXT NOT NULL,
+    lease REAL NOT NULL,
+    beat INTEGER NOT NULL
+);
 """
+_HOLDER = "SELECT number, holder, lease, beat FROM term"
 
 
+_TEXTS = re.compile(rb'"([^"\\]{1,255})"')  # in JSON: also each node's name, which has nothing to escape
 Progress = Callable[[], object]
 TOLD_EVERY = 500  # records
 T = TypeVar("T")
@@ -73,6 +87,25 @@ class StoreError(UserError):
     """The log cannot be read or written; one line that says what to do."""
 
 
+class Locked(StoreError):
+    """Another process is in the middle of a transaction."""
+
+
+class Fenced(StoreError):
+    """Another controller has taken the log over: this one must not decide or say anything more."""
+
+
+class Holder(NamedTuple):
+    """Names whose log this is. number: of the controller's term; a later controller has a higher one. name: its host
+    and process. lease: it renews its right every now and then, and does nothing once it could not for so many seconds;
+    0 where it only ends with its process. beat: counts what it has renewed."""
+
+    number: int = 0
+    name: str = ""
+    lease: float = 0.0
+    beat: int = 0
+
+
 class Tail(NamedTuple):
     """A piece of the log. cut: there is more than one answer takes; id and time of the event up to which it is read."""
 
@@ -80,16 +113,50 @@ class Tail(NamedTuple):
     cut: tuple[int, float] | None
 
 
-class Store:
-    """One writer (the controller); readers may open the same file beside it. Raises StoreError."""
+@dataclass(frozen=True)
+class Wanted:
+    """Which events are asked for.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    jobs: of these ("" for what is of no job). kinds: of these, if any is named. without: of none of these. nodes: that
+    name one of them; nodes_of_no_job: in its place for events of no job. since: not older, in seconds since the epoch.
+    before: with a smaller id; 0 for all.
+    """
+
+    jobs: Collection[str] | None = None
+    kinds: Collection[str] = ()
+    without: Collection[str] = ()
+    nodes: Collection[str] | None = None
+    nodes_of_no_job: Collection[str] | None = None
+    since: float = 0.0
+    before: int = 0
+
+    def has_kind(self, kind: str) -> bool:
+        """Whether events of this kind count."""
+        return kind not in self.without and (not self.kinds or kind in self.kinds)
+
+    def names(self, job: str) -> Collection[str] | None:
+        """The nodes of which an event of the job has to name one; None for any."""
+        return self.nodes if job or self.nodes_of_no_job is None else self.nodes_of_no_job
+
+
+ALL = Wanted()
+
+
+class Store:
+    """One writer (the controller); readers may open the same file beside it. Raises StoreError.
+
+    shared: the file may be on a file system that several hosts have mounted. Its journal is then one that needs no
+    memory which they would have to share (not WAL), and each transaction is on the disk when it ends.
+    """
+
+    def __init__(self, path: str | Path, shared: bool = False) -> None:
+        self.path, self._shared = Path(path), shared
+        self.term = 0  # in which this controller writes
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
             self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file: it has effect before all else only
-            self._db.execute("PRAGMA journal_mode=WAL")
+            self._set_journal("persist" if shared else "wal")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version and LOG.refusal(version):
                 raise StoreError(
@@ -98,11 +165,39 @@ class Store:
                     "its jobs run on unprotected; or go back to that release"
                 )
             self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version={LOG.number}")
+            if not version:
+                self._db.execute(f"PRAGMA user_version={LOG.number}")
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror}: choose another state_dir") from None
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
+
+    def _set_journal(self, mode: str) -> None:
+        """Raises StoreError where the file stays in another mode: somebody else has it open."""
+        found = self._db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0]
+        if found != mode:
+            raise StoreError(f"{self.path}: its journal stays {found!r}: does another program have it open?")
+
+    def holder(self) -> Holder:
+        """Returns whose log it is; Holder() before anybody's."""
+        try:
+            row = self._db.execute(_HOLDER).fetchone()
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        return Holder(*row) if row else Holder()
+
+    def begin_term(self, fresh: Holder, last: Holder) -> None:
+        """Makes the log `fresh`'s, if it is `last`'s still. Whoever had it can write no more. Raises Fenced."""
+        with self._transaction(lasting=True, checked=False):
+            if self.holder() != last:
+                raise Fenced(f"{self.path}: another unicrond has just taken it over")
+            self._db.execute("INSERT OR REPLACE INTO term VALUES (1, ?, ?, ?, ?)", fresh)
+        self.term = fresh.number
+
+    def renew(self) -> None:
+        """Counts one renewal of the lease. Raises Fenced when the log is another's by now."""
+        with self._transaction():
+            self._db.execute("UPDATE term SET beat = beat + 1")
 
     def append(self, events: Sequence[Event]) -> None:
         """Stores the events in one transaction: all of them or none.
@@ -150,7 +245,8 @@ class Store:
             if over > 0:
                 yield from self._in_pieces(self._oldest(upto, over))
             while self._free() > FREE_BYTES:
-                self._db.execute(f"PRAGMA incremental_vacuum({FORGET_RECORDS})").fetchall()
+                with self._transaction():
+                    self._db.execute(f"PRAGMA incremental_vacuum({FORGET_RECORDS})").fetchall()
                 yield 0
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
@@ -284,47 +380,67 @@ class Store:
                 return f"others can write {path}: `chmod go-w {path}`"
         return ""
 
-    def tail(
-        self, after: int = 0, limit: int = 1000, jobs: Collection[str] | None = None, without: Sequence[str] = ()
-    ) -> Tail:
-        """The events with an id above `after`, oldest first, of these jobs if some are named, those of the kinds in
-        `without` left out; with more than `limit` of them, or more than TAIL_BYTES, and after = 0 the newest ones.
-        No more than TAIL_ROWS are looked at: where it is cut there may be none of those that are asked for.
+    def tail(self, after: int = 0, limit: int = 1000, wanted: Wanted = ALL) -> Tail:
+        """The events with an id above `after`, oldest first, that are wanted; with more than `limit` of them, or more
+        than TAIL_BYTES, and after = 0 the newest ones. No more than TAIL_ROWS are looked at: where it is cut there may
+        be none of those that are asked for.
 
         A record that is larger than that is not read: :class:`records.Unreadable` stands for it.
         """
-        chosen, size = list[tuple[int, int]](), 0
+        chosen, size, looked = list[Event](), 0, 0
         read, cut = (after, 0.0), False
-        with contextlib.closing(self._sizes(after, jobs)) as found:
-            for rows, (number, time, kind, length) in enumerate(found):
-                wanted = kind not in without
-                size += length if wanted and length <= TAIL_BYTES else 0
-                if cut := rows >= TAIL_ROWS or size > TAIL_BYTES:
+        with contextlib.closing(self._rows(after, wanted)) as found:
+            for number, time, job, kind, length, payload in found:
+                names = wanted.names(job)
+                counts = wanted.has_kind(kind) and time >= wanted.since
+                looked += READ_COUNTS if counts and names is not None else 1
+                if cut := looked > TAIL_ROWS:
                     break
+                if counts and (names is None or _names_one(kind, payload, names)):
+                    size += length if length <= TAIL_BYTES else 0
+                    if cut := size > TAIL_BYTES:
+                        break
+                    chosen.append(self._event(number, length))
                 read = number, time
-                if wanted:
-                    chosen.append((number, length))
                 if len(chosen) >= limit:
                     break
-        events = [self._event(number, length) for number, length in (chosen if after else reversed(chosen))]
-        return Tail(events, read if cut else None)
+        return Tail(chosen if after else chosen[::-1], read if cut else None)
 
-    def _sizes(self, after: int, jobs: Collection[str] | None) -> Generator[tuple[int, float, str, int], None, None]:
-        """(id, time, kind, bytes) of those events: oldest first, or newest first with after = 0; as many as are asked
-        for."""
-        what = "SELECT id, time, kind, length(payload) FROM event WHERE id > ?"
-        what += " AND job = ?" if jobs is not None else ""
+    def _rows(self, after: int, wanted: Wanted) -> Generator[tuple[int, float, str, str, int, bytes], None, None]:
+        """(id, time, job, kind, bytes, record) of the events of the wanted jobs, or else kinds: oldest first, or newest
+        first with after = 0; as many as are asked for. The record is empty where it need not be read, or is larger
+        than TAIL_BYTES."""
+        of_nodes = wanted.nodes is not None or wanted.nodes_of_no_job is not None
+        record = f"CASE WHEN length(payload) <= {TAIL_BYTES} THEN payload ELSE x'' END" if of_nodes else "x''"
+        what = f"SELECT id, time, job, kind, length(payload), {record} FROM event WHERE id > ? AND id < ?"
+        column, values = ("job", wanted.jobs) if wanted.jobs is not None else ("kind", wanted.kinds or None)
+        what += f" AND {column} = ?" if values is not None else ""
         what += f" ORDER BY id {'ASC' if after else 'DESC'}"
         cursors = list[sqlite3.Cursor]()
         try:
-            for job in [()] if jobs is None else [(job,) for job in jobs]:
-                cursors.append(self._db.execute(what, (after, *job)))
+            span = max(after, self._first_since(wanted.since) - 1), wanted.before or 2**63 - 1
+            for value in [()] if values is None else [(value,) for value in values]:
+                cursors.append(self._db.execute(what, (*span, *value)))
             yield from heapq.merge(*cursors, reverse=not after)
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
         finally:
             for cursor in cursors:
                 cursor.close()
+
+    def _first_since(self, since: float) -> int:
+        """The id with which the events begin that are not older; found by halving, for ids and times rise together, as
+        long as nobody puts the clock back by more than an hour."""
+        if not since:
+            return 0
+        low, high = 0, self._db.execute("SELECT COALESCE(MAX(id), -1) + 1 FROM event").fetchone()[0]
+        while low < high:
+            middle = (low + high) // 2
+            number, time = self._db.execute(
+                "SELECT id, time FROM event WHERE id >= ? ORDER BY id", (middle,)
+            ).fetchone()
+            low, high = (low, middle) if time >= since else (number + 1, high)
+        return int(low)
 
     def _event(self, number: int, length: int) -> Event:
         if length <= TAIL_BYTES:
@@ -350,17 +466,21 @@ class Store:
         self._db.close()
 
     @contextlib.contextmanager
-    def _transaction(self, lasting: bool = False) -> Iterator[None]:
-        """All that is written within it, or nothing. lasting: it is on the disk when this returns."""
+    def _transaction(self, lasting: bool = False, checked: bool = True) -> Iterator[None]:
+        """All that is written within it, or nothing. lasting: it is on the disk when this returns. checked: Raises
+        Fenced, and writes nothing, where the log is another controller's."""
         try:
-            self._db.execute(f"PRAGMA synchronous={'FULL' if lasting else 'NORMAL'}")
+            self._db.execute(f"PRAGMA synchronous={'FULL' if lasting or self._shared else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
+            if checked and (holder := self.holder()).number != self.term:
+                raise Fenced(f"{self.path}: {holder.name} has taken it over: this unicrond ends")
             yield
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise _explained(self.path, error) from None
 
     def _select(self, query: str, values: tuple[Any, ...]) -> Iterator[Event]:
         try:
@@ -368,6 +488,27 @@ class Store:
                 yield Event(id_, time, job, generation, records.decode(kind, payload))
         except (sqlite3.Error, ValueError) as error:
             raise _explained(self.path, error) from None
+
+
+def _names_one(kind: str, payload: bytes, names: Collection[str]) -> bool:
+    """Whether the record is about one of these nodes. Most say nothing of them, and need not be decoded."""
+    if not any(word.decode(errors="replace") in names for word in _TEXTS.findall(payload)):
+        return False
+    return any(name in names for name in nodes_of(records.decode(kind, payload)))
+
+
+def peek(path: Path) -> Holder | None:
+    """Says whose log it is, for a host that has not opened it; None where it cannot be told now: there is none, it is
+    being written, or its journal is WAL, which is for one host alone."""
+    try:
+        with path.open("rb") as file:
+            if file.read(20)[18:] != b"\x01\x01":  # the versions of its format: 2 is WAL
+                return None
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", PEEK_SECONDS, uri=True)) as db:
+            row = db.execute(_HOLDER).fetchone()
+    except (OSError, sqlite3.Error):
+        return None
+    return Holder(*row) if row else Holder()
 
 
 def _tag(kind: type[Record]) -> str:
@@ -378,7 +519,7 @@ def _tag(kind: type[Record]) -> str:
 def _explained(path: Path, error: Exception) -> StoreError:
     text = str(error)
     if "locked" in text or "busy" in text:
-        return StoreError(f"{path}: locked by another process: is another unicrond running on this state_dir?")
+        return Locked(f"{path}: locked by another process: is another unicrond running on this state_dir?")
     if "full" in text:
         return StoreError(f"{path}: the disk is full: make room, nothing that was decided is lost")
     if "malformed" in text or "not a database" in text or isinstance(error, ValueError):

@@ -64,8 +64,9 @@ POLICIES: dict[type[Record], Kept] = {
     **dict.fromkeys((records.Alone, records.HeardAgain, records.MostSilent, records.MostHeard), LONG),
     **dict.fromkeys((records.NodeLost, records.NodeResumed, records.Isolated, records.IsolationWithheld), LONG),
     **dict.fromkeys((records.Avoided, records.NodeEvent, records.NodeVerdict, records.SlurmdReached), LONG),
-    **dict.fromkeys((records.Started, records.Configured, records.ObservedWeek), LONG),
-    **dict.fromkeys((records.Paused, records.Unpaused), LONG),
+    **dict.fromkeys((records.Started, records.Restored, records.Configured, records.ConfigRefused), LONG),
+    records.ObservedWeek: LONG,
+    **dict.fromkeys((records.Paused, records.Unpaused), LONG),  # what is paused is in the state, too
     **dict.fromkeys((records.JobEnded, records.Observed), LONG._replace(summed=True)),
 }
 """Of every kind that can be written; `savings.KINDS` are summed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.model import slurm_rules
+from unicron.ctl.controller.model import node_state, slurm_rules
 from unicron.ctl.controller.model.cluster_state import ClusterState, Deferred, Mark, PlanReport
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.detector.failures import escalation_table
@@ -127,6 +127,19 @@ def needs_admin(state: ClusterState, event: Event, record: records.NeedsAdmin) -
 
 def told(state: ClusterState, event: Event, record: records.Told) -> None:
     state.told[record.target] = max(record.upto, state.told.get(record.target, 0))
+
+
+def restored(state: ClusterState, event: Event, record: records.Restored) -> None:
+    """What was asked of Slurm and not settled when the backup was taken may be wrong by now: it is asked of nobody. An
+    admin looks at the nodes first, and ends the pause."""
+    state.intents.clear()
+    state.pins.clear()
+    state.deferred.clear()
+    for name, node in state.nodes.items():
+        if node.going_down:
+            node_state.resumed(node, event, records.NodeResumed(node=name, verified=False))
+            state.out_of_service.discard(name)
+    state.paused[""] = 0.0
 
 
 def forget(state: ClusterState, event: Event, record: records.JobEnded) -> None:

@@ -94,6 +94,7 @@ _CLUSTER: dict[type[records.Record], _Rule] = {
     records.ActionFailed: cluster_rules.action_failed,
     records.Replanned: cluster_rules.replanned,
     records.Paused: cluster_rules.paused,
+    records.Restored: cluster_rules.restored,
     records.Unpaused: cluster_rules.unpaused,
     records.NeedsAdmin: cluster_rules.needs_admin,
     records.Told: cluster_rules.told,

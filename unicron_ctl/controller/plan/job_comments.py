@@ -32,7 +32,7 @@ class Comments:
 def comment_on_jobs(view: View, memory: Comments, listing: Listing, out: Outcome) -> None:
     """Asks for the comments that are due, of jobs that were healed. One that is not allowed is recorded once."""
     memory.written = {job: last for job, last in memory.written.items() if job in view.state.jobs}
-    actions = []
+    actions = list[Action]()
     for job in view.state.jobs.values():
         text, element = story(job), _first(job, listing)
         if not text or element is None or _shows(element, text) or len(actions) >= MOST_AT_ONCE:

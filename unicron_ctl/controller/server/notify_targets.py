@@ -93,6 +93,8 @@ def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
     mail["Message-ID"] = email.utils.make_msgid("unicron")
     mail["Auto-Submitted"] = "auto-generated"
     mail.set_content(message.text)
+    if message.html:
+        mail.add_alternative(message.html, subtype="html")
     with smtplib.SMTP(host.strip("[]"), int(port), timeout=config.timeout) as server:
         if secrets.smtp_user or int(port) == SUBMISSION:
             server.starttls(context=ssl.create_default_context())

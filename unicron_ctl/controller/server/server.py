@@ -24,18 +24,21 @@ from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.core.state_snapshot import read_state
 from unicron.ctl.controller.log import notices, records
 from unicron.ctl.controller.log.store import Progress, Store, StoreError, nothing
+from unicron.ctl.controller.log.term import Tenure
 from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
 from unicron.ctl.controller.model.quotas import Quotas, cost
 from unicron.ctl.controller.server import event_lines
 from unicron.ctl.controller.server.complaints import Complaints
 from unicron.ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
 from unicron.ctl.controller.server.log_upkeep import LogUpkeep
-from unicron.ctl.controller.server.metrics import Exporter, present
+from unicron.ctl.controller.server.metric_gauges import Kept, present
+from unicron.ctl.controller.server.metrics import Exporter
 from unicron.ctl.controller.server.question_queue import Answered, Asked, Question
 from unicron.ctl.controller.server.sockets import bind
 from unicron.ctl.controller.server.telling import DAY, Telling
 from unicron.ctl.controller.server.worker import Result, Worker
 from unicron.ctl.protocol import claims, datagrams, wire
+from unicron.ctl.protocol.answer_schema import ASKED_TOO_MUCH
 from unicron.ctl.protocol.controller_discovery import HELLO_BYTES
 from unicron.ctl.protocol.encryption import NONE, PLAIN, secret_of_server
 from unicron.ctl.protocol.listener import Connection, Listener
@@ -51,7 +54,7 @@ log = logging.getLogger("unicron.controller")
 TICK_SECONDS, PAUSE_SECONDS = 0.05, 0.2  # between two ticks: from begin to begin at least, from end to begin at most
 RECEIVE_SECONDS, RESULTS_SECONDS, ANSWERS_SECONDS = 0.03, 0.02, 0.02  # of one turn of the loop at most
 GATHER_SECONDS = 0.002  # from one turn that heard something to the next
-BUSY = wire.Answer(ok=False, error="the controller is asked too much at once: try again")
+BUSY = wire.Answer(ok=False, error=ASKED_TOO_MUCH)
 HINTS_PER_TURN = 1000
 MAX_SOCKETS = 16384
 HINT_BYTES = 2048
@@ -61,8 +64,8 @@ Route = tuple[bytes, ...]
 
 class Server:
     """One controller on `listen`; `address` is where it can be reached, `key` its public key, empty when it encrypts
-    nothing. connections: as many at once. progress: called every now and then while the log is read. Raises UserError
-    when it can't start.
+    nothing. connections: as many at once. progress: called every now and then while the log is read. tenure: the
+    right to act; by default it has that as long as it lives. Raises UserError when it can't start.
     """
 
     def __init__(
@@ -74,8 +77,11 @@ class Server:
         classifier: Classifier,
         connections: int = MAX_SOCKETS,
         progress: Progress = nothing,
+        tenure: Tenure | None = None,
     ) -> None:
         self.config, self.store = config, store
+        self._tenure = tenure or Tenure()
+        self.heard_agents = float("-inf")  # when it has heard one last
         self._offset = store.time(time.time()) - time.monotonic()  # one clock that never goes backwards
         saved = store.states()
         store.thin(saved[0][0] if saved else 0, progress)  # what is older was thinned before the state was saved
@@ -83,8 +89,9 @@ class Server:
         self._upkeep = LogUpkeep(store, state, lambda: self.now())
         self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
         self._weekly = WeeklySum(self.core, store)
-        self.worker = Worker(client, config.controller.probe_timeout)
+        self.worker = Worker(client, config.controller.probe_timeout, self._tenure)
         self.watchdog: Callable[[float], object] = lambda now: None  # told at every turn; set by main
+        self.turned: Callable[[float], object] = lambda now: None  # the same; raises StoreError to end the loop
         self.dropped: Counter[str] = Counter()
         self._complaints = Complaints(self.core)
         self._quotas = Quotas()
@@ -100,10 +107,11 @@ class Server:
         self.core.view.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self.exporter = Exporter(config.controller.metrics) if config.controller.metrics else None
+        if self.exporter is not None:
+            self.worker.took = self.exporter.recorded.slurm_took
         self.telling = Telling(self.worker.results, lambda record: self.core.append("", 0, record), self.address)
         self.telling.replay(store.since(notices.KINDS, self.now() - DAY).events)
         self.telling.configure(config.notify, state.told, state.last_event)
-        self._late = 0.0  # the last turn
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)
         self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
@@ -131,6 +139,7 @@ class Server:
         running = True
         while running:
             self._wait_for_more()
+            self._tenure.assure()
             due = min(next_tick, self._answer_at) if self._asked else next_tick
             wait = 0 if self.core.pending else max(0, int((due - self.now()) * 1000))
             ready = dict(self._poller.poll(wait))
@@ -153,7 +162,8 @@ class Server:
             if self.core.pending:
                 self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
-                self._late = now - next_tick
+                if self.exporter is not None:
+                    self.exporter.recorded.loop_late(now - next_tick)
                 self.core.tick(now)
                 if self._weekly.is_due(now):
                     self.flush()
@@ -162,13 +172,15 @@ class Server:
                 next_tick = max(now + TICK_SECONDS, ended + min(ended - now, PAUSE_SECONDS))
             self.telling.work(now)
             self.watchdog(now)
+            self.turned(now)
             self.flush()
             if self._asked and not self.core.pending and self.now() >= self._answer_at:
                 self._answer_some()
 
     def _present(self) -> Iterable[Metric]:
+        assert self.exporter is not None
         self.core.now = self.now()
-        return present(self.core, self.dropped, self._late, self.store.size)
+        return present(self.core, Kept(self.dropped, self.exporter.recorded.failed, self.store.size))
 
     def started(self) -> None:
         """Records the start, once the controller can be reached."""
@@ -182,11 +194,13 @@ class Server:
 
     def close(self) -> None:
         """Ends sockets and threads; what was decided last is stored."""
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError):  # whose term is over, writes and says nothing
             self.flush()
             self._upkeep.save_state(self.core.state)
         if self.exporter is not None:
             self.exporter.close()
+        if self._tenure.lease:  # a standby may act at once: no call to Slurm outlives this controller
+            self.worker.let_changes_end(self.config.controller.slurm_timeout)
         self.worker.close()
         self.listener.close()
         for hints in self._hints:
@@ -205,12 +219,17 @@ class Server:
         return signal.SIGTERM not in numbers and signal.SIGINT not in numbers
 
     def apply_config(self, config: Config, classifier: Classifier) -> None:
-        """Applies a new configuration; address, state folder and Slurm backend stay as they are until a restart."""
+        """Applies a new configuration; addresses, state folder and Slurm backend stay as they are until a restart."""
         self.config = config
         self.core.configure(config.controller, classifier)
         self.telling.configure(config.notify, self.core.state.told, self.core.state.last_event)
         reason = f"configuration read again from {config.path or 'the defaults'}"
         self.core.append("", 0, records.Configured(reason=reason))
+
+    def keep_config(self, problem: str) -> None:
+        """Records why a new configuration is not applied."""
+        reason = f"the configuration was not read again, and the old one stays: {problem}"
+        self.core.append("", 0, records.ConfigRefused(reason=reason))
 
     # ------------------------------------------------------------ in
     def _receive(self) -> None:
@@ -231,13 +250,14 @@ class Server:
         key = connection.session.key
         if key in self.core.view.live.keys:
             self.listener.is_known(connection)
+            self.heard_agents = self._received_at
         self._on_message((connection.route,), data, key, connection.address)
 
     def _on_refused(self, connection: Connection, reason: str) -> None:
         """Complains of a connection that was closed for what it sent."""
         self.dropped["message"] += 1
         peer = connection.session.key if connection.known else connection.origin  # keys are free
-        self._complain(records.BadMessage, peer, f"closed a connection of {peer}: {reason}")
+        self._complain(records.BadMessage(peer=peer, reason=f"closed a connection of {peer}: {reason}"))
 
     def _on_message(self, route: Route, data: bytes, key: str, address: str) -> None:
         """One message of the connection with this key."""
@@ -245,7 +265,7 @@ class Server:
         if not self._within_quota(key, address, len(data)):
             self.dropped["rate"] += 1
             peer = origin(address)
-            self._complain(records.BadMessage, peer, f"dropped messages of {peer}: too many")
+            self._complain(records.BadMessage(peer=peer, reason=f"dropped messages of {peer}: too many"))
             return
         try:
             message = wire.decode(data) if self._is_agent(key) else self._decode_stranger(data)
@@ -290,7 +310,7 @@ class Server:
 
     def _refuse_message(self, route: Route, data: bytes, peer: str, reason: str) -> None:
         self.dropped["message"] += 1
-        self._complain(records.BadMessage, peer, f"dropped a bad message of peer {peer[:16]}: {reason}")
+        self._complain(records.BadMessage(peer=peer, reason=f"dropped a bad message of peer {peer[:16]}: {reason}"))
         if not route:
             return
         # Only a kind can tell who is there: unicronctl waits for an Answer, everyone else understands Refused.
@@ -299,10 +319,8 @@ class Server:
         )
         self._send(route, answer)
 
-    def _complain(
-        self, kind: type[records.BadMessage] | type[records.RegistrationRefused], peer: str, reason: str
-    ) -> None:
-        self._complaints.add(kind, peer, reason, self.now())
+    def _complain(self, record: records.BadMessage | records.RegistrationRefused) -> None:
+        self._complaints.add(record, self.now())
 
     def _verify_registration(self, route: Route, message: wire.Register, key: str, address: str) -> None:
         """Verifies who the agent's user is before the core gets the registration."""
@@ -319,7 +337,8 @@ class Server:
                 self.core.receive(route, message, self.now(), key, found)
                 return
             reason = f"job {message.job}: {found.reason}"  # never final: munge may be away, on either side
-            self._complain(records.RegistrationRefused, f"{message.job} {message.element}", f"{message.node}: {reason}")
+            peer, said = f"{message.job} {message.element}", f"{message.node}: {reason}"
+            self._complain(records.RegistrationRefused(peer=peer, node=message.node, reason=said))
             self._send(route, wire.Refused(reason=reason))
 
         self._verifying.add(known)
@@ -348,7 +367,8 @@ class Server:
 
     def _answer_hello(self, data: bytes, where: Where) -> None:
         with contextlib.suppress(OSError):
-            where[0].sendto(data, where[1])
+            if self._tenure.valid:
+                where[0].sendto(data, where[1])
 
     def _on_results(self, mailbox: Mailbox[Result]) -> None:
         """Takes what threads have found, for a part of the time until the next tick; the rest waits for the next
@@ -427,18 +447,19 @@ class Server:
             events, core.events = core.events, []
             self.store.append(events)
             for event in events:
-                event_lines.tell(event)
+                event_lines.log_event(event, core.state)
                 self.telling.note(event)
                 if self.exporter is not None:
                     self.exporter.recorded.note(event)
             self._upkeep.thin(events[-1].id)
+        self._tenure.assure()  # the log may have been taken over since
         outbox, core.outbox = core.outbox, []
         last: tuple[wire.Message | None, bytes] = None, b""
         for route, sends in groupby(outbox, lambda send: send.route):
             told: list[bytes] = []
             for send in sends:
                 if send.message is not last[0]:  # what goes to many is encoded once
-                    last = send.message, wire.encode(send.message)
+                    last = send.message, self._encode(send.message)
                 told.append(last[1])
             self._send_bytes(route, *told)
         requests, core.requests = core.requests, []
@@ -448,7 +469,13 @@ class Server:
             self._upkeep.work(core.state)
 
     def _send(self, route: Route, message: msgspec.Struct) -> None:
-        self._send_bytes(route, wire.encode(message))
+        self._send_bytes(route, self._encode(message))
+
+    def _encode(self, message: msgspec.Struct) -> bytes:
+        """The message with the number of this controller's term, by which agents know an older one's."""
+        if isinstance(message, wire.Message):
+            message.term = self.store.term
+        return wire.encode(message)
 
     def _send_bytes(self, route: Route, *messages: bytes) -> None:
         if not self.listener.send(route[0], *messages):

@@ -27,16 +27,26 @@ class SystemdNotifier:
         self._last: float | None = None
         self._started: float | None = None
         self._failed = False
+        self._waits = ""
 
     def ready(self) -> None:
         """Says that the start, or a reload, is over."""
-        self._notify("READY=1")
+        self._notify("READY=1\nSTATUS=" if self._waits else "READY=1")
 
     def starting(self, now: float) -> None:
         """Extends the time for the start; called now and then until `ready`. now: as for `watchdog`."""
         if self._started is None or now - self._started >= STARTING_SECONDS:
             self._started = now
             self._notify(f"EXTEND_TIMEOUT_USEC={EXTENDED_SECONDS * 1_000_000}\nWATCHDOG=1")
+
+    def waiting(self, what: str) -> None:
+        """Says that a standby is up, and what it waits for; called every now and then. `ready` follows when it has
+        taken over."""
+        now = time.monotonic()
+        if what != self._waits:
+            self._waits = what
+            self._notify(f"READY=1\nSTATUS={what}")
+        self.watchdog(now)
 
     def reloading(self) -> None:
         """Says that the configuration is being read again; `ready` follows."""

@@ -68,7 +68,9 @@ class Telling:
 
     where: the controller's address, for people who have several."""
 
-    def __init__(self, results: Mailbox[Callable[[], None]], record: Callable[[Record], None], where: str = "") -> None:
+    def __init__(
+        self, results: Mailbox[Callable[[], None]], record: Callable[[Record], object], where: str = ""
+    ) -> None:
         self._results, self._record, self.where = results, record, where
         self._notices = Notices()
         self._config = NotifyConfig()

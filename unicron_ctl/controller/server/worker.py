@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from unicron.ctl.controller.core.core import Core
+from unicron.ctl.controller.log.term import Tenure
 from unicron.ctl.controller.model.requests import Action, Knock, Poll, Probe, Run
 from unicron.ctl.controller.server.fair_queue import FairQueue
 from unicron.ctl.protocol.reach import reach
@@ -49,6 +50,8 @@ SETTINGS_SECONDS = 60.0  # between two looks at Slurm's PrivateData and topology
 IN_USE = frozenset({"ALLOCATED", "MIXED", "COMPLETING"})
 LEFT_OUT = "left out: an action before it failed"
 PUT_OFF = "put off: Slurm is slow, and what it shows by now comes first"
+TAKEN_OVER = "put off: calls of the controller before this one may still be under way"
+NOT_OURS = "put off: this controller could not renew its lease"
 QUEUE_SHARE = 1 / 30  # of the time that the whole queue may be read, where that takes long; six times that for a reason
 LONGEST_QUEUE = 120.0  # seconds between two looks at it
 RUN_SECONDS = 10.0  # for the actions of one request; then Slurm is listed again, and what is left is decided anew
@@ -150,12 +153,17 @@ class Task:
 
 class Worker:
     """Carries requests out. `results` are calls for the main thread; `verified` are those for credentials, of which
-    strangers can send many."""
+    strangers can send many. tenure: the right to change anything in Slurm.
 
-    def __init__(self, client: SlurmClient | None, probe_timeout: float) -> None:
-        self._client, self._probe_timeout = client, probe_timeout
+    not_before: a time on `time.monotonic` before which nothing is changed: calls of a controller that was taken over
+    may still be under way."""
+
+    def __init__(self, client: SlurmClient | None, probe_timeout: float, tenure: Tenure | None = None) -> None:
+        self._client, self._probe_timeout, self._tenure = client, probe_timeout, tenure or Tenure()
+        self.not_before = float("-inf")
         self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
         self._order = Order()
+        self.took: Callable[[str, float], object] = lambda call, seconds: None  # told of each call of Slurm
         self._others = Others(client) if client is not None else None
         self._site = UNSAID
         self._looked = -SETTINGS_SECONDS
@@ -165,6 +173,7 @@ class Worker:
         self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
         self._credentials: FairQueue[Callable[[], None]] = FairQueue(AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS)
         self._turns = threading.Lock()
+        self._changed, self._changing = threading.Condition(), 0  # changes of Slurm that are under way
         for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
             threading.Thread(target=self._serve_slurm, args=(lane,), name=name, daemon=True).start()
 
@@ -210,6 +219,12 @@ class Worker:
         self.results.close()
         self.verified.close()
 
+    def let_changes_end(self, seconds: float) -> None:
+        """Starts no change of Slurm any more, and waits for the end of those that are under way."""
+        self.not_before = float("inf")
+        with self._changed:
+            self._changed.wait_for(lambda: not self._changing, seconds)
+
     def _serve_slurm(self, lane: queue.SimpleQueue[Task | None]) -> None:
         while (task := lane.get()) is not None:
             if isinstance(task.request, Poll):
@@ -219,8 +234,8 @@ class Worker:
 
     def _poll(self, poll: Poll, core: Core) -> None:
         assert self._client is not None and self._others is not None
+        began = time.monotonic()
         try:
-            began = time.monotonic()
             nodes, own = self._client.nodes(), self._client.elements(poll.jobs)
             took = time.monotonic() - began
             elements = own + self._others.read(nodes, own, poll)
@@ -242,6 +257,8 @@ class Worker:
             self.results.put(lambda: core.on_slurm_error(text))
         else:
             self.results.put(lambda: core.on_listing(nodes, elements, site, took))
+        finally:
+            self.took("list", time.monotonic() - began)
 
     def _run(self, request: Run, tickets: list[int], core: Core) -> None:
         """Carries actions out for RUN_SECONDS, and no further than the first call that Slurm does not answer."""
@@ -267,12 +284,24 @@ class Worker:
     def _act(self, action: Action) -> tuple[str, bool]:
         """Carries one action out. Returns why it failed, and whether Slurm gave no answer."""
         assert self._client is not None
+        with self._changed:
+            if time.monotonic() < self.not_before:
+                return TAKEN_OVER, True
+            self._changing += 1
+        began = time.monotonic()
         try:
+            if not self._tenure.valid:
+                return NOT_OURS, True
             perform(self._client, action)
         except SlurmError as error:
             return str(error), isinstance(error, SlurmTimeout)
         except Exception as error:
             return shortened(f"{type(error).__name__}: {error}", SAID), False
+        finally:
+            self.took(action.action, time.monotonic() - began)
+            with self._changed:
+                self._changing -= 1
+                self._changed.notify_all()
         return "", False
 
 

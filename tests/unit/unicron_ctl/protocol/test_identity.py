@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from unicron.ctl.protocol import claims, controller_discovery, datagrams, encryption, munge, structs, wire
+from unicron.ctl.system import addresses
 from unicron.ctl.system.errors import UserError
 
 KEY = "k" * 40
@@ -74,12 +75,12 @@ def test_a_slurm_that_does_not_answer_is_not_asked_for_every_forged_datagram(mon
 )
 def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(UserError, match="write tcp://HOST:PORT"):
-        controller_discovery.endpoint(address)
+        addresses.endpoint(address)
 
 
 def test_addresses() -> None:
-    assert controller_discovery.endpoint("tcp://head:7451") == ("head", 7451)
-    assert controller_discovery.endpoint("tcp://[::1]:7451") == ("::1", 7451)
+    assert addresses.endpoint("tcp://head:7451") == ("head", 7451)
+    assert addresses.endpoint("tcp://[::1]:7451") == ("::1", 7451)
 
 
 def test_a_question_is_not_shorter_than_its_answer() -> None:

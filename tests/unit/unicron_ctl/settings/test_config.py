@@ -274,3 +274,15 @@ def test_what_is_shipped_names_the_port_on_which_unicrond_listens() -> None:
     (line,) = [line for line in shipped.read_text().splitlines() if not line.startswith("#")]
     (address,) = [word.removeprefix("controller=") for word in line.split() if word.startswith("controller=")]
     assert address.rpartition(":")[2] == ControllerConfig().listen.rpartition(":")[2]
+
+
+def test_a_standby_is_a_second_address() -> None:
+    both = ["tcp://head1:7451", "tcp://head2:7451"]
+    for given in (both, ", ".join(both)):
+        config = parse({"controller": {"address": given}})
+        assert config.controller.addresses == both and not is_guess(None, config, {})
+        assert controller_address(None, config, {}) == "tcp://head1:7451,tcp://head2:7451"
+    assert parse({}).controller.addresses == []
+    assert problems(ControllerConfig(address=[both[0], "head2"]))[0].startswith('address = "head2": write tcp://')
+    assert problems(ControllerConfig(address=[both[0]] * 2)) == ['address = "tcp://head1:7451": named twice']
+    assert "the most" in problems(ControllerConfig(address=[f"tcp://h{n}:1" for n in range(5)]))[0]

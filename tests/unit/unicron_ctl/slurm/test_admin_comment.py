@@ -13,6 +13,7 @@ from tests.unit.unicron_ctl.slurm.test_pyslurm_backend import FakePyslurm
 from unicron.ctl.slurm.admin_comment import MOST, OWN_MOST, own_part, with_own
 from unicron.ctl.slurm.command_line import CommandLineClient
 from unicron.ctl.slurm.pyslurm_backend import PyslurmClient
+from unicron.ctl.slurm.slurm_client import SlurmError
 
 OWN = "unicron: 2 failures healed, 9 s lost"
 
@@ -101,6 +102,18 @@ def test_what_another_writes_at_the_same_moment_is_not_lost(monkeypatch: pytest.
     slurm = Slurm("", ["billed to lab 7", "billed to lab 8"])
     client(slurm, monkeypatch).comment("7", 0, OWN)
     assert slurm.comment == f"{OWN} | billed to lab 8"
+
+
+def test_an_element_that_has_finished_keeps_its_comment(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm("billed to lab 7")
+
+    def refuse(job: str, element: int, text: str) -> None:
+        raise SlurmError(f"scontrol update JobId={job}: Job has already finished")
+
+    commands = client(slurm, monkeypatch)
+    monkeypatch.setattr(commands, "_set_admin_comment", refuse)
+    commands.comment("7", 0, OWN)
+    assert slurm.comment == "billed to lab 7"
 
 
 def test_a_comment_that_is_too_long_to_be_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

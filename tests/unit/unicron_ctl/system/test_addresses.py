@@ -21,6 +21,7 @@ from unicron.ctl.protocol.controller_discovery import Hello
 from unicron.ctl.protocol.reach import Door, Reach, first_open, reach
 from unicron.ctl.system import addresses
 from unicron.ctl.system.addresses import canonical, endpoint, is_loopback, join, listen_at, resolve, split
+from unicron.ctl.system.errors import UserError
 
 NEEDS_IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 SILENT, LIVE = "127.0.0.1", "127.0.0.2"
@@ -229,3 +230,19 @@ def test_a_daemon_of_one_family_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
         found = [(family, socket.SOCK_STREAM, 6, "", address) for family, address in both]
         monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *given, **more: found)
         assert reach("n1:6818", 20.0) is Reach.REACHED
+
+
+def test_of_several_hosts_the_one_that_answers_is_the_controller(
+    two: None, controller: PlainController, port: int
+) -> None:
+    hello = Hello(f"tcp://no-such-host.invalid:7451,tcp://{SILENT}:1,tcp://head:{port}")
+    assert hello.several and hello.wait_for_key(20.0) == encryption.PLAIN
+    assert hello.reached is not None and (hello.reached.host, hello.reached.port) == (LIVE, port)
+    hello.close()
+
+
+def test_lists_of_addresses() -> None:
+    assert addresses.endpoints("tcp://a:1, tcp://b:2") == [("a", 1), ("b", 2)]
+    for bad in ("", "tcp://a:1,b:2", ","):
+        with pytest.raises(UserError, match="write tcp://HOST:PORT"):
+            addresses.endpoints(bad)

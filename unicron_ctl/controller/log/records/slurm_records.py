@@ -16,8 +16,19 @@ class Started(Record, frozen=True, tag="started"):
     jobs: int
 
 
+class Restored(Record, frozen=True, tag="restored"):
+    """The log up to here is that of a backup; what came later is lost. taken: when its last event was, seconds since
+    1970."""
+
+    taken: float
+
+
 class Configured(Record, frozen=True, tag="configured"):
     """The configuration was read again."""
+
+
+class ConfigRefused(Record, frozen=True, tag="config_refused"):
+    """The configuration was to be read again, and has a mistake: the old one stays."""
 
 
 class BadMessage(Record, frozen=True, tag="bad_message"):
@@ -32,10 +43,11 @@ class BadMessage(Record, frozen=True, tag="bad_message"):
 class RegistrationRefused(Record, frozen=True, tag="registration_refused"):
     """An agent was not taken in.
 
-    peer: job and element.
+    peer: job and element. node: where the agent says that it is.
     """
 
     peer: str
+    node: str = ""
 
 
 class JobSetAside(Record, frozen=True, tag="job_set_aside"):

@@ -122,3 +122,39 @@ def test_the_loop_goes_on_while_slurm_says_whom_to_believe(
     slow.go.set()
     wait_for(lambda: served(lines), "it is believed")
     assert lines.key == lines.pair[0] and learned == [True]
+
+
+def test_what_a_controller_says_after_another_has_taken_over_does_not_count(lines: Line) -> None:
+    lines.up = True
+    assert lines.is_current(7) and lines.is_current(7) and lines.is_current(9) and lines.up
+    assert not lines.is_current(7) and not lines.up, "another is looked for"
+    assert lines.is_current(9)
+
+
+def test_the_line_goes_to_whichever_controller_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that it was connected to is frozen: it takes connections, and answers nothing."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    frozen, other = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    ports = [one.getsockname()[1] for one in (frozen, other)]
+    line = Line(context, ",".join(f"tcp://127.0.0.1:{port}" for port in ports))
+    line.socket.setsockopt(zmq.LINGER, 0)
+    key = new_pair()[0]
+    line._connect(key, next(target for target in line._hello.targets if target.port == ports[0]))
+    assert line._endpoint.endswith(f":{ports[0]}")
+    answers = [controller_discovery.Answer(datagrams.Introduction(), line._hello.targets[1])]
+    monkeypatch.setattr(line._hello, "read", lambda: answers)
+    monkeypatch.setattr(
+        line._hello, "believed", lambda found: controller_discovery.Found(key, found[0].reached) if found else None
+    )
+    line.learn(lambda: pytest.fail("the key is the same"))
+    wait_for(lambda: served(line), "the answer is believed")
+    assert line._endpoint.endswith(f":{ports[1]}")
+    monkeypatch.setattr(line._hello, "believed", lambda found: controller_discovery.Found(new_pair()[0], None))
+    line._known, line._theirs = key, key
+    line.learn(lambda: pytest.fail("only the pinned key counts"))
+    wait_for(lambda: served(line), "the answer is not believed")
+    assert line._theirs == key
+    line.close()
+    for one in (frozen, other):
+        one.close()
+    context.term()

@@ -49,10 +49,13 @@ def test_what_a_job_or_its_program_has_said_is_not_in_a_notice() -> None:
         (1.0, "7", records.NodeLost(node="n7", element=1, reason=secret)),
         (2.0, "7", records.Isolated(node="n8", reason=secret)),
         (3.0, "7", records.Avoided(node="n9", element=1, reason=secret)),
+        (3.5, "", records.NeedsAdmin(key="suspect n1", node="n1", reason=secret)),
+        (3.6, "", records.NeedsAdmin(key="slurm", reason=secret)),
         (4.0, "7", records.JobSetAside(input=secret, where=secret, reason=secret)),
         (5.0, "7", records.Healed(failures=[1], cause="oom", seconds=1, lost_seconds=1, nodes=1, reason=secret)),
     )
-    assert len(found) == 5
+    assert len(found) == 7
+    assert "node n1 is a suspect" in found[3].text
     message = compose(found, 0, "tcp://head:7451")
     assert "hunter2" not in str((message.subject, message.text, message.data))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron.ctl.protocol import wire
 from unicron.ctl.settings.partitions import PartitionConfig
 
 GONE = "billed to lab 7"
@@ -58,7 +59,7 @@ def test_the_first_element_says_what_was_healed_beside_what_others_wrote() -> No
 @pytest.mark.parametrize(("mode", "actions"), [("observe", None), ("act", ["drain"])])
 def test_what_is_not_allowed_is_recorded_and_not_done(mode: str, actions: list[str] | None) -> None:
     world, slurm = healed(mode, actions)
-    world.run(100.0)
+    world.run(10.0)
     assert not comments(slurm) and slurm.queue["1", 0]["admin_comment"] == GONE
     assert [e.record.would for e in world.log if e.kind == "observed" and e.record.action == "comment"] == [
         "comment 1_0"
@@ -72,3 +73,13 @@ def test_a_job_without_a_failure_has_no_comment() -> None:
     world.start_job("1", 2)
     world.run(5.0)
     assert not comments(slurm)
+
+
+def test_one_agent_is_to_say_at_the_end_what_was_healed() -> None:
+    world, _ = healed("observe")
+    notes = {agent.element: [m for m in agent.heard if isinstance(m, wire.Note) and m.at_end] for agent in world.agents}
+    assert [note.text for note in notes[1]] == [""], "one is enough"
+    (note,) = notes[0]
+    assert (
+        note.text.startswith("1 failure was healed, ") and "on n3" in note.text and "unicronctl explain 1" in note.text
+    )

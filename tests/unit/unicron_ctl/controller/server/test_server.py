@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -15,7 +16,7 @@ import zmq
 from tests.support.processes import wait_for
 from tests.support.world import FakeAgent, World
 from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.log.store import Fenced, Store
 from unicron.ctl.controller.model.asker import NOBODY, Asker
 from unicron.ctl.controller.model.quotas import OF_A_USER, SECONDS_OF_ONE
 from unicron.ctl.controller.model.view import Send
@@ -65,6 +66,19 @@ def test_an_agents_door_is_where_its_connection_comes_from(server: Server, addre
     message.door = "a.name.that.takes.long:70"
     server._on_message((b"route",), wire.encode(message), "", address)
     assert server.core.state.jobs["1"].agents[0].door == f"{host}:70"
+
+
+def test_a_configuration_that_is_read_again_or_refused_is_in_the_log(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "unicron"):
+        server.apply_config(server.config, Classifier())
+        server.keep_config("offer_delay: a number is needed")
+        server.flush()
+    told = [(record.levelname, record.getMessage().partition(":")[0]) for record in caplog.records]
+    assert told == [("INFO", "configured"), ("ERROR", "config_refused")]
+    assert [event.kind for event in server.store.tail().events] == ["configured", "config_refused"]
+    assert "the old one stays: offer_delay" in caplog.records[1].getMessage()
 
 
 def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,3 +305,46 @@ def test_the_longest_registration_of_an_agent_is_heard_of_a_stranger() -> None:
     message.settings.mode_reason = "reason " * 2000
     message.credential = "MUNGE:" + "A" * 4096
     assert len(wire.encode(message)) < wire.STRANGER_BYTES / 2
+
+
+class Lost:
+    """A right to act that is over."""
+
+    valid, lease = False, 2.5
+
+    def assure(self) -> None:
+        raise Fenced("n2 has taken it over")
+
+
+def test_whoever_was_taken_over_sends_nothing_and_asks_nothing_of_slurm(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = list[bytes]()
+    monkeypatch.setattr(server, "_send_bytes", lambda route, *data: sent.extend(data))
+    monkeypatch.setattr(server.worker, "submit", lambda *given: pytest.fail("Slurm is asked"))
+    server.core.outbox.append(Send((b"route",), wire.Note(text="before")))
+    server.flush()
+    server.core.outbox.append(Send((b"route",), wire.Note(text="after")))
+    server.core.requests.append(object())  # type: ignore[arg-type]
+    monkeypatch.setattr(server, "_tenure", Lost())
+    with pytest.raises(Fenced):
+        server.flush()
+    with pytest.raises(Fenced):
+        server.run()
+    assert [wire.decode(data, wire.ToAgent).text for data in sent] == ["before"]
+    hellos = list[bytes]()
+    server._answer_hello(b"key", (SimpleNamespace(sendto=lambda data, where: hellos.append(data)), None))  # type: ignore[arg-type]
+    assert not hellos, "no agent finds it any more"
+    server.core.requests.clear()
+
+
+def test_agents_hear_the_controllers_term(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[bytes]()
+    monkeypatch.setattr(server, "_send_bytes", lambda route, *data: sent.extend(data))
+    server.store.term = 1_764_000_000
+    server._send((b"route",), wire.Ping())
+    server.core.outbox += [Send((b"a",), message := wire.Ping(number=3)), Send((b"b",), message)]
+    server._tenure.assure()
+    server.store.term = 0
+    server.flush()
+    assert [wire.decode(data, wire.ToAgent).term for data in sent] == [1_764_000_000, 0, 0]

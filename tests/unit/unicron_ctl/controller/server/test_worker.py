@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.processes import wait_for
+from unicron.ctl.controller.log.term import Tenure
 from unicron.ctl.controller.model.requests import Action, Poll, Run
 from unicron.ctl.controller.server import worker
-from unicron.ctl.controller.server.worker import LEFT_OUT, LONGEST_QUEUE, PUT_OFF, QUEUE_SHARE, Others, Worker
+from unicron.ctl.controller.server.worker import (
+    LEFT_OUT,
+    LONGEST_QUEUE,
+    NOT_OURS,
+    PUT_OFF,
+    QUEUE_SHARE,
+    TAKEN_OVER,
+    Others,
+    Worker,
+)
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Queue, Site, SlurmError, SlurmTimeout
 
 
@@ -285,3 +296,41 @@ def test_lists_of_nodes_that_were_cut_leave_no_node_free_that_is_in_use(slurm: S
     slurm.seen = Queue([element("1", "RUNNING", "n1")], cut=True)
     found = others.read([node_in("n1", "ALLOCATED"), node_in("n2", "MIXED")], [], Poll())
     assert [e.node for e in found] == ["n1", "n2"]
+
+
+def test_after_a_take_over_nothing_is_changed_until_the_calls_before_have_ended(bench: Bench) -> None:
+    bench.worker.not_before = time.monotonic() + 60.0
+    bench.submit(act("hold", 1))
+    assert bench.heard(2)[0][1] == TAKEN_OVER
+    bench.worker.not_before = time.monotonic()
+    bench.submit(act("hold", 2))
+    assert bench.heard(4)[2][1] == "" and bench.slurm.began == ["hold 1_2"]
+
+
+def test_who_may_not_act_changes_nothing_in_slurm() -> None:
+    clock = [100.0]
+    slurm, core, tenure = SlowSlurm(), Answers(), Tenure(2.5, lambda: clock[0])
+    bench = Bench()
+    bench.slurm, bench.core = slurm, core
+    bench.worker = Worker(slurm, 0.5, tenure)  # type: ignore[arg-type]
+    tenure.renewed(clock[0])
+    bench.submit(act("hold", 1))
+    assert bench.heard(2)[0][1] == ""
+    clock[0] += 2.6
+    bench.submit(act("hold", 2))
+    assert bench.heard(4)[2][1] == NOT_OURS and slurm.began == ["hold 1_1"]
+    bench.worker.close()
+
+
+def test_the_end_waits_for_changes_that_are_under_way(bench: Bench) -> None:
+    bench.slurm.blocked.add("hold 1_1")
+    bench.submit(act("hold", 1))
+    wait_for(lambda: bench.slurm.began, "it is under way")
+    began = time.monotonic()
+    bench.worker.let_changes_end(0.2)
+    assert time.monotonic() - began >= 0.2
+    threading.Timer(0.1, bench.slurm.go.set).start()
+    bench.worker.let_changes_end(30.0)
+    assert time.monotonic() - began < 20.0
+    bench.submit(act("hold", 2))
+    assert bench.heard(4)[2][1] == TAKEN_OVER

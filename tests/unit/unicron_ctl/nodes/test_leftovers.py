@@ -7,7 +7,7 @@ from click.testing import CliRunner
 from tests.support.world import FakeSlurm
 from unicron.ctl.cli.retire import command
 from unicron.ctl.controller.model.requests import HELD
-from unicron.ctl.nodes.retire import leftovers, take_all_back
+from unicron.ctl.nodes.leftovers import leftovers, take_all_back
 from unicron.ctl.slurm import CommandLineClient, SlurmError
 
 
@@ -36,7 +36,12 @@ def test_all_that_is_unicrons_goes_and_nothing_else() -> None:
     ]
     assert take_all_back(slurm, found) == []
     assert slurm.node_states["n1"] == {"IDLE"} and slurm.node_states["n2"] == {"DOWN"}
-    assert {e: entry["admin_comment"] for (_, e), entry in slurm.queue.items()} == {0: "", 1: "lab 7", 2: "", 3: "ask Bob"}
+    assert {e: entry["admin_comment"] for (_, e), entry in slurm.queue.items()} == {
+        0: "",
+        1: "lab 7",
+        2: "",
+        3: "ask Bob",
+    }
     assert slurm.queue["7", 0]["pin"] is None and "held" not in slurm.queue["7", 0]["reason"].lower()
     assert slurm.queue["7", 2]["reason"] == "JobHeldUser" and slurm.queue["7", 3]["reason"] == "JobHeldAdmin"
 

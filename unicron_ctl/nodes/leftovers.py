@@ -1,5 +1,5 @@
-"""What Unicron has left in Slurm, and how it is taken back when Unicron is removed. Judged from what Slurm shows alone: the
-event log may be gone already."""
+"""What Unicron has left in Slurm, and how it is taken back when Unicron is removed. It is judged from what Slurm shows
+alone: the event log may be gone already."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from unicron.ctl.slurm.admin_comment import own_part
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, SlurmClient, SlurmError
 
 REASON = "unicron["  # how the reason of a node begins that Unicron or its checks took out of service
-ENDED = frozenset({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"})
+ENDED = frozenset(
+    {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+)
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,15 @@ class Leftover:
         if self.what == "node":
             return f"{self.node} returns to service; check it, if its reason still holds: {self.text}"
         name = f"{self.job}_{self.element}"
-        return f"{name} is released; it said: {self.text}" if self.what == "hold" else f"{name} loses its comment: {self.text}"
+        return (
+            f"{name} is released; it said: {self.text}"
+            if self.what == "hold"
+            else f"{name} loses its comment: {self.text}"
+        )
 
 
 def leftovers(nodes: Sequence[NodeInfo], elements: Sequence[ElementInfo]) -> list[Leftover]:
-    """Nodes that are out of service by Unicron, elements that it holds, and its comments on those that have not ended."""
+    """Nodes that Unicron took out of service, elements that it holds, and its comments on those that have not ended."""
     found = [Leftover("node", node.reason, node=node.name) for node in nodes if node.reason.startswith(REASON)]
     for e in elements:
         text = own_part(e.admin_comment)

@@ -1,0 +1,65 @@
+"""``python -m benchmarks.page.paint NODES``: visits the page with Chromium and an empty cache, and prints as JSON when
+something was painted first, and when the map was drawn.
+
+The controller's core is in this process, and no agent disturbs it. Its answers are encoded, decoded and cleaned as they
+are on their way to a real page; the connection to a real unicrond is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.support.browser import Browser
+from tests.support.web_page import Site, busy_world
+from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.printable import clean
+
+VISITS, JOBS = 7, 16
+FIGURES = """({
+  first: performance.getEntriesByName("first-contentful-paint")[0].startTime / 1000,
+  shown: performance.getEntriesByName("shown")[0].startTime / 1000,
+  nodes: document.querySelectorAll("#map i").length,
+})"""
+
+
+class Encoded(Site):
+    """A page whose answers have been on the wire."""
+
+    def ask(self, question: Mapping[str, Any]) -> Any:
+        data = wire.encode(wire.Answer(ok=True, data=super().ask(question)))
+        return clean(wire.decode(data, wire.Answer).data)
+
+
+def visit(browser: Browser, site: Site) -> dict[str, float]:
+    """One visit to a page at which nobody has looked yet."""
+    browser.open("about:blank")
+    site.begin_anew()
+    browser.open(f"http://{site.host}/")
+    for name in ("shown", "first-contentful-paint"):
+        browser.wait(f'performance.getEntriesByName("{name}").length')
+    found: dict[str, float] = browser.js(FIGURES)
+    return found
+
+
+def main() -> None:
+    world = busy_world(int(sys.argv[1]), JOBS, 1)
+    with tempfile.TemporaryDirectory(prefix="unicron-paint-") as folder:
+        site = Encoded(world, Path(folder), viewers=False)
+        try:
+            browser = Browser()
+            try:
+                browser.call("Network.setCacheDisabled", cacheDisabled=True)
+                print(json.dumps([visit(browser, site) for _ in range(VISITS)]))
+            finally:
+                browser.close()
+        finally:
+            site.close()
+
+
+if __name__ == "__main__":
+    main()

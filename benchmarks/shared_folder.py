@@ -1,0 +1,129 @@
+"""``python -m benchmarks.shared_folder FOLDER``: whether a folder can be the state folder of a controller and its
+standby, and what the event log costs there. Run it on the file system that both hosts are to share.
+
+It asks for locks that hold between processes, and for a transaction that another process sees at once. Then it times
+transactions as unicrond makes them: one record, twenty records, a renewal of the lease; with the journal for one host
+(WAL) and with the one for several. Times are milliseconds: the median, and the 99th percentile. Exit status 1 where the
+folder does not do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import quantiles
+
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.log.store import Holder, Store
+from unicron.ctl.controller.log.term import LEASE_SECONDS
+
+TIMES = 300
+LIMIT = 30.0  # seconds for another process
+OTHERS_LOCK = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+OTHERS_WRITE = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0.1).execute('BEGIN IMMEDIATE')"
+OTHERS_READ = (
+    "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT max(id) FROM event').fetchone()[0])"
+)
+
+
+def other(program: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """A program in another process."""
+    command = [sys.executable, "-c", program, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
+def problems(folder: Path) -> list[str]:
+    """Why the folder does not do."""
+    found = []
+    lock = folder / "lock"
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not other(OTHERS_LOCK, lock).returncode:
+            found.append("flock(2) does not hold between processes")
+    except OSError as error:
+        found.append(f"flock(2): {error.strerror}")
+    finally:
+        os.close(descriptor)
+    if not found and other(OTHERS_LOCK, lock).returncode:
+        found.append("the lock of a file that was closed is not free")
+    store = Store(folder / "tried.sqlite", shared=True)
+    store.append([event(1)])
+    if other(OTHERS_READ, store.path).stdout.strip() != "1":
+        found.append("another process does not see what was written")
+    with sqlite3.connect(store.path) as mine:
+        mine.execute("BEGIN IMMEDIATE")
+        if not other(OTHERS_WRITE, store.path).returncode:
+            found.append("fcntl(2) does not lock between processes: two could write the log")
+        mine.rollback()
+    store.close()
+    return found
+
+
+def event(number: int) -> Event:
+    """One as long as a step, of which there are most."""
+    step = records.Steady(reason="x" * 220)
+    return Event(number, 1e9 + number, "1", 1, step)
+
+
+def timed(work: Callable[[int], object]) -> list[float]:
+    """Milliseconds of each of TIMES calls."""
+    found = []
+    for number in range(TIMES):
+        began = time.perf_counter()
+        work(number)
+        found.append(1e3 * (time.perf_counter() - began))
+    return found
+
+
+def costs(folder: Path, shared: bool) -> dict[str, list[float]]:
+    """Times of each kind of transaction."""
+    store = Store(folder / f"{'shared' if shared else 'alone'}.sqlite", shared)
+    store.begin_term(Holder(1, "benchmark", LEASE_SECONDS), Holder())
+    asked = records.SlurmAction(action="hold", element=1, node="")
+    found = {
+        "one record": timed(lambda n: store.append([event(n + 1)])),
+        "twenty records": timed(lambda n: store.append([event(1000 + 20 * n + k) for k in range(20)])),
+        "one that must last": timed(lambda n: store.append([Event(10000 + n, 1e9, "1", 1, asked)])),
+        "a renewal": timed(lambda n: store.renew()),
+    }
+    store.close()
+    return found
+
+
+def row(name: str, cells: Sequence[list[float]]) -> str:
+    """The name, and median and 99th percentile of each cell."""
+    told = "".join(f"{(cut := quantiles(cell, n=100))[49]:>12.2f}{cut[98]:>8.2f}" for cell in cells)
+    return f"{name:<22}{told}"
+
+
+def main() -> int:
+    """0 where the folder does."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.shared_folder", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="unicron-shared-", dir=options.folder) as place:
+        found = problems(Path(place))
+        alone, several = costs(Path(place), False), costs(Path(place), True)
+    print(f"{'ms: median, p99':<22}{'one host (WAL)':>20}{'several hosts':>20}")
+    for name in alone:
+        print(row(name, [alone[name], several[name]]))
+    slowest = max(max(times) for times in several.values()) / 1e3
+    if slowest > LEASE_SECONDS / 2:
+        found.append(f"a transaction took {slowest:.1f} s: a lease of {LEASE_SECONDS:g} s would end")
+    for line in found:
+        print(f"{options.folder}: {line}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The standby's waiting, and a controller that steps down because it is cut off."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unicron.ctl.controller.log.term import claim
+from unicron.ctl.controller.server import standby
+from unicron.ctl.controller.server.standby import DEAF_SECONDS, Isolation, Rival, SteppedDown, wait_for_claim
+from unicron.ctl.protocol.reach import Reach
+from unicron.ctl.system.addresses import resolve
+from unicron.ctl.system.errors import UserError
+
+HOST, OTHER = resolve("192.0.2.1", 7451)[0], resolve("192.0.2.2", 7451)[0]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in a list of one."""
+    now = [100.0]
+    monkeypatch.setattr(standby, "clock", lambda: now[0])
+    return now
+
+
+def test_the_standby_says_whom_it_waits_for_and_takes_over_when_that_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first, told = claim(tmp_path, True), list[str]()
+
+    def sleep(seconds: float) -> None:
+        assert (tmp_path / "standby").read_text().endswith(" 1")
+        if len(told) == 3:
+            first.close()
+
+    second = wait_for_claim(tmp_path, told.append, sleep)
+    assert not second.stolen and len(told) == 3 and "process" in told[0]
+    assert [record.message.partition(" process")[0].split(" on ")[0] for record in caplog.records] == [
+        "standby: waits for the controller",
+        "standby: takes over",
+    ]
+    assert not (tmp_path / "standby").exists()
+    second.close()
+
+
+def test_a_log_that_cannot_be_read_ends_the_standby(tmp_path: Path) -> None:
+    (tmp_path / "events.sqlite").write_bytes(b"no log, but long enough for SQLite to look at it" * 100)
+    with pytest.raises(UserError, match="damaged"):
+        wait_for_claim(tmp_path, lambda text: None)
+
+
+def test_a_standby_waits_as_long_as_it_says_so(tmp_path: Path, clock: list[float]) -> None:
+    rival, mark = Rival(tmp_path), tmp_path / "standby"
+    rival.read_mark()
+    assert not rival.waits
+    mark.write_text("n2 process 7 1")
+    rival.read_mark()
+    assert not rival.waits, "it may be left from another time"
+    mark.write_text("n2 process 7 2")
+    rival.read_mark()
+    assert rival.waits
+    clock[0] += standby.WAITS_SECONDS + 0.1
+    rival.read_mark()
+    assert not rival.waits
+
+
+class Waiting:
+    """A standby that waits, or not."""
+
+    def __init__(self, waits: bool = True) -> None:
+        self.waits = waits
+
+
+def isolation(words: dict[Any, Reach], waits: bool = True, heard: float = 0.0) -> Isolation:
+    """One whose probes are answered at once."""
+
+    def call(work: Callable[[], object], then: Callable[[Reach], None]) -> None:
+        then(words[work.__defaults__[0]])  # type: ignore[attr-defined]
+
+    found = Isolation(Waiting(waits), call, lambda: heard)  # type: ignore[arg-type]
+    found.learn_others(list(words))
+    return found
+
+
+def test_who_hears_nobody_and_reaches_no_other_host_steps_down() -> None:
+    found = isolation({HOST: Reach.SILENT, OTHER: Reach.SILENT})
+    found.check_isolation(DEAF_SECONDS - 0.1)
+    found.check_isolation(DEAF_SECONDS + 0.1)
+    with pytest.raises(SteppedDown, match="steps down"):
+        found.check_isolation(DEAF_SECONDS + 0.2)
+
+
+@pytest.mark.parametrize(
+    ("words", "waits", "heard"),
+    [
+        ({HOST: Reach.REFUSED, OTHER: Reach.SILENT}, True, 0.0),  # its network carries something
+        ({HOST: Reach.SILENT}, False, 0.0),  # nobody waits
+        ({HOST: Reach.SILENT}, True, float("-inf")),  # it has never heard an agent: the next one would not either
+        ({}, True, 0.0),  # no other host is known
+    ],
+)
+def test_all_others_stay(words: dict[Any, Reach], waits: bool, heard: float) -> None:
+    found = isolation(words, waits, heard)
+    for turn in range(10):
+        found.check_isolation(DEAF_SECONDS + turn)
+
+
+def test_an_agent_that_is_heard_again_ends_the_doubt() -> None:
+    heard = [0.0]
+    found = Isolation(Waiting(), lambda work, then: then(Reach.SILENT), lambda: heard[0])  # type: ignore[arg-type]
+    found.learn_others([HOST])
+    found.check_isolation(DEAF_SECONDS + 0.1)
+    heard[0] = DEAF_SECONDS + 0.15
+    found.check_isolation(DEAF_SECONDS + 0.2)
+    found.check_isolation(2 * DEAF_SECONDS + 0.3)  # probes anew
+    with pytest.raises(SteppedDown):
+        found.check_isolation(2 * DEAF_SECONDS + 0.4)
+
+
+def test_own_addresses_are_no_other_hosts() -> None:
+    found = standby.other_hosts(["tcp://127.0.0.1:7451", "tcp://192.0.2.7:7451", "tcp://no-such-host.invalid:1"])
+    assert [target.host for target in found] == ["192.0.2.7"]

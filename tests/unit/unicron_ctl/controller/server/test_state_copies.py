@@ -1,0 +1,206 @@
+"""Backup and restore of the state folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.support.world import World
+from unicron.ctl.cli import backup as commands
+from unicron.ctl.controller.core.state_snapshot import freeze, read_state
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.log.term import LOG_FILE, claim
+from unicron.ctl.controller.model.cluster_state import ClusterState
+from unicron.ctl.controller.model.fold import fold, replay
+from unicron.ctl.controller.server.state_copies import BESIDE, backup, restore
+from unicron.ctl.protocol.encryption import SECRET_FILE, make_key
+from unicron.ctl.system.errors import UserError
+
+
+def events(first: int, last: int) -> list[Event]:
+    return [Event(number, 1000.0 + number, "1", 0, records.Steady(reason="")) for number in range(first, last + 1)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A state folder with a key and ten events."""
+    made = tmp_path / "state"
+    make_key(made)
+    begun = claim(made, False)
+    begun.store.append(events(1, 10))
+    begun.close()
+    return made
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Store]:
+    """Its log, to read."""
+    store = Store(folder / LOG_FILE)
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_backup_while_unicrond_runs_has_all_that_was_stored(folder: Path, tmp_path: Path, leased: bool) -> None:
+    running = claim(folder, leased)
+    running.store.append(events(11, 12))
+    found = backup(folder, tmp_path / "copy")
+    assert (found.events, found.last, found.at, found.key) == (12, 12, 1012.0, True)
+    assert stat.S_IMODE((tmp_path / "copy").stat().st_mode) == 0o600
+    running.store.append(events(13, 13))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "state"], "nothing else is left"
+    running.close()
+
+
+def test_a_backup_overwrites_nothing_and_needs_a_state_folder(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(UserError, match="exists"):
+        backup(folder, tmp_path / "there")
+    with pytest.raises(UserError, match="--state-dir"):
+        backup(tmp_path / "none", tmp_path / "copy")
+    with pytest.raises(UserError, match="No such file"):
+        backup(folder, tmp_path / "no" / "copy")
+    assert (tmp_path / "there").read_text() == "mine" and not (tmp_path / "copy").exists()
+
+
+def test_a_restore_keeps_what_was_there_and_goes_on_above_it(folder: Path, tmp_path: Path) -> None:
+    backup(folder, tmp_path / "copy")
+    later = claim(folder, False)
+    term = later.store.term
+    later.store.append(events(11, 50))
+    later.close()
+    secret = (folder / SECRET_FILE).read_text()
+    (folder / SECRET_FILE).write_text("another")
+    found, kept = restore(tmp_path / "copy", folder)
+    assert kept is not None and (kept / SECRET_FILE).read_text() == "another"
+    with opened(kept) as old:
+        assert [e.id for e in old.replay()] == list(range(1, 51)), "the old log is whole"
+    assert (folder / SECRET_FILE).read_text() == secret and found.last == 10
+    assert stat.S_IMODE((folder / LOG_FILE).stat().st_mode) == 0o600
+    again = claim(folder, False)
+    assert again.store.term > term, "agents believe it"
+    ids = [e.id for e in again.store.replay()]
+    assert ids == [*range(1, 11), 51], "whoever follows the events sees the next ones"
+    again.close()
+
+
+def test_a_restore_into_an_empty_folder_and_over_a_damaged_log(folder: Path, tmp_path: Path) -> None:
+    backup(folder, tmp_path / "copy")
+    found, kept = restore(tmp_path / "copy", tmp_path / "new")
+    assert kept is None and found.last == 10
+    (folder / LOG_FILE).write_bytes(b"damaged" * 1000)
+    assert restore(tmp_path / "copy", folder)[1] is not None
+    for place in (tmp_path / "new", folder):
+        with opened(place) as store:
+            assert [e.id for e in store.replay()][-1] == 10 + BESIDE + 1
+            assert read_state(store).paused == {"": 0.0}
+
+
+def test_a_restore_is_refused_while_a_unicrond_runs(folder: Path, tmp_path: Path) -> None:
+    backup(folder, tmp_path / "copy")
+    running = claim(folder, True)
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(UserError, match="stop it first"):
+        restore(tmp_path / "copy", folder)
+    running.store.append(events(11, 11))
+    assert sorted(path.name for path in folder.iterdir()) == before
+    running.close()
+
+
+@pytest.mark.parametrize("damage", ["cut", "log", "key", "none", "other", "state"])
+def test_a_damaged_copy_changes_nothing(folder: Path, tmp_path: Path, damage: str) -> None:
+    copy = tmp_path / "copy"
+    if damage == "state":
+        with opened(folder) as store:
+            store.term = store.holder().number
+            store.save_state(10, b"no state")
+    if damage == "key":
+        (folder / SECRET_FILE).write_text("short")
+    if damage in ("state", "key"):  # a backup is read again, so such a one is not even made
+        with pytest.raises(UserError, match=r"damaged|cannot be read"):
+            backup(folder, copy)
+        assert not copy.exists()
+        return
+    backup(folder, copy)
+    match damage:
+        case "cut":
+            data = copy.read_bytes()
+            copy.write_bytes(data[: len(data) // 3])
+        case "log":
+            data = bytearray(copy.read_bytes())
+            data[4096:12288] = b"\xff" * 8192
+            copy.write_bytes(data)
+        case "none":
+            copy.write_text("no archive")
+        case "other":
+            copy.unlink()
+            with tarfile.open(copy, "w") as bundle:
+                bundle.add(folder / SECRET_FILE, "something")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(UserError) as caught:
+        restore(copy, folder)
+    assert "\n" not in str(caught.value)
+    after = {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith("lock.")}
+    assert after == {name: data for name, data in before.items() if not name.startswith("lock.")}
+
+
+def test_what_was_under_way_at_the_backup_is_asked_of_nobody(tmp_path: Path) -> None:
+    state = ClusterState()
+    asked = [
+        ("", -1, records.SlurmAction(action="down", element=-1, node="n1", slurm_reason="unicron[node_problem]: x")),
+        ("", -1, records.SlurmAction(action="down", element=-1, node="n2", slurm_reason="unicron[node_problem]: x")),
+        ("", -1, records.SlurmDone(action="down", node="n2")),
+        ("7", 0, records.SlurmAction(action="requeue", element=0, node="")),
+    ]
+    for number, (job, _, record) in enumerate(asked, 1):
+        fold(state, Event(number, 1000.0, job, 0, record))
+    fold(state, Event(9, 2000.0, "", 0, records.Restored(taken=1000.0)))
+    assert not state.intents and state.paused == {"": 0.0}
+    assert state.out_of_service == {"n2"} and not state.node("n1").downed and state.node("n2").downed
+
+
+def test_a_state_that_was_saved_goes_with_the_log(tmp_path: Path) -> None:
+    world = World()
+    begun = claim(tmp_path / "state", False)
+    begun.store.append(events(1, 3))
+    state = replay(begun.store.replay(), world.core.state)
+    begun.store.save_state(3, freeze(state))
+    begun.close()
+    backup(tmp_path / "state", tmp_path / "copy")
+    restore(tmp_path / "copy", tmp_path / "new")
+    with opened(tmp_path / "new") as store:
+        assert [event for event, _ in store.states()] == [3] and read_state(store).last_event == 3 + BESIDE + 1
+
+
+def test_the_commands(folder: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    made = run(commands.command, [str(tmp_path / "copy"), "--state-dir", str(folder)])
+    assert (
+        made.exit_code == 0 and "10 events up to 10" in made.output and "and the key; read again: sound" in made.output
+    )
+    back = run(commands.restore, [str(tmp_path / "copy"), "--state-dir", str(folder)])
+    assert back.exit_code == 0 and "what was there is in" in back.output and "unicronctl resume" in back.output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_what_root_restores_belongs_to_the_folders_owner(folder: Path, tmp_path: Path) -> None:
+    backup(folder, tmp_path / "copy")
+    os.chown(folder, 4242, 4242)
+    restore(tmp_path / "copy", folder)
+    for name in (LOG_FILE, SECRET_FILE):
+        assert (folder / name).stat().st_uid == 4242
+
+
+def test_a_log_that_is_none_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / LOG_FILE).write_bytes(b"no log, but long enough for SQLite to look at it" * 100)
+    with pytest.raises(UserError, match="is this a log of unicrond"):
+        backup(tmp_path, tmp_path / "copy")

@@ -1,0 +1,53 @@
+"""`unicronctl backup` and `restore`: copies of unicrond's state folder. They work on the folder itself, on its host."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from unicron.ctl.settings.config_file import load
+from unicron.ctl.settings.places import state_dir
+
+STATE_OPTION = click.option(
+    "--state-dir", "state", type=click.Path(path_type=Path), help="unicrond's state folder [default: configuration]."
+)
+
+
+@click.command(name="backup")
+@click.argument("file", type=click.Path(path_type=Path))
+@STATE_OPTION
+def command(file: Path, state: Path | None) -> None:
+    """Copy unicrond's log and key into FILE, on its host.
+
+    unicrond may run. FILE holds the secret key: only you can read it. It is read again before this ends.
+    """
+    from unicron.ctl.controller.server.state_copies import backup
+
+    found = backup(state or state_dir(load()), file)
+    key = "and the key" if found.key else "no key (auth = none)"
+    click.echo(f"{file}: {found.events} events up to {found.last} of {_clock(found.at)}, {key}; read again: sound")
+
+
+@click.command(name="restore")
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@STATE_OPTION
+def restore(file: Path, state: Path | None) -> None:
+    """Put the copy in FILE into unicrond's state folder.
+
+    No unicrond may run on the folder. What is in it now is kept beside. After the start nothing in Slurm is changed
+    until `unicronctl resume`; jobs heal on their own nodes.
+    """
+    from unicron.ctl.controller.server.state_copies import restore as put_back
+
+    folder = state or state_dir(load())
+    found, kept = put_back(file, folder)
+    click.echo(f"{folder}: {found.events} events up to {_clock(found.at)}")
+    if kept is not None:
+        click.echo(f"what was there is in {kept}")
+    click.echo("start unicrond, look at `unicronctl status` and `unicronctl nodes`, then `unicronctl resume`")
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else "no time"

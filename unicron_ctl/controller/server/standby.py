@@ -1,0 +1,164 @@
+"""Two controllers on one state folder: one waits as the standby, the other sees that it waits, and steps down for it
+where it is cut off itself (docs/design/standby.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from unicron.ctl.controller.log.store import Locked, StoreError
+from unicron.ctl.controller.log.term import Claim, Held, Watch, claim, clock
+from unicron.ctl.protocol.reach import Reach, reach
+from unicron.ctl.system.addresses import Target, endpoint, resolve
+from unicron.ctl.system.errors import UserError
+
+STANDBY_FILE = "standby"  # in the state folder: who waits, and a number that rises
+POLL_SECONDS = 0.2
+SAY_SECONDS = 0.5  # between two words of the standby's
+WAITS_SECONDS = 2.0  # after its last word it counts as gone
+DEAF_SECONDS = 2.0  # without a word of any agent
+PROBE_SECONDS = 0.5  # for another controller's host to answer
+log = logging.getLogger("unicron.controller")
+
+
+class SteppedDown(StoreError):
+    """This controller hears nobody, and a standby waits."""
+
+
+def wait_for_claim(folder: Path, alive: Callable[[str], object], sleep: Callable[[float], None] = time.sleep) -> Claim:
+    """Begins a term as soon as the controller that has the state folder is gone; waits for that without end.
+
+    alive: told every now and then what this waits for. Raises UserError where the folder or the log cannot be used.
+    """
+    watch, said, count, last = Watch(), "", 0, float("-inf")
+    mark = folder / STANDBY_FILE
+    name = f"{socket.gethostname()} process {os.getpid()}"
+    while True:
+        try:
+            found = claim(folder, True, watch)
+        except (Held, Locked) as error:
+            text = f"standby: waits for {_holder(str(error))}"
+        else:
+            if said:
+                log.info("standby: takes over")
+            if count:
+                mark.unlink(missing_ok=True)
+            return found
+        if text != said:
+            log.info("%s", text)
+            said = text
+        if clock() - last >= SAY_SECONDS:
+            count, last = count + 1, clock()
+            _write(mark, f"{name} {count}")
+        alive(text)
+        sleep(POLL_SECONDS)
+
+
+def _holder(text: str) -> str:
+    inner = text.partition("(")[2].partition(")")[0]
+    return f"the controller on {inner}" if inner else f"the state folder ({text.partition(';')[0]})"
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; the standby has to be able to write to the state folder") from None
+
+
+class Rival:
+    """Whether a standby waits, as its file shows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / STANDBY_FILE
+        self._seen = ""
+        self._since = float("-inf")
+        self._said = False
+
+    def read_mark(self) -> None:
+        """Reads what the standby says, and logs whether one is there; any thread may call this."""
+        text = ""
+        with contextlib.suppress(OSError):
+            text = self._path.read_text()
+        if text and text != self._seen:
+            self._since = clock() if self._seen else float("-inf")  # the first may be left from another time
+            self._seen = text
+        if self.waits and not self._said:
+            log.info("a standby waits: %s", text.rpartition(" ")[0])
+        elif self._said and not self.waits:
+            log.warning("no standby waits any more: the last one was %s", self._seen.rpartition(" ")[0])
+        self._said = self.waits
+
+    @property
+    def waits(self) -> bool:
+        return clock() - self._since < WAITS_SECONDS
+
+
+class Isolation:
+    """Steps a controller down that reaches nobody while a standby waits: its host may have lost its network, but not
+    the state folder. It does so only if it has heard an agent before, so two that hear nobody do not take turns.
+
+    call: runs work in a thread and its result in the loop. heard: when an agent was heard last, on the clock of `now`.
+    """
+
+    def __init__(self, rival: Rival, call: Callable[..., object], heard: Callable[[], float]) -> None:
+        self._rival, self._call, self._heard = rival, call, heard
+        self._others: list[Target] = []
+        self._probed = float("-inf")
+        self._answers: dict[Target, Reach | None] = {}
+
+    def learn_others(self, others: list[Target] | None) -> None:
+        """others: the controllers' addresses that are not this host's. Without any it never steps down."""
+        self._others = others or []
+
+    def check_isolation(self, now: float) -> None:
+        """Looks whether this controller is cut off, in its loop. Raises SteppedDown."""
+        heard = self._heard()
+        if heard == float("-inf") or now - heard < DEAF_SECONDS or not self._others or not self._rival.waits:
+            self._answers.clear()
+            return
+        if len(self._answers) == len(self._others) and set(self._answers.values()) == {Reach.SILENT}:
+            raise SteppedDown(
+                "no agent is heard, no other controller's host is reached, and a standby waits: steps down"
+            )
+        if now - self._probed >= PROBE_SECONDS:
+            self._probed = now
+            self._answers.clear()
+            for target in self._others:
+                self._call(lambda target=target: _try(target), lambda word, target=target: self._note(target, word))
+
+    def _note(self, target: Target, word: Reach | None) -> None:
+        self._answers[target] = word
+
+
+def _try(target: Target) -> Reach:
+    return reach(
+        f"{target.host}:{target.port}" if ":" not in target.host else f"[{target.host}]:{target.port}", PROBE_SECONDS
+    )
+
+
+def other_hosts(addresses: Sequence[str]) -> list[Target]:
+    """The controllers' addresses that are not this host's. A name that is not known now has none."""
+    found = list[Target]()
+    for address in addresses:
+        try:
+            found += [target for target in resolve(*endpoint(address)) if not _ours(target)]
+        except OSError as error:
+            log.warning("[controller] address: %s: %s", address, error.strerror or error)
+    return found
+
+
+def _ours(target: Target) -> bool:
+    try:
+        with socket.socket(target.family, socket.SOCK_DGRAM) as probe:
+            probe.bind((target.host, 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,229 @@
+"""Copies of the state folder: one file with the log and the secret key (docs/head-node.md).
+
+A copy is made while unicrond runs, and read again before it counts. A restored log begins with a record that says so:
+what was asked of Slurm and not settled then is asked of nobody now, and nothing in Slurm is changed until an admin says
+`unicronctl resume`, for nodes and elements may have come and gone since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from unicron.ctl.controller.core.state_snapshot import DAMAGED, thaw
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.log.store import Holder, Store, StoreError
+from unicron.ctl.controller.log.term import LOG_FILE, held_terms, lock_of, terms
+from unicron.ctl.protocol.encryption import SECRET_FILE, is_key
+from unicron.ctl.system.errors import UserError
+
+MOST_BYTES = 4 << 30  # of a file in a copy: a log has some 130 MB
+KEPT = "before-restore"
+BESIDE = 1_000_000  # ids that are left out where the log that is replaced cannot be read
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What is in a copy. events: how many; last: the last one's id, and `at` its time, seconds since 1970."""
+
+    events: int
+    last: int
+    at: float
+    key: bool
+
+
+def backup(folder: Path, target: Path) -> Copy:
+    """Writes a copy of the state folder to `target`, which must not exist. Raises UserError."""
+    source = folder / LOG_FILE
+    if not source.is_file():
+        raise UserError(f"{source}: no such file: name unicrond's state folder with --state-dir, on its own host")
+    if target.exists():
+        raise UserError(f"{target} exists: name another file, or move it away")
+    draft = target.with_name(f".{target.name}.new")
+    with _in_one_line(target), tempfile.TemporaryDirectory(prefix="unicron-backup-", dir=target.parent) as place:
+        log = Path(place) / LOG_FILE
+        os.close(os.open(log, os.O_CREAT | os.O_WRONLY, 0o600))
+        with _opened(source) as live, _opened(log) as copy:
+            live.execute("PRAGMA busy_timeout=10000")
+            live.backup(copy)
+            copy.execute("PRAGMA journal_mode=DELETE")
+        try:
+            with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "w+b") as file:
+                with tarfile.open(fileobj=file, mode="w") as bundle:
+                    bundle.add(log, LOG_FILE)
+                    with contextlib.suppress(FileNotFoundError):  # auth = "none" has no key
+                        bundle.add(folder / SECRET_FILE, SECRET_FILE)
+                file.flush()
+                os.fsync(file.fileno())
+            found = _unpacked(draft, Path(tempfile.mkdtemp(dir=place)))
+            os.link(draft, target)  # unlike a rename it overwrites nothing
+        finally:
+            draft.unlink(missing_ok=True)
+    return found
+
+
+def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
+    """Puts the copy into the state folder. Returns it, and where what was there is kept, None if nothing was.
+
+    Raises UserError, with the folder as it was, while a unicrond runs on it, or for a copy that is damaged.
+    """
+    with _in_one_line(folder):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        owner = folder.stat()
+        with _alone(folder) as term, tempfile.TemporaryDirectory(prefix=".restore-", dir=folder) as place:
+            fresh = Path(place)
+            found = _unpacked(file, fresh)
+            _mark(fresh / LOG_FILE, found, folder / LOG_FILE, term)
+            for name in os.listdir(fresh):
+                if os.geteuid() == 0:
+                    os.chown(fresh / name, owner.st_uid, owner.st_gid)
+            kept = _set_aside(folder, fresh)
+            for name in os.listdir(fresh):
+                os.replace(fresh / name, folder / name)
+            _sync(folder)
+    return found, kept
+
+
+@contextlib.contextmanager
+def _in_one_line(path: Path) -> Iterator[None]:
+    """Errors of the system as UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=10.0)) as log:
+        try:
+            yield log
+        except sqlite3.Error as error:
+            raise UserError(f"{path}: {error}: is this a log of unicrond, and may you write to its folder?") from None
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[int]:
+    """Keeps every unicrond from starting on the folder meanwhile; gives the number of a term above all before."""
+    if held_terms(folder):
+        raise UserError(f"{folder}: a unicrond runs on this state folder, here or on another host: stop it first")
+    term = max([*terms(folder), int(time.time())]) + 1
+    lock = lock_of(folder, term)
+    try:
+        if held_terms(folder) != {term}:
+            raise UserError(f"{folder}: a unicrond starts on this state folder: stop it first")
+        yield term
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _unpacked(file: Path, place: Path) -> Copy:
+    """Unpacks a copy and looks whether all of it is sound. Raises UserError."""
+    try:
+        with tarfile.open(file, "r:") as bundle:
+            members = {member.name: member for member in bundle.getmembers()}
+            for name in (LOG_FILE, SECRET_FILE):
+                member = members.get(name)
+                if member is None:
+                    continue
+                source = bundle.extractfile(member)
+                if source is None or member.size > MOST_BYTES:
+                    raise UserError(f"{file}: {name} in it is no file of a state folder")
+                with os.fdopen(os.open(place / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as out:
+                    shutil.copyfileobj(source, out)
+                    out.flush()
+                    os.fsync(out.fileno())
+    except (tarfile.TarError, EOFError) as error:
+        raise UserError(f"{file}: not a backup of `unicronctl backup` ({error})") from None
+    if not (place / LOG_FILE).is_file():
+        raise UserError(f"{file}: not a backup of `unicronctl backup`: no {LOG_FILE} in it")
+    key = place / SECRET_FILE
+    if key.is_file() and not is_key(key.read_text(errors="replace").strip()):
+        raise UserError(f"{file}: the key in it is damaged")
+    return _examined(file, place / LOG_FILE, key.is_file())
+
+
+def _examined(file: Path, log: Path, key: bool) -> Copy:
+    """Reads all of a log. Raises UserError."""
+    with _opened(log) as db:
+        verdict = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        if verdict != "ok":
+            raise UserError(f"{file}: the log in it is damaged ({verdict})")
+    store = Store(log, shared=True)  # no file beside it stays
+    try:
+        last, at, count = 0, 0.0, 0
+        for event in store.replay():
+            last, at, count = event.id, event.time, count + 1
+        for number, state in store.states():
+            thaw(state, number)
+            last = max(last, number)
+    except StoreError as error:
+        raise UserError(f"{file}: {error}") from None
+    except DAMAGED as error:
+        raise UserError(f"{file}: the state in its log cannot be read ({error})") from None
+    finally:
+        store.close()
+    (log.with_name(f"{log.name}-journal")).unlink(missing_ok=True)
+    return Copy(count, last, at, key)
+
+
+def _mark(log: Path, copy: Copy, replaced: Path, term: int) -> None:
+    """Appends what the log has to say of itself. Ids and terms go on above those that others have seen."""
+    before, last = Holder(), copy.last + BESIDE
+    if replaced.is_file():
+        with contextlib.suppress(UserError, sqlite3.Error), _opened(replaced) as db:
+            last = max(copy.last, db.execute("SELECT max(id) FROM event").fetchone()[0] or 0)
+            row = db.execute("SELECT number, holder, lease, beat FROM term").fetchone()
+            before = Holder(*row) if row else before
+    store = Store(log, shared=True)
+    try:
+        mine = store.holder()
+        number = max(term, before.number + 1, mine.number + 1)
+        store.begin_term(Holder(number, "unicronctl restore"), mine)
+        taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(copy.at))
+        reason = (
+            f"the log was restored from a backup of {taken}; what came later is not in it. Nothing in Slurm is changed "
+            "until `unicronctl resume`"
+        )
+        now = max(time.time(), copy.at)
+        store.append([Event(last + 1, now, "", 0, records.Restored(taken=copy.at, reason=reason))])
+    finally:
+        store.close()
+    log.with_name(f"{log.name}-journal").unlink(missing_ok=True)
+
+
+def _set_aside(folder: Path, fresh: Path) -> Path | None:
+    """Moves what is in the folder into one below it; locks stay."""
+    old = [
+        path
+        for path in folder.iterdir()
+        if path != fresh and not path.name.startswith((KEPT, "lock.", ".restore-", "standby"))
+    ]
+    if not old:
+        return None
+    kept = folder / f"{KEPT}-{time.strftime('%Y%m%dT%H%M%S')}"
+    kept.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(kept, folder.stat().st_uid, folder.stat().st_gid)
+    for path in old:
+        os.replace(path, kept / path.name)
+    _sync(kept)
+    return kept
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
