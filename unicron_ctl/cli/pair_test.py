@@ -74,7 +74,7 @@ class PairReport(msgspec.Struct, kw_only=True):
 )
 @click.option("--partition", default="", metavar="P", help="Slurm's partition.")
 @click.option(
-    "--python", default="", metavar="FILE", help="The nodes' interpreter [default: this, or the packaged one]."
+    "--python", default="", metavar="FILE", help="The nodes' Python [default: this, or the packaged one]."
 )
 @click.option("--drain", is_flag=True, help="Drain nodes that are proven bad.")
 @click.option("--dry-run", is_flag=True, help="Print the commands of round 1 and run nothing.")
