@@ -66,7 +66,7 @@ def run_beside(simulation: Simulation, program: Beside) -> str:
     finally:
         output = program.close()
     if program.process.returncode:
-        raise Failed(f"{program.process.args} has ended with {program.process.returncode}")
+        raise Failed(f"a program beside has ended with {program.process.returncode}")
     return output
 
 

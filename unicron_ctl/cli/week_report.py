@@ -25,7 +25,7 @@ def summary(report: Report) -> list[str]:
     """The report in a few lines."""
     failures = sum(cause.failures for cause in report.causes)
     lines = [
-        f"{failures} failures, {report.healed} recoveries",
+        f"failures: {failures}; recoveries: {report.healed}",
         f"lost: {report.lost_node_hours:.1f} node-hours",
         f"saved: {report.saved_node_hours:.1f} node-hours, against a requeue and a start from the last checkpoint, "
         f"{report.spared_seconds:.0f} s of all nodes for each recovery (checkpoint_seconds, replacement_seconds)",
