@@ -25,7 +25,7 @@ from benchmarks.scale.agents import JOB
 from benchmarks.scale.lines import Failed, Sockets
 from benchmarks.scale.process import REPOSITORY, Controller, allow_descriptors, cores
 from benchmarks.scale.simulation import Simulation, names
-from unicron.ctl.cli.web.page_source import EXPLAIN_SECONDS, SCENARIO_SECONDS
+from unicron.ctl.cli.web.page_source import EXPLAIN_SECONDS, SCENARIO_SECONDS, STATUS_SECONDS
 
 WATCHERS = 10
 FORM_SECONDS, SETTLE_SECONDS, PAINT_SECONDS, BESIDE_SECONDS = 120.0, 60.0, 240.0, 120.0  # limits
@@ -128,29 +128,37 @@ class Rig:
         return found["answers"], mean(found["every"])
 
 
+def beside(folder: Path, options: argparse.Namespace) -> tuple[float, dict[str, float]]:
+    """How often a page asks a real unicrond, in seconds, and the CPU time of a question of each kind."""
+    rig = Rig(folder, options)
+    try:
+        answers, every = rig.watched(rig.form())
+        questions = {"kind": "status", "brief": True}, {"kind": "explain", "job": JOB}, {"kind": "scenario"}
+        cpu = {str(question["kind"]): rig.cost(question) for question in questions}
+    finally:
+        rig.close()
+    print(f"{WATCHERS} watchers of a real unicrond got {answers} answers; it was asked once in {every:.1f} s")
+    return every, cpu
+
+
 def measure(options: argparse.Namespace) -> bool:
     """Prints all figures. Returns whether the marks are met."""
-    both = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory(prefix="unicron-page-") as folder:
-        paint = Beside("-m", "benchmarks.page.paint", str(options.agents), cpus=both, config=Path(folder, "none"))
-        visits = json.loads(paint.process.communicate(timeout=PAINT_SECONDS)[0])
-        rig = Rig(Path(folder), options)
-        try:
-            answers, every = rig.watched(rig.form())
-            status = rig.cost({"kind": "status", "brief": True})
-            explain, scenario = rig.cost({"kind": "explain", "job": JOB}), rig.cost({"kind": "scenario"})
-        finally:
-            rig.close()
-    print(f"{options.agents} nodes, {options.agents * options.ranks} ranks; {WATCHERS} watchers got {answers} answers")
-    print(
-        f"one question to the controller in {every:.1f} s; its CPU time, handshake included: status {1e3 * status:.1f}"
-    )
-    print(f"ms, explain {1e3 * explain:.1f} ms, the planner's input {1e3 * scenario:.1f} ms")
+        words = "-m", "benchmarks.page.paint", str(options.agents), str(options.ranks)
+        paint = Beside(*words, cpus=os.sched_getaffinity(0), config=Path(folder, "none"))
+        found = json.loads(paint.process.communicate(timeout=PAINT_SECONDS)[0])
+        every, cpu = STATUS_SECONDS, found["cpu"]
+        if not options.alone:
+            every, cpu = beside(Path(folder), options)
+    visits = found["visits"]
+    print(f"{options.agents} nodes, {options.agents * options.ranks} ranks; the controller's CPU time for a question:")
+    print(", ".join(f"{kind} {1e3 * seconds:.1f} ms" for kind, seconds in cpu.items()))
     print("single visits, map drawn: " + ", ".join(f"{visit['shown']:.2f} s" for visit in visits))
-    job = explain / max(EXPLAIN_SECONDS, every) + scenario / SCENARIO_SECONDS
+    share = cpu["status"] / every
+    job = cpu["explain"] / max(EXPLAIN_SECONDS, every) + cpu["scenario"] / SCENARIO_SECONDS
     good = [
-        print_figure("controller's core for ten who watch", 100 * status / every, "%", most=2.0),
-        print_figure("the same, one of them with a job open", 100 * (status / every + job), "%", most=2.0),
+        print_figure("controller's core for ten who watch", 100 * share, "%", most=2.0),
+        print_figure("the same, one of them with a job open", 100 * (share + job), "%", most=2.0),
         print_figure("first paint", median(visit["first"] for visit in visits), "s", most=0.5),
         print_figure("the whole map is drawn", median(visit["shown"] for visit in visits), "s", most=0.5),
     ]
@@ -164,6 +172,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=8, help="per node")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each turn")
     parser.add_argument("--turns", type=int, default=3, help="with questions and without")
+    parser.add_argument(
+        "--alone", action="store_true", help="no unicrond and agents: the controller's core in a process"
+    )
     options = parser.parse_args(arguments)
     if problem := allow_descriptors(options.agents):
         parser.error(problem)

@@ -16,9 +16,9 @@ from unicron.ctl.system.errors import UserError
 
 Ask = Callable[[Mapping[str, Any]], Any]
 Answer = TypeVar("Answer")
-# Seconds. A question that takes long is asked less often: the controller is to spend 2 % of its core on the page.
-STATUS_SECONDS, EXPLAIN_SECONDS, SCENARIO_SECONDS, LONGEST_SECONDS = 2.0, 5.0, 10.0, 15.0
-TIMES_ITS_LENGTH = 25.0  # from one question to the next
+# Seconds. A question that takes long is asked less often: the controller is to spend at most 2 % of its core on it.
+STATUS_SECONDS, EXPLAIN_SECONDS, SCENARIO_SECONDS, LONGEST_SECONDS = 2.0, 5.0, 20.0, 20.0
+TIMES_ITS_LENGTH = 50.0  # from one question to the next, counted without what the page itself makes of the answer
 OLD_SECONDS = 20.0  # an older answer is not shown while a new one is on its way
 ANSWER_SECONDS = 8.0  # for the controller to answer
 PATIENCE_SECONDS = 9.0  # for the answer to somebody else's question
@@ -67,12 +67,13 @@ class Kept(Generic[Answer]):
         return seen
 
     def _ask_now(self, before: Seen[Answer] | None) -> Seen[Answer]:
-        answer, problem, began = before.answer if before else None, "", self._clock()
+        answer, problem = before.answer if before else None, ""
+        began, used = self._clock(), time.thread_time()
         try:
             answer = self._ask()
         except UserError as error:
             problem = str(error)
-        took, self._took = self._took, self._clock() - began
+        took, self._took = self._took, self._clock() - began - (time.thread_time() - used)
         every = max(self._seconds, float(math.ceil(TIMES_ITS_LENGTH * min(took, self._took))))  # one may be bad luck
         return Seen(answer, problem, before.number + 1 if before else 1, min(every, LONGEST_SECONDS), began)
 
