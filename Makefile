@@ -66,7 +66,7 @@ manpages: venv    ## man pages and completion for bash, zsh and fish, in build/s
 	$(BIN)/python tools/manpages.py build/share
 
 docs: .venv-docs/ready   ## the site of the documents, in build/site: every link is checked, and it needs no network to be read
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "open build/site/index.html"
 
 .venv-docs/ready: setup.cfg pyproject.toml

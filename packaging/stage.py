@@ -59,15 +59,21 @@ def main() -> int:
     stage_project(destination)
     for pattern, target, mode in FILES:
         stage_files(pattern, destination / target, mode)
-    run(sys.executable, ROOT / "tools/agent_folder.py", destination / "opt/unicron")
+    project = destination / "usr/lib/unicron/python"
+    run_tool("agent_folder.py", destination / "opt/unicron", project)
     stage_plugin(destination / "usr/lib/unicron")
-    stage_documents(destination / "usr/share")
+    stage_documents(destination / "usr/share", project)
     return 0
 
 
 def run(*command: str | os.PathLike[str], **options: object) -> None:
     """Runs a command, and ends this program if it fails."""
     subprocess.run([os.fspath(word) for word in command], check=True, **options)  # type: ignore[call-overload]
+
+
+def run_tool(name: str, target: Path, project: Path) -> None:
+    """Runs one of the project's tools, which import the project and ask for its release."""
+    run(sys.executable, ROOT / "tools" / name, target, env=os.environ | {"PYTHONPATH": str(project)})
 
 
 def version() -> str:
@@ -134,10 +140,9 @@ def stage_plugin(folder: Path) -> None:
         (folder / name).chmod(mode)
 
 
-def stage_documents(share: Path) -> None:
+def stage_documents(share: Path, project: Path) -> None:
     """Manual pages and completion, made from the programs' own definitions, and what the packages hold."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    run(sys.executable, ROOT / "tools/manpages.py", share, env=environment)
+    run_tool("manpages.py", share, project)
     (share / "unicron").mkdir(parents=True, exist_ok=True)
     (share / "unicron/sbom.cdx.json").write_text(bill_of_materials())
 

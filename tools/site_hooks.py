@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 from mkdocs.config.defaults import MkDocsConfig
@@ -26,23 +25,6 @@ OUTSIDE = re.compile(
     r'<(?:script|img|iframe|source|link(?! rel="(?:canonical|edit)"))\b[^>]*(?:src|href)="(?:https?:)?//'
 )
 LANGUAGES = {".c": "c", ".h": "c", ".py": "python", ".sh": "sh", ".toml": "toml"}
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leaves out of the nav what is not written yet (`extra.coming`)."""
-    away = {name for name in config.extra["coming"] if not (DOCS / name).exists()}
-    config.nav = _without(config.nav, away)
-    return config
-
-
-def _without(nav: Any, away: set[str]) -> Any:
-    if isinstance(nav, list):
-        kept = [_without(part, away) for part in nav]
-        return [part for part in kept if part]
-    if isinstance(nav, dict):
-        kept_by_name = {name: _without(part, away) for name, part in nav.items()}
-        return {name: part for name, part in kept_by_name.items() if part}
-    return None if nav in away else nav
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -4,8 +4,9 @@ By turns, inside one allocation each: `srun true` with the plugin and a job that
 without the plugin; then a training, from `srun` to its first step. Last, a script of `srun --ntasks-per-node=2` on two
 nodes, a rank of which is killed N times: seconds from the kill to the job's next step, with forked (warm) ranks.
 
-Before that, pairs of launches as a user has them, side by side: `srun true` as a job of its own, with plugin, agent,
-prolog and epilog and without any of them, until `srun` has ended and until the node is free again.
+Before that, pairs of launches as a user has them, side by side: `srun true` and a training of one step as jobs of
+their own, with plugin, agent, prolog and epilog and without any of them, until `srun` has ended and until the node is
+free again.
 """
 
 from __future__ import annotations
@@ -112,12 +113,14 @@ def prolog_lines(folder: Path) -> list[str]:
     return [f"Prolog={prolog}", f"Epilog={wrapper(folder, EPILOG, 'UNICRON_EPILOG_CONF')}"]
 
 
-def launch_seconds(environment: dict[str, str], options: list[str]) -> tuple[float, float]:
+def launch_seconds(environment: dict[str, str], options: list[str], words: list[str]) -> tuple[float, float]:
     """Seconds of a job until `srun` has ended, and until its node is free again."""
-    command = ["srun", "-N1", "--exclusive", "--nodelist=n1", *options, "true"]
+    command = ["srun", "-N1", "--exclusive", "--gres=gpu:1", "--nodelist=n1", *options, *words]
     begun = time.monotonic()
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=LIMIT)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     ended = time.monotonic()
+    if done.returncode:
+        sys.exit(f"the job failed: {done.stderr}{done.stdout}")
 
     def is_free() -> bool:
         look = ["sinfo", "-h", "-n", "n1", "-o", "%T"]
@@ -127,23 +130,38 @@ def launch_seconds(environment: dict[str, str], options: list[str]) -> tuple[flo
     return ended - begun, time.monotonic() - begun
 
 
-def measure_launches(site: Site, bare: dict[str, str], times: int) -> None:
-    """Pairs of jobs, with and without, the other one first in each second pair."""
-    sides = [(site.environment, ["--unicron", "--unicron-min-nodes=1"]), (bare, [])]
-    ratios: list[tuple[float, float]] = []
-    seconds: list[list[tuple[float, float]]] = [[], []]
-    for environment, options in sides:
-        launch_seconds(environment, options)  # the first one finds nothing in the caches
-    for turn in range(times):
-        found = {side: launch_seconds(*sides[side]) for side in ((0, 1), (1, 0))[turn % 2]}
-        ratios.append((found[0][0] / found[1][0], found[0][1] / found[1][1]))
-        for side in (0, 1):
-            seconds[side].append(found[side])
-    for place, what in enumerate(("srun true, a job of its own", "the same, until its node is free")):
-        with_it, without = (statistics.median(each[place] for each in side) for side in seconds)
-        print(f"{what}: {with_it:.3f} s with, {without:.3f} s without")
-        ratio = statistics.median(each[place] for each in ratios)
-        print_figure(f"{what}, with all over without", ratio, "", most=1.2)
+def measure_launches(folder: Path, site: Site, bare: dict[str, str], times: int) -> None:
+    """Pairs of jobs, with and without: of `true`, and of a training of one step."""
+    ours = ["--unicron", "--unicron-min-nodes=1"]
+    script = folder / "launched.py"
+    script.write_text(TRAIN)
+    training = [sys.executable, str(script), "1"]
+    whats = (
+        ("a job of srun true", [(site.environment, ours, ["true"]), (bare, [], ["true"])], times),
+        (
+            "a job of a training's one step",
+            [(site.environment, ours, training), (bare, [], [*ALONE.split(), *training])],
+            max(3, times // 4),
+        ),
+    )
+    for what, sides, count in whats:
+        with_it, without, ratio = pairs(sides, count)
+        for place, until in enumerate(("", ", until its node is free")):
+            print(f"{what}{until}: {with_it[place]:.3f} s with, {without[place]:.3f} s without")
+            print_figure(f"{what}{until}: with all over without", ratio[place], "", most=1.2)
+
+
+def pairs(sides: list[tuple[dict[str, str], list[str], list[str]]], count: int) -> list[tuple[float, float]]:
+    """Medians of the first side, of the second, and of their ratios; the other one is first in each second pair."""
+    found: list[list[tuple[float, float]]] = [[], [], []]
+    for side in sides:
+        launch_seconds(*side)  # the first one finds nothing in the caches
+    for turn in range(count):
+        took = {side: launch_seconds(*sides[side]) for side in ((0, 1), (1, 0))[turn % 2]}
+        ratio = took[0][0] / took[1][0], took[0][1] / took[1][1]
+        for kept, each in zip(found, (took[0], took[1], ratio), strict=True):
+            kept.append(each)
+    return [(statistics.median(a for a, _ in kept), statistics.median(b for _, b in kept)) for kept in found]
 
 
 def newest(folder: Path) -> dict[int, dict]:
@@ -196,7 +214,7 @@ def main() -> None:
         try:
             bare.up()
             environment = site.environment | {"SLURM_CONF": str(bare.layout.slurm_conf)}
-            measure_launches(site, environment, options.launches)
+            measure_launches(folder, site, environment, options.launches)
             measure_starts(folder, site, environment, options.times)
             measure_kills(site, options.times)
         finally:

@@ -39,7 +39,7 @@ def test_a_healed_job_is_told_to_the_hook_once_and_is_in_its_log_the_report_and_
         monkeypatch.setenv("UNICRON_CONFIG", str(job.config))
         monkeypatch.setenv("UNICRON_CONTROLLER", job.address)
         report = CliRunner().invoke(unicronctl, ["report", "week"], catch_exceptions=False)
-        assert "1 recoveries" in report.output and f"{event['cause']}" in report.output
+        assert "recoveries: 1" in report.output and f"{event['cause']}" in report.output
         bundle = tmp_path / "bundle.tar.gz"
         packed = CliRunner().invoke(unicronctl, ["report", "7", "-o", str(bundle)], catch_exceptions=False)
         assert packed.exit_code == 0, packed.output

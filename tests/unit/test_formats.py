@@ -197,24 +197,25 @@ def server(tmp_path: Path) -> Iterator[Server]:
     store.close()
 
 
+def complaints(server: Server) -> list[str]:
+    server.flush()
+    return [event.record.reason for event in server.store.of_kinds([records.BadMessage])]
+
+
 @pytest.mark.parametrize("step", FURTHER, ids=["older", "newer"])
-def test_a_controller_tells_an_agent_of_another_release_and_its_own_log(
-    server: Server, caplog: pytest.LogCaptureFixture, step: int
-) -> None:
+def test_a_controller_tells_an_agent_of_another_release_and_its_own_log(server: Server, step: int) -> None:
     message = FakeAgent(World(), "1", 0, "n1").registration()
     message.v = other(PROTOCOL, step)
     sent: list[Any] = []
     server._send = lambda route, answer: sent.append(answer)  # type: ignore[method-assign]
     server._on_message((b"route",), wire.encode(message), "", "10.0.0.5")
     assert is_refusal(sent[0].reason, step) and isinstance(sent[0], wire.Refused)
-    assert [is_refusal(line, step) for line in caplog.messages] == [True]
+    assert [is_refusal(line, step) for line in complaints(server)] == [True]
     assert not server.core.state.jobs
 
 
 @pytest.mark.parametrize("step", FURTHER, ids=["older", "newer"])
-def test_a_controller_says_that_a_plugin_is_of_another_release(
-    server: Server, caplog: pytest.LogCaptureFixture, step: int
-) -> None:
+def test_a_controller_says_that_a_plugin_is_of_another_release(server: Server, step: int) -> None:
     hint = datagrams.Hint(v=other(HINT, step), kind="task_exit", job="1", element=0, node="n1", status=9)
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as here,
@@ -227,10 +228,10 @@ def test_a_controller_says_that_a_plugin_is_of_another_release(
 
         def told() -> list[str]:
             server._receive_datagrams(here)
-            return caplog.messages
+            return complaints(server)
 
         wait_for(told, "the controller's complaint", limit=10.0)
-    assert len(told_once := caplog.messages) == 1
+    assert len(told_once := complaints(server)) == 1
     assert "the plugin at 127.0.0.1" in told_once[0] and is_refusal(told_once[0], step)
 
 

@@ -13,8 +13,8 @@ import msgspec
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.doctor.facts import COMPUTE, HostFacts, Ports, Question, Role, SiteFacts
 from unicron.ctl.doctor.verdicts import GOOD, PROBLEM
+from unicron.ctl.slurm.host_lists import folded
 from unicron.ctl.system.errors import FOUND, UserError
-from unicron.ctl.system.hostlist import fold
 
 if TYPE_CHECKING:
     from unicron.ctl.doctor.examination import Result
@@ -165,7 +165,7 @@ def _print(hosts: list[HostFacts], results: list[Result], verbose: bool) -> None
             if not result.hosts or len(hosts) == 1
             else "all hosts"
             if result.hosts == everybody
-            else fold(result.hosts)
+            else folded(result.hosts)
         )
         click.echo(f"{result.verdict:8} {result.check}{f' ({where})' if where else ''}: {result.text}")
         if result.do:

@@ -73,7 +73,7 @@ class PairReport(msgspec.Struct, kw_only=True):
     "--queue", type=click.IntRange(1, 3600), default=10, show_default=True, help="Seconds to wait for the nodes."
 )
 @click.option("--partition", default="", metavar="P", help="Slurm's partition.")
-@click.option("--python", default="", metavar="FILE", help="The nodes' interpreter [default: this one].")
+@click.option("--python", default="", metavar="FILE", help="The nodes' Python [default: this, or the packaged one].")
 @click.option("--drain", is_flag=True, help="Drain nodes that are proven bad.")
 @click.option("--dry-run", is_flag=True, help="Print the commands of round 1 and run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -25,7 +25,7 @@ def summary(report: Report) -> list[str]:
     """The report in a few lines."""
     failures = sum(cause.failures for cause in report.causes)
     lines = [
-        f"{failures} failures, {report.healed} recoveries",
+        f"failures: {failures}; recoveries: {report.healed}",
         f"lost: {report.lost_node_hours:.1f} node-hours",
         f"saved: {report.saved_node_hours:.1f} node-hours, against a requeue and a start from the last checkpoint, "
         f"{report.spared_seconds:.0f} s of all nodes for each recovery (checkpoint_seconds, replacement_seconds)",
@@ -37,31 +37,32 @@ def summary(report: Report) -> list[str]:
     return lines + [f"observed: {line}" for line in report.observed]
 
 
-def tables(report: Report) -> Iterator[Listing]:
-    """Failures by cause, jobs and nodes; those without rows are left out."""
-    causes = Listing("failures", "severity", "jobs", "nodes", "cause", title="Failures by cause")
+def tables(report: Report) -> Iterator[tuple[str, Listing]]:
+    """(title, table) of failures by cause, of jobs and nodes; those without rows are left out."""
+    causes = Listing("failures", "severity", "jobs", "nodes", "cause")
     for cause in report.causes:
         causes.add_row(str(cause.failures), str(cause.severity), str(cause.jobs), str(cause.nodes), cause.cause)
-    jobs = Listing("jobid", "failures", "healed", "lost_h", "saved_h", "end", title="Jobs")
+    jobs = Listing("jobid", "failures", "healed", "lost_h", "saved_h", "end")
     for job in report.jobs[:JOBS]:
         end = f"code {job.ended_with}" if job.ended_with else "-"
         hours = f"{job.lost_node_hours:.1f}", f"{job.saved_node_hours:.1f}"
         jobs.add_row(job.job, str(job.failures), str(job.healed), *hours, end)
     if len(report.jobs) > JOBS:
         jobs.add_note(f"and {len(report.jobs) - JOBS} more jobs")
-    nodes = Listing("node", "failures", "lost", "out_of_service", title="Nodes")
+    nodes = Listing("node", "failures", "lost", "out_of_service")
     for node in report.nodes[:JOBS]:
         nodes.add_row(node.node, str(node.failures), str(node.lost), str(node.out_of_service))
     if len(report.nodes) > JOBS:
         nodes.add_note(f"and {len(report.nodes) - JOBS} more nodes")
-    yield from (table for table in (causes, jobs, nodes) if table.rows)
+    found = {"Failures by cause": causes, "Jobs": jobs, "Nodes": nodes}
+    yield from ((name, table) for name, table in found.items() if table.rows)
 
 
 def text(report: Report) -> str:
     """The whole report for a terminal or a mail."""
     parts = [title(report), *summary(report)]
-    for table in tables(report):
-        parts += ["", table.title, *table.lines()]
+    for name, table in tables(report):
+        parts += ["", name, *table.lines()]
     return "\n".join(parts) + "\n"
 
 
@@ -79,7 +80,7 @@ def page(report: Report) -> str:
     """The report as HTML, without scripts and without anything from elsewhere."""
     head = html.escape(title(report))
     lines = "".join(f"<li>{html.escape(line)}</li>" for line in summary(report))
-    body = "".join(_table(table, index == 0) for index, table in enumerate(tables(report)))
+    body = "".join(_table(name, table, index == 0) for index, (name, table) in enumerate(tables(report)))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{head}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
@@ -87,13 +88,13 @@ def page(report: Report) -> str:
     )
 
 
-def _table(table: Listing, bars: bool) -> str:
+def _table(name: str, table: Listing, bars: bool) -> str:
     """A listing as HTML. bars: its first column is shown as a bar, too."""
-    heads = "".join(f"<th>{html.escape(name)}</th>" for name in table.headings) + "<th></th>" * bars
+    heads = "".join(f"<th>{html.escape(heading)}</th>" for heading in table.headings) + "<th></th>" * bars
     most = max((int(plain(row[0])) for row in table.rows), default=1) if bars else 1
     rows = "".join(f"<tr>{_cells(row)}{_bar(int(plain(row[0])), most) if bars else ''}</tr>" for row in table.rows)
     notes = "".join(f"<p>{html.escape(plain(note))}</p>" for note in table.notes)
-    return f"<h2>{html.escape(table.title)}</h2><table><tr>{heads}</tr>{rows}</table>{notes}"
+    return f"<h2>{html.escape(name)}</h2><table><tr>{heads}</tr>{rows}</table>{notes}"
 
 
 def _cells(row: Sequence[object]) -> str:

@@ -10,7 +10,7 @@ from unicron.ctl.protocol.answer_schema import Pong
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.settings.config import Config
 from unicron.ctl.settings.places import controller_address
-from unicron.ctl.system.addresses import endpoint, resolve
+from unicron.ctl.system.addresses import endpoints, resolve_all
 from unicron.ctl.system.errors import UserError, one_line
 
 ASK_SECONDS = 5.0
@@ -35,10 +35,10 @@ def controller_facts(explicit: str, config: Config) -> ControllerFacts:
 
 
 def takes_connections(address: str) -> bool | None:
-    """Whether something listens at tcp://HOST:PORT; None where the host has no address that is known."""
+    """Whether something listens at one of the addresses, tcp://HOST:PORT with commas between; None where none of their
+    hosts is known."""
     try:
-        host, port = endpoint(address)
-        targets = resolve(host, port)
+        targets = resolve_all(endpoints(address))
     except (UserError, OSError):
         return None
     for target in targets:

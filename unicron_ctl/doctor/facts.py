@@ -40,8 +40,9 @@ class Question(msgspec.Struct, kw_only=True):
 
 
 class ConfigFacts(msgspec.Struct, kw_only=True):
-    """A host's unicron.toml. path: "" without one. digest: of its bytes. problems: in one line each. believed: uids of
-    `controller_users` on this host; None for a name that it does not know."""
+    """A host's unicron.toml. path: "" without one. digest: of its bytes. problems: in one line each. address: several
+    have commas between them. believed: uids of `controller_users` on this host; None for a name that it does not know.
+    """
 
     path: str = ""
     digest: str = ""

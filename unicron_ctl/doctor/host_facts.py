@@ -99,7 +99,7 @@ def read_config(path: str) -> tuple[Config, ConfigFacts]:
         path=config.path,
         digest=digest,
         problems=problems,
-        address=config.controller.address,
+        address=",".join(config.controller.addresses),
         auth=config.controller.auth,
         believed={name: uid_of(name) for name in config.agent.controller_users},
     )

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 
 from unicron.ctl.doctor.facts import COMPUTE, HEAD
-from unicron.ctl.doctor.verdicts import Case, Finding, good, problem, unknown
+from unicron.ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
+from unicron.ctl.system.addresses import split_addresses
+from unicron.ctl.system.release import work_together
 
 ROOT = 0
 _BELONGS = re.compile(r"belongs to (\S+) \(uid \d+\)")  # protocol.controller_discovery
@@ -41,23 +43,24 @@ def _way_to_controller(case: Case) -> str:
 
 
 def release(case: Case) -> Iterator[Finding]:
-    """All hosts and the controller are of one release."""
-    host, first, running = case.host, case.first, case.host.controller.release
-    sound = True
-    if running and running != host.release:
-        sound = False
-        yield problem(
-            f"Unicron {host.release} is installed, and the controller is {running}",
-            "install one release on all hosts, and restart unicrond",
+    """All hosts and the controller are of one release, or of two that work together."""
+    mine = case.host.release
+    found = [
+        _other_release(f"Unicron {mine} is installed, and {text}", mine, other)
+        for text, other in (
+            (f"the controller is {case.host.controller.release}", case.host.controller.release),
+            (f"{case.first.release} on {case.first.name}", case.first.release),
         )
-    if host.release != first.release:
-        sound = False
-        yield problem(
-            f"Unicron {host.release} is installed, and {first.release} on {first.name}",
-            "install one release on all hosts",
-        )
-    if sound:
-        yield good(f"Unicron {host.release}")
+        if other and other != mine
+    ]
+    yield from found or [good(f"Unicron {mine}")]
+
+
+def _other_release(text: str, mine: str, other: str) -> Finding:
+    """A release that differs from this host's: no problem during an upgrade, minor version by minor version."""
+    if work_together(mine, other):
+        return advice(f"{text}: they work together", "finish the upgrade (docs/upgrade.md)")
+    return problem(f"{text}: they do not work together", "install one release on all hosts, and restart unicrond")
 
 
 def controller_user(case: Case) -> Iterator[Finding]:
@@ -154,10 +157,8 @@ def plugin(case: Case) -> Iterator[Finding]:
         )
     if found.release != host.release:
         sound = False
-        yield problem(
-            f"{found.path} is of Unicron {found.release or 'an unknown release'}, and {host.release} is installed",
-            "install one release on all hosts",
-        )
+        text = f"{found.path} is of Unicron {found.release or 'an unknown release'}, and {host.release} is installed"
+        yield _other_release(text, host.release, found.release)
     for text, do in _line_problems(case):
         sound = False
         yield problem(text, do)
@@ -177,7 +178,7 @@ def _line_problems(case: Case) -> Iterator[tuple[str, str]]:
         )
     if not found.controller:
         yield "the plugin's line has no controller=", f"controller={mine.address or 'tcp://HOST:7451'}"
-    elif mine.address and found.controller != mine.address:
+    elif mine.address and split_addresses(found.controller) != split_addresses(mine.address):
         yield (
             f"jobs report to {found.controller}, and commands ask {mine.address}",
             f"the same in {found.plugstack} and {mine.path}",
@@ -199,10 +200,8 @@ def agent(case: Case) -> Iterator[Finding]:
             "install Unicron at the same path on all nodes, or name its unicron-agent in agent=",
         )
     elif found.release != case.host.release:
-        yield problem(
-            f"{found.path} is of Unicron {found.release}, and {case.host.release} is installed",
-            "install one release on all hosts",
-        )
+        text = f"{found.path} is of Unicron {found.release}, and {case.host.release} is installed"
+        yield _other_release(text, case.host.release, found.release)
     else:
         yield good(f"{found.path}, Unicron {found.release}")
 

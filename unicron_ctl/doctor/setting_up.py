@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from unicron.ctl.doctor.facts import PluginFacts
 from unicron.ctl.doctor.slurm_lines import HOOK_FOLDER, missing
 from unicron.ctl.slurm.slurm_settings import SlurmSettings
+from unicron.ctl.system.addresses import split_addresses
 
 PLUGSTACK_FOLDER = "plugstack.conf.d"
 LINK = "zz-unicron.conf"
@@ -67,7 +68,8 @@ def steps(site: Site) -> list[str]:
 
 
 def _controller(site: Site) -> list[str]:
-    host, port = site.address.removeprefix("tcp://").rpartition(":")[::2]
+    places = [one.removeprefix("tcp://").rpartition(":") for one in split_addresses(site.address)]
+    host, port = " and ".join(place[0] for place in places), places[0][2]
     found = []
     if site.uid is None:
         found.append(

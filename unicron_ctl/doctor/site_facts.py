@@ -16,7 +16,7 @@ from unicron.ctl.settings.places import controller_address, is_guess
 from unicron.ctl.slurm.command_line import CommandLineClient
 from unicron.ctl.slurm.slurm_client import PartitionInfo, SlurmError
 from unicron.ctl.slurm.slurm_settings import SlurmSettings
-from unicron.ctl.system.addresses import endpoint, is_loopback, resolve
+from unicron.ctl.system.addresses import endpoints, is_loopback, resolve_all
 from unicron.ctl.system.errors import UserError
 
 
@@ -60,12 +60,11 @@ def find_role(site: SiteFacts, config: Config, environment: Mapping[str, str] = 
 
 
 def is_controllers_host(explicit: str, config: Config) -> bool:
-    """Whether the controller's address is one of this machine's own."""
+    """Whether one of the controller's addresses, or a standby's, is this machine's own."""
     if is_guess(explicit or None, config):
         return False
     try:
-        host, port = endpoint(controller_address(explicit or None, config))
-        targets = resolve(host, port)
+        targets = resolve_all(endpoints(controller_address(explicit or None, config)))
     except (UserError, OSError):
         return False
     return any(is_loopback(target.host) or _is_own(target.family, target.address) for target in targets)

@@ -14,13 +14,13 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from unicron.ctl.settings.places import nodes_python
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.errors import WRONG_USE, UserError, one_line
 from unicron.detector.health.pair_probe import CONNECT_SECONDS, MARK
@@ -44,7 +44,7 @@ class Wish:
     patience: float = 15.0
     queue: int = 10
     partition: str = ""
-    python: str = sys.executable
+    python: str = field(default_factory=nodes_python)
     gpus: bool = True
 
 

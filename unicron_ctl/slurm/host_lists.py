@@ -13,11 +13,13 @@ def hosts(text: str) -> list[str]:
     """ "n[1-2,07],m" -> ["n1", "n2", "n07", "m"]; [] for a list that is none or has more nodes than Slurm can have."""
     names: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
-        parts = [_choices(part) for part in re.findall(r"\[[^\[\]]*\]|[^\[\]]+", item)]
-        for name in itertools.product(*parts):
-            if len(names) >= _MOST_NAMES:
+        room, parts = _MOST_NAMES - len(names), list[list[str]]()
+        for part in re.findall(r"\[[^\[\]]*\]|[^\[\]]+", item):
+            parts.append(_choices(part, room))
+            if not 0 < len(parts[-1]) <= room:
                 return []
-            names.append("".join(name))
+            room //= len(parts[-1])
+        names += map("".join, itertools.product(*parts))
     return names
 
 
@@ -50,14 +52,17 @@ def _joined(before: str, after: str, numbers: list[str]) -> str:
     return f"{before}[{','.join('-'.join(span) for span in spans)}]{after}"
 
 
-def _choices(part: str) -> list[str]:
+def _choices(part: str, most: int) -> list[str]:
+    """What may stand in this part of a name; [] where that is nothing, more than `most` where it is too much."""
     if not part.startswith("["):
         return [part]
     found: list[str] = []
     for span in part[1:-1].split(","):
         first, _, last = span.partition("-")
         last = last or first
-        if not (first.isdigit() and last.isdigit()) or int(last) - int(first) >= _MOST_NAMES:
+        if not (first.isdecimal() and last.isdecimal() and len(last) < 20) or int(last) - int(first) >= most:
             return []
         found += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+        if len(found) > most:
+            break
     return found

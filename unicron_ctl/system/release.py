@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import click
@@ -20,6 +21,15 @@ def release() -> str:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return UNKNOWN
+
+
+def work_together(one: str, other: str) -> bool:
+    """Whether processes of two releases work together: they are at most one minor version apart (docs/upgrade.md)."""
+    found = [re.match(r"(\d+)\.(\d+)", text) for text in (one, other)]
+    numbers = [(int(each[1]), int(each[2])) for each in found if each]
+    if len(numbers) < 2:
+        return one == other
+    return numbers[0][0] == numbers[1][0] and abs(numbers[0][1] - numbers[1][1]) <= 1
 
 
 def _show(ctx: click.Context, _param: click.Parameter, value: bool) -> None:

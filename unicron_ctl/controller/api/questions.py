@@ -13,7 +13,7 @@ class NoArguments(msgspec.Struct):
 
 
 Name = Annotated[str, Meta(max_length=256)]
-Kinds = Annotated[str, Meta(pattern=r"^\s*(\S+\s*){0,20}$")]
+Kinds = Annotated[str, Meta(max_length=2000, pattern=r"^\s*(\S+(\s+\S+){0,19}\s*)?$")]
 
 
 class Filters(msgspec.Struct, kw_only=True):
@@ -22,7 +22,7 @@ class Filters(msgspec.Struct, kw_only=True):
 
     user: Name = ""
     partition: Name = ""
-    nodes: Annotated[str, Meta(max_length=65536)] = ""
+    nodes: Annotated[str, Meta(max_length=16384)] = ""
     since: Annotated[float, Meta(ge=0, le=1e11)] = 0.0
 
 

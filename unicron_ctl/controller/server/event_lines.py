@@ -94,6 +94,7 @@ QUIET = frozenset(
         *(records.LayoutWanted, records.LayoutChosen, records.Spares, records.Stacks, records.Overdue),
         *(records.Degraded, records.DegradedOver, records.Anomaly, records.AnomalyOver),
         *(records.SlurmdReached, records.NodeHealth, records.Unpinned, records.Allotted, records.Unreadable),
+        records.Told,
     )
 )
 

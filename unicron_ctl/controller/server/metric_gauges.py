@@ -20,7 +20,7 @@ from unicron.ctl.system.release import release
 
 MOST_JOBS = 1000  # with metrics of their own, the youngest; `unicron_jobs` and `unicron_waf_flops` count all
 SET_ASIDE = "set_aside"
-DROPS = ("message", "rate", "stranger", "send")
+DROPS = ("message", "hint", "rate", "stranger", "send")
 VERSION = release()
 
 

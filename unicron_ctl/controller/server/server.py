@@ -361,7 +361,8 @@ class Server:
                 self.dropped["hint"] += 1
                 if isinstance(error, wire.OtherRelease):
                     what = f"{'the agent or unicronctl' if len(data) >= HELLO_BYTES else 'the plugin'} at {where[0]}"
-                    self._complain(records.BadMessage, f"datagram {where[0]}", f"dropped a message of {what}: {error}")
+                    said = f"dropped a message of {what}: {error}"
+                    self._complain(records.BadMessage(peer=f"datagram {where[0]}", reason=said))
                 if len(data) >= HELLO_BYTES:
                     self._answer_hello(wire.encode(datagrams.Introduction(error=str(error)[:200])), (hints, where))
 

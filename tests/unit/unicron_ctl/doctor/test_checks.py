@@ -128,8 +128,9 @@ NODE: list[tuple[str, dict[str, Any], str, str]] = [
     ("config", {"config__digest": "d2"}, "problem", "differs from that of login1"),
     ("config", {"config__address": ""}, "problem", "does not say where the controller is"),
     ("controller", {"controller__problem": "no controller answers at x"}, "problem", "no controller answers"),
-    ("release", {"controller__release": "0.2.0"}, "problem", "the controller is 0.2.0"),
-    ("release", {"release": "0.0.9"}, "problem", "0.0.9 is installed, and 0.1.0 on login1"),
+    ("release", {"controller__release": "0.3.0"}, "problem", "the controller is 0.3.0: they do not work together"),
+    ("release", {"controller__release": "0.2.0"}, "advice", "the controller is 0.2.0: they work together"),
+    ("release", {"release": "1.0.9"}, "problem", "1.0.9 is installed, and 0.1.0 on login1"),
     ("controller-user", {"config__believed": {}}, "problem", "unicron's (uid 990), whom nobody here believes"),
     ("controller-user", {"config__believed": {"unicron": None}}, "problem", "whom nobody here believes"),
     ("controller-user", {"controller__problem": "x"}, "unknown", "does not answer"),
@@ -143,7 +144,9 @@ NODE: list[tuple[str, dict[str, Any], str, str]] = [
     ("plugin", {"plugin": PluginFacts()}, "problem", "no plugstack.conf on this host"),
     ("plugin", {"plugin__is_there": False}, "problem", "is not there"),
     ("plugin", {"plugin__slurm": "24.11.5"}, "problem", "built for Slurm 24.11.5, and this is 22.05.8"),
-    ("plugin", {"plugin__release": "0.0.9"}, "problem", "is of Unicron 0.0.9"),
+    ("plugin", {"plugin__release": "0.3.0"}, "problem", "is of Unicron 0.3.0"),
+    ("plugin", {"plugin__release": "0.2.0"}, "advice", "is of Unicron 0.2.0"),
+    ("plugin", {"plugin__release": ""}, "problem", "is of Unicron an unknown release"),
     ("plugin", {"plugin__required": True}, "problem", "required"),
     ("plugin", {"plugin__late": ["spank_pyxis.so"]}, "problem", "spank_pyxis.so comes after"),
     ("plugin", {"plugin__controller": ""}, "problem", "no controller="),
@@ -151,7 +154,7 @@ NODE: list[tuple[str, dict[str, Any], str, str]] = [
     ("plugin", {"plugin__config": "/etc/u.toml"}, "problem", "jobs read /etc/u.toml"),
     ("agent", {"agent__problem": "No such file or directory"}, "problem", "does not start (No such file"),
     ("agent", {"agent__path": ""}, "problem", "no agent="),
-    ("agent", {"agent__release": "0.0.9"}, "problem", "is of Unicron 0.0.9"),
+    ("agent", {"agent__release": "1.1.0"}, "problem", "is of Unicron 1.1.0"),
     ("agent", {"plugin": PluginFacts()}, "unknown", "no agent is known"),
     ("python", {"torch": "2.1.0"}, "problem", "torch 2.1.0 is not known"),
     ("python", {"megatron": "0.10.0"}, "problem", "megatron-core 0.10.0 is not known"),
@@ -341,6 +344,16 @@ def test_a_controller_that_no_command_asks_is_not_called_silent() -> None:
     wrong = {"controller__problem": "x", "config__problems": ["[health] gpuz: unknown key"]}
     results = [result for result in found(judged(changed(host(), **wrong)), "controller") if result.hosts == ["n1"]]
     assert [result.verdict for result in results] == ["unknown"]
+
+
+def test_a_standby_is_named_in_both_places() -> None:
+    both = "tcp://head:7451, tcp://head2:7451"
+    node = changed(host(), config__address=both.replace(" ", ""), plugin__controller=both)
+    assert {result.verdict for result in found(judged(node), "plugin")} == {"good"}
+    results = found(judged(changed(node, plugin__controller=ADDRESS)), "plugin")
+    assert [result.text for result in results if result.verdict == "problem"] == [
+        "jobs report to tcp://head:7451, and commands ask tcp://head:7451,tcp://head2:7451"
+    ]
 
 
 def test_a_login_without_torch_differs_from_no_node() -> None:

@@ -163,6 +163,11 @@ def test_who_may_change_nodes_is_said_before_a_partition_acts() -> None:
     assert "User=slurm" in own[0] and "Before you set" not in own[-1] and "useradd" not in "".join(own)
 
 
+def test_a_standby_is_started_too() -> None:
+    text = "\n".join(steps(site(uid=990, address="tcp://head:7451,tcp://head2:7451")))
+    assert "Start the controller on head and head2. Open port 7451 there" in text
+
+
 def test_a_prolog_that_slurm_has_is_to_call_ours() -> None:
     text = "\n".join(steps(site(settings=SlurmSettings({**BARE, "Prolog": "/etc/slurm/prolog"}))))
     assert "Slurm has a Prolog of its own" in text

@@ -37,7 +37,7 @@ def test_what_a_rank_is_told_has_the_names_and_defaults_of_the_controllers_messa
 
 
 def test_a_plan_has_all_that_the_controllers_plan_has():
-    assert {each.name for each in dataclasses.fields(Plan)} == set(wire.Plan.__struct_fields__) - {"v"}
+    assert {each.name for each in dataclasses.fields(Plan)} == set(wire.Plan.__struct_fields__) - {"v", "term"}
 
 
 def test_a_plan_arrives_as_it_was_sent():

@@ -105,7 +105,7 @@ def shown() -> Report:
 
 def test_the_text_says_what_it_counts_and_against_what() -> None:
     said = week_report.text(shown())
-    assert "3 failures, 1 recoveries" in said and "lost: 1.0 node-hours" in said and "saved: 8.6 node-hours" in said
+    assert "failures: 3; recoveries: 1" in said and "lost: 1.0 node-hours" in said and "saved: 8.6 node-hours" in said
     assert "960 s of all nodes for each recovery" in said and "observed: acting would have given 3.0" in said
     assert re.search(r"^2 +2 +1 +1 +oom$", said, re.MULTILINE)
     assert "only since" in said
@@ -137,4 +137,4 @@ def test_the_page_loads_nothing_and_escapes_what_it_shows() -> None:
 
 def test_a_quiet_week_has_no_tables() -> None:
     said = week_report.text(week([], 0.0, 604800.0, 960.0))
-    assert "0 failures, 0 recoveries" in said and "NODE" not in said
+    assert "failures: 0; recoveries: 0" in said and "NODE" not in said

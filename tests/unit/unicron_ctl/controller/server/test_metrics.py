@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -248,4 +249,21 @@ def test_a_loop_that_does_not_answer_is_said_in_a_line(
         assert raised.value.code == 503 and b"has not answered" in raised.value.read()
         assert "has not answered" in caplog.text and "Traceback" not in capfd.readouterr().err
     finally:
+        exporter.close()
+
+
+def test_idle_connections_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.3)
+    exporter = Exporter(":0")
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(6)]
+    try:
+        assert [one.recv(1) for one in idle] == [b""] * 6, "all are closed"
+        assert threading.active_count() <= before + 2
+        with answering(exporter, World()):
+            assert "unicron_log_bytes" in get(exporter), "there is room again"
+    finally:
+        for one in idle:
+            one.close()
         exporter.close()

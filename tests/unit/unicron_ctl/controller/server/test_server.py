@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import msgspec
 import pytest
 import zmq
 
@@ -348,3 +350,15 @@ def test_agents_hear_the_controllers_term(server: Server, monkeypatch: pytest.Mo
     server.store.term = 0
     server.flush()
     assert [wire.decode(data, wire.ToAgent).term for data in sent] == [1_764_000_000, 0, 0]
+
+
+def test_a_datagram_of_another_release_is_complained_of_once(server: Server) -> None:
+    """Defect: it ended the controller."""
+    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as plugin:
+        for _ in range(2):
+            plugin.sendto(msgspec.msgpack.encode({"v": 99, "kind": "task_exit"}), (host, int(port)))
+            wait_for(lambda: server._receive_datagrams(server._hints[0]) or server.dropped["hint"], "it has come")
+    wait_for(lambda: server._receive_datagrams(server._hints[0]) or server.dropped["hint"] == 2, "both have")
+    (said,) = [event.record.reason for event in server.core.events if event.kind == "bad_message"]
+    assert "the plugin at 127.0.0.1" in said
