@@ -32,7 +32,7 @@ CONSTRAINTS ?= constraints.txt
 # A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help venv system system-test plugin agent-folder demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-matrix lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test system-wide plugin agent-folder deb rpm manpages docs demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -53,11 +53,27 @@ system:          ## installs missing Debian packages: Slurm, munge, a C compiler
 system-test:     # and what only the tests need: Slurm's accounting
 	PYTHON=$(PYTHON) tools/system-packages.sh test
 
+system-wide:     # and what only `make test-wide` needs: Prometheus
+	PYTHON=$(PYTHON) tools/system-packages.sh wide
+
 plugin: system   ## builds the SPANK plugin against the installed Slurm
 	$(MAKE) -C slurm_plugin/spank
 
 agent-folder: system .venv-agent/ready   ## the agent with a Python of its own, for nodes and containers, in build/unicron-agent
 	.venv-agent/bin/python tools/agent_folder.py
+
+manpages: venv    ## man pages and completion for bash, zsh and fish, in build/share, laid out as /usr/share is
+	$(BIN)/python tools/manpages.py build/share
+
+docs: .venv-docs/ready   ## the site of the documents, in build/site: every link is checked, and it needs no network to be read
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	@echo "open build/site/index.html"
+
+.venv-docs/ready: setup.cfg pyproject.toml
+	PYTHON=$(PYTHON) tools/system-packages.sh venv
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(EDITABLE) -e ".[docs]"
+	touch $@
 
 # The agent has no torch.
 .venv-agent/ready: setup.cfg pyproject.toml $(CONSTRAINTS)
@@ -65,6 +81,13 @@ agent-folder: system .venv-agent/ready   ## the agent with a Python of its own, 
 	test -x .venv-agent/bin/python || $(PYTHON) -m venv .venv-agent
 	.venv-agent/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) $(EDITABLE) -e .
 	touch $@
+
+deb:             ## the four Debian packages for this Debian and its Slurm, in build/deb (docs/install.md)
+	PYTHON=/usr/bin/python3 tools/system-packages.sh deb
+	PIP_ARGS="$(PIP_ARGS)" packaging/build-deb.sh build/deb
+
+rpm: system      ## the same as RPMs, where rpmbuild is, in build/rpm
+	PIP_ARGS="$(PIP_ARGS)" packaging/build-rpm.sh build/rpm
 
 demo: system venv plugin   ## two jobs train on a private Slurm cluster and are healed before your eyes
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
@@ -80,7 +103,7 @@ else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
-test-wide: system-test venv plugin   ## further shapes of what `make test` proves
+test-wide: system-wide venv plugin   ## further shapes of what `make test` proves
 	$(MAKE) --no-print-directory test-others SHAPES="wide and not long"
 
 test-long: system-test venv plugin  ## the tests that take longest, the pure ones with four times as many random cases, with `make storms` and `make bench` before a release
@@ -114,6 +137,10 @@ test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05), and ranks 
 
 test-apptainer: system-test venv plugin   # of Debian's releases, sid alone has it
 	$(BIN)/python -m pytest -m apptainer tests/slurm
+
+test-packages:   ## as root: the Debian packages of SUITE (trixie) are built, installed, used, upgraded and purged in a Debian that boots
+	PYTHON=$(PYTHON) tools/system-packages.sh venv
+	$(BIN)/python -m pytest -p no:xdist tests/packages
 
 test-matrix:     ## as root: the process and Slurm tiers with other releases (CELL=NAME; without it a list), in a system and an environment of their own
 	python3 tools/matrix.py $(CELL)

@@ -27,6 +27,8 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+from unicron.ctl.system.release import DISTRIBUTION, release
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build/unicron-agent"
 SPANK, CONTAINERS = ROOT / "slurm_plugin/spank", ROOT / "slurm_plugin/containers"
@@ -110,6 +112,9 @@ def copy_packages(new: Path) -> None:
             shutil.copy2(file.locate(), target)
     left_out = shutil.ignore_patterns("__pycache__", *NOT_OURS)
     shutil.copytree(ROOT / "src/unicron", new / "ranks/unicron", ignore=left_out)
+    about = new / f"ranks/{DISTRIBUTION.replace('-', '_')}-{release()}.dist-info"  # by which it knows its release
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {release()}\n")
 
 
 def build_programs(folder: Path) -> None:

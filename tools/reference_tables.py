@@ -9,8 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -19,11 +18,21 @@ import msgspec
 from unicron.ctl.settings import limits
 from unicron.ctl.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, PlannerConfig
 from unicron.ctl.settings.limits import FIXED, RULES, Range, label, number
+from unicron.ctl.settings.meanings import docstrings, meanings
+from unicron.ctl.settings.notify import NotifyConfig
 from unicron.ctl.settings.partitions import PartitionConfig
 from unicron.ctl.settings.variables import OF_JOBS, OF_PROGRAMS, Variable
 from unicron.detector.health.checks import HealthConfig
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "controller": ControllerConfig,
+    "planner": PlannerConfig,
+    "agent": AgentConfig,
+    "partition.NAME": PartitionConfig,
+    "health": HealthConfig,
+    "notify": NotifyConfig,
+}
 BEGIN, END = "<!-- {}: made by tools/reference_tables.py -->", "<!-- end of {} -->"
 
 
@@ -35,48 +44,27 @@ def tables() -> dict[str, str]:
     ]
     texts = docstrings(ast.parse(inspect.getsource(limits)).body)
     fixed = [(f"`{name}`", number(value), texts[name]) for name, value in FIXED.items()]
-    sections = {
-        "": ControllerConfig,
-        "[planner] ": PlannerConfig,
-        "[agent] ": AgentConfig,
-        "[partition.NAME] ": PartitionConfig,
-        "[health] ": HealthConfig,
-    }
-    fields = [row for prefix, struct in sections.items() for row in _fields(prefix, struct)]
+    rows = [
+        row
+        for section, struct in SECTIONS.items()
+        for row in fields("" if section == "controller" else f"[{section}] ", struct)
+    ]
     return {
         "variables of a job": _table(("name", "meaning", "default"), _variables(OF_JOBS)),
         "variables of programs": _table(("name", "meaning", "default"), _variables(OF_PROGRAMS)),
-        "settings": _table(("field", "default", "range", "meaning"), fields),
+        "settings": _table(("field", "default", "range", "meaning"), rows),
         "rules": _table(("this", "must be", "this", "because"), rules),
         "fixed limits": _table(("name", "value", "meaning"), fixed),
     }
-
-
-def docstrings(body: Sequence[ast.stmt]) -> dict[str, str]:
-    """The docstring below each assignment. Python drops them, so they are read from the source."""
-    found = {}
-    for line, below in pairwise(body):
-        target = (
-            line.target
-            if isinstance(line, ast.AnnAssign)
-            else line.targets[0]
-            if isinstance(line, ast.Assign)
-            else None
-        )
-        text = below.value if isinstance(below, ast.Expr) else None
-        if isinstance(target, ast.Name) and isinstance(text, ast.Constant) and isinstance(text.value, str):
-            found[target.id] = " ".join(text.value.split())
-    return found
 
 
 def _variables(listed: Iterable[Variable]) -> list[tuple[str, ...]]:
     return [(f"`{one.name}`", one.meaning, one.default) for one in listed]
 
 
-def _fields(prefix: str, struct: type[msgspec.Struct]) -> list[tuple[str, ...]]:
-    (definition,) = ast.parse(inspect.getsource(struct)).body
-    assert isinstance(definition, ast.ClassDef)
-    texts = docstrings(definition.body)
+def fields(prefix: str, struct: type[msgspec.Struct]) -> list[tuple[str, ...]]:
+    """(name, default, range, meaning) of each field of a section, in Markdown."""
+    texts = meanings(struct)
     return [
         (f"`{prefix}{field.name}`", _default(field), _range(field.type), texts[field.name])
         for field in msgspec.structs.fields(struct)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# system-packages.sh [venv|all|test]: installs the Debian packages that are missing, and only those; silent when none is.
+# system-packages.sh [venv|all|test|wide|deb]: installs the Debian packages that are missing, and only those; silent when none is.
 # Looks for what the packages bring (a program, a header), so a Slurm built from source counts as well.
 set -euo pipefail
 what=${1:-all}
@@ -40,11 +40,23 @@ if [ "$what" != venv ]; then
     header slurm/spank.h || need libslurm-dev
     header munge.h || need libmunge-dev
 fi
-if [ "$what" = test ]; then # accounting: the programs alone, no service of MariaDB's; containers, where Debian has them
+# Accounting: the programs alone, no service of MariaDB's; containers, where Debian has them; man pages.
+if [ "$what" = test ] || [ "$what" = wide ]; then
     has slurmdbd || need slurmdbd
     has mariadbd || need mariadb-server-core
+    has groff || need groff-base
     has my_print_defaults || need mariadb-client-core
     if grep -qs sid /etc/debian_version; then has apptainer || need apptainer; fi
+fi
+if [ "$what" = deb ]; then # what builds the packages, of this system's own Python
+    has dh || need debhelper
+    dpkg -s build-essential >/dev/null 2>&1 || need build-essential
+    /usr/bin/python3 -c 'import ensurepip, venv' >/dev/null 2>&1 || need python3-venv
+fi
+prometheus=
+if [ "$what" = wide ]; then # a browser for the page of `unicronctl web`; the programs for metrics and alert rules
+    has chromium || need chromium fonts-dejavu-core
+    has promtool || { need prometheus && prometheus=new; }
 fi
 [ ${#missing[@]} -gt 0 ] || exit 0
 
@@ -62,6 +74,9 @@ if ! has apt-get; then
     exit 1
 fi
 echo "unicron: installing Debian packages: ${missing[*]}"
+if [ -n "$prometheus" ] && [ -d /etc/systemd/system ]; then # the package would start its service at once
+    "${as_root[@]}" ln -sfn /dev/null /etc/systemd/system/prometheus.service
+fi
 install() {
     # Without recommendations: the cluster is private, so mail and accounting packages have no use.
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"

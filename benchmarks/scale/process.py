@@ -22,7 +22,7 @@ heartbeat_period = 1.0
 forming_settle_seconds = {settle}
 metrics_seconds = {metrics}
 state_dir = "{state}"
-
+{lines}
 [partition.default]
 mode = "act"
 """
@@ -54,7 +54,7 @@ class Controller:
 
     settle: how long it waits for further nodes before a job starts; metrics: the nodes' metrics come every so many
     seconds, 0 for never. slurm: how it asks Slurm. program: what is run with Python, unicrond's options follow.
-    Raises :class:`NotStarted`.
+    lines: further ones of [controller]. Raises :class:`NotStarted`.
     """
 
     def __init__(
@@ -65,10 +65,11 @@ class Controller:
         metrics: float = 0.0,
         slurm: str = "none",
         program: Sequence[str] = ("-m", "unicron.ctl.controller.unicrond"),
+        lines: str = "",
     ) -> None:
         self.folder, self.cpus, self.program = folder, cpus, program
         self.state = folder / "state"
-        config = CONFIG.format(settle=settle, metrics=metrics, state=self.state, slurm=slurm)
+        config = CONFIG.format(settle=settle, metrics=metrics, state=self.state, slurm=slurm, lines=lines)
         (folder / "unicron.toml").write_text(config)
         self._process: subprocess.Popen[str] | None = None
         self.address = ""

@@ -3,6 +3,10 @@
 By turns, inside one allocation each: `srun true` with the plugin and a job that asked for Unicron, and on a cluster
 without the plugin; then a training, from `srun` to its first step. Last, a script of `srun --ntasks-per-node=2` on two
 nodes, a rank of which is killed N times: seconds from the kill to the job's next step, with forked (warm) ranks.
+
+Before that, pairs of launches as a user has them, side by side: `srun true` and a training of one step as jobs of
+their own, with plugin, agent, prolog and epilog and without any of them, until `srun` has ended and until the node is
+free again.
 """
 
 from __future__ import annotations
@@ -23,8 +27,10 @@ from tests.support.jobs import json_lines
 from tests.support.plugin_site import Site
 from tests.support.processes import wait_for
 from unicron.ctl.lab.cluster import LocalCluster
+from unicron.ctl.lab.cluster.health_program import PROLOG, wrapper
 
 NODES, TASKS, LIMIT = 2, 2, 120.0
+EPILOG = PROLOG.parent.parent / "epilog.d" / PROLOG.name
 OLD_SECONDS = 21.0  # the processes of a younger world get 2 s to show an error of their own
 TRAIN = """
 import json, os, sys, time
@@ -98,6 +104,66 @@ def measure_starts(folder: Path, site: Site, bare: dict[str, str], times: int) -
     print_figure("start of a training, with less without", with_it - without, "s", most=1.0)
 
 
+def prolog_lines(folder: Path) -> list[str]:
+    """Lines of slurm.conf for prolog and epilog as they are shipped, without health.conf."""
+    folder.mkdir()
+    (folder / "prolog.conf").write_text(f"UNICRON_LOG={folder}/log\nUNICRON_HEALTH_CONF={folder}/health.conf\n")
+    (folder / "epilog.conf").write_text(f"UNICRON_LOG={folder}/log\n")
+    prolog = wrapper(folder, PROLOG, "UNICRON_PROLOG_CONF")
+    return [f"Prolog={prolog}", f"Epilog={wrapper(folder, EPILOG, 'UNICRON_EPILOG_CONF')}"]
+
+
+def launch_seconds(environment: dict[str, str], options: list[str], words: list[str]) -> tuple[float, float]:
+    """Seconds of a job until `srun` has ended, and until its node is free again."""
+    command = ["srun", "-N1", "--exclusive", "--gres=gpu:1", "--nodelist=n1", *options, *words]
+    begun = time.monotonic()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    ended = time.monotonic()
+    if done.returncode:
+        sys.exit(f"the job failed: {done.stderr}{done.stdout}")
+
+    def is_free() -> bool:
+        look = ["sinfo", "-h", "-n", "n1", "-o", "%T"]
+        return subprocess.run(look, env=environment, capture_output=True, text=True).stdout.strip() == "idle"
+
+    wait_for(is_free, "the node is free again", LIMIT)
+    return ended - begun, time.monotonic() - begun
+
+
+def measure_launches(folder: Path, site: Site, bare: dict[str, str], times: int) -> None:
+    """Pairs of jobs, with and without: of `true`, and of a training of one step."""
+    ours = ["--unicron", "--unicron-min-nodes=1"]
+    script = folder / "launched.py"
+    script.write_text(TRAIN)
+    training = [sys.executable, str(script), "1"]
+    whats = (
+        ("a job of srun true", [(site.environment, ours, ["true"]), (bare, [], ["true"])], times),
+        (
+            "a job of a training's one step",
+            [(site.environment, ours, training), (bare, [], [*ALONE.split(), *training])],
+            max(3, times // 4),
+        ),
+    )
+    for what, sides, count in whats:
+        with_it, without, ratio = pairs(sides, count)
+        for place, until in enumerate(("", ", until its node is free")):
+            print(f"{what}{until}: {with_it[place]:.3f} s with, {without[place]:.3f} s without")
+            print_figure(f"{what}{until}: with all over without", ratio[place], "", most=1.2)
+
+
+def pairs(sides: list[tuple[dict[str, str], list[str], list[str]]], count: int) -> list[tuple[float, float]]:
+    """Medians of the first side, of the second, and of their ratios; the other one is first in each second pair."""
+    found: list[list[tuple[float, float]]] = [[], [], []]
+    for side in sides:
+        launch_seconds(*side)  # the first one finds nothing in the caches
+    for turn in range(count):
+        took = {side: launch_seconds(*sides[side]) for side in ((0, 1), (1, 0))[turn % 2]}
+        ratio = took[0][0] / took[1][0], took[0][1] / took[1][1]
+        for kept, each in zip(found, (took[0], took[1], ratio), strict=True):
+            kept.append(each)
+    return [(statistics.median(a for a, _ in kept), statistics.median(b for _, b in kept)) for kept in found]
+
+
 def newest(folder: Path) -> dict[int, dict]:
     """The last line of each rank."""
     found: dict[int, dict] = {}
@@ -138,15 +204,17 @@ def measure_kills(site: Site, times: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=5, help="turns, and kills")
+    parser.add_argument("--launches", type=int, default=20, help="pairs of launches")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="unicron-starts-") as name:
         folder = Path(name)
         (folder / "site").mkdir()
-        site = Site(folder / "site", NODES)
+        site = Site(folder / "site", NODES, config_lines=prolog_lines(folder / "hooks"))
         bare = LocalCluster(folder / "bare", nodes=NODES, gpus_per_node=1, auth="none")
         try:
             bare.up()
             environment = site.environment | {"SLURM_CONF": str(bare.layout.slurm_conf)}
+            measure_launches(folder, site, environment, options.launches)
             measure_starts(folder, site, environment, options.times)
             measure_kills(site, options.times)
         finally:

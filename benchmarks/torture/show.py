@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from unicron.ctl.cli.demo import console
-from unicron.ctl.lab.demo.live_view import LiveRegion
+from unicron.ctl.system.live_region import LiveRegion
 
 
 class Show(LiveRegion):

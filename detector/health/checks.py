@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,16 +26,16 @@ import msgspec
 from unicron.detector.failures.classify import Classifier, default_classifier
 from unicron.detector.failures.severity import SeverityTableError
 from unicron.detector.health import kernel_check
+from unicron.detector.health.findings import BAD, GOOD, UNKNOWN, WARNING, Finding
 from unicron.detector.health.program_output import TooMuchOutput, run_program
-
-GOOD, WARNING, UNKNOWN, BAD = "good", "warning", "unknown", "bad"
+from unicron.detector.health.programs import HealthProgram, check_program
 
 
 class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The section [health] of unicron.toml: what a node must have. By default nothing is expected."""
 
     skip: tuple[str, ...] = ()
-    """Checks that are switched off: gpu, memory, nic, file_system, shm, clock, kernel, or all."""
+    """Checks that are switched off: gpu, memory, nic, file_system, shm, clock, kernel, a name of `programs`, or all."""
     timeout: Annotated[float, msgspec.Meta(gt=0, le=50)] = 5.0
     """Seconds for each check."""
     gpus: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -58,6 +58,8 @@ class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     """How much memory is written and read back."""
     kernel_state: str = "/var/lib/unicron/health"
     """A folder that only root can write. The check of the kernel log keeps there what it has read."""
+    programs: dict[str, str | HealthProgram] = {}
+    """Checks of others: name = "/path/of/program arguments" (docs/health-checks.md)."""
 
 
 class Settings(HealthConfig, kw_only=True, frozen=True):
@@ -68,13 +70,6 @@ class Settings(HealthConfig, kw_only=True, frozen=True):
     clock_reference: float | None = None
     severity: dict[str, Any] = {}
     root: str = "/"
-
-
-@dataclass(frozen=True)
-class Finding:
-    verdict: str
-    reason: str
-    values: dict[str, object] = field(default_factory=dict)
 
 
 def _worst(findings: list[Finding], fine: str) -> Finding:
@@ -362,3 +357,16 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "clock": check_clock,
     "kernel": check_kernel,
 }
+
+
+def checks_of(settings: HealthConfig, at_prolog: bool = False) -> dict[str, Callable[[Settings], Finding]]:
+    """All checks of a node by name: Unicron's own, and the programs of others that are meant for this occasion."""
+    return CHECKS | {
+        name: partial(_check_program, name, given)
+        for name, given in settings.programs.items()
+        if not at_prolog or (isinstance(given, HealthProgram) and given.prolog)
+    }
+
+
+def _check_program(name: str, given: str | HealthProgram, settings: Settings) -> Finding:
+    return check_program(name, given, settings.timeout)

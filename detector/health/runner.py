@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from unicron.detector.health.checks import BAD, CHECKS, GOOD, UNKNOWN, WARNING, Finding, Settings
+from unicron.detector.health.checks import CHECKS, Settings
+from unicron.detector.health.findings import BAD, GOOD, UNKNOWN, WARNING, Finding
 
 SKIPPED = "skipped"
 

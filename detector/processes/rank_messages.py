@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import msgpack
 
-VERSION = 1
+from unicron.detector.formats import RANKS
 
 
 # ---------------------------------------------------------------- agent -> rank
@@ -202,7 +202,7 @@ FROM_RANK: dict[str, type[FromRank]] = {each.kind: each for each in (Fault, Stat
 # ---------------------------------------------------------------- bytes
 def encode(message: FromRank, slot: int, incarnation: int) -> bytes:
     """A rank's message, with who says it."""
-    head = {"v": VERSION, "kind": message.kind, "slot": slot, "incarnation": incarnation, "pid": os.getpid()}
+    head = {"v": RANKS.number, "kind": message.kind, "slot": slot, "incarnation": incarnation, "pid": os.getpid()}
     data: bytes = msgpack.packb({**head, **vars(message)}, default=_as_map)
     return data
 
@@ -214,10 +214,11 @@ def _as_map(value: Any) -> dict[str, Any]:
 
 
 def decode(data: bytes) -> ToRank | None:
-    """The agent's message; fields that ranks do not know are left out. None for another version, or a kind that is not
-    for ranks. Raises ValueError, KeyError or TypeError for what is none."""
+    """The agent's message; fields that ranks do not know are left out. None for a kind that is not for
+    ranks, and for another release, of which the agent tells. Raises ValueError, KeyError or TypeError for what is
+    none."""
     fields = msgpack.unpackb(data, strict_map_key=False)  # slots are integer keys
     known = TO_RANK.get(fields["kind"])
-    if known is None or fields["v"] != VERSION:
+    if known is None or RANKS.refusal(fields["v"]):
         return None
     return known(**{each.name: fields[each.name] for each in dataclasses.fields(known) if each.name in fields})

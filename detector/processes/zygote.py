@@ -35,6 +35,7 @@ import types
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
+FORMAT = 1  # the number of what it and the agent tell each other (detector/formats.py)
 PR_SET_PDEATHSIG = 1
 ANSWER_BYTES = 65536
 ADOPTED_SECONDS = 2.0  # for the agent to become the rank's parent
@@ -476,6 +477,8 @@ def main() -> NoReturn:
     task = json.loads(line.recv(ANSWER_BYTES))
     sys.argv = ["-m", *words[2:]] if words[0] == "-m" else words
     try:
+        if task.get("format") != FORMAT:
+            raise Cold("the agent began with another release than the one that is installed now: new steps are warm")
         if os.getppid() != task["agent"]:  # whose children forks could not become
             raise Cold("the interpreter is started by a wrapper that stays in front of it")
         zygote.load(task["preload"], task["told"])

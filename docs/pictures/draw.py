@@ -439,7 +439,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "node-life": node_life,
     "leaderboard": leaderboard,
     "demo": lambda: terminal("demo", "make demo"),
-    "status": lambda: terminal("status", "unicronctl status --watch"),
+    "status": lambda: terminal("status", "unicronctl top"),
 }
 
 

@@ -32,7 +32,9 @@ static void become_agent(char *agent, char *command, int argc, char **argv)
 		line[3] = command;
 		memcpy(line + 4, argv + 1, (size_t) (argc - 1) * sizeof(*line));
 		rename_variables("PYTHON", UNICRON_USERS "PYTHON");
+		setenv(UNICRON_LAUNCH_FORMAT, UNICRON_LAUNCH_NUMBER, 1);
 		execv(agent, line);
+		unsetenv(UNICRON_LAUNCH_FORMAT);
 		rename_variables(UNICRON_USERS "PYTHON", "PYTHON");
 		fprintf(stderr, "unicron: couldn't start %s: %s; the command runs unprotected\n", agent, strerror(errno));
 	}

@@ -170,7 +170,7 @@ size_t notice_encode(const struct notice *notice, void *data, size_t size)
 	msgpack_init(&out, data, size);
 	msgpack_map(&out, 7);
 	msgpack_text(&out, "v");
-	msgpack_int(&out, 1);
+	msgpack_int(&out, UNICRON_HINT_NUMBER);
 	msgpack_text(&out, "kind");
 	msgpack_text(&out, notice->kind);
 	msgpack_text(&out, "job");

@@ -20,7 +20,7 @@
 #pragma GCC visibility push(default)
 SPANK_PLUGIN(unicron, 1)
 extern const char plugin_release[];
-/* strings unicron.so | grep "built for": what `make version` and the doctor command look for. */
+/* `unicronctl doctor` and the package's scripts read this text in the file: strings unicron.so | grep "built for". */
 const char plugin_release[] = "unicron " UNICRON_VERSION ", built for Slurm " UNICRON_SLURM_RELEASE;
 #pragma GCC visibility pop
 

@@ -4,6 +4,8 @@
 #define UNICRON_WAIT_H
 
 /*
+ * TELL_RUN is the same in every release: with it an agent that does not know this launcher's number lets the command run.
+ *
  * Messages, each a packet whose first byte says what it is. From the agent's side:
  *   A pid      unicron-launch in the node's first task, before it becomes the agent
  *   H          hand over what this task is: until the agent asks for it, nothing is on its way that would keep the task's output open

@@ -17,6 +17,7 @@ from tests.support.jobs import AGENT, FOREVER, Job, scripted
 from tests.support.processes import ROOT, call, is_alive, outside_slurm, undated, wait_for
 from tests.support.scripted import FakeController
 from unicron.ctl.protocol import wire
+from unicron.detector.formats import PROTOCOL
 
 pytestmark = pytest.mark.process
 TEMPLATE = ROOT / "sbatch_templates" / "train_gpt.py"
@@ -234,6 +235,18 @@ def test_an_agent_that_is_refused_for_good_runs_its_command_unprotected(fake, tm
         undated(job.agents[0].log)
         == "WARNING unicron job=20_0 node=n0: job 20 has 2 ranks per node; the job runs unprotected\n"
     )
+
+
+@pytest.mark.parametrize(("number", "side"), [(PROTOCOL.number + 1, "this"), (PROTOCOL.oldest - 1, "the other")])
+def test_an_agent_whose_controller_is_of_another_release_runs_unprotected_and_says_why(fake, tmp_path, number, side):
+    command = [sys.executable, "-c", "raise SystemExit(5)"]
+    agent = Job(tmp_path, fake.address, "21", 1, command, UNICRON_REGISTER_TIMEOUT="2").agents[0]
+    fake.registration()
+    fake.send(wire.Refused(reason="?", v=number))
+    assert agent.wait() == 5
+    *dropped, last = undated(agent.log).splitlines()
+    assert f"upgrade {side} side" in last and last.endswith("; the job runs unprotected")
+    assert dropped and all("dropped a bad message of the controller" in line for line in dropped)
 
 
 def test_an_agent_that_is_refused_for_good_before_it_has_a_world_starts_again_without_one(fake, tmp_path):

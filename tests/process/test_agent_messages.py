@@ -196,7 +196,7 @@ def test_hostile_bytes_are_dropped_on_both_sides(fake, two):
     fake.send(wire.StartRank(slot=77, incarnation=1, reason=""))
     fake.send(wire.StopRank(slot=0, incarnation=77, reason=""))
     fake.send(wire.StartRank(slot=0, incarnation=1, reason="but it runs"))
-    wait_for(lambda: "protocol version 99" in agent.log or agent.log.count("of the controller") >= 5, lambda: agent.log)
+    wait_for(lambda: "protocol 99" in agent.log or agent.log.count("of the controller") >= 5, lambda: agent.log)
     fake.send(wire.Ping())
     for _ in range(3):  # the heart beats on, and no status has changed
         assert fake.rank(lambda rank: True, "a status").state == "running"

@@ -6,7 +6,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
+import select
+import signal
 import socket
+import subprocess
+import sys
+import termios
 import time
 from collections.abc import Callable
 
@@ -15,12 +22,13 @@ import pytest
 import zmq
 
 from tests.support.controller import COMMAND, Controller
-from tests.support.processes import call, unicronctl, wait_for
+from tests.support.processes import LIMIT, call, unicronctl, wait_for
 from tests.support.scripted import ScriptedAgent, form
 from unicron.ctl.protocol import datagrams, structs, wire
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.system.errors import UserError
+from unicron.detector.formats import HINT
 
 pytestmark = pytest.mark.process
 PATIENT = "lease_periods = 40\n"
@@ -64,9 +72,7 @@ def wait(agents: list[ScriptedAgent], look: Callable[[], object], what: str) -> 
 def hint(controller: Controller, element: int) -> None:
     """What the plugin sends when a task has ended."""
     host, _, port = controller.address.removeprefix("tcp://").rpartition(":")
-    message = datagrams.Hint(
-        v=datagrams.HINT_VERSION, kind="task_exit", job="7", element=element, node=f"n{element}", status=9
-    )
+    message = datagrams.Hint(v=HINT.number, kind="task_exit", job="7", element=element, node=f"n{element}", status=9)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.sendto(wire.encode(message), (host, int(port)))
 
@@ -217,8 +223,34 @@ def test_the_commands_show_it(controller, running):
     )
     assert plan["assignment"] == {"7": 2} and plan["explanation"]["job"] == "7"
     assert "7 gpt" in unicronctl("plan", "--live", *where).stdout
+    chosen = unicronctl("events", "--json", "--node", "n1", "--since", "1h", *where).stdout.splitlines()
+    assert {json.loads(line)["node"] for line in chosen} == {"n1"}
+    assert json.loads(unicronctl("nodes", "--json", "--node", "n[1-2]", *where).stdout)[1]["node"] == "n2"
+    wrong = unicronctl("events", "--kind", "plans", *where)
+    assert wrong.returncode == 1 and wrong.stderr == "unicronctl: no event is of kind 'plans': did you mean plan?\n"
     wrong = unicronctl("explain", "nobody", *where)
     assert wrong.returncode == 1 and wrong.stderr.count("\n") == 1 and "no job is called 'nobody'" in wrong.stderr
+
+
+def test_the_live_view_on_a_terminal_of_24_lines(controller, running):
+    where = ["--controller", controller.address, "--interval", "0.2"]
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    program = "from unicron.ctl.cli.unicronctl import main; main()"
+    command = [sys.executable, "-c", program, "top", *where]
+    process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.STDOUT, env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)
+    shown = ""
+    while "WAF -" not in shown[shown.rfind("JOBID") :] or shown.count("JOBID") < 2:
+        assert select.select([ours], [], [], LIMIT)[0], shown
+        shown += os.read(ours, 65536).decode()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT) == 0
+    os.close(ours)
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in shown.splitlines()]
+    assert any(line.split()[:3] == ["7", "gpt", "running"] for line in lines), lines
+    assert any(line.split()[:3] == ["n[0-2]", "3", "-"] for line in lines), lines
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_errors_are_one_line_that_says_what_to_do(controller, tmp_path):
@@ -236,7 +268,8 @@ def test_a_reload_takes_a_good_file_and_keeps_the_old_one_for_a_bad_one(controll
     controller.reload(PATIENT + "offer_delay = 0.5\n")
     wait_for(lambda: controller.events("configured"), "the reload")
     controller.reload(PATIENT + "offer_delay = 'soon'\n")
-    wait_for(lambda: "not reloaded" in controller.log, "the complaint")
+    wait_for(lambda: controller.events("config_refused"), "the complaint")
+    assert "ERROR unicrond event=" in controller.log and "the old one stays" in controller.log
     assert controller.alive
 
 

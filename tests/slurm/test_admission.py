@@ -153,7 +153,9 @@ def test_the_health_check_drains_a_bad_node_and_nobody_elses(site: Site) -> None
     wait_for(lambda: "DRAIN" in site.node("n2").states, "n2 is drained", now=lambda: site.node("n2"))
     assert site.node("n2").reason.startswith("unicron[health]: gpu: 99 GPUs expected")
     wait_for(lambda: site.verdict("n2") == site.verdict("n3") == "bad", "both are bad", now=lambda: site.shown("n3"))
-    wait_for(lambda: "gpus must be a number" in (site.folder / "health.log").read_text(), "the complaint")
+    wait_for(
+        lambda: "[health] gpus: Expected `int`, got `str`" in (site.folder / "health.log").read_text(), "the complaint"
+    )
     assert site.node("n3").reason == "NHC: fan 2" and "99 GPUs" in site.shown("n3")["health"]["reason"]
     assert site.node("n4").states == site.node("n5").states == {"IDLE"}
 

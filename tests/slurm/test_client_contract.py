@@ -235,6 +235,26 @@ def test_a_hold_of_what_runs_waits_for_its_next_requeue(client: SlurmClient, sub
     assert wait_until(client, job, 1, "RUNNING").admin_comment == "unicron: released"
 
 
+def test_a_comment_leaves_what_others_wrote(
+    client: SlurmClient, cluster: LocalCluster, submit: Submit, wait_until: Wait
+) -> None:
+    """A hold's, too. Of an element that has ended Slurm changes nothing."""
+    job = submit("--array=0-1")
+    wait_until(client, job, 1, "RUNNING")
+    theirs = "billed to lab 7, as agreed = a|b"
+    update = ["scontrol", "update", f"JobId={job}_1", f"AdminComment={theirs}"]
+    subprocess.run(update, env=os.environ | cluster.env(), check=True, timeout=LIMIT)
+    client.comment(job, 1, "unicron: 1 failure healed")
+    assert wait_until(client, job, 1, "RUNNING").admin_comment == f"unicron: 1 failure healed | {theirs}"
+    client.hold(job, 1, "unicron: held, a test")
+    assert wait_until(client, job, 1, "RUNNING").admin_comment == f"unicron: held, a test | {theirs}"
+    assert wait_until(client, job, 0, "RUNNING").admin_comment == ""
+    client.cancel(job, 1)
+    wait_until(client, job, 1, "CANCELLED")
+    client.comment(job, 1, "unicron: 2 failures healed")
+    assert wait_until(client, job, 1, "CANCELLED").admin_comment == f"unicron: held, a test | {theirs}"
+
+
 def test_requeue_in_place_keeps_the_ids(client: SlurmClient, submit: Submit, wait_until: Wait, tmp_path: Path) -> None:
     job = submit("--array=0-1")
     before = wait_until(client, job, 1, "RUNNING")

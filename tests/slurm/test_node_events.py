@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.controller import Controller
 from tests.support.jobs import sleepers
-from tests.support.processes import call, outside_slurm, wait_for
+from tests.support.processes import UNICRONCTL, call, outside_slurm, wait_for
 
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 SETTINGS = """
@@ -69,6 +69,8 @@ def test_the_kernels_word_moves_the_job_and_slurms_word_explains_lost_agents(clu
     assert all(info.healthy for info in client.nodes()), "an agent is its user's process: the node stays in service"
     assert "fallen off the bus" in job.controller.node(node)["suspect"]
     assert [item["node"] for item in job.controller.ask("status")["attention"]] == [node]
+    shown = call(*UNICRONCTL, "status", "--controller", job.controller.address, environment=outside_slurm())
+    assert shown.returncode == 3 and f"unicronctl pair-test --nodes {node}" in shown.stdout, shown
     done = call("sbatch", *beside, environment=outside_slurm() | cluster.env())
     assert done.returncode == 0, done.stderr
     other = done.stdout.strip()

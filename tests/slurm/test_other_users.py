@@ -116,7 +116,7 @@ def _refusals(user: User) -> int:
 
 def attack() -> None:
     """What the thief asks and orders of the job, of which he knows all but the keys; prints what he is told."""
-    address, job, node, agent, ranks = sys.argv[1:]
+    address, job, node, agent, ranks, owner = sys.argv[1:]
     told: dict[str, Any] = {}
 
     def order(name: str, kind: str, **arguments: Any) -> None:
@@ -130,6 +130,9 @@ def attack() -> None:
     order("nodes", "nodes")
     order("scenario", "scenario")
     order("events", "events", job=job)
+    order("events of the node", "events", nodes=node)
+    order("events of the owner", "events", user=owner)
+    order("failures on the node", "status", nodes=node)
     order("explain", "explain", job=job)
     order("inject", "inject", job=job, slot=0, fault="rank-kill")
     order("health", "health", node=node, source="interval", verdict="bad", reason="mine", at=time.time(), drain=True)
@@ -197,7 +200,7 @@ def test_orders_and_questions_about_anothers_job_are_refused(site: SimpleNamespa
     before = _element(site.cluster, job)
     (registered,) = controller.events("agent_registered", job=job)
     (ranks,) = owner.folder.glob("unicron-*/ranks")
-    words = [controller.address, job, before.node, registered["agent"], str(ranks)]
+    words = [controller.address, job, before.node, registered["agent"], str(ranks), owner.name]
     his = _attack(thief, words)
     assert his["explain"] == f"refused: {thief.name} may not read this: only the job's owner and admins"
     assert his["inject"] == f"refused: {thief.name} may not inject here: only the job's owner and admins"
@@ -205,6 +208,9 @@ def test_orders_and_questions_about_anothers_job_are_refused(site: SimpleNamespa
     assert his["status of his agent"] == "refused: register first" and his["ranks"] == "refused: Permission denied"
     failed = f"exit status {_status(owner)}"
     assert his["events"] == [] and failed not in json.dumps(his)
+    may_not = f"refused: {thief.name} may not read events of {owner.name}'s jobs: only they and admins"
+    assert his["events of the owner"] == may_not and his["events of the node"] == []
+    assert his["failures on the node"]["failures"] == []
     for command in (
         ["scancel", job],
         ["scancel", "--state=RUNNING", "--signal=USR1", job],
@@ -218,6 +224,7 @@ def test_orders_and_questions_about_anothers_job_are_refused(site: SimpleNamespa
     _untouched(site, before)
     mine = _attack(owner, words)
     assert failed in json.dumps(mine["explain"]) and mine["events"], "it was there to be read"
+    assert mine["events of the owner"] and mine["events of the node"] and mine["failures on the node"]["failures"]
     assert mine["ranks"] == "connected" and "refused" not in mine["inject"], mine
 
 

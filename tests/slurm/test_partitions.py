@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.jobs import sleepers
-from tests.support.processes import call, outside_slurm, wait_for
+from tests.support.processes import UNICRONCTL, call, outside_slurm, wait_for
 from unicron.ctl.lab.cluster import LocalCluster
 from unicron.ctl.slurm.slurm_client import slurms_own
 
@@ -66,6 +66,17 @@ def test_where_it_only_observes_a_lost_node_is_slurms_matter(
     assert not job.controller.events("slurm_action")
     assert job.controller.ask("status")["controller"]["modes"] == {"default": "observe", "main": "observe"}
     assert "acting would have given" in job.controller.ask("status")["observed"][0]
+    _filters(job, node)
+
+
+def _filters(job: SimpleNamespace, lost: str) -> None:
+    """What is asked for by partition and node is what this Slurm shows."""
+    ask, other = job.controller.ask, next(iter(_nodes(job).values()))
+    assert [one["job"] for one in ask("jobs", partition="main", nodes=other)] == [job.id]
+    assert {one["node"] for one in ask("nodes", partition="main", nodes=f"{lost},{other}")} == {lost, other}
+    assert {one["node"] for one in ask("events", nodes=lost, kinds="observed")} == {lost}
+    kinds = "observed node_lost"
+    assert job.id in {one["job"] for one in ask("events", partition="main", kinds=kinds)}
 
 
 def test_a_hold_of_others_stays_and_so_does_the_users_comment(
@@ -96,3 +107,40 @@ def test_a_hold_of_others_stays_and_so_does_the_users_comment(
     assert pinned <= {"n1", "n2", "n3", "n4"} and os.getuid() == found[0].uid  # type: ignore[attr-defined]
     said = job.controller.ask("explain", job=job.id)["bounds"]
     assert "in reach (partition main, gpu:1)" in said and "excluded by the job" in said
+
+
+@pytest.mark.wide
+def test_a_pause_keeps_its_hands_off_and_its_end_lets_it_act(
+    cluster: LocalCluster, start: Callable[..., SimpleNamespace]
+) -> None:
+    job = start("act")
+    job.controller.wait(lambda: len(_nodes(job)) == 3, "three agents")
+    job.controller.wait(lambda: job.controller.job()["state"] == "running", "the job runs")
+
+    def unicronctl(*words: str) -> tuple[int, str]:
+        done = call(*UNICRONCTL, *words, "--controller", job.controller.address, environment=job.environment)
+        return done.returncode, done.stdout + done.stderr
+
+    assert unicronctl("ping")[0] == 0 and unicronctl("status")[0] == 0
+    code, said = unicronctl("pause", "main", "--for", "1h")
+    assert code == 0 and "partition main is paused until" in said and "main: observe" in said
+    code, said = unicronctl("pause", "mian")
+    assert code == 1 and "there is no partition 'mian'" in said
+    first = _nodes(job)[1]
+    cluster.power_off(first)
+    would = f"down {first}"
+    job.controller.wait(lambda: would in [e["would"] for e in job.controller.events("observed")], would)
+    assert not job.controller.events("slurm_action")
+
+    code, said = unicronctl("resume")
+    assert code == 0 and "nothing is paused" in said and "main: act" in said
+    second = _nodes(job)[2]
+    cluster.power_off(second)
+
+    def downed() -> bool:
+        return (second, "down") in [(e["node"], e["action"]) for e in job.controller.events("slurm_action")]
+
+    job.controller.wait(downed, f"{second} is set down")
+    job.controller.kill()
+    assert unicronctl("ping", "--seconds", "1")[0] == 1
+    job.controller.start()

@@ -150,10 +150,10 @@ def test_prolog_concludes_nothing_from_odd_gpu_names(prolog: Hook) -> None:
 
 def test_prolog_does_not_wait_for_a_check_that_hangs(prolog: Hook) -> None:
     slow = prolog.folder / "slow"
-    # A df that hangs, as on a dead network file system; the script's PATH is replaced in a copy of it.
+    # A stat that hangs, as on a dead network file system; the script's PATH is replaced in a copy of it.
     (slow / "bin").mkdir(parents=True)
-    (slow / "bin" / "df").write_text("#!/bin/sh\nexec sleep 5\n")
-    (slow / "bin" / "df").chmod(0o755)
+    (slow / "bin" / "stat").write_text("#!/bin/sh\nexec sleep 5\n")
+    (slow / "bin" / "stat").chmod(0o755)
     text = PROLOG.read_text()
     assert "\nPATH=" in text
     copy = slow / "50-unicron"

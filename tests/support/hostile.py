@@ -11,7 +11,7 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from unicron.ctl.protocol import datagrams
+from unicron.detector.formats import HINT
 
 Known = Mapping[str, st.SearchStrategy[Any]]
 ENDS = (0, 1, -1, 2**31, 2**53 + 1, 2**62, -(2**63), 2**63 - 1, 2**64 - 1)
@@ -143,7 +143,7 @@ def _struct(kind: inspect.StructType, known: Known) -> st.SearchStrategy[Any]:
         values: dict[str, Any] = {kind.tag_field: kind.tag} if kind.tag_field else {}
         for field in kind.fields:
             if field.name == "v":
-                values["v"] = datagrams.HINT_VERSION if field.required else field.default
+                values["v"] = HINT.number if field.required else field.default
             elif field.required or field.name in known or kind.array_like or draw(st.booleans()):
                 values[field.encode_name] = draw(drawn[field.name])
         if "slots" in values:  # the element's, or the message is refused for them

@@ -23,8 +23,10 @@ from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.settings.config import ControllerConfig
 from unicron.ctl.settings.partitions import PartitionConfig
+from unicron.ctl.slurm.admin_comment import with_own
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.slurm_client import UNSAID, ElementInfo, NodeInfo, Queue, SlurmError
-from unicron.ctl.slurm.squeue import hosts, names_of
+from unicron.ctl.slurm.squeue import names_of
 from unicron.detector.failures.classify import Classifier
 from unicron.transition.generations import layout
 
@@ -517,6 +519,10 @@ class FakeSlurm:
         if self.queue[job, element]["reason"] == "BeginTime":
             self.queue[job, element]["reason"] = "Priority"
         self.schedule()
+
+    def comment(self, job: str, element: int, text: str) -> None:
+        entry = self.queue[job, element]
+        entry["admin_comment"] = with_own(entry["admin_comment"], text)
 
     def cancel(self, job: str, element: int | None = None, comment: str = "") -> None:
         for key, entry in self.queue.items():

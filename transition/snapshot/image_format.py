@@ -19,12 +19,12 @@ from pathlib import Path
 import msgpack
 import xxhash
 
+from unicron.detector.formats import IMAGE
 from unicron.transition.snapshot.shared_memory import allocate
 
 PAGE = 4096
 ALIGN = 64  # bytes: where a tensor of a state may begin in its data
 STEP = "step"  # in place of an offset: the tensor is nothing but the optimizer's step, which the head has
-VERSION = 3
 SUFFIX = ".image"
 STATE = "state"  # the kind of images that hold a rank's part of the state
 USER = "user"  # ... what a script without a session saved
@@ -140,7 +140,9 @@ def _page(key: Key, head: bytes, offset: int, data_bytes: int, data_digest: byte
     about = msgpack.packb(asdict(key))
     if _KEY + len(about) > PAGE:
         raise ValueError("the image's key is too long")
-    fixed = _FIXED.pack(_MAGIC, VERSION, _WHOLE, len(about), len(head), offset, data_bytes, digest(head), data_digest)
+    fixed = _FIXED.pack(
+        _MAGIC, IMAGE.number, _WHOLE, len(about), len(head), offset, data_bytes, digest(head), data_digest
+    )
     return bytes(fixed + digest(fixed + about) + about)
 
 
@@ -186,8 +188,10 @@ def read_page(path: Path) -> Found:
     if len(page) < _KEY:
         raise BadImage(f"{path}: too short")
     magic, version, state, key_bytes, *rest = _FIXED.unpack_from(page)
-    if magic != _MAGIC or version != VERSION:
+    if magic != _MAGIC:
         raise BadImage(f"{path}: not an image of this release")
+    if refusal := IMAGE.refusal(version):
+        raise BadImage(f"{path}: not an image of this release: {refusal}")
     if state != _WHOLE:
         raise BadImage(f"{path}: torn, its writer ended in the middle")
     about = page[_KEY : _KEY + key_bytes]

@@ -14,6 +14,7 @@ from unicron.ctl.lab.cluster import LocalCluster, protection
 from unicron.ctl.lab.cluster.cluster_layout import Layout, default_state_dir
 from unicron.ctl.lab.cluster.cluster_status import LinksStatus
 from unicron.ctl.lab.cluster.link_faults import share_of
+from unicron.ctl.system.columns import Listing, show
 
 _state_dir = click.option(
     "--state-dir",
@@ -113,11 +114,12 @@ def status(as_json: bool, state_dir: Path) -> None:
     click.echo(f"cluster  {state.state}  in {state.state_dir}  port {state.port}  auth {state.auth}")
     if state.links:
         click.echo(f"network  {state.links.network}  {_wrong(state.links) or 'all links are whole'}")
-    click.echo(f"{'node':8} {'slurmd':>8} {'tasks':>6}  state")
+    table = Listing("node", "slurmd", "tasks", "state")
     for node in state.nodes:
         said = "+".join(node.states) or "unknown"
         why = f"  ({node.reason})" if node.reason else ""
-        click.echo(f"{node.name:8} {node.slurmd or '-':>8} {node.tasks:>6}  {said}{why}")
+        table.add_row(node.name, str(node.slurmd or "-"), str(node.tasks), f"{said}{why}")
+    show([table])
 
 
 def _wrong(links: LinksStatus) -> str:

@@ -12,6 +12,7 @@ from unicron.ctl.settings.config import Config
 from unicron.ctl.settings.config_file import examine
 from unicron.ctl.settings.partitions import ACT, DEFAULT, PERMISSIONS
 from unicron.ctl.slurm import CommandLineClient, PartitionInfo, SlurmError
+from unicron.ctl.system.columns import Listing, show
 from unicron.ctl.system.errors import FOUND
 
 BY_ITSELF = 2
@@ -80,9 +81,8 @@ def check(path: str | None, as_json: bool) -> int:
         report = ConfigReport(file=config.path, problems=problems, warnings=warnings, slurm=error, partitions=found)
         click.echo(json.dumps(msgspec.to_builtins(report)))
         return FOUND if problems else 0
-    click.echo(f"{config.path or 'no file: the defaults'}")
-    for line in lines(found):
-        click.echo(line)
+    click.echo(config.path or "no file: the defaults")
+    show([table(found)])
     if error:
         click.echo(f"Slurm's partitions are not known: {error}", err=True)
     for problem in (*warnings, *problems):
@@ -112,23 +112,20 @@ def allowed(config: Config, listed: list[PartitionInfo]) -> list[PartitionReport
     return found
 
 
-def lines(found: list[PartitionReport]) -> list[str]:
-    """Columns as sinfo prints them, one line for each partition."""
-    rows = [("PARTITION", "NODES", "STATE", "MODE", "SPARE", "WEIGHT", "ACTIONS")]
+def table(found: list[PartitionReport]) -> Listing:
+    """One line for each partition."""
+    shown = Listing("partition", "nodes", "state", "mode", "spare", "weight", "actions", optional=["spare"])
     for one in found:
         claims = [f"{name}={most:g}" for known in (one.accounts, one.qos) for name, most in sorted(known.items())]
         actions = one.actions
         every = len(actions) == len(PERMISSIONS)
-        rows.append(
-            (
-                one.partition,
-                "-" if one.nodes is None else str(one.nodes),
-                one.state or "-",
-                one.mode,
-                str(one.spare_nodes),
-                ",".join([f"{one.max_weight:g}", *claims]),
-                "all" if every else ",".join(actions) or "none",
-            )
+        shown.add_row(
+            one.partition,
+            "-" if one.nodes is None else str(one.nodes),
+            one.state or "-",
+            one.mode,
+            str(one.spare_nodes),
+            ",".join([f"{one.max_weight:g}", *claims]),
+            "all" if every else ",".join(actions) or "none",
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows]
+    return shown

@@ -7,19 +7,22 @@ import json
 import click
 
 from unicron.ctl.cli import status_tables
+from unicron.ctl.cli.filter_options import Filters, filter_options
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Job
 from unicron.ctl.protocol.client import as_struct, ask_controller
-from unicron.ctl.system.columns import show
+from unicron.ctl.system.columns import show, terminal_width
 
 
 @click.command(name="jobs")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@filter_options("user", "partition", "nodes", "since")
 @controller_option()
-def command(as_json: bool, controller: str | None) -> None:
-    """List protected jobs."""
-    data = ask_controller({"kind": "jobs"}, controller)
+def command(as_json: bool, filters: Filters, controller: str | None) -> None:
+    """List protected jobs. With --since: those that have run since then."""
+    data = ask_controller({"kind": "jobs", **filters}, controller)
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        show([status_tables.jobs(as_struct(data, list[Job]))])
+        folded, chosen = terminal_width() is not None, bool(filters)
+        show([status_tables.jobs(as_struct(data, list[Job]), folded, chosen)])

@@ -7,19 +7,21 @@ import json
 import click
 
 from unicron.ctl.cli import status_tables
+from unicron.ctl.cli.filter_options import Filters, filter_options
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Node
 from unicron.ctl.protocol.client import as_struct, ask_controller
-from unicron.ctl.system.columns import show
+from unicron.ctl.system.columns import show, terminal_width
 
 
 @click.command(name="nodes")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@filter_options("user", "partition", "nodes")
 @controller_option()
-def command(as_json: bool, controller: str | None) -> None:
-    """List nodes and who uses them."""
-    data = ask_controller({"kind": "nodes"}, controller)
+def command(as_json: bool, filters: Filters, controller: str | None) -> None:
+    """List nodes and who uses them. With --user: those on which that user's jobs run."""
+    data = ask_controller({"kind": "nodes", **filters}, controller)
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        show([status_tables.nodes(as_struct(data, list[Node]))])
+        show([status_tables.nodes(as_struct(data, list[Node]), folded=terminal_width() is not None)])

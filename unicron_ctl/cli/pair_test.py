@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from unicron.ctl.nodes.pairs import Findings
 
 TELL_SECONDS = 2.0
+HEADINGS = ("round", "nodes", "result", "backend", "GB/s", "us", "what")
+FITTING: dict[str, Any] = {"optional": ["us"]}
 
 
 class PairTest(msgspec.Struct, kw_only=True):
@@ -71,7 +73,7 @@ class PairReport(msgspec.Struct, kw_only=True):
     "--queue", type=click.IntRange(1, 3600), default=10, show_default=True, help="Seconds to wait for the nodes."
 )
 @click.option("--partition", default="", metavar="P", help="Slurm's partition.")
-@click.option("--python", default="", metavar="FILE", help="The nodes' interpreter [default: this one].")
+@click.option("--python", default="", metavar="FILE", help="The nodes' Python [default: this, or the packaged one].")
 @click.option("--drain", is_flag=True, help="Drain nodes that are proven bad.")
 @click.option("--dry-run", is_flag=True, help="Print the commands of round 1 and run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -181,7 +183,7 @@ def report_of(found: Findings, drained: dict[str, str]) -> PairReport:
 
 
 def table(found: Findings) -> Listing:
-    shown = Listing("round", "nodes", "result", "backend", "GB/s", "us", "what")
+    shown = Listing(*HEADINGS, **FITTING)
     for test in found.tests:
         passed = None if test.outcome is None else test.outcome.passed
         shown.add_row(

@@ -11,6 +11,7 @@ import msgspec
 
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Ahead, Alternative, Assignment
+from unicron.ctl.system.columns import Listing, show
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.planner.problem.objective import PlanError, Scenario
 
@@ -124,10 +125,10 @@ def _show(scenario: Scenario, out: Assignment, names: Mapping[str, str]) -> None
     from unicron.planner.solver.plan import flops_text, nodes_text
 
     labels = {job.name: f"{job.name} {names[job.name]}" if job.name in names else job.name for job in scenario.jobs}
-    width = max(len(label) for label in labels.values())
+    table = Listing("job", "now", "plan", "why", cut=["job"])
     for job in scenario.jobs:
-        count, reason = out.assignment[job.name], out.reasons[job.name]
-        click.echo(f"{labels[job.name]:<{width}}  {job.nodes:>5} -> {count:<5} {reason}")
+        table.add_row(labels[job.name], str(job.nodes), str(out.assignment[job.name]), out.reasons[job.name])
+    show([table])
     click.echo(f"{nodes_text(scenario.nodes)}, {out.spares} spare; {flops_text(out.waf)} weighted")
     if out.explanation:
         click.echo(out.explanation.text)

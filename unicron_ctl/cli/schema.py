@@ -16,6 +16,7 @@ def _types() -> dict[str, object]:
     from unicron.ctl.cli.checkpoint import CheckpointReport
     from unicron.ctl.cli.classify import Classified
     from unicron.ctl.cli.config_check import ConfigReport
+    from unicron.ctl.cli.doctor import DoctorReport
     from unicron.ctl.cli.logs import LogLine
     from unicron.ctl.cli.pair_test import PairReport
     from unicron.ctl.cli.simulate import PolicyResult
@@ -31,6 +32,7 @@ def _types() -> dict[str, object]:
         "explain": answer_schema.Explanation,
         "inject": answer_schema.Injected,
         "punish": answer_schema.Injected,
+        "report week": answer_schema.Report,
         "pause": answer_schema.Paused,
         "resume": answer_schema.Paused,
         "classify": Classified,
@@ -39,6 +41,7 @@ def _types() -> dict[str, object]:
         "checkpoint show": CheckpointReport,
         "cluster status": ClusterStatus,
         "config check": ConfigReport,
+        "doctor": DoctorReport,
         "pair-test": PairReport,
         "demo": DemoResult,
     }

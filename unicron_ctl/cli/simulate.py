@@ -12,6 +12,7 @@ import click
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from unicron.ctl.system.columns import Listing, show
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.planner.problem.objective import PlanError
 
@@ -252,14 +253,15 @@ def _show(results: Sequence[Result], policies: Sequence[Policy]) -> None:
 
     parts = ("detection", "transition", "sub_healthy", "recompute")
     bound = next((result.mean_waf for result in results if result.policy == BOUND_NAME), 0.0)
-    more = f"{'of the bound':>14}" if bound else ""
-    click.echo(f"{'policy':<14}{'mean WAF':>14}{'efficiency':>12}" + "".join(f"{part:>13}" for part in parts) + more)
+    more = ("bound",) if bound else ()
+    table = Listing("policy", "WAF", "efficiency", *parts, *more)
     for result in results:
-        shares = "".join(f"{100 * result.lost[part]:>11.2f} %" for part in parts)
-        more = f"{100 * result.mean_waf / bound:>12.2f} %" if bound else ""
-        click.echo(
-            f"{result.policy:<14}{flops_text(result.mean_waf):>14}{100 * result.efficiency:>10.2f} %{shares}{more}"
-        )
+        shares = [result.efficiency, *(result.lost[part] for part in parts)]
+        shares += [result.mean_waf / bound] if bound else []
+        table.add_row(result.policy, flops_text(result.mean_waf), *(f"{100 * share:.2f}%" for share in shares))
+    if bound:
+        table.add_note("bound: of what the bound reaches")
+    show([table])
     click.echo(f"ideal {flops_text(results[0].ideal_waf)}; all shares are of the ideal")
     for each in policies:
         click.echo(f"{each.name}: {'; '.join(each.sources)}")

@@ -1,14 +1,19 @@
-"""The controller's answers as listings; shared by status, jobs, nodes, events and explain."""
+"""The controller's answers as listings; shared by status, top, jobs, nodes and explain.
+
+On a pipe each item has its line, in the order of the answer. `folded`, for people: the worst comes first, and nodes of
+which the same is to be said are one line, with a host list.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from unicron.ctl.cli import trouble
 from unicron.ctl.cli.pause import paused_lines
+from unicron.ctl.cli.times import duration, short
 from unicron.ctl.protocol.answer_schema import (
     Explanation,
     Failure,
@@ -18,9 +23,12 @@ from unicron.ctl.protocol.answer_schema import (
     NodeEvent,
     Status,
 )
+from unicron.ctl.slurm.host_lists import folded as fold
+from unicron.ctl.slurm.host_lists import natural
 from unicron.ctl.system.columns import Listing
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+_HEALTHS = {"bad": "red"}
 STATE_STYLES = {
     "running": "green",
     "offering": "green",
@@ -31,51 +39,59 @@ STATE_STYLES = {
 }
 
 
-def console() -> Console:
-    """A console that does not colour names and numbers by guesswork."""
-    return Console(highlight=False)
+def status(data: Status, folded: bool = False, chosen: bool = False) -> list[Listing | Text]:
+    """The controller's status as listings and lines, what needs an admin first. chosen: it is a part of it."""
+    return [*needs_an_admin(data, folded), *tables(data, folded, chosen)]
 
 
-def watched(data: Status) -> RenderableType:
-    """The controller's status in boxes."""
-    return Group(*status(data))
-
-
-def status(data: Status) -> list[Listing | Text]:
-    """The controller's status as listings and lines."""
+def tables(data: Status, folded: bool = False, chosen: bool = False) -> list[Listing | Text]:
+    """... and all else."""
     there = [job for job in data.jobs if not job.ended]
-    parts: list[Listing | Text] = [jobs(there)] if there or not data.jobs else []
+    held = [*_doubts(data), *paused_lines(data.controller.paused)]
+    parts: list[Listing | Text] = [Text(line, style="yellow") for line in held]
+    parts += [jobs(there, folded, chosen)] if there or not data.jobs else []
     if over := len(data.jobs) - len(there):
         parts.append(Text(f"jobs that have ended: {over} (`unicronctl jobs`)", style="dim"))
-    parts.append(nodes(data.nodes))
+    parts.append(nodes(data.nodes, folded))
     if data.failures:
-        parts.append(failures(data.failures[-8:]))
-    parts += [Text(f"needs an admin: {item.reason}", style="red") for item in data.attention]
-    parts += [Text(line, style="yellow") for line in (*paused_lines(data.controller.paused), *data.observed)]
+        last = data.failures[-8:]
+        parts.append(failures(last[::-1] if folded else last))
+    parts += [Text(line, style="yellow") for line in data.observed]
     parts.append(Text(_foot(data), style="dim"))
     return parts
+
+
+def needs_an_admin(data: Status, folded: bool) -> list[Text]:
+    """A line each."""
+    return [Text(line, style="bold red") for line in trouble.needs_an_admin(data.attention, folded)]
+
+
+def _doubts(data: Status) -> list[str]:
+    """Why the controller does less than it may."""
+    controller, found = data.controller, []
+    if controller.alone_since is not None:
+        found.append(f"unicrond hears no agent for {duration(controller.time - controller.alone_since)}: does nothing")
+    if controller.most_silent_since is not None:
+        seconds = controller.time - controller.most_silent_since
+        found.append(f"most agents fell silent together {duration(seconds)} ago: takes no node, requeues nothing")
+    if controller.slurm.error:
+        found.append(f"Slurm: {controller.slurm.error}")
+    return found
 
 
 def _foot(data: Status) -> str:
     controller = data.controller
     words = [f"WAF {rate(data.waf)}", f"unicrond up {duration(controller.time - controller.since)}"]
     words.append(", ".join(f"{name}: {mode}" for name, mode in controller.modes.items()))
-    if controller.alone_since is not None:
-        words.append(f"hears no agent for {duration(controller.time - controller.alone_since)}: does nothing")
-    if controller.most_silent_since is not None:
-        seconds = controller.time - controller.most_silent_since
-        words.append(f"most agents fell silent together {duration(seconds)} ago: takes no node, requeues nothing")
     slurm = controller.slurm
-    if slurm.error:
-        words.append(f"Slurm: {slurm.error}")
-    elif slurm.used and slurm.last_answer:
+    if slurm.used and slurm.last_answer and not slurm.error:
         words.append(f"Slurm answered {duration(controller.time - slurm.last_answer)} ago")
     return ", ".join(words)
 
 
-def jobs(listed: Sequence[Job]) -> Listing:
-    """The table of jobs. `nodes`: those that train, of the most that the job can use. `plan`: those that the planner
-    gives it."""
+def jobs(listed: Sequence[Job], folded: bool = False, chosen: bool = False) -> Listing:
+    """The table of jobs. chosen: of a part of them. Its column `nodes`: those that train, of the most that the job can
+    use. `plan`: those that the planner gives it."""
     table = Listing(
         "jobid",
         "name",
@@ -89,14 +105,15 @@ def jobs(listed: Sequence[Job]) -> Listing:
         "WAF",
         "gen",
         "failures",
-        title="jobs",
+        optional=("weight", "WAF", "loss", "gen", "s/iter"),
+        cut=("name",),
     )
-    for job in listed:
+    for job in trouble.jobs_by_trouble(listed) if folded else listed:
         wanted = f"/{job.train_iterations}" if job.train_iterations else ""
         table.add_row(
             job.job,
             job.name,
-            Text(_state(job), style=STATE_STYLES.get(job.state, "")),
+            Text(job_state(job), style=STATE_STYLES.get(job.state, "")),
             f"{job.nodes}/{job.max_nodes}",
             "-" if job.ended or job.planned_nodes is None else str(job.planned_nodes),
             f"{job.iteration}{wanted}" if job.iteration >= 0 else "-",
@@ -107,21 +124,21 @@ def jobs(listed: Sequence[Job]) -> Listing:
             str(job.generation),
             str(job.failures),
         )
-        for note in _notes(job):
+        for note in job_notes(job):
             table.add_note(f"{job.job}: {note}")
     if not listed:
-        table.add_note("no job yet: submit one with `sbatch --unicron`")
+        table.add_note("no such job" if chosen else "no job yet: submit one with `sbatch --unicron`")
     return table
 
 
-def _state(job: Job) -> str:
+def job_state(job: Job) -> str:
     """A job's state in one word."""
     if job.ended:
         return f"ended({job.ended.code})"
     return "aside" if job.set_aside else str(job.state)
 
 
-def _notes(job: Job) -> list[str]:
+def job_notes(job: Job) -> list[str]:
     """The notes below the table of jobs, of one job."""
     found = []
     if job.set_aside and not job.ended:
@@ -215,13 +232,16 @@ def _slow(job: Job) -> str:
     return f", slow: {who if slow.slot is not None else slow.phase or 'all ranks'}{odd}"
 
 
-def nodes(listed: Sequence[Node]) -> Listing:
-    table = Listing("node", "state", "jobs", "health", "reason", title="nodes")
+def nodes(listed: Sequence[Node], folded: bool = False) -> Listing:
+    """The table of nodes."""
+    if folded:
+        return folded_nodes(listed)
+    table = Listing("node", "state", "jobs", "health", "reason")
     for node in listed:
         said = health(node)
         table.add_row(
             node.node,
-            Text("+".join(node.states).lower() or "-", style="" if node.healthy else "red"),
+            _states(node),
             ",".join(node.used_by) or "-",
             Text(said.plain.split()[0].rstrip(":;"), style=said.style),
             _remarks(node) or "-",
@@ -233,9 +253,57 @@ def nodes(listed: Sequence[Node]) -> Listing:
     return table
 
 
+def folded_nodes(listed: Sequence[Node]) -> Listing:
+    """The table of nodes for people: the worst first, and those together of which the same is to be said."""
+    table = Listing("nodes", "count", "state", "jobs", "health", "reason")
+    rows, notes = Together(), Together()
+    for node in sorted(listed, key=lambda one: (trouble.of_node(one), natural(one.node))):
+        said = health(node, aged=False)
+        users = sorted({user.rpartition("_")[0] or user for user in node.used_by}, key=natural)
+        word = said.plain.split()[0].rstrip(":;")
+        rows.add(node.node, str(_states(node)), ",".join(users) or "-", word, _remarks(node) or "-")
+        if not _short(said.plain):
+            notes.add(node.node, f"health {said.plain}")
+        if node.last_event:
+            notes.add(node.node, node_event(node.last_event, timed=False))
+    healthy = {node.node for node in listed if node.healthy}
+    for names, (state, users_, word, reason) in rows:
+        style = "" if names[0] in healthy else "red"
+        table.add_row(
+            fold(names),
+            str(len(names)),
+            Text(state, style=style),
+            users_,
+            Text(word, style=_HEALTHS.get(word, "")),
+            reason,
+        )
+    for names, (said_,) in notes:
+        table.add_note(f"{fold(names)}: {said_}")
+    return table
+
+
+class Together:
+    """Nodes by what is said of them, in the order in which it was said first; their own names in it do not count."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, ...], list[str]] = {}
+
+    def add(self, node: str, *words: str) -> None:
+        """Takes what is said of a node."""
+        self._groups.setdefault(tuple(trouble.nameless(word, node) for word in words), []).append(node)
+
+    def __iter__(self) -> Iterator[tuple[list[str], tuple[str, ...]]]:
+        for words, names in self._groups.items():
+            yield names, tuple(trouble.named(word, names) for word in words)
+
+
+def _states(node: Node) -> Text:
+    return Text("+".join(node.states).lower() or "-", style="" if node.healthy else "red")
+
+
 def _short(said: str) -> bool:
     """A health that one word tells: passed, or never looked at."""
-    return said == "unknown" or (said.startswith("ok (") and said.endswith(")") and ";" not in said)
+    return said in ("unknown", "ok") or (said.startswith("ok (") and said.endswith(")") and ";" not in said)
 
 
 def _remarks(node: Node) -> str:
@@ -248,21 +316,22 @@ def _remarks(node: Node) -> str:
     return "; ".join([node.reason, *odd] if node.reason else odd)
 
 
-def node_event(event: NodeEvent) -> str:
+def node_event(event: NodeEvent, timed: bool = True) -> str:
     """What the node said last, and what became of it."""
-    times = f" ({event.count} times)" if event.count > 1 else ""
-    return f"{clock(event.time)} {event.source}: {event.text[:70]}{times}: {event.cause}, {event.action}"
+    times = f" ({event.count} times)" if event.count > 1 and timed else ""
+    when = f"{short(event.time)} " if timed else ""
+    return f"{when}{event.source}: {event.text[:70]}{times}: {event.cause}, {event.action}"
 
 
-def health(node: Node) -> Text:
+def health(node: Node, aged: bool = True) -> Text:
     """What the admission checks and the paired test say, how old that is, and whether the node is a suspect."""
     words, style, now = [], "", time.time()
     for name, report in (("", node.health), ("pair test ", node.pair_test)):
         if report is None:
             continue
-        age = duration(max(0.0, now - report.at))
+        age = f" ({duration(max(0.0, now - report.at))})" if aged else ""
         verdict = {"good": "ok", "warning": "ok", "bad": "bad: ", "unknown": "unknown: "}[report.verdict]
-        words.append(f"{name}{verdict}{'' if verdict == 'ok' else report.reason} ({age})")
+        words.append(f"{name}{verdict}{'' if verdict == 'ok' else report.reason}{age}")
         style = "red" if verdict == "bad: " else style
     words = words or ["unknown"]
     words += ["unverified"] if node.unverified else []
@@ -276,12 +345,22 @@ def health(node: Node) -> Text:
 def failures(listed: Sequence[Failure]) -> Listing:
     """The table of failures. `again`: seconds until the job trained again. `kept`, `twice`: micro-batches."""
     table = Listing(
-        "when", "jobid", "where", "sev", "cause", "by", "again", "kept", "twice", "done", title="last failures"
+        "when",
+        "jobid",
+        "where",
+        "sev",
+        "cause",
+        "by",
+        "again",
+        "kept",
+        "twice",
+        "done",
+        optional=("by", "twice", "kept"),
     )
     for failure in listed:
         resumed = failure.stepped_at or failure.resumed_at
         table.add_row(
-            clock(failure.detected_at)[:8],
+            short(failure.detected_at),
             failure.job,
             failure.node if failure.kind == "node" else f"slot{failure.slot}",
             str(failure.severity),
@@ -296,16 +375,16 @@ def failures(listed: Sequence[Failure]) -> Listing:
 
 
 def explanation(data: Explanation) -> list[Listing | Text]:
-    table = Listing("when", "gen", "what", "why", title="decisions")
+    table = Listing("when", "gen", "what", "why")
     for decision in data.decisions:
-        table.add_row(clock(decision.time), str(decision.generation or "-"), decision.kind, decision.reason)
-    parts: list[Listing | Text] = [Text("\n".join([*_standing(data), *_obstacles(data)])), table]
+        table.add_row(short(decision.time), str(decision.generation or "-"), decision.kind, decision.reason)
+    parts: list[Listing | Text] = [Text("\n".join([*standing(data), *obstacles(data)])), table]
     if data.failures:
         parts.append(failures(data.failures))
     return parts
 
 
-def _standing(data: Explanation) -> list[str]:
+def standing(data: Explanation) -> list[str]:
     """The job's state, replicas and spares, one fact a line."""
     lines = [f"job {data.job} ({data.name}): {data.state}, generation {data.generation}"]
     if data.mode == "restart":
@@ -327,7 +406,7 @@ def _standing(data: Explanation) -> list[str]:
     return lines
 
 
-def _obstacles(data: Explanation) -> list[str]:
+def obstacles(data: Explanation) -> list[str]:
     """What limits the job, and its plan."""
     lines = []
     if said := not_finite(data):
@@ -356,7 +435,7 @@ def failure_text(failure: Failure) -> str:
     where = failure.node if failure.kind == "node" else f"slot {failure.slot}"
     resumed = failure.stepped_at or failure.resumed_at
     done = f", trained again after {resumed - failure.detected_at:.2f} s" if resumed else ""
-    return f"{clock(failure.detected_at)} {failure.kind} {where} SEV{failure.severity}{done}"
+    return f"{short(failure.detected_at)} {failure.kind} {where} SEV{failure.severity}{done}"
 
 
 def rate(flops: float | None, unit: str = "FLOP/s") -> str:
@@ -371,16 +450,3 @@ def rate(flops: float | None, unit: str = "FLOP/s") -> str:
 
 def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"
-
-
-def duration(seconds: float) -> str:
-    """A duration as people write it: 90 -> 1m30s."""
-    if seconds < 60:
-        return f"{seconds:.1f}s"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

@@ -6,8 +6,10 @@ import importlib
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
 from unicron.ctl.system.program import run
+from unicron.ctl.system.release import version_option
 
 # name -> ("module:click command", one line for `unicronctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -17,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cluster": ("unicron.ctl.cli.cluster:command", "Run a private Slurm cluster on this machine."),
     "config": ("unicron.ctl.cli.config_check:command", "Check unicron.toml against the cluster's partitions."),
     "demo": ("unicron.ctl.cli.demo:command", "Train two jobs, break them, watch them heal."),
+    "doctor": ("unicron.ctl.cli.doctor:command", "Find what is wrong with the installation, on one host or all."),
     "events": ("unicron.ctl.cli.events:command", "Show the event log."),
     "explain": ("unicron.ctl.cli.explain:command", "Explain why a job was treated as it was."),
     "inject": ("unicron.ctl.cli.inject:command", "Break a rank on purpose, where the configuration allows it."),
@@ -28,12 +31,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ping": ("unicron.ctl.cli.ping:command", "Ask the controller for a sign of life."),
     "plan": ("unicron.ctl.cli.plan:command", "Compute the best assignment of nodes to jobs."),
     "punish": ("unicron.ctl.cli.inject:punish", "Break ranks at random until the time is up."),
+    "report": ("unicron.ctl.cli.reporting:command", "Sum up a week, or pack a bundle about a job for support."),
     "restore": ("unicron.ctl.cli.backup:restore", "Put a backup into unicrond's state folder."),
     "resume": ("unicron.ctl.cli.pause:resume", "End a pause."),
+    "retire": ("unicron.ctl.cli.retire:command", "Give back to Slurm all that Unicron has taken."),
     "schema": ("unicron.ctl.cli.schema:command", "Print the JSON Schema of a command's JSON."),
+    "setup": ("unicron.ctl.cli.setup:command", "Write unicron.toml, and say what else an installation takes."),
     "simulate": ("unicron.ctl.cli.simulate:command", "Replay a failure trace under several policies."),
-    "status": ("unicron.ctl.cli.status:command", "Show jobs, nodes and the last failures."),
+    "status": ("unicron.ctl.cli.status:command", "Show what needs an admin, jobs, nodes, failures."),
+    "top": ("unicron.ctl.cli.top:command", "Show the status, the worst first, until Ctrl-C."),
     "template": ("unicron.ctl.cli.templates:command", "Print or copy a batch script to start from."),
+    "web": ("unicron.ctl.cli.web.web_command:command", "Serve a read-only page, or print a link to it."),
 }
 
 
@@ -55,13 +63,15 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
-
-def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        from importlib.metadata import version  # slow to import, wanted here only
-
-        click.echo(f"unicronctl {version('unicron-slurm')}")
-        ctx.exit()
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # So does this; the shell waits for it.
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [
+            CompletionItem(name, help=COMMANDS[name][1])
+            for name in self.list_commands(ctx)
+            if name.startswith(incomplete)
+        ]
 
 
 @click.group(
@@ -70,7 +80,7 @@ def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     no_args_is_help=False,
     invoke_without_command=True,
 )
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+@version_option
 @click.pass_context
 def unicronctl(ctx: click.Context) -> None:
     """Self-healing large-model training on Slurm."""

@@ -26,6 +26,7 @@ from unicron.ctl.system import descriptors
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.one_thread import one_thread
 from unicron.ctl.system.program import run
+from unicron.ctl.system.release import version_option
 
 with one_thread():
     from unicron.ctl.controller.server.server import Server
@@ -64,6 +65,7 @@ log = logging.getLogger("unicron.controller")
     show_default=True,
     help="How they are written: json is an object a line.",
 )
+@version_option
 def unicrond(
     config_path: str | None,
     listen: str | None,
@@ -157,7 +159,7 @@ def serve(
             refuse(fresh.path, found)
             server.apply_config(fresh, fresh.classifier())
         except UserError as error:
-            log.error("the configuration was not reloaded, and the old one stays: %s", error)
+            server.keep_config(str(error))
         notifier.ready()
 
     server.reload = reload

@@ -25,7 +25,7 @@ from unicron.ctl.settings.config import Config, skip_problem
 from unicron.ctl.settings.config_file import understood
 from unicron.ctl.slurm.slurm_client import NodeInfo, SlurmClient, slurms_own
 from unicron.ctl.system.errors import UserError, one_line
-from unicron.detector.health import Report, Result, Settings, run
+from unicron.detector.health import Report, Result, Settings, checks_of, run
 
 OURS = "unicron"  # as in controller.plan.placement, which is too much to import at every check
 PROVEN_BAD = 100
@@ -174,13 +174,14 @@ def _with_problems(found: Report, problems: list[str]) -> Report:
 
 def _check(options: argparse.Namespace, config: Config, log: _Log) -> Report:
     named = tuple(name.strip() for name in options.skip.split(",") if name.strip())
-    if odd := skip_problem(named):
+    if odd := skip_problem(named, config.health.programs):
         log(odd)
     share = options.seconds * 0.6  # the rest is for Slurm and the controller
     settings = msgspec.structs.asdict(config.health)
     settings |= {"skip": (*config.health.skip, *named), "timeout": min(config.health.timeout, share)}
     settings |= {"kernel_state": options.state} if options.state else {}
-    return run(Settings(**settings, severity=config.severity))
+    checks = checks_of(config.health, options.at == "prolog")
+    return run(Settings(**settings, severity=config.severity), checks=checks)
 
 
 def _drain(options: argparse.Namespace, found: Report, log: _Log) -> bool:

@@ -14,13 +14,13 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from unicron.ctl.settings.places import nodes_python
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.errors import WRONG_USE, UserError, one_line
 from unicron.detector.health.pair_probe import CONNECT_SECONDS, MARK
@@ -44,7 +44,7 @@ class Wish:
     patience: float = 15.0
     queue: int = 10
     partition: str = ""
-    python: str = sys.executable
+    python: str = field(default_factory=nodes_python)
     gpus: bool = True
 
 
@@ -88,14 +88,15 @@ def choose(nodes: Sequence[NodeInfo], wanted: Sequence[str]) -> tuple[list[str],
         raise UserError("a node is named twice; name each node once", WRONG_USE)
     idle = [node.name for node in nodes if node.heard and "IDLE" in node.states]
     tested = [name for name in wanted if name in idle] if wanted else idle
-    left_out = {name: _busy(known[name]) for name in wanted if name not in idle}
+    left_out = {name: why_not_idle(known[name]) for name in wanted if name not in idle}
     helpers = [name for name in idle if name not in tested] if tested else []
     need = max(0, 2 * PAIRS_WANTED - len(tested))
     need += (len(tested) + need) % 2
     return tested, helpers[:need], left_out
 
 
-def _busy(node: NodeInfo) -> str:
+def why_not_idle(node: NodeInfo) -> str:
+    """Why nothing can be started on a node now, and what would change that."""
     if node.asleep:
         return f"switched off by power saving: `scontrol update NodeName={node.name} State=POWER_UP`, and try again"
     if node.healthy:

@@ -13,6 +13,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 OWNER = Meta(extra_json_schema={"audience": "the job's owner and admins"})
+CUT = "cut"  # the kind of an item that stands for events that were too much for one answer
+READ = "read"  # the kind of an item with the id up to which the log was read, for one who follows it
+ASKED_TOO_MUCH = "the controller is asked too much at once: try again"
 ADMIN = Meta(extra_json_schema={"audience": "admins"})
 
 
@@ -160,10 +163,12 @@ class JobBase(msgspec.Struct, kw_only=True):
 
 
 class Job(JobBase, kw_only=True):
-    """One job of `unicronctl jobs`. nodes: those that train. silent: elements that the controller does not hear and
-    does not take for lost. left_out: elements that others do not reach."""
+    """One job of `unicronctl jobs`. partitions: as Slurm shows them; of one that has ended, for its owner and admins,
+    those of its nodes. nodes: those that train. silent: elements that the controller does not hear and does not take
+    for lost. left_out: elements that others do not reach."""
 
     user: str
+    partitions: list[str] = []
     since: float
     nodes: int
     min_nodes: int
@@ -291,6 +296,7 @@ class Node(NodeChecks, kw_only=True):
     spares on it -> ready or starting."""
 
     node: str
+    partitions: list[str] = []
     states: list[str]
     healthy: bool
     reason: str
@@ -348,6 +354,22 @@ class PlanReport(msgspec.Struct, kw_only=True):
     trigger: str | UnsetType = UNSET
 
 
+class Sharing(msgspec.Struct, kw_only=True):
+    """By what rules others are told less than admins, for `unicronctl web`, which asks once for all who look.
+
+    auth: how users prove who they are. uid: the controller's own user, an admin as root is. admins: further ones, by
+    name. private: Slurm's PrivateData, kinds of things that users see of their own only. owners: job -> uid, null where
+    only a name is known. names: job -> its name in Slurm, where that shows it.
+    """
+
+    auth: str
+    uid: int
+    admins: list[str]
+    private: list[str]
+    owners: dict[str, int | None]
+    names: dict[str, str]
+
+
 class Status(msgspec.Struct, kw_only=True):
     """The answer of `unicronctl status`. failures: of the asker's jobs. observed: what acting would have saved."""
 
@@ -359,6 +381,58 @@ class Status(msgspec.Struct, kw_only=True):
     observed: list[str]
     waf: float
     plan: PlanReport
+    sharing: Annotated[Sharing | None, ADMIN] = None
+
+
+class CauseSum(msgspec.Struct, kw_only=True):
+    """Failures of one cause and severity in a report: how many, of how many jobs, on how many nodes."""
+
+    cause: str
+    severity: int
+    failures: int
+    jobs: int
+    nodes: int
+
+
+class JobSum(msgspec.Struct, kw_only=True):
+    """A job with failures in a report. healed: how often it trained again. ended_with: its exit code, if not 0."""
+
+    job: str
+    failures: int = 0
+    healed: int = 0
+    lost_node_hours: float = 0.0
+    saved_node_hours: float = 0.0
+    ended_with: int = 0
+
+
+class NodeSum(msgspec.Struct, kw_only=True):
+    """A node with failures in a report. lost, out_of_service: how often it was."""
+
+    node: str
+    failures: int
+    lost: int
+    out_of_service: int
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The answer of `unicronctl report week`: of the asker's own jobs, to admins of all.
+
+    healed: recoveries. lost_node_hours: of the jobs' time. saved_node_hours: against a requeue and a start from the
+    last checkpoint, which is taken to cost `spared_seconds` of all nodes of a job. observed: what acting would have
+    saved. cut_at: since when the report counts, where there were too many events; else null."""
+
+    since: float
+    until: float
+    causes: list[CauseSum]
+    jobs: list[JobSum]
+    nodes: Annotated[list[NodeSum], ADMIN] = []
+    healed: int
+    lost_node_hours: float
+    saved_node_hours: float
+    spared_seconds: float
+    needed_admin: Annotated[int, ADMIN] = 0
+    observed: Annotated[list[str], ADMIN] = []
+    cut_at: float | None = None
 
 
 class Event(msgspec.Struct, kw_only=True):
@@ -370,6 +444,15 @@ class Event(msgspec.Struct, kw_only=True):
     generation: int
     kind: str
     reason: str = ""
+
+
+class Pong(msgspec.Struct, kw_only=True):
+    """The answer of a controller that is asked for a sign of life. time: its clock, in seconds since the epoch. uid:
+    whose process it is."""
+
+    release: str
+    time: float
+    uid: int
 
 
 class Paused(msgspec.Struct, kw_only=True):

@@ -1,5 +1,5 @@
-"""The payloads of munge credentials. Each names its purpose and a CURVE public key, so that it is worth nothing for
-another purpose or over another connection."""
+"""The payloads of munge credentials. Each names its purpose, and a CURVE public key or a page's address, so that it
+is worth nothing for another purpose, over another connection, or at another page."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def of_agent(message: Register, key: str) -> str:
 def of_asker(key: str) -> str:
     """The user who asks by the connection with this key."""
     return _claim("asker", key)
+
+
+def of_viewer(origin: str) -> str:
+    """The user opens the page of `unicronctl web` that browsers know by this origin: scheme://host:port."""
+    return _claim("viewer", origin)
 
 
 def controller_key(payload: bytes) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from unicron.ctl.protocol import ranges, wire
-
-HINT_VERSION = 1  # of the SPANK plugin
+from unicron.detector.formats import HINT
 
 
 class Hint(msgspec.Struct, kw_only=True):
@@ -38,5 +37,5 @@ class Introduction(wire.Message, tag="introduction"):
 
 def hint(data: bytes) -> Hint:
     """The hint in `data`. Raises :class:`wire.BadMessage`."""
-    found: Hint = wire.decode(data, Hint, HINT_VERSION)
+    found: Hint = wire.decode(data, Hint, HINT)
     return found

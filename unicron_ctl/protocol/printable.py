@@ -26,9 +26,13 @@ def _shown(char: str, kept: str) -> str:
 def clean(data: Any, field: str = "") -> Any:
     """An answer of the controller with all its texts printable, keys included."""
     if isinstance(data, str):
-        return printable(data, lines=field in LONG_TEXTS)
+        return data if data.isascii() and data.isprintable() else printable(data, lines=field in LONG_TEXTS)
     if isinstance(data, list | tuple):
-        return [clean(item, field) for item in data]
-    if isinstance(data, dict):
-        return {clean(key): clean(value, key if isinstance(key, str) else field) for key, value in data.items()}
-    return data
+        return [clean(item, field) for item in data] if data else []
+    if not isinstance(data, dict):
+        return data
+    found = {}
+    for key, value in data.items():  # most are known keys with a number: an answer has a hundred thousand of them
+        name = key if isinstance(key, str) else field
+        found[clean(key)] = value if value is None or isinstance(value, int | float) else clean(value, name)
+    return found

@@ -18,14 +18,19 @@ from msgspec import Meta
 
 from unicron.ctl.protocol import ranges
 from unicron.ctl.protocol.structs import Failing, Holder, Image, LostRank, Peer, RankStatus, Settings, StepReports
+from unicron.detector.formats import PROTOCOL, Format
 
-VERSION = 2
+VERSION = PROTOCOL.number
 MAX_BYTES = 4 * 1024 * 1024  # a message over this size is hostile: 100,000 micro-batch indices fit in a tenth of it
 STRANGER_BYTES = 128 * 1024  # of a message of a key that is not registered: a Register of 1,024 ranks has some 10,000
 
 
 class BadMessage(Exception):
     """A message that does not fit the schema; its text is the reason, sent back to the peer."""
+
+
+class OtherRelease(BadMessage):
+    """A message of a release that is too far from this one."""
 
 
 class Message(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
@@ -421,9 +426,11 @@ class Grace(Message, tag="grace"):
 
 
 class Note(Message, tag="note"):
-    """A line for the job's log."""
+    """A line for the job's log: now, or where the job ends while this agent is there (at_end). Of several for the end
+    the last counts; an empty one is none."""
 
     text: ranges.Text
+    at_end: bool = False
 
 
 # ---------------------------------------------------------------- unicronctl -> controller
@@ -465,17 +472,32 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
 
-def decode(data: bytes, kind: Any = ToController, speaks: int = VERSION) -> Any:
-    """The message in `data`, checked against `kind`. speaks: this side's version of the protocol. Raises
-    :class:`BadMessage` with the reason."""
+def decode(data: bytes, kind: Any = ToController, form: Format = PROTOCOL) -> Any:
+    """The message in `data`, checked against `kind`. form: what its version is a number of. Raises
+    :class:`BadMessage` with the reason, :class:`OtherRelease` where it is that."""
     if len(data) > MAX_BYTES:
         raise BadMessage(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
     try:
         message = decoder(kind).decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        if refusal := form.refusal(_number(data, form)):
+            raise OtherRelease(refusal) from None
         raise BadMessage(str(error)) from None
-    if message.v != speaks:
-        raise BadMessage(
-            f"protocol version {message.v}, this side speaks {speaks}: install the same release on both sides"
-        )
+    if refusal := form.refusal(message.v):
+        raise OtherRelease(refusal)
     return message
+
+
+class _Numbered(msgspec.Struct):
+    """Any message; all but its version is passed over."""
+
+    v: ranges.Version
+
+
+def _number(data: bytes, form: Format) -> int:
+    """The version of a message that does not fit; this side's own where it has none."""
+    try:
+        found: int = decoder(_Numbered).decode(data).v
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return form.number
+    return found

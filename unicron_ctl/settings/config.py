@@ -7,21 +7,25 @@ its configuration would leave its job unprotected. `settings.config_file` reads 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
 from unicron.ctl.settings import limits, partitions
 from unicron.ctl.settings.limits import DAY, HEARTBEATS, Range
+from unicron.ctl.settings.notify import NotifyConfig, notify_problem
 from unicron.ctl.settings.partitions import PartitionConfig, Rules
 from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric, split_addresses
 from unicron.detector.failures.classify import Classifier, default_classifier
 from unicron.detector.health.checks import CHECKS, HealthConfig
+from unicron.detector.health.programs import program_problem
 
 DEFAULT_PORT = 7451
 MOST_CONTROLLERS = 4  # the plugin's limit, too
 ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that nobody can connect to
+WEB_URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?", re.ASCII)
 OTHER_TABLES = ("partitions", "planner")  # fields of ControllerConfig that are no keys of [controller]
 
 Seconds = Annotated[float, Range(0.001, DAY)]
@@ -54,8 +58,10 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     auth: Literal["munge", "none"] = "munge"
     """How agents and users prove who they are; "none" is for one user at a loopback address, and encrypts nothing."""
     metrics: str = ""
-    """Where Prometheus asks for metrics: HOST:PORT, such as "127.0.0.1:7453"; by default nowhere. Whoever reaches it
-    sees the names and users of all jobs."""
+    """Where Prometheus asks for metrics: HOST:PORT, or ":7453" for loopback alone; by default nowhere. Whoever reaches
+    it sees the names and users of all jobs."""
+    web_url: str = ""
+    """Where people open the page of `unicronctl web`: https://HOST; by default http://127.0.0.1:7454."""
     admins: list[str] = []
     """Users who may do what a job's owner may, besides root."""
     heartbeat_period: Annotated[float, HEARTBEATS] = 1.0
@@ -196,7 +202,7 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Users who may run the controller, besides root, SlurmUser and the user of the agent or command."""
 
 
-Section = ControllerConfig | AgentConfig | PlannerConfig | HealthConfig
+Section = ControllerConfig | AgentConfig | PlannerConfig | HealthConfig | NotifyConfig
 
 
 class Config(msgspec.Struct, kw_only=True):
@@ -205,6 +211,7 @@ class Config(msgspec.Struct, kw_only=True):
     controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
     agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
+    notify: NotifyConfig = msgspec.field(default_factory=NotifyConfig)
     severity: dict[str, Any] = {}
     path: str = ""
 
@@ -220,6 +227,7 @@ def all_problems(config: Config, environment: Mapping[str, str] | None = None) -
         "planner": config.controller.planner,
         "agent": config.agent,
         "health": config.health,
+        "notify": config.notify,
     }
     return [f"[{name}] {line}" for name, section in sections.items() for line in problems(section, environment)]
 
@@ -231,6 +239,8 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
     """
     wrong = {field.name: problem for field in fields_of(type(section)) if (problem := _field_problem(section, field))}
     found = list(wrong.values())
+    if isinstance(section, NotifyConfig) and (problem := notify_problem(section)):
+        found.append(problem)
     if isinstance(section, ControllerConfig):
         values, variables = rule_values(section, environment)
         # A value out of range would break rules that say nothing new.
@@ -282,23 +292,34 @@ def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) ->
             return listen_problem(value)
         case "address":
             return address_problem(value)
-        case "skip":
-            return skip_problem(value)
+        case "skip" if isinstance(section, HealthConfig):
+            return skip_problem(value, section.programs)
+        case "programs":
+            return next((wrong for name in value if (wrong := program_problem(name, value[name], [*CHECKS]))), "")
         case "metrics":
             return metrics_problem(value)
+        case "web_url":
+            return web_url_problem(value)
     return ""
 
 
-def skip_problem(value: tuple[str, ...]) -> str:
-    """What is wrong with names of health checks, or nothing."""
-    odd = next((name for name in value if name not in (*CHECKS, "all")), "")
-    return f'skip = "{odd}": use some of {", ".join(CHECKS)}, or all' if odd else ""
+def skip_problem(value: tuple[str, ...], programs: Collection[str] = ()) -> str:
+    """What is wrong with names of health checks, or nothing. programs: names of others' checks."""
+    odd = next((name for name in value if name not in (*CHECKS, *programs, "all")), "")
+    return f'skip = "{odd}": use some of {", ".join((*CHECKS, *programs))}, or all' if odd else ""
 
 
 def metrics_problem(value: str) -> str:
     """What is wrong with an address for metrics, or nothing."""
-    host, port = host_and_port(value) if value else ("localhost", 1)
-    return "" if host and 0 <= port <= 65535 else f'metrics = "{value}": write HOST:PORT, such as 127.0.0.1:7453'
+    port = host_and_port(value)[1] if value else 0
+    return "" if 0 <= port <= 65535 else f'metrics = "{value}": write HOST:PORT, or :7453 for this machine alone'
+
+
+def web_url_problem(value: str) -> str:
+    """What is wrong with the address of a page, or nothing."""
+    return (
+        "" if not value or WEB_URL.fullmatch(value) else f'web_url = "{value}": write https://HOST or http://HOST:PORT'
+    )
 
 
 def host_and_port(text: str) -> tuple[str, int]:

@@ -21,13 +21,14 @@ from unicron.ctl.settings.config import (
     fields_of,
     loopback_problems,
 )
+from unicron.ctl.settings.notify import NotifyConfig, notify_problems
 from unicron.ctl.settings.partitions import DEFAULT, PERMISSIONS, Mode, PartitionConfig
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.severity import SeverityTableError
 from unicron.detector.health.checks import HealthConfig
 
-SECTIONS = ("controller", "agent", "planner", "partition", "health", "severity")
+SECTIONS = ("controller", "agent", "planner", "partition", "health", "notify", "severity")
 
 
 def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
@@ -60,7 +61,8 @@ def examine(
     """
     config, found = _read(path, environment)
     config.controller.listen = listen or config.controller.listen
-    return config, found + all_problems(config, environment) + loopback_problems(config.controller)
+    ours = loopback_problems(config.controller) + notify_problems(config.notify)
+    return config, found + all_problems(config, environment) + ours
 
 
 def refuse(path: str, found: list[str]) -> None:
@@ -104,8 +106,9 @@ def parse_sections(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list
     controller.planner = _section(PlannerConfig, "planner", raw, found)
     agent = _section(AgentConfig, "agent", raw, found)
     health = _section(HealthConfig, "health", raw, found)
+    notify = _section(NotifyConfig, "notify", raw, found)
     severity = _severity(raw.get("severity", {}), found)
-    return Config(controller=controller, agent=agent, health=health, severity=severity, path=path), found
+    return Config(controller=controller, agent=agent, health=health, notify=notify, severity=severity, path=path), found
 
 
 def _unknown(section: str) -> str:
@@ -125,7 +128,7 @@ def _severity(given: object, found: list[str]) -> dict[str, Any]:
     return dict(cast(Mapping[str, Any], given))
 
 
-Section = TypeVar("Section", ControllerConfig, AgentConfig, PlannerConfig, PartitionConfig, HealthConfig)
+Section = TypeVar("Section", ControllerConfig, AgentConfig, PlannerConfig, PartitionConfig, HealthConfig, NotifyConfig)
 
 
 def _section(kind: type[Section], name: str, raw: Mapping[str, Any], found: list[str]) -> Section:

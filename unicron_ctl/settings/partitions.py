@@ -15,7 +15,7 @@ import msgspec
 OFF, OBSERVE, ACT = "off", "observe", "act"
 DEFAULT = "default"  # the table for all partitions that have none of their own
 Mode = Literal["off", "observe", "act"]
-Permission = Literal["drain", "down", "requeue", "hold", "pin", "move", "cancel"]
+Permission = Literal["drain", "down", "requeue", "hold", "pin", "move", "cancel", "comment"]
 PERMISSIONS: tuple[str, ...] = get_args(Permission)
 # Calls of a SlurmClient and what allows them, any of it. Whoever may take a node may give it back, and so for holds.
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -30,6 +30,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "pin": ("pin",),
     "start_now": ("pin", "requeue"),
     "cancel": ("cancel",),
+    "comment": ("comment",),
 }
 _STRICTEST = (OFF, OBSERVE, ACT)
 
@@ -75,7 +76,7 @@ class Rules:
     """An admin has nothing changed in Slurm for a while (`unicronctl pause`)."""
 
     def paused(self) -> Rules:
-        """The same while that is so."""
+        """Gives the rules while that is so."""
         return replace(self, mode=OBSERVE, is_paused=True) if self.mode == ACT else self
 
     def may(self, call: str) -> bool:

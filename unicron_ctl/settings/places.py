@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import unicron
 from unicron.ctl.settings.config import ALL_ADDRESSES, Config
 from unicron.ctl.settings.config_file import load
+
+PACKAGED = "/usr/lib/unicron/"  # where the packages' programs have the project (docs/install.md)
+PACKAGED_PYTHON = "/opt/unicron/bin/python"
 
 
 def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Path:
@@ -52,3 +57,8 @@ def is_guess(
         and not os.path.isfile(state_dir(config, environment) / "address")
         and config.controller.listen.removeprefix("tcp://").rpartition(":")[0] in ALL_ADDRESSES
     )
+
+
+def nodes_python() -> str:
+    """The Python that has Unicron on all nodes: this one, but the agent's if this is the packages' program."""
+    return PACKAGED_PYTHON if unicron.__file__.startswith(PACKAGED) else sys.executable

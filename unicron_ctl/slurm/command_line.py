@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from unicron.ctl.slurm import queue, squeue
+from unicron.ctl.slurm.admin_comment import MOST, own_part, with_own
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.programs import Programs
 from unicron.ctl.slurm.slurm_client import (
     ElementInfo,
@@ -21,6 +23,7 @@ from unicron.ctl.slurm.slurm_client import (
     current_reason,
     element_state,
 )
+from unicron.ctl.slurm.slurm_settings import SlurmSettings, parse_settings
 from unicron.ctl.system.errors import one_line
 
 # One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
@@ -44,6 +47,8 @@ FEWEST_ALIKE = 256  # pending elements of an array that share a record and are r
 LARGE = 5000  # elements, of which a row each with all texts would be megabytes
 LONG = 2000  # rows of the queue; of a longer one, job by job is asked for, which costs slurmctld next to nothing
 MOST_REMEMBERED = 100_000  # elements, and jobs
+FINISHED = "already finished"
+COMMENT_TRIES = 3  # where others write at the same time
 HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
 UNDER_WAY = ("PENDING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")  # an element in these is being requeued or waits
 
@@ -65,6 +70,7 @@ class CommandLineClient:
         self._long = True  # the queue, as far as is known
         self._configuration, self._configured_at = "", -SETTINGS_SECONDS
         self._is_array: dict[str, bool] = {}
+        self._commented: set[tuple[str, int]] = set()  # elements with an AdminComment of others
         self._requeued: dict[tuple[str, int], float] = {}  # element -> when it was last requeued
 
     # --- reading -----------------------------------------------------------------------------------------------------
@@ -145,12 +151,19 @@ class CommandLineClient:
         if len(self._requeued) > MOST_REMEMBERED:
             there = {(info.job, info.element) for info in listed}
             self._requeued = {key: at for key, at in self._requeued.items() if key in there}
+        if len(self._commented) > MOST_REMEMBERED:
+            self._commented &= {(info.job, info.element) for info in listed}
         if len(self._is_array) > MOST_REMEMBERED:
             jobs = {info.job for info in listed}
             self._is_array = {job: is_array for job, is_array in self._is_array.items() if job in jobs}
 
     def _note(self, info: ElementInfo) -> None:
         """Remembers an element that was listed."""
+        said, key = info.admin_comment, (info.job, info.element)
+        if said and own_part(said) != said:  # somebody else's words
+            self._commented.add(key)
+        else:
+            self._commented.discard(key)
         self._note_restart(info)
 
     def _note_restart(self, info: ElementInfo) -> None:
@@ -189,6 +202,15 @@ class CommandLineClient:
         """The port of all slurmds whose node does not name its own; the first one where slurm.conf has a range."""
         found = re.match(r"\d+", self._setting("SlurmdPort"))
         return int(found[0]) if found else SLURMD_PORT
+
+    def settings(self) -> SlurmSettings:
+        """All of Slurm's settings, as slurmctld has them now."""
+        return parse_settings(self._run(["scontrol", "show", "config"]))
+
+    def admin_level(self, user: str) -> str:
+        """The user's AdminLevel in slurmdbd: None, Operator or Administrator; "" for a user that it does not know."""
+        command = ["sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "user", user, "format=adminlevel"]
+        return next(iter(self._run(command).split()), "")
 
     def _setting(self, name: str) -> str:
         """A setting of slurm.conf, as slurmctld had it in the last minute; empty when it does not say."""
@@ -297,10 +319,43 @@ class CommandLineClient:
             self._comment(job, element, comment)
         self._change(["scancel", job if element is None else self._id(job, element)])
 
+    def comment(self, job: str, element: int, text: str) -> None:
+        own = one_line(text)
+        before = self._admin_comment(job, element)
+        for _ in range(COMMENT_TRIES):
+            wanted = with_own(before, own) if before is not None else before
+            if wanted is None or wanted == before:
+                return
+            try:
+                self._set_admin_comment(job, element, wanted)
+            except SlurmError as error:
+                if FINISHED in str(error):  # then Slurm changes nothing of it any more
+                    return
+                raise
+            after = self._admin_comment(job, element)
+            if after == wanted:
+                return
+            before = after  # somebody else has written at this moment
+
     def _comment(self, job: str, element: int, comment: str) -> None:
-        """Writes words for people. Where Slurm refuses them, the action itself is done all the same."""
+        """Writes words for people, beside what others wrote. Where Slurm refuses them, the action itself is done all
+        the same."""
         with contextlib.suppress(SlurmError):
-            self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"AdminComment={one_line(comment)}"])
+            known = self._admin_comment(job, element) if (job, element) in self._commented else ""
+            self._set_admin_comment(job, element, with_own(known or "", one_line(comment), first=True))
+
+    def _admin_comment(self, job: str, element: int) -> str | None:
+        """The whole AdminComment; None for one that is too long to be read, or of an element that Slurm does not
+        list."""
+        width = 2 * MOST
+        which = ["--jobs", self._id(job, element), "--array", "-O", f"admin_comment:{width}"]
+        said = self._squeue(*which)
+        if not said or said[width - 1 : width] not in (b" ", b""):
+            return None
+        return squeue.known(os.fsdecode(said[:width]).rstrip(" \n"))
+
+    def _set_admin_comment(self, job: str, element: int, text: str) -> None:
+        self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"AdminComment={text}"])
 
     def _id(self, job: str, element: int) -> str:
         """The element's name for Slurm: JOB_INDEX, but JOB alone for a plain job, of which Slurm knows no elements."""
@@ -388,7 +443,7 @@ def parse_reservations(text: str) -> dict[str, list[Reserved]]:
         starts, ends = (squeue.parse_time(fields.get(name, "")) for name in ("StartTime", "EndTime"))
         if "ReservationName" in fields and starts is not None and ends is not None:
             reserved = Reserved(fields["ReservationName"], starts, ends)
-            for node in squeue.hosts(squeue.known(fields.get("Nodes", ""))):
+            for node in hosts(squeue.known(fields.get("Nodes", ""))):
                 found.setdefault(node, []).append(reserved)
     return found
 
@@ -400,7 +455,7 @@ def parse_topology(text: str) -> dict[str, str]:
     for line in text.split("\n"):
         fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
         name = fields.get("BlockName", "") or (fields.get("SwitchName", "") if fields.get("Level") == "0" else "")
-        for node in squeue.hosts(squeue.known(fields.get("Nodes", ""))) if name else ():
+        for node in hosts(squeue.known(fields.get("Nodes", ""))) if name else ():
             found.setdefault(node, name)
     return found
 

@@ -7,7 +7,6 @@ first, and each of its calls is limited by that file's MessageTimeout.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 from unicron.ctl.slurm import squeue
 from unicron.ctl.slurm.command_line import CommandLineClient, parse_states
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Reserved, SlurmError, current_reason, element_state
 from unicron.ctl.system.errors import one_line
 
@@ -48,7 +48,7 @@ class PyslurmClient(CommandLineClient):
                 self._is_array[info.job] = record.array_id is not None
                 if own:
                     self._own_record[info.job, element] = record.id
-                self._note_restart(info)
+                super()._note(info)
                 found.append(info)
         return found
 
@@ -81,20 +81,20 @@ class PyslurmClient(CommandLineClient):
             refused = self._call(what, lambda: record.requeue(hold=True), harmless="pending execution") is _REFUSED
         if refused:
             self._call(what, record.hold)
-        self._set_admin_comment(what, record, comment)
+        self._comment(job, element, comment)
 
     def hold(self, job: str, element: int, comment: str) -> None:
         if (record := self._record(job, element)) is None:
             return super().hold(job, element, comment)
         self._call(f"hold {job}_{element}", record.hold)
-        self._set_admin_comment(f"hold {job}_{element}", record, comment)
+        self._comment(job, element, comment)
 
     def release(self, job: str, element: int, comment: str = "") -> None:
         if (record := self._record(job, element)) is None:
             return super().release(job, element, comment)
         self._call(f"release {job}_{element}", record.release)
         if comment:
-            self._set_admin_comment(f"release {job}_{element}", record, comment)
+            self._comment(job, element, comment)
 
     def pin(self, job: str, element: int, node: str | None) -> None:
         record = self._record(job, element)
@@ -113,9 +113,17 @@ class PyslurmClient(CommandLineClient):
         number = self._own_record.get((job, element))
         return None if number is None else self._pyslurm.Job(number)
 
-    def _set_admin_comment(self, what: str, record: Any, comment: str) -> None:
-        with contextlib.suppress(SlurmError):  # as in `_comment`
-            self._modify(what, record, admin_comment=one_line(comment))
+    def _admin_comment(self, job: str, element: int) -> str | None:
+        number = self._own_record.get((job, element))
+        if number is None:
+            return super()._admin_comment(job, element)
+        found = self._call(f"load {job}_{element}", lambda: self._pyslurm.Job.load(number))
+        return found.admin_comment or ""
+
+    def _set_admin_comment(self, job: str, element: int, text: str) -> None:
+        if (record := self._record(job, element)) is None:
+            return super()._set_admin_comment(job, element, text)
+        self._modify(f"comment on {job}_{element}", record, admin_comment=text)
 
     def _modify_node(self, what: str, node: str, harmless: str | None = None, **changes: str) -> None:
         wanted = self._pyslurm.Node(**changes)
@@ -140,7 +148,7 @@ def reserved_nodes(reservations: Iterable[Any]) -> dict[str, list[Reserved]]:
     """Node -> those of these pyslurm Reservations that name it."""
     found: dict[str, list[Reserved]] = {}
     for one in reservations:
-        for node in squeue.hosts(one.nodes or ""):
+        for node in hosts(one.nodes or ""):
             found.setdefault(node, []).append(Reserved(one.name, float(one.start_time), float(one.end_time)))
     return found
 
@@ -212,12 +220,12 @@ def element_info(record: Any, element: int) -> ElementInfo:
         features=",".join(record.constraints or ()),
         gres=_gres(record.gres_per_node),
         reservation=record.reservation or "",
-        excluded_nodes=frozenset(squeue.hosts(record.excluded_nodes or "")),
+        excluded_nodes=frozenset(hosts(record.excluded_nodes or "")),
         time_limit=_limit(record.time_limit),
         priority=record.priority or 0,
         admin_comment=record.admin_comment or "",
         starts=float(record.start_time) if record.start_time else None,
-        planned_nodes=frozenset(squeue.hosts(record.scheduled_nodes or "")),
+        planned_nodes=frozenset(hosts(record.scheduled_nodes or "")),
         array=bool(record.array_id),
     )
 

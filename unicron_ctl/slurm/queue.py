@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from unicron.ctl.slurm import squeue
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.slurm_client import ElementInfo, Queue, element_state
 
 Columns = tuple[tuple[str, int], ...]
@@ -123,11 +124,11 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         features=cells.get("Feature", ""),
         gres=squeue.plain_gres(cells.get("tres-per-node", "")),
         reservation=cells.get("ReservationName", ""),
-        excluded_nodes=frozenset(squeue.hosts(cells.get("ExcNodes", ""))),
+        excluded_nodes=frozenset(hosts(cells.get("ExcNodes", ""))),
         time_limit=squeue.parse_limit(cells["TimeLimit"]),
         priority=int(priority) if priority.isdigit() else 0,
         starts=squeue.parse_time(cells["StartTime"]),
-        planned_nodes=frozenset(squeue.hosts(cells["SchedNodes"])),
+        planned_nodes=frozenset(hosts(cells["SchedNodes"])),
         brief=True,
         array=index.isdigit(),
     )

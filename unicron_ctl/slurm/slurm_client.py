@@ -293,5 +293,10 @@ class SlurmClient(Protocol):
     def start_now(self, job: str, element: int) -> None:
         """Ends the wait that Slurm imposes on a requeued element; nothing happens to one that has begun already."""
 
+    def comment(self, job: str, element: int, text: str) -> None:
+        """Makes `text` Unicron's part of the element's AdminComment, and leaves what others wrote there. Slurm cannot
+        compare before it writes: it is read again after that, and somebody else's text of that moment is put back. No
+        error for one that has finished, whose comment Slurm does not change."""
+
     def cancel(self, job: str, element: int | None = None, comment: str = "") -> None:
         """Ends an element, or the whole job, for good; `comment` says why (AdminComment of the element)."""

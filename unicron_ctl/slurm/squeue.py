@@ -13,7 +13,6 @@ ones are read: no more can start than there are nodes.
 from __future__ import annotations
 
 import calendar
-import itertools
 import re
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.slurm_client import ElementInfo, element_state
 
 _SEPARATOR = "\x1f"
@@ -43,7 +43,6 @@ ALL_COLUMNS = (
 OWN_COLUMNS = (*NEEDED_COLUMNS, ("admin_comment", 48))
 _NOTHING = ("(null)", "N/A", "n/a", "None", "")
 _CUT = "…"
-_MOST_NAMES = 65536  # of one host list: more nodes than Slurm can have
 Key = tuple[str, str]
 
 
@@ -230,18 +229,6 @@ def code_and_signal(text: str) -> str:
     return f"{status >> 8 & 0xFF}:{status & 0x7F}" if status else ""
 
 
-def hosts(text: str) -> list[str]:
-    """ "n[1-2,07],m" -> ["n1", "n2", "n07", "m"]; [] for a list that is none or has more nodes than Slurm can have."""
-    names: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
-        parts = [_choices(part) for part in re.findall(r"\[[^\[\]]*\]|[^\[\]]+", item)]
-        for name in itertools.product(*parts):
-            if len(names) >= _MOST_NAMES:
-                return []
-            names.append("".join(name))
-    return names
-
-
 def nodes_of(element: ElementInfo) -> Sequence[str]:
     """The names of its nodes; of an element of several they are one host list."""
     return names_of(element.node)
@@ -260,16 +247,3 @@ def _names(text: str) -> tuple[str, ...]:
 @lru_cache(maxsize=1024)
 def _hosts(text: str) -> frozenset[str]:
     return frozenset(hosts(text))
-
-
-def _choices(part: str) -> list[str]:
-    if not part.startswith("["):
-        return [part]
-    found: list[str] = []
-    for span in part[1:-1].split(","):
-        first, _, last = span.partition("-")
-        last = last or first
-        if not (first.isdigit() and last.isdigit()) or int(last) - int(first) >= _MOST_NAMES:
-            return []
-        found += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
-    return found

@@ -18,7 +18,7 @@ from unicron.ctl.agent.connections.step_tasks import StepTask
 from unicron.ctl.protocol import ranges
 from unicron.ctl.protocol.reach import first_open
 from unicron.ctl.protocol.structs import Settings
-from unicron.ctl.slurm.squeue import hosts
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.system.addresses import canonical, endpoints, resolve_all
 from unicron.ctl.system.errors import WRONG_USE, UserError
 

@@ -18,7 +18,7 @@ import zmq
 
 from unicron.ctl.agent.connections.held_folders import let_go, try_hold
 from unicron.ctl.protocol import wire
-from unicron.detector.processes import rank_messages
+from unicron.detector.formats import RANKS
 from unicron.detector.processes.rank_messages import FROM_RANK, FromRank, ToRank
 
 PLACES = ("/tmp", "/dev/shm")  # where an epilog looks for what is left
@@ -80,16 +80,17 @@ class RankLine:
 
 def for_rank(message: wire.Message | ToRank) -> bytes:
     """The message as ranks understand it, the controller's or this agent's own: a map with the version of their
-    protocol (:mod:`processes.rank_messages`)."""
+    protocol (:mod:`unicron.detector.processes.rank_messages`)."""
     kind = {} if isinstance(message, wire.Message) else {"kind": message.kind}
     fields: dict[str, Any] = kind | msgspec.to_builtins(message, str_keys=False)
-    data: bytes = msgpack.packb(fields | {"v": rank_messages.VERSION})
+    data: bytes = msgpack.packb(fields | {"v": RANKS.number})
     return data
 
 
 class Head(msgspec.Struct):
     """Which process of which slot has sent a message."""
 
+    v: int
     kind: str
     slot: int
     incarnation: int
@@ -99,6 +100,8 @@ def from_rank(data: bytes) -> tuple[Head, FromRank]:
     """A rank's message. Raises msgspec.MsgspecError for what does not fit."""
     fields = msgspec.msgpack.decode(data)
     head = msgspec.convert(fields, Head)
+    if refusal := RANKS.refusal(head.v):
+        raise msgspec.ValidationError(f"{refusal}; the job's Python has another unicron than the agent")
     if head.kind not in FROM_RANK:
         raise msgspec.ValidationError(f"{head.kind!r} is no message of a rank")
     return head, msgspec.convert(fields, FROM_RANK[head.kind])

@@ -15,7 +15,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 CHANNELS = "_UNICRON_TASKS"  # their descriptors, those of the local tasks 1, 2, ... in this order
-OF_THE_LAUNCHER = (CHANNELS, "_UNICRON_TASK", "UNICRON_LAUNCH_AGENT", "UNICRON_LAUNCH_COMMAND")
+FORMAT = "_UNICRON_LAUNCH"  # the number of what unicron-launch tells; absent where somebody runs the agent by hand
+OF_THE_LAUNCHER = (FORMAT, CHANNELS, "_UNICRON_TASK", "UNICRON_LAUNCH_AGENT", "UNICRON_LAUNCH_COMMAND")
 MESSAGE_BYTES = 1 << 16
 TASKS_SECONDS = 300.0  # for all tasks of a node to begin: Slurm starts them together, each after its TaskProlog
 
@@ -38,15 +39,18 @@ class TasksMissing(Exception):
 
 class StepTasks:
     """The channels to the other tasks. Each hears at last that it is to run the command itself, or how its rank has
-    ended; one that hears nothing before this process has ended ends by SIGKILL."""
+    ended; one that hears nothing before this process has ended ends by SIGKILL.
+
+    launcher: the number of what unicron-launch tells; empty where it is not there."""
 
     def __init__(self) -> None:
         self._channels: list[socket.socket] = []
         self._codes: Mapping[int, int] = {}
+        self.launcher = ""
 
     def adopt(self, environment: MutableMapping[str, str]) -> None:
-        """Take the channels, and the variable that names them."""
-        names = environment.get(CHANNELS, "")
+        """Take the channels, and the variables of unicron-launch."""
+        names, self.launcher = environment.get(CHANNELS, ""), environment.get(FORMAT, "")
         for name in OF_THE_LAUNCHER:
             environment.pop(name, None)
         for name in filter(None, names.split(",")):

@@ -168,6 +168,7 @@ class Agent:
         """End the ranks, their zygote and the store, leave no socket behind. What fails there stops nothing else."""
         for what, step in (
             ("end the ranks", lambda: stop_all(list(self.ranks.values()), self._ending.stop_seconds)),
+            ("say what was healed", self._ending.tell_summary),
             ("end the files", lambda: self._snapshots.files.close(FILES_SECONDS if self._ending.final else 0.0)),
             ("save the training state", lambda: self._ending.save()),
             ("end the store", self._store.close),
@@ -368,6 +369,8 @@ class Agent:
             self._stand_in.participant.on_controller(self._last_heard)
             self._obey(message)
         except wire.BadMessage as error:
+            if isinstance(error, wire.OtherRelease):
+                self.registration.refusal = str(error)
             self.log.drop("the controller", str(error))
 
     def _obey(self, message: Any) -> None:  # noqa: C901  (one branch a message)
@@ -421,6 +424,8 @@ class Agent:
                 self._on_end(message)
             case wire.Grace():
                 self._ending.notice_seconds = max(self._ending.notice_seconds, message.seconds)
+            case wire.Note(at_end=True):
+                self._ending.summary = message.text
             case wire.Note():
                 self.log.warn_once(message.text)
             case wire.Released():

@@ -27,7 +27,8 @@ class Ending:
     how long it does so at most. stays: Slurm preempts it, and is to end it itself. trained: the controller says that
     the job is trained to its end.
     leaves: what its ranks do when it is noticed, in words.
-    final: nobody will go on with this job. save: writes the training state. stop_seconds: for ranks to act on SIGTERM.
+    final: nobody will go on with this job. summary: what was healed, for the end of the job's log, where this agent is
+    to say it. save: writes the training state. stop_seconds: for ranks to act on SIGTERM.
 
     tell(leaving): sends a status that says why the agent is about to end.
     """
@@ -38,6 +39,7 @@ class Ending:
         self._ranks, self._plans, self._snapshots, self._tell, self._log = ranks, plans, snapshots, tell, log
         self.exit_code: int | None = None
         self.trained = self.final = False
+        self.summary = ""
         self._notice: tuple[int, float] | None = None
         self.leaves = "its ranks leave at the next boundary"
         self.stays = False
@@ -110,6 +112,11 @@ class Ending:
         self._notice = self._notice or (number, time.monotonic())
         self.stop_seconds, self.save = ENDING_SECONDS, self._saving()
         self.end_element(128 + number, f"stopped by {signal.Signals(number).name}")
+
+    def tell_summary(self) -> None:
+        """Writes the last line of the job's log, if the job is over and this agent is to say it."""
+        if self.summary and (self.final or self.trained):
+            self._log.inform(self.summary)
 
     def on_order(self, order: wire.End) -> None:
         """The controller ends the element; one that trained to its end lets its scripts finish: they may save something

@@ -30,7 +30,7 @@ from unicron.ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outsi
 from unicron.ctl.agent.ranks.zygote_client import Starter
 from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.limits import PLANNED_SECONDS
-from unicron.ctl.slurm.squeue import hosts
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.detector.processes.rank_messages import Step, ToRank
 from unicron.detector.processes.supervise import USUAL, Surroundings
 from unicron.transition.snapshot import cuts

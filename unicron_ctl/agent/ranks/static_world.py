@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.agent.ranks.placeholders import fill_variables
 from unicron.ctl.protocol.ranges import LAUNCHES
-from unicron.ctl.slurm.squeue import hosts
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.system.errors import UserError
 from unicron.detector.health.program_output import TooMuchOutput, run_program
 

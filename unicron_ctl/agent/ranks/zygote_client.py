@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from unicron.ctl.agent.ranks.placeholders import fill_words
+from unicron.detector.formats import ZYGOTE
 from unicron.detector.processes import zygote as program
 from unicron.detector.processes.supervise import USUAL, Child, Surroundings
 
@@ -133,7 +134,8 @@ class ZygoteClient:
         hung: float = HUNG_SECONDS,
     ):
         self._python, self._words, self.environment = list(python), list(words), dict(environment)
-        self._task = json.dumps({"preload": list(preload), "told": list(told), "agent": os.getpid()}).encode()
+        task = {"format": ZYGOTE.number, "preload": list(preload), "told": list(told), "agent": os.getpid()}
+        self._task = json.dumps(task).encode()
         self._watch, self._unwatch = watch, unwatch
         self._answer, self._hung = answer, hung
         self._child: Child | None = None

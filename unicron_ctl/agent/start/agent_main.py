@@ -36,6 +36,7 @@ from unicron.ctl.agent.start.resources import shortage
 from unicron.ctl.protocol.structs import SESSION
 from unicron.ctl.system import program as programs
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.release import version_option
 
 if TYPE_CHECKING:
     from unicron.ctl.agent.connections.job_environment import Place
@@ -92,6 +93,7 @@ def check_command(command: Sequence[str], option: str | None = None) -> Mode:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@version_option
 def cli() -> None:
     """Supervise the ranks of one node."""
 

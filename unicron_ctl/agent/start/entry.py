@@ -38,10 +38,17 @@ def main() -> None:
 
         others.adopt(os.environ)
         from unicron.ctl.agent.start.agent_main import main as program
+        from unicron.detector.formats import LAUNCH
+
+        refusal = LAUNCH.refusal(int(others.launcher)) if others.launcher else ""
     except (Exception, SystemExit) as error:  # a module that is not ours may have its name
         from unicron.ctl.agent.start.bare import without_agent
 
         without_agent(sys.argv[1:], f"{type(error).__name__}: {error}")
+    if refusal:
+        from unicron.ctl.agent.start.bare import without_agent
+
+        without_agent(sys.argv[1:], f"it was installed with another plugin: {refusal}")
     program()
 
 

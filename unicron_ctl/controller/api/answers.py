@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
 
-from unicron.ctl.controller.api import privacy
-from unicron.ctl.controller.api.job_answers import explanation, failure_answer, plain, visible_jobs
+from unicron.ctl.controller.api import filters, privacy
+from unicron.ctl.controller.api.filters import Unanswerable as Unanswerable
+from unicron.ctl.controller.api.job_answers import explanation, failure_answer, partitions, plain, visible_jobs
 from unicron.ctl.controller.api.live_scenario import scenario
 from unicron.ctl.controller.api.node_answers import visible_nodes
 from unicron.ctl.controller.api.observed_savings import observed_lines
 from unicron.ctl.controller.api.questions import (
     EventsQuestion,
     ExplainQuestion,
+    Filters,
     InjectOrder,
     NoArguments,
     PauseOrder,
+    ReportQuestion,
     ResumeOrder,
+    StatusQuestion,
 )
+from unicron.ctl.controller.api.week_answer import report
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.job import injection
 from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.log.naming import KINDS_WITH_NODES
+from unicron.ctl.controller.log.store import Store, Wanted
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.nodes import isolation, readmission
 from unicron.ctl.protocol import answer_schema as schema
 from unicron.ctl.settings.partitions import DEFAULT
+from unicron.ctl.system.release import release
 
-CUT = "cut"
-
-
-class Unanswerable(Exception):
-    """The question makes no sense; the text says what would."""
+RELEASE = release()  # once, at the start: what is installed may be replaced while this runs
 
 
 def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: Asker) -> Any:
@@ -51,21 +55,25 @@ def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: 
     return function(core, store, question, asker)
 
 
-def status(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Status:
-    """Everything at a glance."""
-    listed = visible_jobs(core, asker)
+def status(core: Core, store: Store, wanted: StatusQuestion, asker: Asker) -> schema.Status:
+    """Everything at a glance, or what is asked for. What needs an admin is always there."""
+    names = filters.checked(core, wanted, asker, _partitions(core))
+    all_jobs, all_nodes = visible_jobs(core, asker, wanted.brief), visible_nodes(core, asker, wanted.brief)
+    listed = filters.jobs(all_jobs, wanted, names, all_nodes)
     mine = [job for job in core.state.jobs.values() if asker.may_order(job)]
     failures = sorted((f for job in mine for f in job.failures), key=lambda failure: failure.id)
+    last = filters.failures(map(failure_answer, reversed(failures)), wanted, names, listed)
     report = core.state.plan_report
     return schema.Status(
         controller=_controller(core),
         jobs=listed,
-        nodes=visible_nodes(core, asker),
-        failures=[failure_answer(failure) for failure in failures[-100:]],
+        nodes=filters.nodes(all_nodes, wanted, names, all_jobs),
+        failures=list(islice(last, 100))[::-1],
         attention=[plain(item, schema.Attention) for item in isolation.attention(core.view)] if asker.admin else [],
         observed=observed_lines(core, store) if asker.admin else [],
         waf=sum(item.waf for item in listed),
         plan=plain(report, schema.PlanReport) if report and asker.admin else schema.PlanReport(),
+        sharing=privacy.sharing(core.view) if asker.admin else None,
     )
 
 
@@ -94,31 +102,75 @@ def modes(core: Core) -> dict[str, str]:
     return {name: core.view.rules(name).mode for name in sorted({DEFAULT, *shown, *core.config.partitions})}
 
 
-def jobs(core: Core, store: Store, question: NoArguments, asker: Asker) -> list[schema.Job]:
-    """All jobs of which the asker may know, the ended ones last."""
-    return visible_jobs(core, asker)
+def _partitions(core: Core) -> set[str]:
+    return {*modes(core)} - {DEFAULT}
 
 
-def nodes(core: Core, store: Store, question: NoArguments, asker: Asker) -> list[schema.Node]:
-    """All nodes that Slurm shows, and those on which an agent speaks."""
-    return visible_nodes(core, asker)
+def jobs(core: Core, store: Store, wanted: Filters, asker: Asker) -> list[schema.Job]:
+    """All jobs of which the asker may know, the ended ones last, or those that are asked for."""
+    names = filters.checked(core, wanted, asker, _partitions(core))
+    return filters.jobs(visible_jobs(core, asker), wanted, names, visible_nodes(core, asker) if names else ())
+
+
+def nodes(core: Core, store: Store, wanted: Filters, asker: Asker) -> list[schema.Node]:
+    """All nodes that Slurm shows, and those on which an agent speaks, or those that are asked for."""
+    names = filters.checked(core, wanted, asker, _partitions(core))
+    return filters.nodes(visible_nodes(core, asker), wanted, names, visible_jobs(core, asker) if wanted.user else ())
 
 
 def events(core: Core, store: Store, question: EventsQuestion, asker: Asker) -> list[dict[str, Any]]:
-    """The log after an id. Where it is too much for one answer an item of the kind CUT stands for the rest, with the
-    id of the event up to which the log was read."""
-    after, name = question.after, _job_id(core, question.job, asker) if question.job else None
-    of_jobs = [name] if name is not None else None
-    if not asker.admin:  # Events of a job are its owner's; those of nodes and of the controller the admins'.
-        of_jobs = [job.job for job in core.state.jobs.values() if asker.owns(job) and name in (None, job.job)]
-    found = store.tail(after, question.limit, of_jobs, question.without.split())
+    """The log after an id, or its end. Where it is too much for one answer an item of the kind CUT stands for the rest,
+    with the id of the event up to which the log was read."""
+    after, wanted = question.after, _wanted(core, question, asker)
+    found = store.tail(after, question.limit, wanted)
     told = [event.as_dict() for event in found.events]
     if found.cut:
         reason = f"{'later' if after else 'earlier'} events are left out: they are too much for one answer"
         number, time = found.cut
-        cut = {"id": number, "time": time, "job": "", "generation": 0, "kind": CUT, "reason": reason}
-        told.insert(len(told) if after else 0, cut)
+        told.insert(len(told) if after else 0, _item(number, time, schema.CUT, reason))
+    if question.mark and not (after and (found.cut or len(told) >= question.limit)):
+        told.append(_item(core.state.last_event, core.now, schema.READ, ""))
     return told
+
+
+def _item(number: int, time: float, kind: str, reason: str) -> dict[str, Any]:
+    return {"id": number, "time": time, "job": "", "generation": 0, "kind": kind, "reason": reason}
+
+
+def _wanted(core: Core, question: EventsQuestion, asker: Asker) -> Wanted:
+    """Which part of the log is asked for. Events of a job are its owner's; those of nodes and of the controller the
+    admins'. Raises Unanswerable."""
+    name = _job_id(core, question.job, asker) if question.job else None
+    names = filters.checked(core, question, asker, _partitions(core))
+    jobs = privacy.visible(core.view, asker)
+    if question.user and not any(asker.may_order(job) for job in jobs if job.settings.user == question.user):
+        raise Unanswerable(f"{asker} may not read events of {question.user}'s jobs: only they and admins")
+    mine = {
+        job.job
+        for job in jobs
+        if asker.may_order(job)
+        and name in (None, job.job)
+        and question.user in ("", job.settings.user)
+        and (not question.partition or question.partition in partitions(core, job, asker))
+    }
+    kinds = filters.kinds(question.kinds)
+    of_no_job = None
+    if question.partition:
+        seen = core.view.slurm.seen
+        inside = {node.name for node in (seen.nodes if seen else ()) if question.partition in node.partitions}
+        of_no_job = inside if names is None else inside & names
+    every = asker.admin and not (name or question.user)
+    if every and question.partition:
+        mine.add("")
+    return Wanted(
+        jobs=None if every and not question.partition else mine,
+        kinds=kinds or (KINDS_WITH_NODES if names is not None else ()),
+        without=question.without.split(),
+        nodes=names,
+        nodes_of_no_job=of_no_job,
+        since=question.since,
+        before=question.before,
+    )
 
 
 def explain(core: Core, store: Store, question: ExplainQuestion, asker: Asker) -> schema.Explanation:
@@ -204,21 +256,22 @@ def _paused(core: Core) -> schema.Paused:
     return schema.Paused(time=core.now, until=until, modes=modes(core))
 
 
-def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> dict[str, bool]:
+def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Pong:
     """Whether the controller answers, and how soon: through the same queue and loop as every message."""
-    return {"pong": True}
+    return schema.Pong(release=RELEASE, time=core.now, uid=os.geteuid())
 
 
 # What is asked -> the type of its arguments, and the function that answers.
 QUESTIONS: dict[str, tuple[type[msgspec.Struct], Callable[[Core, Store, Any, Asker], Any]]] = {
-    "status": (NoArguments, status),
-    "jobs": (NoArguments, jobs),
-    "nodes": (NoArguments, nodes),
+    "status": (StatusQuestion, status),
+    "jobs": (Filters, jobs),
+    "nodes": (Filters, nodes),
     "events": (EventsQuestion, events),
     "explain": (ExplainQuestion, explain),
     "scenario": (NoArguments, scenario),
     "inject": (InjectOrder, inject),
     "health": (readmission.Report, health),
+    "report": (ReportQuestion, report),
     "pause": (PauseOrder, pause),
     "resume": (ResumeOrder, resume),
     "ping": (NoArguments, ping),

@@ -18,22 +18,22 @@ from unicron.ctl.controller.plan.stranded import shortage
 from unicron.ctl.protocol import answer_schema as schema
 
 
-def visible_jobs(core: Core, asker: Asker) -> list[schema.Job]:
-    """All jobs of which the asker may know, the ended ones last."""
+def visible_jobs(core: Core, asker: Asker, brief: bool = False) -> list[schema.Job]:
+    """All jobs of which the asker may know, the ended ones last. brief: without their elements."""
     found = privacy.visible(core.view, asker)
-    return [privacy.of_job(core.view, state, job_answer(core, state, asker), asker) for state in found]
+    return [privacy.of_job(core.view, state, job_answer(core, state, asker, brief), asker) for state in found]
 
 
-def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
-    """One job. What takes long and is not for the asker is not even made."""
+def job_answer(core: Core, state: JobState, asker: Asker, brief: bool = False) -> schema.Job:
+    """One job. What takes long and is not for the asker is not even made. brief: without what its ranks say."""
     full = asker.may_order(state)
     nodes_now = len(state.inside) if not state.ended else 0
     flops = state.measured.get(nodes_now, 0.0)
     counts = weight(core.view, state)
-    enough = nodes_now >= state.settings.min_nodes
     return schema.Job(
-        **asdict(_base(core, state)),
+        **asdict(_base(core, state, brief)),
         user=state.settings.user,
+        partitions=partitions(core, state, asker),
         since=state.since,
         nodes=nodes_now,
         min_nodes=state.settings.min_nodes,
@@ -47,16 +47,35 @@ def job_answer(core: Core, state: JobState, asker: Asker) -> schema.Job:
         anomalies=anomalies(core, state.job) if full else [],
         weight=counts,
         flops=flops,
-        waf=counts * flops if enough and not state.ended else 0.0,
+        waf=waf(state, counts),
         ledger_violations=state.ledger_violations,
         silent=_silent(core, state) if full else [],
         left_out=[f"{e} ({state.agents[e].node})" for e in sorted(state.parted)] if full else [],
         failures=len(state.failures),
         last_failure=failure_answer(state.failures[-1]) if state.failures else None,
         reason=state.decisions[-1].reason if state.decisions else "",
-        elements=_elements(core, state) if full else [],
+        elements=_elements(core, state) if full and not brief else [],
         barred=[plain(one, schema.Waiting) for one in waiting(core.view, state) if not one.starts] if full else [],
     )
+
+
+def waf(state: JobState, counts: float) -> float:
+    """The job's achieved FLOP/s times what its weight counts for; 0 where it has fewer nodes than it needs."""
+    count = len(state.inside)
+    if state.ended or count < state.settings.min_nodes:
+        return 0.0
+    return counts * state.measured.get(count, 0.0)
+
+
+def partitions(core: Core, job: JobState, asker: Asker) -> list[str]:
+    """The partitions of a job: as Slurm shows them, and where it shows the job no more, those of its nodes, which are
+    not for others."""
+    seen = core.view.slurm.seen
+    shown = seen.partitions(job.job) if seen else frozenset()
+    if shown or seen is None or not asker.may_order(job):
+        return sorted(shown)
+    infos = (seen.by_name.get(agent.node) for agent in job.agents.values())
+    return sorted({name for info in infos if info is not None for name in info.partitions})
 
 
 def explanation(core: Core, state: JobState) -> schema.Explanation:
@@ -100,7 +119,7 @@ def failure_answer(failure: Failure) -> schema.Failure:
     return msgspec.convert({**known, "kind": failure.record.kind_of_failure, "slot": failure.slot}, schema.Failure)
 
 
-def _base(core: Core, state: JobState) -> schema.JobBase:
+def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
     view = core.view.job(state)
     size = view.replica
     kept = ("standby", "stopped") if state.phase is Phase.FORMING else ("standby",)
@@ -130,7 +149,7 @@ def _base(core: Core, state: JobState) -> schema.JobBase:
         trained_seconds=state.trained_seconds,
         lost_seconds=state.lost_seconds,
         blocks=_blocks(state) if state.settings.block > 1 and not state.ended else [],
-        checkpoints=next((status.saves_in for _, _, status in view.all_ranks() if status.saves_in), ""),
+        checkpoints="" if brief else next((s.saves_in for _, _, s in view.all_ranks() if s.saves_in), ""),
     )
 
 

@@ -16,8 +16,8 @@ from unicron.ctl.protocol import answer_schema as schema
 from unicron.ctl.slurm.slurm_client import OCCUPIES
 
 
-def visible_nodes(core: Core, asker: Asker) -> list[schema.Node]:
-    """All nodes that Slurm shows, and those on which an agent speaks."""
+def visible_nodes(core: Core, asker: Asker, brief: bool = False) -> list[schema.Node]:
+    """All nodes that Slurm shows, and those on which an agent speaks. brief: without what they have measured."""
     if not privacy.sees_nodes(core.view, asker):
         return []
     seen = core.view.slurm.seen
@@ -37,6 +37,7 @@ def visible_nodes(core: Core, asker: Asker) -> list[schema.Node]:
         checks = readmission.shown(core.view, core.slurm.gate, name) if asker.admin else schema.NodeChecks()
         node = schema.Node(
             node=name,
+            partitions=list(info.partitions) if info else [],
             states=sorted(info.states) if info else [],
             healthy=info.healthy if info else view is not None,
             reason=info.reason if info else "",
@@ -47,7 +48,7 @@ def visible_nodes(core: Core, asker: Asker) -> list[schema.Node]:
             asked_since=asked.get(name),
             anomalies=odd.get(name, []),
             spare_of=waiting.get(name, {}),
-            metrics=_metrics(core, view.job, view.element) if view and asker.admin else {},
+            metrics=_metrics(core, view.job, view.element) if view and asker.admin and not brief else {},
             last_event=_last_event(known) if asker.admin else None,
             **asdict(checks),
         )

@@ -1,21 +1,22 @@
 """Who is told what: owners and admins all of a job; others what squeue would show them, or nothing where Slurm's
-PrivateData says so (slurm.conf(5)). The fields that are not for others are marked in `protocol.answer_schema`."""
+PrivateData says so (slurm.conf(5)). The fields that are not for others are marked in `protocol.answer_schema`, and
+`protocol.audience` cuts an answer."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
-
-from msgspec.structs import replace
 
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.view import View
-from unicron.ctl.protocol.answer_schema import ADMIN, OWNER, Job, Node, redacted
+from unicron.ctl.protocol import audience
+from unicron.ctl.protocol.answer_schema import Job, Node, Sharing
 
 
 def hidden(view: View, job: JobState, asker: Asker) -> bool:
     """The asker is not even told that there is such a job."""
-    return not asker.may_order(job) and "jobs" in view.slurm.private
+    return not asker.may_order(job) and audience.JOBS in view.slurm.private
 
 
 def visible(view: View, asker: Asker) -> list[JobState]:
@@ -28,10 +29,14 @@ def of_job(view: View, job: JobState, answer: Job, asker: Asker) -> Job:
     """A job as far as it is for the asker; for others with its name in Slurm."""
     if asker.may_order(job):
         return answer
+    return audience.job_for_others(answer, listed_name(view, job))
+
+
+def listed_name(view: View, job: JobState) -> str | None:
+    """The job's name in Slurm, where that shows it."""
     listing = view.slurm.seen
     shown = next(iter(listing.of(job.job).values()), None) if listing else None
-    ended = redacted(answer.ended, OWNER) if answer.ended else None
-    return replace(redacted(answer, OWNER), ended=ended, name=shown.name if shown is not None else answer.name)
+    return shown.name if shown is not None else None
 
 
 def own_jobs(view: View, asker: Asker) -> set[str]:
@@ -43,12 +48,23 @@ def of_node(view: View, answer: Node, asker: Asker, mine: Collection[str]) -> No
     """A node as far as it is for the asker, who has the jobs `mine`."""
     if asker.admin:
         return answer
-    waiting = {user: how for user, how in answer.spare_of.items() if user.partition("_")[0] in mine}
-    private = "jobs" in view.slurm.private
-    users = [user for user in answer.used_by if user.partition("_")[0] in mine] if private else answer.used_by
-    return replace(redacted(answer, ADMIN), spare_of=waiting, used_by=users)
+    return audience.node_for_users(answer, mine, view.slurm.private)
 
 
 def sees_nodes(view: View, asker: Asker) -> bool:
     """Whether sinfo would show this asker any node."""
-    return asker.admin or "nodes" not in view.slurm.private
+    return asker.admin or audience.NODES not in view.slurm.private
+
+
+def sharing(view: View) -> Sharing:
+    """The rules by which others would be told less than admins are."""
+    jobs = view.state.jobs.values()
+    names = {job.job: listed_name(view, job) for job in jobs}
+    return Sharing(
+        auth=view.config.auth,
+        uid=os.geteuid(),
+        admins=list(view.config.admins),
+        private=sorted(view.slurm.private),
+        owners={job.job: job.uid for job in jobs},
+        names={job: name for job, name in names.items() if name is not None},
+    )

@@ -12,19 +12,49 @@ class NoArguments(msgspec.Struct):
     """Most questions have none."""
 
 
-class EventsQuestion(msgspec.Struct, kw_only=True):
-    """The log after an id. without: kinds that do not count, with spaces between them."""
+Name = Annotated[str, Meta(max_length=256)]
+Kinds = Annotated[str, Meta(max_length=2000, pattern=r"^\s*(\S+(\s+\S+){0,19}\s*)?$")]
+
+
+class Filters(msgspec.Struct, kw_only=True):
+    """Which part is wanted of what the asker may see; empty for all. nodes: a host list. since: seconds since the
+    epoch."""
+
+    user: Name = ""
+    partition: Name = ""
+    nodes: Annotated[str, Meta(max_length=16384)] = ""
+    since: Annotated[float, Meta(ge=0, le=1e11)] = 0.0
+
+
+class StatusQuestion(Filters, kw_only=True):
+    """Everything at a glance. brief: without what each rank says, and what nodes have measured."""
+
+    brief: bool = False
+
+
+class EventsQuestion(Filters, kw_only=True):
+    """The log after an id, or with 0 the newest of it before an id (0: the end). kinds: those that count, without:
+    those that do not, with spaces between them. mark: the answer says how far the log was read."""
 
     after: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    limit: Annotated[int, Meta(ge=1, le=5000)] = 200
+    before: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    limit: Annotated[int, Meta(ge=1, le=10000)] = 200
     job: str | None = None
-    without: Annotated[str, Meta(pattern=r"^\s*(\S+\s*){0,20}$")] = ""
+    kinds: Kinds = ""
+    without: Kinds = ""
+    mark: bool = False
 
 
 class ExplainQuestion(msgspec.Struct, kw_only=True):
     """Why a job, by id or name, is treated as it is."""
 
     job: str
+
+
+class ReportQuestion(msgspec.Struct, kw_only=True):
+    """What has happened in the last `seconds`."""
+
+    seconds: Annotated[float, Meta(gt=0, le=31536000)] = 604800.0
 
 
 class PauseOrder(msgspec.Struct, kw_only=True):

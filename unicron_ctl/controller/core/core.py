@@ -53,6 +53,7 @@ from unicron.detector.failures.classify import Classifier
 from unicron.detector.failures.text_budget import Budget
 
 STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
+ATTENTION_SECONDS = 5.0  # between two looks for what needs an admin
 PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
@@ -97,6 +98,7 @@ class Core:
         self.runtimes: dict[str, JobRuntime] = {}
         self.slurm = reconcile.Desk()
         self.node_events = judge_nodes.NodeEventQueue(waiting=judge_nodes.undecided_events(self.state.nodes))
+        self._looked_at = self.started_at
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
         self.written = Written()
         self._containment = JobContainment(self.view, self.append, self.written)
@@ -319,6 +321,7 @@ class Core:
             "", "slurmds that may be asked", lambda: self.carry_out(ending_nodes.greet_slurmds(self.view))
         )
         self._containment.attempt("", "silent agents", self._silence)
+        self._containment.attempt("", "what needs an admin", self._look_for_admins, now)
         if self.view.alone:
             self._containment.attempt("", "Slurm's turn", self._ask_slurm)
             return
@@ -330,6 +333,11 @@ class Core:
             if not job.set_aside:
                 self._containment.attempt(job.job, "its orders", self.turns.repeat_orders, job)
         self._containment.attempt("", "Slurm's turn", self._ask_slurm)
+
+    def _look_for_admins(self, now: float) -> None:
+        if now - self._looked_at >= ATTENTION_SECONDS:
+            self._looked_at = now
+            self.carry_out(isolation.admin_news(self.view))
 
     def _ask_slurm(self) -> None:
         self.carry_out(self.slurm.tick(self.view, self.intake.waiting_jobs()))

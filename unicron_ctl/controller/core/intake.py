@@ -208,8 +208,9 @@ class Intake:
             if len(self._refused) >= WAITING_KEPT:
                 self._refused.clear()
             self._refused.add((peer, refused.reason))
-            reason = f"{waiting.message.node}: {refused.reason}"
-            out.record(None, records.RegistrationRefused(peer=peer, reason=reason[:400]))
+            node = waiting.message.node
+            reason = f"{node}: {refused.reason}"
+            out.record(None, records.RegistrationRefused(peer=peer, node=node, reason=reason[:400]))
         return out
 
     def _admit(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from unicron.ctl.controller.job import adoption, job_events, spares, transitions
+from unicron.ctl.controller.job import adoption, job_events, recoveries, spares, transitions
 from unicron.ctl.controller.job.modes import Happening
 from unicron.ctl.controller.job.orders import Letter, Order, due_orders, next_start
 from unicron.ctl.controller.job.runtime import JobRuntime
@@ -73,6 +73,7 @@ class Turns:
             else:
                 raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
             self._revive_outsiders(job, view)
+            self._carry_out(recoveries.report_healed(self._view, view))
             self._carry_out(spares.report_spares(self._view, view, self._runtime(job).spares))
         if not job.set_aside and (view.live.touched or job.job in self.begun):
             self._send_orders(job)

@@ -16,6 +16,7 @@ from itertools import chain
 
 from unicron.ctl.controller.failure_detector import quorum
 from unicron.ctl.controller.log import records
+from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED
 from unicron.ctl.controller.model.suspicion import Suspicion
 from unicron.ctl.controller.model.view import Outcome, View
@@ -32,8 +33,12 @@ UNSURE = "whether most others fell silent with it is not known yet"
 # ---------------------------------------------------------------- nobody at all
 def check_alone(view: View, out: Outcome) -> None:
     """Notices that no agent at all is heard."""
-    suspicions, leases = view.suspicions, view.live.leases
+    suspicions = view.suspicions
+    leases: Mapping[tuple[str, int], AgentView] = view.live.leases
     agent = next(reversed(leases.values()), None)
+    if agent is not None and view.now - agent.last_heard > view.config.lease:
+        leases = _living(view)
+        agent = next(reversed(leases.values()), None)
     if agent is not None:
         heard, many = agent.last_heard, len(leases) > 1
     else:
@@ -46,6 +51,12 @@ def check_alone(view: View, out: Outcome) -> None:
         out.record(None, records.Alone(reason=f"{said}nothing is sent, until somebody is heard"))
     elif not many:
         suspicions.alone_since = None  # those that were not heard have ended by Slurm's word
+
+
+def _living(view: View) -> dict[tuple[str, int], AgentView]:
+    """The agents of jobs that have not ended, the one heard last at the end: how the others end, nobody hears."""
+    over = {job.job for job in view.state.jobs.values() if job.over}
+    return {key: agent for key, agent in view.live.leases.items() if agent.job not in over}
 
 
 def end_alone(view: View, since: float) -> Outcome:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import heapq
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.naming import nodes_of
 from unicron.ctl.controller.log.records import Event, Record
 from unicron.ctl.controller.log.thinning import POLICIES, Kept, redundant
 from unicron.ctl.system.errors import UserError
+from unicron.detector.formats import LOG
 
-SCHEMA_VERSION = 4
 BUSY_SECONDS = 2.0
 PEEK_SECONDS = 0.2
 BRIDGED_SECONDS = 3600.0
@@ -24,7 +27,9 @@ LARGEST_BYTES = 128 << 20  # of the log: what is older than both states goes bey
 FREE_BYTES = 32 << 20  # that the file has room for and nobody needs: beyond it, it shrinks
 STATES = 2  # that are kept; the log can be folded on from each
 TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
+SINCE_RECORDS, SINCE_BYTES = 5000, 8 << 20  # of one look back by time: some 100 ms
 TAIL_ROWS = 20_000  # that are looked at for one answer: some 80 ms
+READ_COUNTS = 4  # a row of which the record is read counts as so many
 
 LASTING = (
     records.JobRegistered,
@@ -60,6 +65,7 @@ CREATE TABLE IF NOT EXISTS term (
 _HOLDER = "SELECT number, holder, lease, beat FROM term"
 
 
+_TEXTS = re.compile(rb'"([^"\\]{1,255})"')  # in JSON: also each node's name, which has nothing to escape
 Progress = Callable[[], object]
 TOLD_EVERY = 500  # records
 T = TypeVar("T")
@@ -107,6 +113,35 @@ class Tail(NamedTuple):
     cut: tuple[int, float] | None
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Which events are asked for.
+
+    jobs: of these ("" for what is of no job). kinds: of these, if any is named. without: of none of these. nodes: that
+    name one of them; nodes_of_no_job: in its place for events of no job. since: not older, in seconds since the epoch.
+    before: with a smaller id; 0 for all.
+    """
+
+    jobs: Collection[str] | None = None
+    kinds: Collection[str] = ()
+    without: Collection[str] = ()
+    nodes: Collection[str] | None = None
+    nodes_of_no_job: Collection[str] | None = None
+    since: float = 0.0
+    before: int = 0
+
+    def has_kind(self, kind: str) -> bool:
+        """Whether events of this kind count."""
+        return kind not in self.without and (not self.kinds or kind in self.kinds)
+
+    def names(self, job: str) -> Collection[str] | None:
+        """The nodes of which an event of the job has to name one; None for any."""
+        return self.nodes if job or self.nodes_of_no_job is None else self.nodes_of_no_job
+
+
+ALL = Wanted()
+
+
 class Store:
     """One writer (the controller); readers may open the same file beside it. Raises StoreError.
 
@@ -123,15 +158,15 @@ class Store:
             self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file: it has effect before all else only
             self._set_journal("persist" if shared else "wal")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, SCHEMA_VERSION):
+            if version and LOG.refusal(version):
                 raise StoreError(
-                    f"{self.path}: written by {'an earlier' if version < SCHEMA_VERSION else 'a later'} release "
-                    f"(format {version}, this one reads {SCHEMA_VERSION}): move it away and start again, "
+                    f"{self.path}: written by {'an earlier' if version < LOG.oldest else 'a later'} release "
+                    f"(format {version}, this one reads {LOG.number}): move it away and start again, "
                     "its jobs run on unprotected; or go back to that release"
                 )
             self._db.executescript(_SCHEMA)
             if not version:
-                self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+                self._db.execute(f"PRAGMA user_version={LOG.number}")
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror}: choose another state_dir") from None
         except sqlite3.Error as error:
@@ -293,6 +328,29 @@ class Store:
         marks = ", ".join("?" * len(names))
         return self._select(f"SELECT * FROM event WHERE id > ? AND kind IN ({marks}) ORDER BY id", (after, *names))
 
+    def since(self, kinds: Iterable[type[Record]], time: float, limit: int = SINCE_RECORDS) -> Tail:
+        """The events of these kinds from `time` (seconds since the epoch) on, oldest first: the newest `limit` of them,
+        and no more than SINCE_BYTES."""
+        query = "SELECT id, time, kind, length(payload) FROM event WHERE kind = ? ORDER BY id DESC"
+        cursors = [self._db.execute(query, (_tag(kind),)) for kind in kinds]
+        chosen, size = list[tuple[int, int]](), 0
+        cut: tuple[int, float] | None = None
+        try:
+            for number, at, _, length in heapq.merge(*cursors, key=lambda row: -row[0]):
+                if at < time:
+                    break
+                size += length
+                if len(chosen) >= limit or size > SINCE_BYTES:
+                    cut = number, at
+                    break
+                chosen.append((number, length))
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        finally:
+            for cursor in cursors:
+                cursor.close()
+        return Tail([self._event(number, length) for number, length in reversed(chosen)], cut)
+
     def save_state(self, event: int, state: bytes) -> None:
         """Keeps the state after that event, and the one saved before it. A start replays only what came later, and the
         log before the older one is not needed any more."""
@@ -322,47 +380,67 @@ class Store:
                 return f"others can write {path}: `chmod go-w {path}`"
         return ""
 
-    def tail(
-        self, after: int = 0, limit: int = 1000, jobs: Collection[str] | None = None, without: Sequence[str] = ()
-    ) -> Tail:
-        """The events with an id above `after`, oldest first, of these jobs if some are named, those of the kinds in
-        `without` left out; with more than `limit` of them, or more than TAIL_BYTES, and after = 0 the newest ones.
-        No more than TAIL_ROWS are looked at: where it is cut there may be none of those that are asked for.
+    def tail(self, after: int = 0, limit: int = 1000, wanted: Wanted = ALL) -> Tail:
+        """The events with an id above `after`, oldest first, that are wanted; with more than `limit` of them, or more
+        than TAIL_BYTES, and after = 0 the newest ones. No more than TAIL_ROWS are looked at: where it is cut there may
+        be none of those that are asked for.
 
         A record that is larger than that is not read: :class:`records.Unreadable` stands for it.
         """
-        chosen, size = list[tuple[int, int]](), 0
+        chosen, size, looked = list[Event](), 0, 0
         read, cut = (after, 0.0), False
-        with contextlib.closing(self._sizes(after, jobs)) as found:
-            for rows, (number, time, kind, length) in enumerate(found):
-                wanted = kind not in without
-                size += length if wanted and length <= TAIL_BYTES else 0
-                if cut := rows >= TAIL_ROWS or size > TAIL_BYTES:
+        with contextlib.closing(self._rows(after, wanted)) as found:
+            for number, time, job, kind, length, payload in found:
+                names = wanted.names(job)
+                counts = wanted.has_kind(kind) and time >= wanted.since
+                looked += READ_COUNTS if counts and names is not None else 1
+                if cut := looked > TAIL_ROWS:
                     break
+                if counts and (names is None or _names_one(kind, payload, names)):
+                    size += length if length <= TAIL_BYTES else 0
+                    if cut := size > TAIL_BYTES:
+                        break
+                    chosen.append(self._event(number, length))
                 read = number, time
-                if wanted:
-                    chosen.append((number, length))
                 if len(chosen) >= limit:
                     break
-        events = [self._event(number, length) for number, length in (chosen if after else reversed(chosen))]
-        return Tail(events, read if cut else None)
+        return Tail(chosen if after else chosen[::-1], read if cut else None)
 
-    def _sizes(self, after: int, jobs: Collection[str] | None) -> Generator[tuple[int, float, str, int], None, None]:
-        """(id, time, kind, bytes) of those events: oldest first, or newest first with after = 0; as many as are asked
-        for."""
-        what = "SELECT id, time, kind, length(payload) FROM event WHERE id > ?"
-        what += " AND job = ?" if jobs is not None else ""
+    def _rows(self, after: int, wanted: Wanted) -> Generator[tuple[int, float, str, str, int, bytes], None, None]:
+        """(id, time, job, kind, bytes, record) of the events of the wanted jobs, or else kinds: oldest first, or newest
+        first with after = 0; as many as are asked for. The record is empty where it need not be read, or is larger
+        than TAIL_BYTES."""
+        of_nodes = wanted.nodes is not None or wanted.nodes_of_no_job is not None
+        record = f"CASE WHEN length(payload) <= {TAIL_BYTES} THEN payload ELSE x'' END" if of_nodes else "x''"
+        what = f"SELECT id, time, job, kind, length(payload), {record} FROM event WHERE id > ? AND id < ?"
+        column, values = ("job", wanted.jobs) if wanted.jobs is not None else ("kind", wanted.kinds or None)
+        what += f" AND {column} = ?" if values is not None else ""
         what += f" ORDER BY id {'ASC' if after else 'DESC'}"
         cursors = list[sqlite3.Cursor]()
         try:
-            for job in [()] if jobs is None else [(job,) for job in jobs]:
-                cursors.append(self._db.execute(what, (after, *job)))
+            span = max(after, self._first_since(wanted.since) - 1), wanted.before or 2**63 - 1
+            for value in [()] if values is None else [(value,) for value in values]:
+                cursors.append(self._db.execute(what, (*span, *value)))
             yield from heapq.merge(*cursors, reverse=not after)
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
         finally:
             for cursor in cursors:
                 cursor.close()
+
+    def _first_since(self, since: float) -> int:
+        """The id with which the events begin that are not older; found by halving, for ids and times rise together, as
+        long as nobody puts the clock back by more than an hour."""
+        if not since:
+            return 0
+        low, high = 0, self._db.execute("SELECT COALESCE(MAX(id), -1) + 1 FROM event").fetchone()[0]
+        while low < high:
+            middle = (low + high) // 2
+            number, time = self._db.execute(
+                "SELECT id, time FROM event WHERE id >= ? ORDER BY id", (middle,)
+            ).fetchone()
+            low, high = (low, middle) if time >= since else (number + 1, high)
+        return int(low)
 
     def _event(self, number: int, length: int) -> Event:
         if length <= TAIL_BYTES:
@@ -410,6 +488,13 @@ class Store:
                 yield Event(id_, time, job, generation, records.decode(kind, payload))
         except (sqlite3.Error, ValueError) as error:
             raise _explained(self.path, error) from None
+
+
+def _names_one(kind: str, payload: bytes, names: Collection[str]) -> bool:
+    """Whether the record is about one of these nodes. Most say nothing of them, and need not be decoded."""
+    if not any(word.decode(errors="replace") in names for word in _TEXTS.findall(payload)):
+        return False
+    return any(name in names for name in nodes_of(records.decode(kind, payload)))
 
 
 def peek(path: Path) -> Holder | None:

@@ -46,12 +46,14 @@ POLICIES: dict[type[Record], Kept] = {
     **dict.fromkeys((records.ExitNoted, records.StartedCold, records.LedgerViolation, records.BadMessage), SHORT),
     **dict.fromkeys((records.RegistrationRefused, records.AdmissionWaits, records.NodeEventsDropped), SHORT),
     **dict.fromkeys((records.Silence, records.TakeDeferred, records.TakeWithheld, records.InjectRefused), SHORT),
+    records.Told: SHORT,
     records.NodeHealth: SHORT._replace(last_of_node=True),
     # ---- what people ask for later: jobs, failures, nodes, what was asked of Slurm
     **dict.fromkeys((records.JobRegistered, records.JobConfirmed, records.Reallocated, records.JobSetAside), LONG),
     **dict.fromkeys((records.AgentRegistered, records.AgentConfirmed, records.AgentGone, records.AgentBack), LONG),
     records.Noticed: LONG,
     **dict.fromkeys((records.FailureDetected, records.FailureVerdict, records.FailureAction), LONG),
+    **dict.fromkeys((records.Healed, records.NeedsAdmin), LONG),
     **dict.fromkeys((records.LeaveOut, records.ActionFailed, records.NumberUsed, records.OfferWithdrawn), LONG),
     **dict.fromkeys((records.Reform, records.LayoutWanted, records.LayoutChosen), LONG),
     **dict.fromkeys((records.NoCopies, records.CopiesRefused, records.Injected), LONG),
@@ -62,7 +64,9 @@ POLICIES: dict[type[Record], Kept] = {
     **dict.fromkeys((records.Alone, records.HeardAgain, records.MostSilent, records.MostHeard), LONG),
     **dict.fromkeys((records.NodeLost, records.NodeResumed, records.Isolated, records.IsolationWithheld), LONG),
     **dict.fromkeys((records.Avoided, records.NodeEvent, records.NodeVerdict, records.SlurmdReached), LONG),
-    **dict.fromkeys((records.Started, records.Restored, records.Configured, records.ObservedWeek), LONG),
+    **dict.fromkeys((records.Started, records.Restored, records.Configured, records.ConfigRefused), LONG),
+    records.ObservedWeek: LONG,
+    **dict.fromkeys((records.Paused, records.Unpaused), LONG),  # what is paused is in the state, too
     **dict.fromkeys((records.JobEnded, records.Observed), LONG._replace(summed=True)),
 }
 """Of every kind that can be written; `savings.KINDS` are summed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unicron.ctl.controller.model.job_state import JobState
+from unicron.ctl.protocol.audience import is_owner
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,8 @@ class Asker:
     admin: bool = False
 
     def owns(self, job: JobState) -> bool:
-        """The job is this user's. Of a job that began without a credential only the name is known."""
-        if job.uid is not None:
-            return self.uid == job.uid
-        return bool(self.user) and self.user == job.settings.user
+        """The job is this user's."""
+        return is_owner(self.uid, self.user, job.uid, job.settings.user)
 
     def may_order(self, job: JobState) -> bool:
         """The job's owner and admins give orders about it."""

@@ -118,6 +118,17 @@ def unpaused(state: ClusterState, event: Event, record: records.Unpaused) -> Non
         state.paused.clear()
 
 
+def needs_admin(state: ClusterState, event: Event, record: records.NeedsAdmin) -> None:
+    if record.over:
+        state.attention.pop(record.key, None)
+    else:
+        state.attention[record.key] = event.time
+
+
+def told(state: ClusterState, event: Event, record: records.Told) -> None:
+    state.told[record.target] = max(record.upto, state.told.get(record.target, 0))
+
+
 def restored(state: ClusterState, event: Event, record: records.Restored) -> None:
     """What was asked of Slurm and not settled when the backup was taken may be wrong by now: it is asked of nobody. An
     admin looks at the nodes first, and ends the pause."""

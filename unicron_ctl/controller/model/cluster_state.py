@@ -109,6 +109,10 @@ class ClusterState:
     observed_week: ObservedWeek | None = None
     paused: dict[str, float] = field(default_factory=dict)
     """Partitions ("" for all) in which an admin has nothing changed in Slurm, until when; 0 for no end."""
+    attention: dict[str, float] = field(default_factory=dict)
+    """What needs an admin, by key, and since when that is on record."""
+    told: dict[str, int] = field(default_factory=dict)
+    """Target of [notify] -> the last event of which it needs to hear no more."""
     history: History = field(default_factory=History)
     out_of_service: set[str] = field(default_factory=set)
     """Nodes that must get no work of ours now, whatever Slurm says of them yet."""

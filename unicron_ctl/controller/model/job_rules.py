@@ -131,6 +131,12 @@ def leave_with_block(job: JobState, element: int) -> None:
             _condemn(job, dict.fromkeys(agent.slots, f"is on {agent.node}, whose block is not whole"))
 
 
+def healed(job: JobState, event: Event, record: records.Healed) -> None:
+    job.lost_before = job.lost_seconds
+    for failure in job.failures:
+        failure.healed = failure.healed or failure.id in record.failures
+
+
 def leave_out(job: JobState, event: Event, record: records.LeaveOut) -> None:
     _condemn(job, record.slots)
 

@@ -135,6 +135,8 @@ class Failure:
     redistributed_micro_batches: int = 0
     actions: list[str] = field(default_factory=list)
     slurm: str = ""
+    healed: bool = False
+    """The job has trained again after it, and that is on record."""
 
     @property
     def slot(self) -> int | None:
@@ -244,6 +246,8 @@ class JobState:
     lost_seconds: float = 0.0
     """Seconds between the last step of a generation and the first of the next one, and of iterations made again;
     before the first step, since the first failure."""
+    lost_before: float = 0.0
+    """The same up to the last failure that was healed."""
     stepping_since: float = 0.0
     stepped: float = 0.0
     """When the first iteration of the last generation that has stepped began, and when its last one ended; 0 before."""

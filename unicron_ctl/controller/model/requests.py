@@ -12,13 +12,23 @@ HELD = f"{OURS}: held"  # how the AdminComment of an element begins that was hel
 RELEASED = f"{OURS}: released"
 LOST = f"{OURS}[node_problem]"  # how the reason of a node begins that was taken out of service because it was lost
 ON_NODES = ("down", "drain", "resume")  # actions that change a node
-OF_ELEMENTS = ("requeue", "requeue_hold", "hold", "release", "pin", "start_now", "cancel", "shrink")  # of an element
+OF_ELEMENTS = (
+    "requeue",
+    "requeue_hold",
+    "hold",
+    "release",
+    "pin",
+    "start_now",
+    "cancel",
+    "shrink",
+    "comment",
+)  # of an element
 
 
 @dataclass(frozen=True)
 class Action:
     """A call of the SlurmClient: down, drain, resume, requeue, requeue_hold, hold, release, pin, start_now, cancel,
-    shrink.
+    shrink, comment.
 
     element: Slurm's own number of it. node: of several nodes, their names with commas; of a shrink, those that leave.
     text: the comment or node reason that Slurm is given; of a shrink, the nodes that stay."""

@@ -247,6 +247,15 @@ class Outcome:
         if first is not None:
             self.send(agents[first], wire.Note(text=text))
 
+    def note_at_end(self, agents: Mapping[int, AgentView], text: str) -> None:
+        """Has the first agent that lives, and no other, write a line at the end of the job's log."""
+        alive = [agents[element] for element in sorted(agents) if agents[element].alive]
+        none = wire.Note(text="", at_end=True)
+        for agent in alive[:1]:
+            self.send(agent, wire.Note(text=text, at_end=True))
+        for agent in alive[1:]:
+            self.send(agent, none)
+
     def merge(self, others: Iterable[Outcome]) -> Outcome:
         """This with the others after it."""
         for other in others:

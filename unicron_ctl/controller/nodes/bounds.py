@@ -61,6 +61,22 @@ def left_too_many(
     )
 
 
+def standing(view: View) -> dict[str, tuple[int, int]]:
+    """How much of each limit of the whole cluster is used, and the limit, by the setting's name."""
+    config, now = view.config, view.now
+    recent = sum(now - mark.at < config.isolation_window_seconds for mark in view.state.isolated.values())
+    minute = Counter[str]()
+    for take in reversed(view.state.taken):
+        if now - take.at >= MINUTE:
+            break
+        minute[take.action] += 1
+    return {
+        "max_isolated_nodes": (recent, most_isolated(config, len(view.slurm.seen.nodes) if view.slurm.seen else 0)),
+        "max_requeues_per_minute": (sum(minute[name] for name in GIVES_BACK), config.max_requeues_per_minute),
+        "max_holds_per_minute": (minute["hold"], config.max_holds_per_minute),
+    }
+
+
 def _names(nodes: Collection[str]) -> str:
     names = sorted(nodes)
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

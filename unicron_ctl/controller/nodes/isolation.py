@@ -330,8 +330,9 @@ def _action(drained: bool) -> str:
 @dataclass(frozen=True)
 class Attention:
     """Something for which an admin is needed: a node, or "" and a limit that was reached. since: seconds since the
-    epoch."""
+    epoch. key: what tells it from all else, as long as it lasts."""
 
+    key: str
     node: str
     since: float
     job: str
@@ -342,22 +343,36 @@ def attention(view: View) -> list[Attention]:
     """All of it."""
     window = view.config.isolation_window_seconds
     found = [
-        Attention(node, mark.at, mark.job, mark.reason)
+        Attention(f"withheld {node}", node, mark.at, mark.job, mark.reason)
         for node, mark in sorted(view.state.withheld.items())
         if view.now - mark.at < window and (info := view.slurm.node(node)) is not None and info.healthy
     ]
     slurm = view.slurm
     if slurm.error and view.now - slurm.error_since >= AWAY_SECONDS:
         said = f"Slurm has not answered for {view.now - slurm.error_since:.0f} s, and nothing is planned: {slurm.error}"
-        found.append(Attention("", slurm.error_since, "", said))
-    for _, mark in sorted(view.state.withheld_takes.items()):
+        found.append(Attention("slurm", "", slurm.error_since, "", said))
+    for take, mark in sorted(view.state.withheld_takes.items()):
         if view.now - mark.at < window:
-            found.append(Attention("", mark.at, mark.job, mark.reason))
+            found.append(Attention(f"take {take}", "", mark.at, mark.job, mark.reason))
     for name, known in sorted(view.state.nodes.items()):
         if known.refused:
-            found.append(Attention(name, known.refused_at, known.refused_for, known.refused))
+            found.append(Attention(f"refused {name}", name, known.refused_at, known.refused_for, known.refused))
         elif not known.downed and (said := readmission.suspect(view, name)):
             test = readmission.pair_test_command(name)
             reason = f"{name} is a suspect ({said}): `{test}` proves or clears it"
-            found.append(Attention(name, known.suspected_at or view.now, "", reason))
+            found.append(Attention(f"suspect {name}", name, known.suspected_at or view.now, "", reason))
     return found
+
+
+def admin_news(view: View) -> Outcome:
+    """Records what needs an admin since the last look, and what no longer does. Before Slurm has shown its nodes
+    nothing is over: much of it is about nodes that Slurm shows as healthy."""
+    out, known = Outcome(), view.state.attention
+    there = {item.key: item for item in attention(view)}
+    for key, item in there.items():
+        if key not in known:
+            out.record(None, records.NeedsAdmin(key=key, node=item.node, reason=item.reason))
+    if not view.slurm.used or view.slurm.seen is not None:
+        for key in [key for key in known if key not in there]:
+            out.record(None, records.NeedsAdmin(key=key, over=True, reason="no admin is needed any more for it"))
+    return out

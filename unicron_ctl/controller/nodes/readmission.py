@@ -25,6 +25,7 @@ REFRESH_SECONDS = 3600.0  # a report that says nothing new is recorded this ofte
 # slurmd runs its checks as it starts, before or after the moment that Slurm calls its start, which has whole seconds.
 START_SLACK = 5.0
 REACH_SECONDS = 5.0  # between two tries to reach the slurmd of a node that was set down
+UNKNOWN = answer_schema.NodeChecks(unverified=False)  # of a node on which there is nothing to tell
 BACK_SECONDS = 10.0  # for which it must have answered: then the node is back, although nobody started it again
 
 
@@ -216,6 +217,8 @@ def _judge_return(
 
 def shown(view: View, gate: Gate, node: str) -> answer_schema.NodeChecks:
     """The fields of `unicronctl nodes` that only admins are told."""
+    if node not in view.state.nodes and node not in view.state.history.by_node:
+        return UNKNOWN
     known = view.state.node(node)
     return answer_schema.NodeChecks(
         health=_plain(known.health, gate.heard.get(node, 0.0)),
@@ -234,8 +237,11 @@ def suspect(view: View, node: str) -> str:
     cleared = known.paired.at if known.paired and known.paired.verdict == "good" else 0.0
     if known.suspected_at > cleared and view.now - known.suspected_at < SUSPECT_SECONDS:
         return known.suspicion
+    faults = history.by_node.get(node)
+    if not faults:
+        return ""
     times = history.node_moments(node, view.now)
-    last = max((fault.time for fault in history.by_node.get(node, ())), default=0.0)
+    last = max(fault.time for fault in faults)
     if times >= 2 and last > cleared:
         return f"{times} faults of hardware or network in 24 h"
     return ""

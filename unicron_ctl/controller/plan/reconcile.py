@@ -32,10 +32,12 @@ from unicron.ctl.controller.plan.inputs import (
     reaches,
     unit_of,
 )
+from unicron.ctl.controller.plan.job_comments import Comments, comment_on_jobs
 from unicron.ctl.controller.plan.placement import Need, Placement, held_by_others, place
 from unicron.ctl.controller.plan.pools import pools
 from unicron.ctl.controller.plan.slurm_actions import Retries, request_actions
 from unicron.ctl.controller.sense.slurm_states import describe
+from unicron.ctl.slurm.admin_comment import own_part
 from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, WORKS, ElementInfo
 from unicron.ctl.slurm.squeue import nodes_of
 from unicron.ctl.system.throttle import Throttle
@@ -73,6 +75,7 @@ class Desk:
     missing_since: dict[str, float] = field(default_factory=dict)
     """job -> since when Slurm shows none of its elements; only of jobs that have not ended."""
     gate: readmission.Gate = field(default_factory=readmission.Gate)
+    comments: Comments = field(default_factory=Comments)
     aheads: Aheads = field(default_factory=Aheads)
     watched: str = ""
     """What the last plan depended on for jobs that are only watched."""
@@ -147,6 +150,7 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
         actions += _over(view, desk, listing, job, out)
     actions += _preempted(view, listing) + _stranded(view, out)
     request_actions(view, desk.retries, actions, out)
+    comment_on_jobs(view, desk.comments, listing, out)
     return out.merge([isolation.proven_bad(view)])
 
 
@@ -190,7 +194,7 @@ def _held_again(view: View, listing: Listing, out: Outcome) -> None:
         job, e = view.state.jobs.get(key[0]), listing.rows_of(key[0]).get(key[1])
         if job is None or e is None or not e.held or key in view.state.held or key in busy or listing.asked_at <= at:
             continue
-        if e.admin_comment.startswith(HELD) and e.reason != "JobHeldUser":
+        if own_part(e.admin_comment).startswith(HELD) and e.reason != "JobHeldUser":
             reason = f"Slurm shows it held by what was written here ({e.admin_comment}), and it is not to be by the log"
             out.record(job, records.HeldAgain(element=e.element, reason=reason))
 

@@ -3,13 +3,12 @@ may fill the log."""
 
 from __future__ import annotations
 
-import logging
+from msgspec.structs import replace
 
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.log import records
 from unicron.ctl.system.throttle import Throttle
 
-log = logging.getLogger("unicron.controller")
 COMPLAINTS = 1 / 60, 100.0  # a second and at once, of all peers together
 NAMES_KEPT = 1000
 
@@ -22,16 +21,13 @@ class Complaints:
         self._made: set[str] = set()
         self._limit = Throttle(*COMPLAINTS)
 
-    def add(
-        self, kind: type[records.BadMessage] | type[records.RegistrationRefused], peer: str, reason: str, now: float
-    ) -> None:
-        """Records and logs it, unless there were too many."""
-        name = f"{kind.__name__} {peer}"
+    def add(self, record: records.BadMessage | records.RegistrationRefused, now: float) -> None:
+        """Records it, which logs it, unless there were too many."""
+        name = f"{record.kind} {record.peer}"
         if name in self._made or not self._limit.allows("", now):
             return
         if len(self._made) > NAMES_KEPT:
             self._made.clear()
         self._made.add(name)
         self._core.now = now
-        self._core.append("", 0, kind(peer=peer[:100], reason=reason[:400]))
-        log.warning("%s", reason[:400])
+        self._core.append("", 0, replace(record, peer=record.peer[:100], reason=record.reason[:400]))

@@ -22,7 +22,7 @@ from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.api.observed_savings import WeeklySum
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.core.state_snapshot import read_state
-from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log import notices, records
 from unicron.ctl.controller.log.store import Progress, Store, StoreError, nothing
 from unicron.ctl.controller.log.term import Tenure
 from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
@@ -31,11 +31,14 @@ from unicron.ctl.controller.server import event_lines
 from unicron.ctl.controller.server.complaints import Complaints
 from unicron.ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
 from unicron.ctl.controller.server.log_upkeep import LogUpkeep
-from unicron.ctl.controller.server.metrics import Exporter, present
+from unicron.ctl.controller.server.metric_gauges import Kept, present
+from unicron.ctl.controller.server.metrics import Exporter
 from unicron.ctl.controller.server.question_queue import Answered, Asked, Question
 from unicron.ctl.controller.server.sockets import bind
+from unicron.ctl.controller.server.telling import DAY, Telling
 from unicron.ctl.controller.server.worker import Result, Worker
 from unicron.ctl.protocol import claims, datagrams, wire
+from unicron.ctl.protocol.answer_schema import ASKED_TOO_MUCH
 from unicron.ctl.protocol.controller_discovery import HELLO_BYTES
 from unicron.ctl.protocol.encryption import NONE, PLAIN, secret_of_server
 from unicron.ctl.protocol.listener import Connection, Listener
@@ -51,7 +54,7 @@ log = logging.getLogger("unicron.controller")
 TICK_SECONDS, PAUSE_SECONDS = 0.05, 0.2  # between two ticks: from begin to begin at least, from end to begin at most
 RECEIVE_SECONDS, RESULTS_SECONDS, ANSWERS_SECONDS = 0.03, 0.02, 0.02  # of one turn of the loop at most
 GATHER_SECONDS = 0.002  # from one turn that heard something to the next
-BUSY = wire.Answer(ok=False, error="the controller is asked too much at once: try again")
+BUSY = wire.Answer(ok=False, error=ASKED_TOO_MUCH)
 HINTS_PER_TURN = 1000
 MAX_SOCKETS = 16384
 HINT_BYTES = 2048
@@ -104,7 +107,11 @@ class Server:
         self.core.view.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self.exporter = Exporter(config.controller.metrics) if config.controller.metrics else None
-        self._late = 0.0  # the last turn
+        if self.exporter is not None:
+            self.worker.took = self.exporter.recorded.slurm_took
+        self.telling = Telling(self.worker.results, lambda record: self.core.append("", 0, record), self.address)
+        self.telling.replay(store.since(notices.KINDS, self.now() - DAY).events)
+        self.telling.configure(config.notify, state.told, state.last_event)
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)
         self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
@@ -155,13 +162,15 @@ class Server:
             if self.core.pending:
                 self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
-                self._late = now - next_tick
+                if self.exporter is not None:
+                    self.exporter.recorded.loop_late(now - next_tick)
                 self.core.tick(now)
                 if self._weekly.is_due(now):
                     self.flush()
                     self._weekly.record_sum(now)
                 ended = self.now()  # after a tick that took long there is as much time for what has come meanwhile
                 next_tick = max(now + TICK_SECONDS, ended + min(ended - now, PAUSE_SECONDS))
+            self.telling.work(now)
             self.watchdog(now)
             self.turned(now)
             self.flush()
@@ -169,8 +178,9 @@ class Server:
                 self._answer_some()
 
     def _present(self) -> Iterable[Metric]:
+        assert self.exporter is not None
         self.core.now = self.now()
-        return present(self.core, self.dropped, self._late, self.store.size)
+        return present(self.core, Kept(self.dropped, self.exporter.recorded.failed, self.store.size))
 
     def started(self) -> None:
         """Records the start, once the controller can be reached."""
@@ -209,11 +219,17 @@ class Server:
         return signal.SIGTERM not in numbers and signal.SIGINT not in numbers
 
     def apply_config(self, config: Config, classifier: Classifier) -> None:
-        """Applies a new configuration; address, state folder and Slurm backend stay as they are until a restart."""
+        """Applies a new configuration; addresses, state folder and Slurm backend stay as they are until a restart."""
         self.config = config
         self.core.configure(config.controller, classifier)
+        self.telling.configure(config.notify, self.core.state.told, self.core.state.last_event)
         reason = f"configuration read again from {config.path or 'the defaults'}"
         self.core.append("", 0, records.Configured(reason=reason))
+
+    def keep_config(self, problem: str) -> None:
+        """Records why a new configuration is not applied."""
+        reason = f"the configuration was not read again, and the old one stays: {problem}"
+        self.core.append("", 0, records.ConfigRefused(reason=reason))
 
     # ------------------------------------------------------------ in
     def _receive(self) -> None:
@@ -241,7 +257,7 @@ class Server:
         """Complains of a connection that was closed for what it sent."""
         self.dropped["message"] += 1
         peer = connection.session.key if connection.known else connection.origin  # keys are free
-        self._complain(records.BadMessage, peer, f"closed a connection of {peer}: {reason}")
+        self._complain(records.BadMessage(peer=peer, reason=f"closed a connection of {peer}: {reason}"))
 
     def _on_message(self, route: Route, data: bytes, key: str, address: str) -> None:
         """One message of the connection with this key."""
@@ -249,7 +265,7 @@ class Server:
         if not self._within_quota(key, address, len(data)):
             self.dropped["rate"] += 1
             peer = origin(address)
-            self._complain(records.BadMessage, peer, f"dropped messages of {peer}: too many")
+            self._complain(records.BadMessage(peer=peer, reason=f"dropped messages of {peer}: too many"))
             return
         try:
             message = wire.decode(data) if self._is_agent(key) else self._decode_stranger(data)
@@ -294,7 +310,7 @@ class Server:
 
     def _refuse_message(self, route: Route, data: bytes, peer: str, reason: str) -> None:
         self.dropped["message"] += 1
-        self._complain(records.BadMessage, peer, f"dropped a bad message of peer {peer[:16]}: {reason}")
+        self._complain(records.BadMessage(peer=peer, reason=f"dropped a bad message of peer {peer[:16]}: {reason}"))
         if not route:
             return
         # Only a kind can tell who is there: unicronctl waits for an Answer, everyone else understands Refused.
@@ -303,10 +319,8 @@ class Server:
         )
         self._send(route, answer)
 
-    def _complain(
-        self, kind: type[records.BadMessage] | type[records.RegistrationRefused], peer: str, reason: str
-    ) -> None:
-        self._complaints.add(kind, peer, reason, self.now())
+    def _complain(self, record: records.BadMessage | records.RegistrationRefused) -> None:
+        self._complaints.add(record, self.now())
 
     def _verify_registration(self, route: Route, message: wire.Register, key: str, address: str) -> None:
         """Verifies who the agent's user is before the core gets the registration."""
@@ -323,7 +337,8 @@ class Server:
                 self.core.receive(route, message, self.now(), key, found)
                 return
             reason = f"job {message.job}: {found.reason}"  # never final: munge may be away, on either side
-            self._complain(records.RegistrationRefused, f"{message.job} {message.element}", f"{message.node}: {reason}")
+            peer, said = f"{message.job} {message.element}", f"{message.node}: {reason}"
+            self._complain(records.RegistrationRefused(peer=peer, node=message.node, reason=said))
             self._send(route, wire.Refused(reason=reason))
 
         self._verifying.add(known)
@@ -344,6 +359,10 @@ class Server:
                     self.core.hint(datagrams.hint(data), self.now())
             except wire.BadMessage as error:
                 self.dropped["hint"] += 1
+                if isinstance(error, wire.OtherRelease):
+                    what = f"{'the agent or unicronctl' if len(data) >= HELLO_BYTES else 'the plugin'} at {where[0]}"
+                    said = f"dropped a message of {what}: {error}"
+                    self._complain(records.BadMessage(peer=f"datagram {where[0]}", reason=said))
                 if len(data) >= HELLO_BYTES:
                     self._answer_hello(wire.encode(datagrams.Introduction(error=str(error)[:200])), (hints, where))
 
@@ -429,7 +448,8 @@ class Server:
             events, core.events = core.events, []
             self.store.append(events)
             for event in events:
-                event_lines.tell(event)
+                event_lines.log_event(event, core.state)
+                self.telling.note(event)
                 if self.exporter is not None:
                     self.exporter.recorded.note(event)
             self._upkeep.thin(events[-1].id)

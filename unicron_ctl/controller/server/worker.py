@@ -163,6 +163,7 @@ class Worker:
         self.not_before = float("-inf")
         self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
         self._order = Order()
+        self.took: Callable[[str, float], object] = lambda call, seconds: None  # told of each call of Slurm
         self._others = Others(client) if client is not None else None
         self._site = UNSAID
         self._looked = -SETTINGS_SECONDS
@@ -233,8 +234,8 @@ class Worker:
 
     def _poll(self, poll: Poll, core: Core) -> None:
         assert self._client is not None and self._others is not None
+        began = time.monotonic()
         try:
-            began = time.monotonic()
             nodes, own = self._client.nodes(), self._client.elements(poll.jobs)
             took = time.monotonic() - began
             elements = own + self._others.read(nodes, own, poll)
@@ -256,6 +257,8 @@ class Worker:
             self.results.put(lambda: core.on_slurm_error(text))
         else:
             self.results.put(lambda: core.on_listing(nodes, elements, site, took))
+        finally:
+            self.took("list", time.monotonic() - began)
 
     def _run(self, request: Run, tickets: list[int], core: Core) -> None:
         """Carries actions out for RUN_SECONDS, and no further than the first call that Slurm does not answer."""
@@ -285,6 +288,7 @@ class Worker:
             if time.monotonic() < self.not_before:
                 return TAKEN_OVER, True
             self._changing += 1
+        began = time.monotonic()
         try:
             if not self._tenure.valid:
                 return NOT_OURS, True
@@ -294,6 +298,7 @@ class Worker:
         except Exception as error:
             return shortened(f"{type(error).__name__}: {error}", SAID), False
         finally:
+            self.took(action.action, time.monotonic() - began)
             with self._changed:
                 self._changing -= 1
                 self._changed.notify_all()
@@ -334,5 +339,7 @@ def perform(client: SlurmClient, action: Action) -> None:
             client.start_now(action.job, action.element)
         case "cancel":
             client.cancel(action.job, action.element, action.text)
+        case "comment":
+            client.comment(action.job, action.element, action.text)
         case other:
             raise ValueError(f"no such action: {other}")

@@ -6,11 +6,10 @@ import shlex
 import sys
 from pathlib import Path
 
-import unicron
+from unicron.ctl.lab.cluster import shipped
 from unicron.ctl.lab.cluster.cluster_layout import Layout
 
-PLUGIN = Path(unicron.__file__).resolve().parent.parent / "slurm_plugin"
-HEALTH, PROLOG = PLUGIN / "health" / "unicron-health", PLUGIN / "prolog.d" / "50-unicron"
+HEALTH, PROLOG = shipped.health_program(), shipped.prolog()
 
 
 def health_conf(folder: Path, layout: Layout, controller: str = "", **more: str) -> str:

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import unicron
+from unicron.ctl.lab.cluster import shipped
 from unicron.ctl.lab.cluster.cluster_layout import Layout
 from unicron.ctl.system.errors import UserError
 
-PLUGIN = Path(unicron.__file__).resolve().parent.parent / "slurm_plugin" / "spank" / "unicron.so"
 MODULE = "unicron.ctl.controller.unicrond"
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
@@ -40,9 +39,10 @@ max_weight = 10
 
 def plugin_line(address: str) -> str:
     """The line of plugstack.conf for jobs that report to `address`. Raises UserError where the plugin is not built."""
-    if not PLUGIN.is_file():
-        raise UserError(f"no {PLUGIN.name} in {PLUGIN.parent}: build it with `make plugin`")
-    return f"optional {PLUGIN} agent={scripts() / 'unicron-agent'} controller={address}"
+    plugin = shipped.plugin()
+    if not plugin.is_file():
+        raise UserError(f"no {plugin.name} in {plugin.parent}: build it with `make plugin`")
+    return f"optional {plugin} agent={shipped.agent()} controller={address}"
 
 
 def scripts() -> Path:

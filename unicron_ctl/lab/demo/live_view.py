@@ -5,33 +5,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any, Self
 
 from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from unicron.ctl.protocol.answer_schema import Status
+from unicron.ctl.system.columns import Listing
+from unicron.ctl.system.live_region import LiveRegion
 
 LINES = 14
-
-
-class LiveRegion:
-    """A context manager around a part of the terminal that changes in place; it shows nothing on a pipe."""
-
-    def __init__(self, console: Console, **settings: Any):
-        self._console = console
-        self._live = Live(console=console, **settings) if console.is_terminal else None
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
 
 
 class View(LiveRegion):
@@ -62,13 +44,12 @@ class View(LiveRegion):
         if last and last.reason != self._last_event:
             self._last_event = last.reason
             self.add_line(f"    unicron: SEV{last.severity} {last.cause}: {last.reason}")
-        if self._live:
-            self._live.update(Group(_jobs(status), _nodes(status), Text("\n".join(self._lines))))
+        jobs = _jobs(status).styled(self._console.width)
+        self.show_now(Group(*jobs, _nodes(status), Text("\n".join(self._lines))))
 
 
-def _jobs(status: Status) -> Table:
-    table = Table(title="jobs", title_justify="left", expand=True)
-    for heading in (
+def _jobs(status: Status) -> Listing:
+    table = Listing(
         "job",
         "state",
         "generation",
@@ -78,8 +59,8 @@ def _jobs(status: Status) -> Table:
         "loss",
         "weight",
         "WAF (GFLOP/s)",
-    ):
-        table.add_column(heading)
+        cut=["job"],
+    )
     for job in status.jobs:
         seconds = job.iteration_seconds
         table.add_row(

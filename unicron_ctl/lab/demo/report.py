@@ -151,7 +151,18 @@ def problems(result: DemoResult) -> list[str]:
 def tables(result: DemoResult) -> list[Listing]:
     """The two tables at the end of the demo."""
     failures = Listing(
-        "job", "what", "sev", "cause", "by", "found", "again", "kept", "taken", "twice", "whole", title="failures"
+        "job",
+        "what",
+        "sev",
+        "cause",
+        "by",
+        "found",
+        "again",
+        "kept",
+        "taken",
+        "twice",
+        "whole",
+        optional=["by", "found", "taken"],
     )
     for f in result.failures:
         began = f.injected_at

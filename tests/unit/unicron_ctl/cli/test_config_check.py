@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from unicron.ctl.cli.config_check import allowed, command, lines
+from unicron.ctl.cli.config_check import allowed, command, table
 from unicron.ctl.settings.config import Config, ControllerConfig
 from unicron.ctl.settings.partitions import Claim, PartitionConfig
 from unicron.ctl.slurm import PartitionInfo
@@ -29,13 +29,13 @@ def _call(path: Path, *arguments: str, code: int) -> Any:
 
 def test_each_partition_is_a_line_to_be_grepped() -> None:
     config = Config(controller=ControllerConfig(partitions=PARTITIONS))
-    found = lines(allowed(config, [PartitionInfo("gpu", 64, "UP"), PartitionInfo("cpu", 8, "DOWN")]))
+    found = table(allowed(config, [PartitionInfo("gpu", 64, "UP"), PartitionInfo("cpu", 8, "DOWN")])).lines()
     assert found == [
-        "PARTITION  NODES  STATE  MODE     SPARE  WEIGHT   ACTIONS",
-        "gpu        64     UP     act      2      1,lab=4  drain,pin",
-        "cpu        8      DOWN   observe  0      1        none",
-        "old        -      -      off      0      1        none",
-        "default    -      -      observe  0      1        none",
+        "PARTITION NODES STATE MODE    SPARE WEIGHT  ACTIONS",
+        "gpu       64    UP    act     2     1,lab=4 drain,pin",
+        "cpu       8     DOWN  observe 0     1       none",
+        "old       -     -     off     0     1       none",
+        "default   -     -     observe 0     1       none",
     ]
 
 

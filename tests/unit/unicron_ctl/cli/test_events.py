@@ -1,21 +1,29 @@
-"""`unicronctl events`: as many lines as were asked for, whatever the log holds besides."""
+"""`unicronctl events`: as many lines as were asked for, of those that are chosen, whatever the log holds besides."""
 
 from __future__ import annotations
 
 import json
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from tests.support.world import FakeSlurm, World
 from unicron.ctl.cli import events
+from unicron.ctl.cli.times import SINCE, duration, moment, short
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log import store as stores
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.protocol import wire
+from unicron.ctl.protocol.answer_schema import ASKED_TOO_MUCH
+from unicron.ctl.system.errors import UserError
 
 STEP = records.Step(
     iteration=1, loss=1.0, seconds=0.5, ranks=2, nodes=2, flops=1e9, train_iterations=9, micro_batches=8, computed=8
@@ -23,44 +31,203 @@ STEP = records.Step(
 
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind each of 40 decisions are nine steps of the training."""
-    store = Store(tmp_path / "events.sqlite")
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Behind each of 40 decisions are nine steps of the training; a node was lost, and came back, long ago."""
+    store, world = Store(tmp_path / "events.sqlite"), World(FakeSlurm(3))
+    world.slurm.submit("1", 1, user="ann", uid=1000)
+    world.start_job(nodes=1)
+    world.run(2.0)
     kinds = [records.Steady(reason="works"), *[STEP] * 9]
-    store.append([Event(1 + n, 1000.0 + n, "1", 0, kinds[n % 10]) for n in range(400)])
+    happened = [Event(1 + n, 1000.0 + n, "1", 0, kinds[n % 10]) for n in range(400)]
+    happened[10] = Event(11, 1010.0, "", 0, records.NodeLost(node="n2", element=1, reason="n2 is lost"))
+    happened[20] = Event(21, 1020.0, "", 0, records.NodeResumed(node="n2", reason="n2 is back"))
+    store.append(happened)
+    world.core.state.last_event = 400
 
     def ask(question: dict[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
         arguments = dict(question)
         sent = wire.encode(wire.Ask(what=arguments.pop("kind"), args=arguments))
         heard = wire.decode(sent)
-        return answers.answer(None, store, heard.what, heard.args, EVERYBODY)  # type: ignore[arg-type]
+        try:
+            return answers.answer(world.core, store, heard.what, heard.args, EVERYBODY)
+        except answers.Unanswerable as error:
+            raise UserError(str(error)) from None
 
     monkeypatch.setattr(events, "ask_controller", ask)
+    return store
 
 
 def shown(*words: str) -> list[str]:
-    done = CliRunner().invoke(events.command, list(words))
+    done = run(*words)
     assert done.exit_code == 0, done.output
-    return done.output.splitlines()
+    return done.stdout.splitlines()
 
 
-def test_so_many_lines_as_were_asked_for(log: None) -> None:
+def run(*words: str) -> Any:
+    return CliRunner().invoke(events.command, list(words))
+
+
+def ids(*words: str) -> list[int]:
+    return [json.loads(line)["id"] for line in shown("--json", *words)]
+
+
+def test_so_many_lines_as_were_asked_for(log: Store) -> None:
     assert len(shown("-n", "12")) == 12 and all(" steady job 1: works" in line for line in shown("-n", "12"))
     assert len(shown()) == 40
     assert len(shown("-n", "12", "--steps")) == 12 and " step" in shown("-n", "12", "--steps")[-1]
 
 
-def test_json_has_everything(log: None) -> None:
-    ids = [json.loads(line)["id"] for line in shown("-n", "12", "--json")]
-    assert ids == list(range(389, 401))
+def test_a_line_begins_with_the_date_and_the_offset(log: Store) -> None:
+    """Defect: a bare time: of which day was nowhere."""
+    at = datetime.fromisoformat(shown("-n", "1")[0].split()[0])
+    assert at.tzinfo is not None and at.timestamp() == 1390.0
 
 
-def test_after_an_id_come_the_next_ones(log: None) -> None:
-    assert [json.loads(line)["id"] for line in shown("--after", "100", "-n", "3", "--json")] == [101, 102, 103]
+def test_json_has_everything(log: Store) -> None:
+    assert ids("-n", "12") == list(range(389, 401))
+
+
+def test_after_an_id_come_the_next_ones(log: Store) -> None:
+    assert ids("--after", "100", "-n", "3") == [101, 102, 103]
     assert len(shown("--after", "391")) == 0 and len(shown("--after", "390")) == 1
 
 
-@pytest.mark.parametrize("without", [1, "x " * 21])
+def test_a_kind_is_found_wherever_it_is(log: Store) -> None:
+    assert ids("--kind", "node_lost,node-resumed") == ids("--kind", "node_lost", "--kind", "node_resumed") == [11, 21]
+    assert ids("--kind", "node_lost", "--after", "11") == [] and len(shown("--kind", "step", "-n", "7")) == 7
+
+
+def test_events_that_name_a_node_are_found(log: Store) -> None:
+    assert ids("--node", "n[2-3]") == [11, 21] and ids("--node", "n3") == []
+    assert ids("--node", "n2", "--kind", "node_resumed") == [21]
+
+
+def test_events_of_a_user_or_a_partition(log: Store) -> None:
+    assert set(ids("--user", "ann", "-n", "5000")) == {*range(1, 401)} - {11, 21}
+    assert set(ids("--partition", "main", "-n", "5000")) == {*range(1, 401)}, "its nodes', too"
+
+
+def test_since_a_time_and_how_many_more_there_are(log: Store) -> None:
+    assert ids("--since", moment(1350.0)) == list(range(351, 401))
+    done = run("--since", moment(1350.0), "-n", "3", "--json")
+    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == [398, 399, 400]
+    assert done.stderr == "unicronctl: there are earlier ones: -n 30 shows more\n"
+
+
+def test_an_answer_that_is_cut_is_asked_on(log: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer costs the controller little, and together they are all."""
+    whole = ids("-n", "5000"), ids("--node", "n2"), ids("--after", "7", "-n", "300"), ids("--kind", "steady")
+    monkeypatch.setattr(stores, "TAIL_ROWS", 16)
+    monkeypatch.setattr(stores, "TAIL_BYTES", 1500)
+    assert whole == (ids("-n", "5000"), ids("--node", "n2"), ids("--after", "7", "-n", "300"), ids("--kind", "steady"))
+
+
+def test_who_asks_too_much_waits_and_goes_on(log: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked, slept = events.ask_controller, list[int](), list[float]()
+
+    def busy(question: dict[str, Any], address: str | None = None) -> Any:
+        asked.append(1)
+        if len(asked) % 3:
+            raise UserError(ASKED_TOO_MUCH)
+        return ask(question, address)
+
+    monkeypatch.setattr(events, "ask_controller", busy)
+    monkeypatch.setattr(events.time, "sleep", slept.append)
+    assert ids("-n", "2") == [399, 400] and slept == [1.0, 1.0]
+
+
+def test_what_comes_later_is_followed_without_reading_the_log_again(
+    log: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect: with nothing found yet, the next question began at the end of the log, or at its beginning."""
+    ask, asked = events.ask_controller, list[dict[str, Any]]()
+
+    def noting(question: dict[str, Any], address: str | None = None) -> Any:
+        asked.append(question)
+        return ask(question, address)
+
+    def sleep(seconds: float) -> None:
+        if len(asked) > 2:
+            raise KeyboardInterrupt
+        if len(asked) == 1:
+            log.append([Event(401, 2000.0, "", 0, records.NodeLost(node="n3", element=1, reason="n3 is lost"))])
+
+    monkeypatch.setattr(events, "ask_controller", noting)
+    monkeypatch.setattr(events.time, "sleep", sleep)
+    done = run("-f", "--node", "n3")
+    assert done.exit_code == 0 and [line.split()[1:3] for line in done.output.splitlines()] == [["node_lost:", "n3"]]
+    assert [question.get("after", 0) for question in asked] == [0, 400, 401]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--kind", "nod_lost"), "no event is of kind 'nod_lost': did you mean node_lost?"),
+        (("--user", "anne"), "no job here is of user 'anne': did you mean ann?"),
+        (("--user", "root"), "no job here is of user 'root': users with jobs are ann"),
+        (("--partition", "mian"), "there is no partition 'mian': did you mean main?"),
+        (("--node", "n[1-9]"), "no node is called 'n4': nodes are n1, n2, n3"),
+        (("--node", "n11"), "no node is called 'n11': did you mean n1?"),
+        (("--node", "n[1-"), "'n[1-' is no list of nodes: write n1, or n[1-8,12],m3"),
+    ],
+)
+def test_a_wrong_value_is_one_line(log: Store, words: tuple[str, ...], said: str) -> None:
+    done = run(*words)
+    assert isinstance(done.exception, UserError) and str(done.exception) == said
+
+
+NOW = datetime(2026, 11, 27, 14, 0).astimezone()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds_ago"),
+    [
+        ("2h", 7200.0),
+        ("1h30m", 5400.0),
+        ("13:30", 1800.0),
+        ("13:59:58", 2.0),
+        ("15:00", 23 * 3600.0),
+        ("2026-11-27", 14 * 3600.0),
+        ("2026-11-27T13:00", 3600.0),
+        ("2026-11-27 13:00:30", 3570.0),
+    ],
+)
+def test_times_as_people_write_them(monkeypatch: pytest.MonkeyPatch, text: str, seconds_ago: float) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Clock:
+            return cls.fromtimestamp(NOW.timestamp(), tz)
+
+    monkeypatch.setattr("unicron.ctl.cli.times.datetime", Clock)
+    assert SINCE.convert(text, None, None) == NOW.timestamp() - seconds_ago
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("2 hours", "did you mean 2h?"),
+        ("yesterday", "write 2h, 14:30, 2026-11-27 or 2026-11-27T14:30"),
+        ("25:00", "write 2h"),
+        ("2026-13-01", "write 2h"),
+        ("7", "write 2h"),
+        ("2999-01-01", "is still to come"),
+    ],
+)
+def test_a_time_that_is_none(text: str, said: str) -> None:
+    with pytest.raises(click.BadParameter, match=said.replace("?", r"\?")):
+        SINCE.convert(text, None, None)
+
+
+def test_how_times_are_written() -> None:
+    now = time.time()
+    assert datetime.fromisoformat(moment(now)).timestamp() == pytest.approx(now, abs=1e-3)
+    assert short(NOW.timestamp(), NOW.timestamp()) == "11-27T14:00:00"
+    assert short(NOW.timestamp(), NOW.timestamp() + 300 * 86400) == "2026-11-27T14:00"
+    assert [duration(seconds) for seconds in (3.04, 90.0, 7500.0)] == ["3.0s", "1m30s", "2h05m"]
+
+
+@pytest.mark.parametrize("without", [1, "x " * 21, "abcdefghij " * 21, "x" * 2001])
 def test_wrong_kinds_are_refused(without: Any) -> None:
+    """Defect: 21 long words took the controller hours."""
     with pytest.raises(answers.Unanswerable, match=r"events: .*without"):
         answers.answer(None, None, "events", {"without": without}, EVERYBODY)  # type: ignore[arg-type]

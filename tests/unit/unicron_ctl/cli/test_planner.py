@@ -107,8 +107,8 @@ def test_simulate_shows_each_policy_beside_the_bound(capsys):
     status, out, _ = call(capsys, *words, "--policy", "unicron", "--policy", "clairvoyant")
     assert status == 0
     header, ours, bound = out.splitlines()[:3]
-    assert header.endswith("of the bound")
-    assert 99.0 < float(ours.split()[-2]) < 100.0 and bound.split()[-2] == "100.00"
+    assert header.endswith("BOUND")
+    assert 99.0 < float(ours.split()[-1].rstrip("%")) < 100.0 and bound.split()[-1] == "100.00%"
 
 
 @pytest.mark.parametrize("words", [(), ("--days", "7"), ("--seed", "0")], ids=" ".join)

@@ -13,6 +13,7 @@ from msgspec import inspect
 from tests.support import hostile
 from tests.support.depth import cases
 from unicron.ctl.protocol import datagrams, ranges, shared_plans, structs, wire
+from unicron.detector.formats import HINT, PROTOCOL
 
 ANY_NUMBER = {"RankStatus.loss", "RankStep.loss"}  # of a training that diverges it is none
 ANYTHING = {"Answer.data", "PlanShare.common"}  # what the controller says; a plan's part has a type of its own
@@ -63,13 +64,13 @@ def test_every_field_has_a_range(kind):
 def test_what_is_at_the_ends_of_the_ranges_is_taken_and_what_is_beyond_refused(kind):
     info = inspect.type_info(kind)
     decoder = UNIONS.get(SIDE.get(kind, ""), kind)
-    speaks = datagrams.HINT_VERSION if kind is datagrams.Hint else wire.VERSION
+    form = HINT if kind is datagrams.Hint else PROTOCOL
 
     @settings(max_examples=cases(15), deadline=None, suppress_health_check=list(HealthCheck))
     @given(hostile.inside(info, KNOWN).map(msgspec.msgpack.encode))
     def taken(data):
         try:
-            wire.decode(data, decoder, speaks)
+            wire.decode(data, decoder, form)
         except wire.BadMessage as error:
             assert "each slot has one step" in str(error), error
 
@@ -78,7 +79,7 @@ def test_what_is_at_the_ends_of_the_ranges_is_taken_and_what_is_beyond_refused(k
     def refused(beyond):
         path, data = beyond
         with pytest.raises(wire.BadMessage):
-            wire.decode(data, decoder, speaks)
+            wire.decode(data, decoder, form)
             pytest.fail(f"{kind.__name__}{path} takes what is beyond its range")
 
     taken()

@@ -95,7 +95,7 @@ def test_a_common_part_that_is_none_is_refused(common):
 
 
 def test_another_version_is_refused_with_what_to_do():
-    with pytest.raises(wire.BadMessage, match="install the same release on both sides"):
+    with pytest.raises(wire.OtherRelease, match="upgrade this side"):
         wire.decode(wire.encode(wire.Ping(v=wire.VERSION + 1)), wire.ToAgent)
 
 

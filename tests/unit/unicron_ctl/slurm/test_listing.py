@@ -133,21 +133,6 @@ def test_times_and_limits() -> None:
     assert {text: squeue.parse_limit(text) for text in limits} == limits
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("", []),
-        ("n1", ["n1"]),
-        ("n[1-3,07-08],m", ["n1", "n2", "n3", "n07", "n08", "m"]),
-        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
-        ("n[0-999999999]", []),
-        ("n[a-b]", []),
-    ],
-)
-def test_host_lists(text: str, names: list[str]) -> None:
-    assert squeue.hosts(text) == names
-
-
 @pytest.mark.parametrize("text", ["gres:gpu:a100:4", "gres/gpu:a100:4", "gpu:a100:4"])
 def test_gres_of_old_and_new_releases(text: str) -> None:
     assert squeue.plain_gres(text) == "gpu:a100:4"

@@ -23,6 +23,7 @@ from unicron.ctl.controller.log.records.failure_records import (
     FailureVerdict as FailureVerdict,
     FailureAction as FailureAction,
     LeaveOut as LeaveOut,
+    Healed as Healed,
     ActionFailed as ActionFailed,
 )
 from unicron.ctl.controller.log.records.generation_records import (
@@ -105,6 +106,7 @@ from unicron.ctl.controller.log.records.slurm_records import (
     Started as Started,
     Restored as Restored,
     Configured as Configured,
+    ConfigRefused as ConfigRefused,
     BadMessage as BadMessage,
     RegistrationRefused as RegistrationRefused,
     JobSetAside as JobSetAside,
@@ -114,6 +116,8 @@ from unicron.ctl.controller.log.records.slurm_records import (
     SlurmDone as SlurmDone,
     SlurmFailed as SlurmFailed,
     SlurmBack as SlurmBack,
+    NeedsAdmin as NeedsAdmin,
+    Told as Told,
     HeldAgain as HeldAgain,
     Unpinned as Unpinned,
     Allotted as Allotted,

@@ -87,6 +87,20 @@ class LeaveOut(Record, frozen=True, tag="leave_out"):
     slots: dict[int, str]
 
 
+class Healed(Record, frozen=True, tag="healed"):
+    """A job trains again after failures. failures: their numbers. cause, node: the first one's.
+
+    seconds: from the first failure to the first iteration after it. lost_seconds: of the job's time, iterations that
+    were made again included. nodes: that the job had."""
+
+    failures: list[int]
+    cause: str
+    seconds: float
+    lost_seconds: float
+    nodes: int
+    node: str = ""
+
+
 class ActionFailed(Record, frozen=True, tag="action_failed"):
     """An action came to its time limit or was refused; slot -1: Slurm refused to take the node out of service."""
 

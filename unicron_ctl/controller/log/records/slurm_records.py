@@ -27,6 +27,10 @@ class Configured(Record, frozen=True, tag="configured"):
     """The configuration was read again."""
 
 
+class ConfigRefused(Record, frozen=True, tag="config_refused"):
+    """The configuration was to be read again, and has a mistake: the old one stays."""
+
+
 class BadMessage(Record, frozen=True, tag="bad_message"):
     """A message could not be read.
 
@@ -39,10 +43,11 @@ class BadMessage(Record, frozen=True, tag="bad_message"):
 class RegistrationRefused(Record, frozen=True, tag="registration_refused"):
     """An agent was not taken in.
 
-    peer: job and element.
+    peer: job and element. node: where the agent says that it is.
     """
 
     peer: str
+    node: str = ""
 
 
 class JobSetAside(Record, frozen=True, tag="job_set_aside"):
@@ -120,6 +125,22 @@ class Unpaused(Record, frozen=True, tag="unpaused"):
     """An admin has ended that. partition: "" for all that is paused."""
 
     partition: str = ""
+
+
+class NeedsAdmin(Record, frozen=True, tag="needs_admin"):
+    """Something needs an admin, or no longer does (over). key: what tells it from all else."""
+
+    key: str
+    node: str = ""
+    over: bool = False
+
+
+class Told(Record, frozen=True, tag="told"):
+    """A target of [notify] has heard of all events up to `upto` that are for it. notices: how many there were."""
+
+    target: str
+    upto: int
+    notices: int = 0
 
 
 class HeldAgain(Record, frozen=True, tag="held_again"):

@@ -13,6 +13,7 @@ import pytest
 from unicron.ctl.agent.connections.rank_socket import for_rank, from_rank
 from unicron.ctl.agent.ranks.ranks import AGENTS_OWN
 from unicron.ctl.protocol import structs, wire
+from unicron.detector.formats import RANKS
 from unicron.detector.processes import rank_messages
 from unicron.detector.processes.rank_messages import FROM_RANK, TO_RANK, Fault, Moved, Plan, Status, Step, Timing
 
@@ -96,7 +97,7 @@ def test_a_rank_passes_over_what_is_not_for_it():
     assert rank_messages.decode(for_rank(wire.Welcome(heartbeat_period=1.0, controller="c"))) is None
     assert rank_messages.decode(msgpack.packb({"kind": "save", "v": 99})) is None
     with pytest.raises(TypeError):
-        rank_messages.decode(msgpack.packb({"kind": "plan", "v": rank_messages.VERSION}))
+        rank_messages.decode(msgpack.packb({"kind": "plan", "v": RANKS.number}))
 
 
 def test_what_is_part_of_no_message_is_not_sent():

@@ -62,8 +62,9 @@ def kinds(world: World) -> list[str]:
     return [event.kind for event in world.log if event.kind in ("most_silent", "most_heard", "alone")]
 
 
-def foot(world: World) -> str:
-    return str(status_tables.status(answers.answer(world.core, None, "status", {}, EVERYBODY))[-1])
+def head(world: World) -> str:
+    """What `unicronctl status` says above its tables."""
+    return str(status_tables.status(answers.answer(world.core, None, "status", {}, EVERYBODY))[0])
 
 
 def one_of_each(world: World) -> list[FakeAgent]:
@@ -84,13 +85,13 @@ def test_one_voice_does_not_make_the_controller_sure_of_itself(slurm_too: bool):
     assert not stopped(world) and kinds(world) == ["most_silent"] and not world.core.view.alone
     (said,) = [event.record for event in world.log if event.kind == "most_silent"]
     assert (said.silent, said.nodes) == (13, 15)
-    assert "most agents fell silent together" in foot(world)
+    assert "most agents fell silent together" in head(world)
     assert sorted(world.job("1").members) == [1, 2], "a job is healed within what it has"
     for states in world.slurm.node_states.values():
         states.discard("NOT_RESPONDING")
     heal(world)
     world.run(10.0)
-    assert kinds(world) == ["most_silent", "most_heard"] and "fell silent" not in foot(world)
+    assert kinds(world) == ["most_silent", "most_heard"] and "fell silent" not in head(world)
     assert not stopped(world) and not world.core.state.deferred
     world.check_replay()
 
@@ -358,3 +359,23 @@ def test_a_node_that_two_jobs_lost_is_taken_also_when_one_of_them_ends_first(end
     world.run(12.0)
     assert [call[3] for call in stopped(world) if call[0] == "down"] == [dead] and not world.core.state.deferred
     world.check_replay()
+
+
+def test_nobody_is_missed_after_the_last_job_has_ended() -> None:
+    world = World(FakeSlurm(3))
+    world.slurm.submit("1", 2)
+    agents = follow(world, "1", 2)
+    for agent in agents:
+        agent.ready()
+    world.run(3.0)
+    for _ in range(6):  # the job's own error, until the controller ends it
+        for agent in agents:
+            agent.die(agent.slots[0], code=1, lived=1.0)
+        world.run(4.0)
+        if world.job("1").ended:
+            break
+    assert world.job("1").ended
+    for agent in agents:
+        agent.silent = True
+    world.run(20.0)
+    assert not world.core.view.alone and not [event for event in world.log if isinstance(event.record, records.Alone)]

@@ -16,7 +16,7 @@ from unicron.ctl.controller.model.submission import AFTER_END_SECONDS
 from unicron.ctl.controller.plan.reconcile import GONE_SECONDS
 from unicron.ctl.protocol import wire
 from unicron.ctl.slurm import squeue
-from unicron.ctl.slurm.squeue import hosts
+from unicron.ctl.slurm.host_lists import hosts
 
 ANN, BOB = 1000, 1001
 

@@ -12,7 +12,7 @@ import pytest
 from unicron.ctl.controller.core.state_snapshot import read_state
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event, Record
-from unicron.ctl.controller.log.store import TAIL_BYTES, TAIL_ROWS, Store, StoreError
+from unicron.ctl.controller.log.store import TAIL_BYTES, TAIL_ROWS, Store, StoreError, Wanted
 from unicron.ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 
 STEP = records.Step(
@@ -30,7 +30,9 @@ def test_what_was_appended_is_there_after_a_crash(tmp_path: Path) -> None:
     store.append(written)
     again = Store(tmp_path / "events.sqlite")  # the first one is not closed: its process was killed
     assert list(again.replay()) == written
-    assert [e.id for e in again.tail(after=1).events] == [2] and [e.id for e in again.tail(jobs=["1"]).events] == [1]
+    assert [e.id for e in again.tail(after=1).events] == [2] and [
+        e.id for e in again.tail(wanted=Wanted(jobs=["1"])).events
+    ] == [1]
 
 
 def test_the_tail_gives_the_newest_without_a_start_and_the_next_with_one(tmp_path: Path) -> None:
@@ -143,10 +145,10 @@ def test_what_one_answer_loads_is_bounded(tmp_path: Path) -> None:
     store.append([event(n, large, str(n % 3)) for n in range(1, 41)])
     found = store.tail(limit=5000)
     assert [e.id for e in found.events] == [38, 39, 40] and found.cut
-    later = store.tail(after=10, limit=5000, jobs=["0", "1"])
+    later = store.tail(after=10, limit=5000, wanted=Wanted(jobs=["0", "1"]))
     assert [e.id for e in later.events] == [12, 13, 15] and later.cut
     assert store.tail(after=38) == ([event(39, large, "0"), event(40, large, "1")], None)
-    assert store.tail(jobs=[]) == ([], None)
+    assert store.tail(wanted=Wanted(jobs=[])) == ([], None)
     store.append([event(41, records.Steady(reason="x" * TAIL_BYTES))])
     (huge,) = store.tail(limit=1).events
     assert isinstance(huge.record, records.Unreadable) and "2.1 MB is too large" in huge.record.reason
@@ -163,11 +165,11 @@ def test_what_one_answer_looks_at_is_bounded(
     last = 3 * rows
     store.append([event(1), *(event(n, STEP) for n in range(2, last)), event(last)])
     store._db.set_progress_handler(lambda: work.append(1), rows)  # called once for so many steps of SQLite
-    newest = store.tail(jobs=jobs, without=["step"])
+    newest = store.tail(wanted=Wanted(jobs=jobs, without=["step"]))
     assert [e.id for e in newest.events] == [last] and newest.cut == (last - rows + 1, 1000.0 + newest.cut[0])
     assert len(work) < 20
     after = 1
-    while (piece := store.tail(after, jobs=jobs, without=["step"])).cut:
+    while (piece := store.tail(after, wanted=Wanted(jobs=jobs, without=["step"]))).cut:
         assert not piece.events and piece.cut[0] == after + rows
         after = piece.cut[0]
     assert [e.id for e in piece.events] == [last]

@@ -16,6 +16,7 @@ from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.controller.model.node_state import HealthReport
 from unicron.ctl.controller.nodes.readmission import Admission, Report, decide
 from unicron.ctl.protocol.answer_schema import Node
+from unicron.ctl.system.columns import show
 from unicron.detector.failures.fault_history import Decision, Fault
 from unicron.detector.failures.severity import Severity
 
@@ -92,7 +93,7 @@ def tell(
 
 
 def listed(world: World, node: str) -> dict:
-    status_tables.console().print(status_tables.nodes(visible_nodes(world.core, EVERYBODY)))
+    show([status_tables.nodes(visible_nodes(world.core, EVERYBODY))])
     return next(item for item in told(world.core, "nodes") if item["node"] == node)
 
 

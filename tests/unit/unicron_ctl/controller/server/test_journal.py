@@ -15,8 +15,10 @@ from typing import TextIO
 import pytest
 
 from tests.support.processes import undated
+from tests.support.world import FakeSlurm, World
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.server import event_lines, journal
 
 log = logging.getLogger("unicron.controller")
@@ -108,13 +110,61 @@ def event(record: records.Record, job: str = "7") -> Event:
     return Event(12, 1.0, job, 3, record)
 
 
+def _tell(told: Event) -> None:
+    event_lines.log_event(told, ClusterState())
+
+
+def test_of_each_kind_of_event_it_is_known_whether_it_is_a_line() -> None:
+    """Defect: nothing was logged when a job was set aside, or a configuration read again."""
+    assert event_lines.LEVELS.keys().isdisjoint(event_lines.QUIET)
+    assert {*event_lines.LEVELS, *event_lines.QUIET} == set(records.KINDS.values())
+
+
+def test_a_real_failure_and_what_follows_is_told_with_job_node_event_time_and_level() -> None:
+    world = World(FakeSlurm(4))
+    world.slurm.submit("1", 3)
+    agents = world.start_job(nodes=3)
+    world.run(3.0)
+    agents[0].die(0, 1, last_line="CUDA error: uncorrectable ECC error encountered")
+    world.run(5.0)
+    world.core.append("1", 1, records.SlurmAction(action="requeue", element=0, node="", reason="leaves its node"))
+    world.core.append("1", 1, records.SlurmDone(action="requeue", element=0, node=""))
+    world.core.append("1", 1, records.Parted(element=1, reason="does not reach the others"))
+    world.core.append("", 0, records.RegistrationRefused(peer="8 0", node="n4", reason="n4: it is another's"))
+    world.core.append("", 0, records.Configured(reason="read again"))
+    world.core.append("", 0, records.ConfigRefused(reason="ranks: unknown key"))
+    stream = io.StringIO()
+    journal.start("unicrond", stream=stream, form="json")
+    for told in [*world.log, *world.core.events]:
+        event_lines.log_event(told, world.core.state)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    by_kind = {line["text"].partition(":")[0]: line for line in lines}
+    expected = {
+        "job_registered": ("INFO", "1", None),
+        "failure_detected": ("WARNING", "1", "n1"),
+        "break": ("INFO", "1", None),
+        "slurm_action": ("WARNING", "1", "n1"),
+        "slurm_done": ("INFO", "1", "n1"),
+        "parted": ("WARNING", "1", "n2"),
+        "registration_refused": ("WARNING", "8", "n4"),
+        "configured": ("INFO", None, None),
+        "config_refused": ("ERROR", None, None),
+    }
+    seen = {kind: (line["level"], line.get("job"), line.get("node")) for kind, line in by_kind.items()}
+    assert {kind: seen.get(kind) for kind in expected} == expected
+    ids = {event.id: event.kind for event in [*world.log, *world.core.events]}
+    for line in lines:
+        assert ids[line["event"]] == line["text"].partition(":")[0]
+        assert datetime.fromisoformat(line["time"]).tzinfo is not None
+
+
 def test_each_event_that_matters_is_a_line_with_job_node_and_number() -> None:
     stream = io.StringIO()
     journal.start("unicrond", stream=stream)
-    event_lines.tell(event(records.SlurmAction(action="down", element=-1, node="n3", reason="down n3: its lease")))
-    event_lines.tell(event(records.JobEnded(code=0), "8"))
-    event_lines.tell(event(records.Timing(slot=0, seconds={})))
-    event_lines.tell(event(records.IsolationWithheld(node="n4", slots=[], reason="4 nodes are out already"), ""))
+    _tell(event(records.SlurmAction(action="down", element=-1, node="n3", reason="down n3: its lease")))
+    _tell(event(records.JobEnded(code=0), "8"))
+    _tell(event(records.Timing(slot=0, seconds={})))
+    _tell(event(records.IsolationWithheld(node="n4", slots=[], reason="4 nodes are out already"), ""))
     assert written(stream) == [
         "WARNING unicrond job=7 node=n3 event=12: slurm_action: down n3: its lease",
         "INFO unicrond job=8 event=12: job_ended",
@@ -125,7 +175,7 @@ def test_each_event_that_matters_is_a_line_with_job_node_and_number() -> None:
 def test_in_json_a_line_is_an_object() -> None:
     stream = io.StringIO()
     journal.start("unicrond", stream=stream, form="json")
-    event_lines.tell(event(records.SlurmAction(action="down", element=-1, node="n3", reason="its lease")))
+    _tell(event(records.SlurmAction(action="down", element=-1, node="n3", reason="its lease")))
     try:
         raise ValueError("x")
     except ValueError:

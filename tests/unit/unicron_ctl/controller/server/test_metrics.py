@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+import re
+import socket
 import threading
 import urllib.error
 import urllib.request
-from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,8 +23,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.server import metrics
-from unicron.ctl.controller.server.metrics import Exporter, Recorded, present
+from unicron.ctl.controller.server import metric_counts, metric_gauges, metrics
+from unicron.ctl.controller.server.metric_counts import CALLS, Recorded
+from unicron.ctl.controller.server.metric_gauges import Kept, present
+from unicron.ctl.controller.server.metrics import Exporter
+from unicron.ctl.controller.server.worker import perform
 from unicron.ctl.system.errors import UserError
 
 
@@ -78,13 +89,73 @@ def test_what_is_asked_of_slurm_is_counted_by_what_became_of_it() -> None:
         (1.0, records.SlurmAction(action="drain", element=-1, node="n1")),
         (2.0, records.SlurmDone(action="drain", node="n1")),
         (3.0, records.Observed(would="down n2", action="down", node="n2", element=-1)),
+        (4.0, records.TakeWithheld(action="requeue", element=1)),
+        (5.0, records.IsolationWithheld(node="n1", slots=[])),
+        (6.0, records.SlurmFailed(action="pin")),
+        (7.0, records.SlurmFailed(reason="no answer to a listing")),
     )
-    for action, outcome in (("drain", "asked"), ("drain", "done"), ("down", "withheld")):
+    told = (("drain", "asked"), ("drain", "done"), ("down", "observed"), ("requeue", "withheld"), ("pin", "refused"))
+    for action, outcome in (*told, ("isolate", "withheld")):
         assert found[f"unicron_slurm_actions_total[('action', '{action}'), ('outcome', '{outcome}')]"] == 1.0
+    assert sum(value for name, value in found.items() if name.startswith("unicron_slurm_actions_total")) == 6.0
 
 
-def test_what_is_now_has_jobs_and_nodes_and_no_more_labels_than_living_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm = FakeSlurm(3)
+def test_the_calls_of_slurm_that_begin_at_zero_are_those_that_there_are() -> None:
+    assert set(CALLS) == set(re.findall(r'case "(\w+)"', inspect.getsource(perform)))
+    found = recorded()
+    assert found["unicron_slurm_actions_total[('action', 'drain'), ('outcome', 'withheld')]"] == 0.0
+    assert found["unicron_events_total[('kind', 'job_set_aside')]"] == 0.0
+
+
+def test_a_failure_of_which_more_is_known_counts_as_that_too_and_once() -> None:
+    found = recorded(
+        (1.0, failure("exit", 3)),
+        (2.0, records.FailureVerdict(failure=1, cause="gpu_lost", severity=1)),
+        (3.0, records.FailureVerdict(failure=1, slurm="NODE_FAIL")),
+        (4.0, records.FailureVerdict(failure=77, cause="gpu_lost")),
+    )
+    assert found["unicron_failures_total[('cause', 'exit'), ('severity', '3')]"] == 1.0
+    assert found["unicron_failure_verdicts_total[('cause', 'gpu_lost'), ('severity', '1')]"] == 1.0
+    assert len([name for name in found if name.startswith("unicron_failure_verdicts_total")]) == 1
+
+
+def test_labels_and_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_counts, "MOST_CAUSES", 2)
+    monkeypatch.setattr(metric_counts, "MOST_JUDGED", 2)
+    found = recorded(*((1.0, failure(f"cause{n}")) for n in range(5)), (2.0, failure("cause1")))
+    assert found["unicron_failures_total[('cause', 'other'), ('severity', '2')]"] == 3.0
+    assert found["unicron_failures_total[('cause', 'cause1'), ('severity', '2')]"] == 2.0
+    counted = Recorded(CollectorRegistry())
+    for number in range(5):
+        counted.note(Event(number, 1.0, f"job{number}", 1, failure()))
+        counted.note(Event(number, 1.0, f"job{number}", 1, records.JobEnded(code=0)))
+    assert not counted.failed and not counted._ranks and len(counted._judged) == 2
+
+
+def test_slurm_and_the_loop_are_timed() -> None:
+    registry = CollectorRegistry()
+    counted = Recorded(registry)
+    counted.slurm_took("list", 0.2)
+    counted.slurm_took("drain", 3.0)
+    counted.loop_late(-0.1)
+    counted.loop_late(2.0)
+    found = samples(registry)
+    assert found["unicron_slurm_seconds_sum[('call', 'drain')]"] == 3.0
+    assert found["unicron_slurm_seconds_bucket[('call', 'list'), ('le', '0.25')]"] == 1.0
+    assert found["unicron_loop_late_seconds_sum"] == 2.0 and found["unicron_loop_late_seconds_count"] == 2.0
+
+
+def told(world: World, **kept: Any) -> dict[str, float]:
+    return {
+        f"{one.name}{sorted(one.labels.items()) if one.labels else ''}": one.value
+        for family in present(world.core, Kept(**kept))
+        for one in family.samples
+    }
+
+
+def training(nodes: int = 3) -> World:
+    """Two nodes of a job, of those that Slurm has."""
+    slurm = FakeSlurm(nodes)
     world = World(slurm)
     slurm.submit("1", 2)
     for element in (0, 1):
@@ -92,48 +163,107 @@ def test_what_is_now_has_jobs_and_nodes_and_no_more_labels_than_living_jobs(monk
         agent.register()
         agent.ready()
     world.run(3.0)
+    return world
 
-    def told() -> dict[str, float]:
-        families = present(world.core, Counter({"rate": 2}), 0.01, 4096)
-        return {
-            f"{one.name}{sorted(one.labels.items()) if one.labels else ''}": one.value
-            for family in families
-            for one in family.samples
-        }
 
-    found = told()
+def test_what_is_now_has_jobs_nodes_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = training()
+    world.core.append("1", 1, step(1, 2))
+    found = told(world, dropped={"rate": 2}, failed={"1": 3}, log_bytes=4096)
     assert found["unicron_nodes[('state', 'good')]"] == 3 and found["unicron_jobs[('state', 'running')]"] == 1
+    assert found["unicron_jobs[('state', 'set_aside')]"] == 0 and found["unicron_suspects_itself"] == 0
     assert found["unicron_agents"] == 2 and found["unicron_log_bytes"] == 4096
     assert found["unicron_messages_dropped_total[('why', 'rate')]"] == 2
-    name = world.job().settings.name
-    user = world.job().settings.user
-    assert found[f"unicron_job_nodes[('job', '1'), ('name', '{name}'), ('user', '{user}')]"] == 2
-    monkeypatch.setattr(metrics, "MOST_JOBS", 0)
-    assert not [name for name in told() if name.startswith("unicron_job_")]
+    assert found["unicron_messages_dropped_total[('why', 'message')]"] == 0
+    assert found["unicron_bound_limit[('bound', 'max_isolated_nodes')]"] == world.config.max_isolated_nodes
+    assert found["unicron_bound_used[('bound', 'max_isolated_nodes')]"] == 0
+    settings = world.job().settings
+    job = f"[('jobid', '1'), ('name', '{settings.name}'), ('user', '{settings.user}')]"
+    assert found[f"unicron_job_nodes{job}"] == 2 and found[f"unicron_job_failures_total{job}"] == 3
+    measured = world.job().measured[2]
+    assert measured > 0 and found["unicron_waf_flops"] == found[f"unicron_job_waf_flops{job}"] == measured
+    monkeypatch.setattr(metric_gauges, "MOST_JOBS", 0)
+    assert not [name for name in told(world) if name.startswith("unicron_job_")]
 
 
-def test_prometheus_is_answered_by_the_loop_and_told_when_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    exporter = Exporter("127.0.0.1:0")
-    world = World()
-    ended = threading.Event()
+def test_what_was_taken_stands_beside_its_limit() -> None:
+    world = training()
+    world.core.append("1", 1, records.SlurmAction(action="requeue", element=0, node="n1"))
+    world.core.append("", 0, records.Isolated(node="n3"))
+    found = told(world)
+    assert found["unicron_bound_used[('bound', 'max_requeues_per_minute')]"] == 1
+    assert found["unicron_bound_used[('bound', 'max_isolated_nodes')]"] == 1
+    world.run(61.0)
+    assert told(world)["unicron_bound_used[('bound', 'max_requeues_per_minute')]"] == 0
 
-    def loop() -> None:
-        while not ended.wait(0.01):
-            exporter.answer(lambda: present(world.core, Counter(), 0.0, 1))
 
-    thread = threading.Thread(target=loop)
+@contextmanager
+def answering(exporter: Exporter, world: World) -> Iterator[SimpleNamespace]:
+    """A loop that answers; how often it did is in `made`."""
+    loop = SimpleNamespace(ended=threading.Event(), made=0)
+
+    def make() -> Any:
+        loop.made += 1
+        return present(world.core, Kept(log_bytes=1))
+
+    def run() -> None:
+        while not loop.ended.wait(0.01):
+            exporter.answer(make)
+
+    thread = threading.Thread(target=run)
     thread.start()
-    place = f"http://127.0.0.1:{exporter.port}/metrics"
     try:
-        text = urllib.request.urlopen(place, timeout=10).read().decode()
-        assert "unicron_log_bytes 1.0" in text and "process_open_fds" in text
-        ended.set()
+        yield loop
+    finally:
+        loop.ended.set()
         thread.join()
-        monkeypatch.setattr(metrics, "SCRAPE_SECONDS", 0.1)
-        with pytest.raises((urllib.error.HTTPError, ConnectionError)):
-            urllib.request.urlopen(place, timeout=10).read()
+
+
+def get(exporter: Exporter) -> str:
+    return urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=10).read().decode()
+
+
+def test_prometheus_is_answered_by_the_loop_once_for_all_who_ask_at_once() -> None:
+    exporter = Exporter(":0")
+    try:
+        assert exporter.address == "127.0.0.1", "nobody else can reach it"
+        with answering(exporter, World()) as loop, ThreadPoolExecutor(8) as pool:
+            texts = list(pool.map(lambda _: get(exporter), range(8)))
+            assert all("unicron_log_bytes 1.0" in text and "process_open_fds" in text for text in texts)
+            assert loop.made <= 2
         with pytest.raises(UserError, match="give another address"):
             Exporter(f"127.0.0.1:{exporter.port}")
     finally:
-        ended.set()
+        exporter.close()
+
+
+def test_a_loop_that_does_not_answer_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exporter = Exporter("127.0.0.1:0")
+    monkeypatch.setattr(metrics, "SCRAPE_SECONDS", 0.1)
+    monkeypatch.setattr(logging.getLogger("unicron"), "propagate", True)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            get(exporter)
+        assert raised.value.code == 503 and b"has not answered" in raised.value.read()
+        assert "has not answered" in caplog.text and "Traceback" not in capfd.readouterr().err
+    finally:
+        exporter.close()
+
+
+def test_idle_connections_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.3)
+    exporter = Exporter(":0")
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(6)]
+    try:
+        assert [one.recv(1) for one in idle] == [b""] * 6, "all are closed"
+        assert threading.active_count() <= before + 2
+        with answering(exporter, World()):
+            assert "unicron_log_bytes" in get(exporter), "there is room again"
+    finally:
+        for one in idle:
+            one.close()
         exporter.close()

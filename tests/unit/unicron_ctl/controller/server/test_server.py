@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import msgspec
 import pytest
 import zmq
 
@@ -66,6 +68,19 @@ def test_an_agents_door_is_where_its_connection_comes_from(server: Server, addre
     message.door = "a.name.that.takes.long:70"
     server._on_message((b"route",), wire.encode(message), "", address)
     assert server.core.state.jobs["1"].agents[0].door == f"{host}:70"
+
+
+def test_a_configuration_that_is_read_again_or_refused_is_in_the_log(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "unicron"):
+        server.apply_config(server.config, Classifier())
+        server.keep_config("offer_delay: a number is needed")
+        server.flush()
+    told = [(record.levelname, record.getMessage().partition(":")[0]) for record in caplog.records]
+    assert told == [("INFO", "configured"), ("ERROR", "config_refused")]
+    assert [event.kind for event in server.store.tail().events] == ["configured", "config_refused"]
+    assert "the old one stays: offer_delay" in caplog.records[1].getMessage()
 
 
 def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,3 +350,15 @@ def test_agents_hear_the_controllers_term(server: Server, monkeypatch: pytest.Mo
     server.store.term = 0
     server.flush()
     assert [wire.decode(data, wire.ToAgent).term for data in sent] == [1_764_000_000, 0, 0]
+
+
+def test_a_datagram_of_another_release_is_complained_of_once(server: Server) -> None:
+    """Defect: it ended the controller."""
+    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as plugin:
+        for _ in range(2):
+            plugin.sendto(msgspec.msgpack.encode({"v": 99, "kind": "task_exit"}), (host, int(port)))
+            wait_for(lambda: server._receive_datagrams(server._hints[0]) or server.dropped["hint"], "it has come")
+    wait_for(lambda: server._receive_datagrams(server._hints[0]) or server.dropped["hint"] == 2, "both have")
+    (said,) = [event.record.reason for event in server.core.events if event.kind == "bad_message"]
+    assert "the plugin at 127.0.0.1" in said

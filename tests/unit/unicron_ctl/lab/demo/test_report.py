@@ -50,7 +50,7 @@ def test_a_failure_is_a_line_and_all_lines_fit() -> None:
     assert (shown["AGAIN"], shown["KEPT"], shown["TAKEN"], shown["TWICE"]) == ("-", "10", "4", "2")
     assert joined.split()[:2] == ["gpt-small", "join"] and joined.split()[-1] == "35.10"
     assert losses.lines()[1].split() == ["gpt-large", "276", "2.345678", "2.345679", "1.2e-05", "3.4e-08"]
-    assert all(len(row) <= WIDTH for listing in (failures, losses) for row in listing.lines())
+    assert all(len(row) <= WIDTH for listing in (failures, losses) for row in listing.lines(WIDTH))
 
 
 def test_what_is_not_as_promised_is_said() -> None:

@@ -1,0 +1,159 @@
+"""Health checks of others, with small real programs: exit status and first line count, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from unicron.ctl.settings.config import HealthConfig, problems
+from unicron.ctl.settings.config_file import parse_sections
+from unicron.detector.health import Settings, checks_of, run
+from unicron.detector.health.programs import HealthProgram, check_program, judge
+
+HEALTHY = """\
++---------------------------+----------------------------------------------------------+
+| Health Monitor Report                                                                |
++===========================+==========================================================+
+| Overall Health            | {overall:<57}|
++---------------------------+----------------------------------------------------------+
+"""
+
+
+def program(folder: Path, text: str, name: str = "check") -> str:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict"), [(0, "good"), (1, "warning"), (2, "bad"), (3, "unknown"), (77, "unknown")]
+)
+def test_a_plugin_of_nagios_is_judged_by_its_status_and_its_first_line(
+    tmp_path: Path, status: int, verdict: str
+) -> None:
+    found = check_program("mine", program(tmp_path, f"echo; echo 'disk sda: slow'; echo more; exit {status}"), 5.0)
+    assert (found.verdict, found.reason) == (verdict, "disk sda: slow")
+
+
+def test_every_status_of_nhc_but_0_is_a_failed_check(tmp_path: Path) -> None:
+    failed = "echo 'checking' ; echo 'ERROR:  nhc:  Health check failed:  check_fs_mount:  /home not mounted'; exit 1"
+    found = check_program("nhc", program(tmp_path, failed, "nhc"), 5.0)
+    assert found.verdict == "bad" and found.reason.startswith("ERROR:  nhc:") and "/home" in found.reason
+    assert check_program("nhc", program(tmp_path, "exit 0", "nhc"), 5.0).verdict == "good"
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "verdict"),
+    [
+        (HEALTHY.format(overall="Healthy"), 0, "good"),
+        (HEALTHY.format(overall="Warning"), 0, "warning"),
+        (HEALTHY.format(overall="Failure"), 0, "bad"),  # `dcgmi health -c` ends with 0 all the same
+        ("Error: Health watches not enabled. Please enable watches.", 255, "unknown"),
+        ("Error: unable to establish a connection to the specified host: localhost", 255, "unknown"),
+        ("| Deployment  | Pass |\n| Memory  | Fail - GPU: 3 |", 226, "bad"),
+        ("| Deployment  | Pass |", 0, "good"),
+        ("", 0, "unknown"),
+    ],
+)
+def test_dcgm_says_it_in_its_table(tmp_path: Path, said: str, status: int, verdict: str) -> None:
+    (tmp_path / "said").write_text(said)
+    found = check_program("dcgm", program(tmp_path, f"cat {tmp_path}/said; exit {status}", "dcgmi") + " health -c", 5.0)
+    assert found.verdict == verdict
+    if verdict == "bad":
+        assert "Fail" in found.reason and "|" not in found.reason
+
+
+def test_a_program_that_is_missing_is_one_clear_warning_and_never_bad(tmp_path: Path) -> None:
+    settings = Settings(
+        skip=("gpu", "memory", "nic", "file_system", "shm", "clock", "kernel"), programs={"nhc": "/no/nhc"}
+    )
+    report = run(settings, checks=checks_of(settings))
+    assert report.verdict == "warning"
+    assert (
+        report.reason
+        == "nhc: nhc is not run: /no/nhc: No such file or directory: install it, or take its line out of [health]"
+    )
+
+
+def test_a_program_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    began = time.monotonic()
+    found = check_program("slow", program(tmp_path, f"sleep 100 & echo $! > {pid}; wait"), 0.6)
+    assert found.verdict == "unknown" and "no answer within 0.6 s" in found.reason
+    assert time.monotonic() - began < 20.0
+    child, until = Path(f"/proc/{pid.read_text().strip()}/stat"), time.monotonic() + 20.0
+    while child.exists() and child.read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+def test_a_program_that_is_killed_or_prints_without_end_proves_nothing(tmp_path: Path) -> None:
+    assert check_program("dies", program(tmp_path, "kill -9 $$"), 5.0).reason.endswith("was ended by SIGKILL")
+    assert check_program("loud", program(tmp_path, "yes"), 5.0).verdict == "unknown"
+
+
+def test_no_shell_reads_the_command_and_little_of_the_environment_is_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    found = check_program("env", program(tmp_path, 'echo "$1 $SLURMD_NODENAME [$SECRET_TOKEN]"') + " '$(id); x'", 5.0)
+    assert found.reason == "$(id); x n7 []"
+
+
+def test_what_others_can_write_is_not_run(tmp_path: Path) -> None:
+    path = program(tmp_path, "exit 2")
+    os.chmod(path, 0o777)
+    found = check_program("mine", path, 5.0)
+    assert found.verdict == "warning" and "others than root can write" in found.reason
+    os.chmod(path, 0o755)
+    tmp_path.chmod(0o777)
+    assert check_program("mine", path, 5.0).verdict == "warning"
+
+
+def test_statuses_can_be_named() -> None:
+    one = HealthProgram(command="/x", bad=(7,), warning=(8,))
+    assert [judge(one, "x", status, ["said"]).verdict for status in (0, 7, 8, 1, 2)] == [
+        "good",
+        "bad",
+        "warning",
+        "unknown",
+        "unknown",
+    ]
+
+
+def test_before_a_job_only_those_run_that_say_so() -> None:
+    config = HealthConfig(programs={"a": "/a", "b": HealthProgram(command="/b", prolog=True)})
+    assert {"a", "b"} <= checks_of(config).keys()
+    assert "b" in checks_of(config, at_prolog=True) and "a" not in checks_of(config, at_prolog=True)
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"programs": {"gpu": "/x"}}, "a check of Unicron's own"),
+        ({"programs": {"a b": "/x"}}, "write a name of letters"),
+        ({"programs": {"nhc": "nhc -a"}}, "begin with the absolute path"),
+        ({"programs": {"nhc": "/x 'y"}}, "No closing quotation"),
+        ({"programs": {"nhc": {"command": "/x", "bad": [1], "warning": [1]}}}, "both bad and a warning"),
+        ({"programs": {"nhc": {"command": "/x", "bda": [1]}}}, "bda"),
+        ({"programs": {"nhc": "/usr/sbin/nhc"}, "skip": ["nch"]}, "gpu, memory"),
+    ],
+)
+def test_a_wrong_line_is_said(section: dict[str, object], says: str) -> None:
+    config, found = parse_sections({"health": section})
+    assert any(says in line for line in found + problems(config.health))
+
+
+def test_a_right_line_is_taken() -> None:
+    section = {
+        "programs": {"nhc": "/usr/sbin/nhc MARK_OFFLINE=0", "dcgm": {"command": "/x", "user": "nobody"}},
+        "skip": ["nhc"],
+    }
+    config, found = parse_sections({"health": section})
+    assert not found and not problems(config.health)
+    assert config.health.programs["dcgm"] == HealthProgram(command="/x", user="nobody")

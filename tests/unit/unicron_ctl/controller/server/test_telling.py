@@ -1,0 +1,323 @@
+"""Telling: targets hear of each notice once, also after a restart, and none delays the loop. The hook, the server of
+HTTP and the one of mail are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.notices import Message, Notice, compose
+from unicron.ctl.controller.log.records import Event, Record
+from unicron.ctl.controller.server import notify_targets
+from unicron.ctl.controller.server.notify_targets import NotTold, post, run_hook, send_mail
+from unicron.ctl.controller.server.telling import DAY, FIRST_RETRY, Telling
+from unicron.ctl.settings.config import all_problems
+from unicron.ctl.settings.config_file import parse_sections
+from unicron.ctl.settings.notify import NotifyConfig, Secrets, load_secrets, notify_problems
+from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.mailbox import Mailbox
+
+NOTICE = Notice(5, 0.0, "admin", "", "n3", "n3 is a suspect", "admin suspect n3")
+MESSAGE = compose([NOTICE], 0, "tcp://head:7451")
+
+
+def hook(folder: Path, text: str) -> str:
+    path = folder / "hook"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+class Desk:
+    """A Telling with one target, which a test plays, and the records that it appends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, deliver: Callable[[Message], None], **config: object) -> None:
+        self.results: Mailbox[Callable[[], None]] = Mailbox()
+        self.told: dict[str, int] = {}
+        self.records: list[records.Told] = []
+        monkeypatch.setattr("unicron.ctl.controller.server.telling.targets", lambda *_: {"hook": deliver})
+        self.config = NotifyConfig(**{"digest_seconds": 0.0} | config)  # type: ignore[arg-type]
+        self.telling = self.begin([])
+
+    def begin(self, events: list[Event], last: int = 0) -> Telling:
+        """What unicrond does at its start."""
+        self.telling = Telling(self.results, self._record)
+        self.telling.replay(events)
+        self.telling.configure(self.config, self.told, last)
+        return self.telling
+
+    def _record(self, record: Record) -> None:
+        assert isinstance(record, records.Told)
+        self.records.append(record)
+        self.told[record.target] = record.upto
+
+    def work(self, now: float) -> None:
+        self.telling.work(now)
+        until = time.monotonic() + 20.0
+        while any(target.busy for target in self.telling.targets.values()):
+            assert time.monotonic() < until
+            for result in self.results.take_all():
+                result()
+            time.sleep(0.001)
+
+
+def lost(number: int, at: float, node: str) -> Event:
+    return Event(number, at, "7", 1, records.NodeLost(node=node, element=0))
+
+
+def test_each_notice_is_told_once_also_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[list[int]] = []
+    desk = Desk(monkeypatch, lambda message: heard.append([one["id"] for one in message.data["notices"]]))
+    log = [lost(11, 100.0, "n1"), lost(12, 101.0, "n2")]
+    for event in log:
+        desk.telling.note(event)
+    desk.work(102.0)
+    desk.work(103.0)
+    assert heard == [[11, 12]] and desk.told == {"hook": 12}
+    log.append(lost(13, 104.0, "n3"))  # the controller dies before it is told
+    desk.begin(log, last=13)
+    desk.work(105.0)
+    assert heard == [[11, 12], [13]]
+    desk.begin(log, last=13)
+    desk.work(106.0)
+    assert heard == [[11, 12], [13]]
+
+
+def test_a_new_target_hears_of_nothing_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    desk = Desk(monkeypatch, lambda message: heard.append(1))
+    desk.told.clear()
+    desk.begin([lost(11, 100.0, "n1")], last=11)
+    desk.work(200.0)
+    assert not heard and desk.told == {"hook": 11}
+
+
+def test_a_target_that_fails_is_tried_again_later_and_later_and_misses_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[list[int]] = []
+    fails = [True]
+
+    def deliver(message: Message) -> None:
+        if fails[0]:
+            raise NotTold("the server answered with status 503")
+        heard.append([one["id"] for one in message.data["notices"]])
+
+    desk = Desk(monkeypatch, deliver)
+    desk.telling.note(lost(11, 100.0, "n1"))
+    desk.work(100.0)
+    desk.work(100.0 + FIRST_RETRY - 1)
+    target = desk.telling.targets["hook"]
+    assert target.tries == 1
+    desk.work(100.0 + FIRST_RETRY)
+    assert target.tries == 2 and target.retry_at == 100.0 + 3 * FIRST_RETRY
+    fails[0] = False
+    desk.telling.note(lost(12, 140.0, "n2"))
+    desk.work(100.0 + 3 * FIRST_RETRY)
+    assert heard == [[11, 12]]
+
+
+def test_notices_that_come_together_are_one_message_and_messages_are_bounded_by_the_hour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[int] = []
+    desk = Desk(
+        monkeypatch, lambda message: heard.append(len(message.data["notices"])), digest_seconds=10.0, most_per_hour=2
+    )
+    for number in range(40):
+        desk.telling.note(lost(11 + number, 100.0 + number, f"n{number}"))
+        desk.work(100.0 + number)
+    assert heard == [11, 11]
+    desk.work(3700.0 + 9)
+    assert heard == [11, 11]
+    desk.work(3700.0 + 10)
+    assert heard == [11, 11, 18]
+
+
+def test_what_is_a_day_old_is_not_told_and_kinds_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    desk = Desk(monkeypatch, lambda message: heard.append(1), kinds=("admin",))
+    desk.telling.note(lost(11, 100.0, "n1"))
+    desk.work(200.0)
+    desk.telling.note(Event(12, 100.0, "", 0, records.NeedsAdmin(key="slurm", reason="Slurm does not answer")))
+    desk.work(100.0 + DAY)
+    assert not heard
+
+
+def test_a_hanging_hook_delays_no_turn_of_the_loop(tmp_path: Path) -> None:
+    config = NotifyConfig(hook=hook(tmp_path, "sleep 100"), digest_seconds=0.0, timeout=0.5)
+    results: Mailbox[Callable[[], None]] = Mailbox()
+    telling = Telling(results, lambda record: None)
+    telling.configure(config, {"hook": 0}, 0)
+    telling.note(lost(11, 100.0, "n1"))
+    began = time.monotonic()
+    telling.work(101.0)
+    telling.work(102.0)
+    assert time.monotonic() - began < 0.5, "nobody waits for it"
+    while not telling.targets["hook"].tries:
+        assert time.monotonic() - began < 20.0
+        for result in results.take_all():
+            result()
+        time.sleep(0.01)
+    results.close()
+
+
+# ---------------------------------------------------------------- targets
+def test_the_hook_gets_json_and_nothing_of_the_controllers_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMTP_PASSWORD", "hunter2")
+    run_hook(hook(tmp_path, f"cat > {tmp_path}/said; env > {tmp_path}/environment"), 20.0, MESSAGE)
+    said = json.loads((tmp_path / "said").read_text())
+    assert said["notices"] == [NOTICE.as_dict()] and said["controller"] == "tcp://head:7451"
+    assert "hunter2" not in (tmp_path / "environment").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "says"),
+    [("exit 3", 0o755, "ended with status 3"), ("", 0o757, "others can write"), ("", 0o644, "no program")],
+)
+def test_a_hook_that_fails_or_that_others_can_write_is_said(tmp_path: Path, text: str, mode: int, says: str) -> None:
+    path = hook(tmp_path, text)
+    os.chmod(path, mode)
+    with pytest.raises(NotTold, match=says):
+        run_hook(path, 20.0, MESSAGE)
+
+
+class Web(BaseHTTPRequestHandler):
+    got: list[tuple[str, dict[str, object]]]
+    status: int
+
+    def do_POST(self) -> None:
+        data = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.got.append((self.headers.get("Authorization", ""), data))
+        self.send_response(self.status)
+        if self.status == 302:
+            self.send_header("Location", "/elsewhere")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web() -> Iterator[tuple[str, type[Web]]]:
+    served = type("Served", (Web,), {"got": [], "status": 200})
+    server = HTTPServer(("127.0.0.1", 0), served)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/T0/B0/topsecret", served
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_webhook_gets_the_notices_and_slack_gets_text(web: tuple[str, type[Web]]) -> None:
+    url, served = web
+    secrets = Secrets(slack=url, webhook=url, webhook_token="t0ken")
+    found = notify_targets.targets(NotifyConfig(), secrets)
+    assert sorted(found) == ["slack", "webhook"]
+    found["webhook"](MESSAGE)
+    found["slack"](MESSAGE)
+    assert served.got[0] == ("Bearer t0ken", MESSAGE.data)
+    assert "n3 is a suspect" in str(served.got[1][1]["text"])
+
+
+@pytest.mark.parametrize("status", [302, 403, 500])
+def test_no_secret_is_in_what_is_said_of_a_server_that_refuses_and_no_redirection_is_followed(
+    web: tuple[str, type[Web]], status: int
+) -> None:
+    url, served = web
+    served.status = status
+    with pytest.raises(NotTold, match=f"status {status}") as error:
+        notify_targets.targets(NotifyConfig(), Secrets(webhook=url))["webhook"](MESSAGE)
+    assert "topsecret" not in str(error.value) and len(served.got) == 1
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    with pytest.raises(NotTold, match="cannot be reached"):
+        post("http://127.0.0.1:1/x", {}, 5.0)
+
+
+class MailServer(threading.Thread):
+    """As much of SMTP as one mail needs."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self.mail = self.listener.getsockname()[1], ""
+
+    def run(self) -> None:
+        connection, _ = self.listener.accept()
+        with connection, connection.makefile("rwb", buffering=0) as lines:
+            lines.write(b"220 here\r\n")
+            while line := lines.readline():
+                word = line[:4].upper()
+                lines.write({b"DATA": b"354 go on\r\n", b"QUIT": b"221 bye\r\n"}.get(word, b"250 fine\r\n"))
+                if word == b"DATA":
+                    while (text := lines.readline()) not in (b".\r\n", b""):
+                        self.mail += text.decode()
+                    lines.write(b"250 taken\r\n")
+                elif word == b"QUIT":
+                    return
+
+
+def test_mail_is_sent() -> None:
+    server = MailServer()
+    server.start()
+    config = NotifyConfig(mail=["ops@example.org"], smtp=f"127.0.0.1:{server.port}", mail_from="unicron@example.org")
+    send_mail(config, Secrets(), MESSAGE)
+    server.join(20.0)
+    server.listener.close()
+    assert "Subject: Unicron: needs an admin: n3 is a suspect" in server.mail
+    assert "To: ops@example.org" in server.mail and "n3 is a suspect" in server.mail.partition("\r\n\r\n")[2]
+
+
+# ---------------------------------------------------------------- the section
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"hook": "bin/tell"}, "absolute path"),
+        ({"mail": ["ops"]}, "no address of mail"),
+        ({"mail": ["a@b\nBcc: c@d"]}, "no address of mail"),
+        ({"mail": ["a@b"], "smtp": "mail"}, "HOST:PORT"),
+        ({"kinds": ["heeled"]}, "heeled"),
+        ({"most_per_hour": 0}, "most_per_hour"),
+        ({"slack": "https://x"}, "unknown key"),
+    ],
+)
+def test_a_wrong_section_is_said(section: dict[str, object], says: str) -> None:
+    config, found = parse_sections({"notify": section})
+    assert any(says in line for line in found + all_problems(config))
+
+
+def test_secrets_are_read_from_a_file_that_nobody_else_can_read(tmp_path: Path) -> None:
+    path = tmp_path / "secrets"
+    path.write_text('slack = "https://hooks.slack.com/services/T/B/topsecret"\n')
+    path.chmod(0o600)
+    config = NotifyConfig(secrets=str(path))
+    assert load_secrets(config).slack.endswith("topsecret") and notify_problems(config) == []
+    path.chmod(0o640)
+    (problem,) = notify_problems(config)
+    assert "others can read it" in problem and "topsecret" not in problem
+
+
+@pytest.mark.parametrize(
+    "text", ['slack = "http://x/topsecret"', "slack = topsecret", 'slak = "topsecret"', "slack = 7"]
+)
+def test_wrong_secrets_are_said_without_them(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "secrets"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(UserError) as error:
+        load_secrets(NotifyConfig(secrets=str(path)))
+    assert "topsecret" not in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,388 @@
+"""Each check of the doctor: a sound installation passes all of them, and each has a case in which it fails."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from unicron.ctl.doctor.examination import CHECKS, Result, by_weight, examine, no_answer, summary
+from unicron.ctl.doctor.facts import (
+    COMPUTE,
+    HEAD,
+    LOGIN,
+    NO_LIMIT,
+    AgentFacts,
+    ConfigFacts,
+    ControllerFacts,
+    HealthFacts,
+    HostFacts,
+    PluginFacts,
+    Ports,
+    Role,
+    ScriptFacts,
+    ShmFacts,
+    SiteFacts,
+)
+from unicron.ctl.settings.config import Config
+from unicron.ctl.settings.config_file import parse
+from unicron.ctl.slurm import NodeInfo, PartitionInfo
+from unicron.ctl.slurm.slurm_settings import SlurmSettings
+
+ADDRESS = "tcp://head:7451"
+TOML = "/etc/unicron/unicron.toml"
+SETTINGS = {
+    "AccountingStorageType": "accounting_storage/slurmdbd",
+    "AuthInfo": "(null)",
+    "AuthType": "auth/munge",
+    "BatchStartTimeout": "10 sec",
+    "Epilog[0]": "/etc/slurm/epilog.d/*",
+    "Epilog": "/etc/slurm/epilog.d/*",
+    "HealthCheckInterval": "300 sec",
+    "HealthCheckNodeState": "CYCLE,ANY",
+    "HealthCheckProgram": "/usr/local/sbin/unicron-health",
+    "JobRequeue": "1",
+    "KillWait": "30 sec",
+    "MessageTimeout": "10 sec",
+    "MinJobAge": "300 sec",
+    "Prolog": "/etc/slurm/prolog.d/*",
+    "PrologEpilogTimeout": "65534",
+    "PrologFlags": "Alloc,Contain",
+    "ReturnToService": "1",
+    "SLURM_VERSION": "22.05.8",
+    "SchedulerParameters": "bf_interval=30,nohold_on_prolog_fail",
+    "SlurmUser": "slurm(64030)",
+    "SlurmdTimeout": "300 sec",
+}
+
+
+def host(name: str = "n1", role: Role = COMPUTE) -> HostFacts:
+    """A host of a sound installation."""
+    return HostFacts(
+        name=name,
+        role=role,
+        user="alice",
+        uid=1000,
+        release="0.1.0",
+        python="3.11.2",
+        torch="2.13.0+cu126",
+        megatron="0.16.1",
+        config=ConfigFacts(path=TOML, digest="d1", address=ADDRESS, believed={"unicron": 990}),
+        controller=ControllerFacts(address=ADDRESS, tcp=True, release="0.1.0", uid=990, ahead=0.02, within=0.01),
+        users={"slurm": 64030, "unicron": 990},
+        plugin=PluginFacts(
+            plugstack="/etc/slurm/plugstack.conf",
+            line="optional ...",
+            path="/usr/local/lib/slurm/unicron.so",
+            is_there=True,
+            release="0.1.0",
+            slurm="22.05.3",
+            controller=ADDRESS,
+            config=TOML,
+        ),
+        agent=AgentFacts(path="/opt/unicron/bin/unicron-agent", release="0.1.0"),
+        prolog=ScriptFacts(found=["/p"], ours=["/p"]),
+        epilog=ScriptFacts(found=["/e"], ours=["/e"]),
+        health_program=ScriptFacts(found=["/h"], ours=["/h"]),
+        health=HealthFacts(conf="/etc/unicron/health.conf", python="/p", seconds=4),
+        shm=ShmFacts(size=50 << 30, free=40 << 30, memory=100 << 30),
+        limits={"nofile": 65536, "memlock": NO_LIMIT, "core": 0},
+    )
+
+
+def site(config: Config | None = None, **changes: str) -> SiteFacts:
+    """A sound cluster, with other settings of Slurm where `changes` name some."""
+    node = NodeInfo("n1", frozenset({"IDLE"}), "", "10.0.0.1", 6818, 0.0, 8, ("gpu",))
+    return SiteFacts(
+        settings=SlurmSettings(SETTINGS | changes),
+        nodes=(node,),
+        partitions=(PartitionInfo("gpu", 1, "UP"),),
+        config=config or parse({"controller": {"address": ADDRESS}, "partition": {"gpu": {"mode": "observe"}}}),
+        controller_name="unicron",
+        admin_level="Administrator",
+    )
+
+
+REACHED = Ports(agents={"n1": ""}, slurmds={"n1": ""})
+
+
+def changed(facts: Any, **fields: Any) -> Any:
+    """A copy with other values; `a__b` names a field of a field."""
+    made = copy.deepcopy(facts)
+    for path, value in fields.items():
+        *way, last = path.split("__")
+        target = made
+        for step in way:
+            target = getattr(target, step)
+        setattr(target, last, value)
+    return made
+
+
+# (check, what is wrong with the node, the cluster, the ports; the verdict and the words of the finding)
+NODE: list[tuple[str, dict[str, Any], str, str]] = [
+    ("config", {"config__path": ""}, "problem", "no unicron.toml"),
+    ("config", {"config__problems": ["[health] gpuz: unknown key"]}, "problem", "gpuz"),
+    ("config", {"config__digest": "d2"}, "problem", "differs from that of login1"),
+    ("config", {"config__address": ""}, "problem", "does not say where the controller is"),
+    ("controller", {"controller__problem": "no controller answers at x"}, "problem", "no controller answers"),
+    ("release", {"controller__release": "0.3.0"}, "problem", "the controller is 0.3.0: they do not work together"),
+    ("release", {"controller__release": "0.2.0"}, "advice", "the controller is 0.2.0: they work together"),
+    ("release", {"release": "1.0.9"}, "problem", "1.0.9 is installed, and 0.1.0 on login1"),
+    ("controller-user", {"config__believed": {}}, "problem", "unicron's (uid 990), whom nobody here believes"),
+    ("controller-user", {"config__believed": {"unicron": None}}, "problem", "whom nobody here believes"),
+    ("controller-user", {"controller__problem": "x"}, "unknown", "does not answer"),
+    ("users", {"users": {"slurm": 64031, "unicron": 990}}, "problem", "slurm is uid 64031 here, and 64030"),
+    ("users", {"users": {"slurm": 64030, "unicron": None}}, "problem", "knows no user unicron"),
+    ("munge", {"munge": "munge: no socket"}, "problem", "no socket"),
+    ("clock", {"controller__ahead": 3.0}, "problem", "3.0 s behind the controller's"),
+    ("clock", {"controller__ahead": -90.0}, "problem", "90 s ahead of the controller's"),
+    ("clock", {"controller__problem": "x"}, "unknown", "not compared"),
+    ("plugin", {"plugin": PluginFacts(plugstack="/etc/slurm/plugstack.conf")}, "problem", "does not name unicron.so"),
+    ("plugin", {"plugin": PluginFacts()}, "problem", "no plugstack.conf on this host"),
+    ("plugin", {"plugin__is_there": False}, "problem", "is not there"),
+    ("plugin", {"plugin__slurm": "24.11.5"}, "problem", "built for Slurm 24.11.5, and this is 22.05.8"),
+    ("plugin", {"plugin__release": "0.3.0"}, "problem", "is of Unicron 0.3.0"),
+    ("plugin", {"plugin__release": "0.2.0"}, "advice", "is of Unicron 0.2.0"),
+    ("plugin", {"plugin__release": ""}, "problem", "is of Unicron an unknown release"),
+    ("plugin", {"plugin__required": True}, "problem", "required"),
+    ("plugin", {"plugin__late": ["spank_pyxis.so"]}, "problem", "spank_pyxis.so comes after"),
+    ("plugin", {"plugin__controller": ""}, "problem", "no controller="),
+    ("plugin", {"plugin__controller": "tcp://old:7451"}, "problem", "report to tcp://old:7451"),
+    ("plugin", {"plugin__config": "/etc/u.toml"}, "problem", "jobs read /etc/u.toml"),
+    ("agent", {"agent__problem": "No such file or directory"}, "problem", "does not start (No such file"),
+    ("agent", {"agent__path": ""}, "problem", "no agent="),
+    ("agent", {"agent__release": "1.1.0"}, "problem", "is of Unicron 1.1.0"),
+    ("agent", {"plugin": PluginFacts()}, "unknown", "no agent is known"),
+    ("python", {"torch": "2.1.0"}, "problem", "torch 2.1.0 is not known"),
+    ("python", {"megatron": "0.10.0"}, "problem", "megatron-core 0.10.0 is not known"),
+    ("python", {"torch": "2.15.0"}, "problem", "differs from login1's"),
+    ("python", {"python": "3.13.1"}, "problem", "differs from login1's"),
+    ("containers", {"containers__enroot": True}, "problem", "containers get no agent"),
+    (
+        "containers",
+        {"containers__enroot": True, "containers__enroot_mounts": True, "containers__enroot_missing": ["/opt/unicron"]},
+        "problem",
+        "/opt/unicron, which this host does not have",
+    ),
+    ("containers", {"containers__apptainer": True}, "advice", "Apptainer"),
+    ("shared-memory", {"shm__size": 0}, "problem", "not mounted"),
+    ("shared-memory", {"shm__size": 1 << 20}, "problem", "has 1 MiB"),
+    ("shared-memory", {"shm__free": 1 << 20}, "problem", "less than 64 MiB free"),
+    ("shared-memory", {"shm__size": 10 << 30}, "advice", "10.0 GiB of the node's 100"),
+    ("limits", {"limits": {"nofile": 1024}}, "problem", "1024 files"),
+    ("limits", {"limits": {"memlock": 65536}, "infiniband": True}, "problem", "may not lock all memory"),
+    ("limits", {"limits": {"core": NO_LIMIT}}, "advice", "writes its memory to disk"),
+    ("limits", {"unicrond_files": 1024}, "problem", "unicrond: 1024 open files"),
+    ("kernel-log", {"kernel_log__restricted": True}, "problem", "dmesg_restrict is 1"),
+    ("kernel-log", {"kernel_log__is_there": False}, "problem", "not there"),
+    ("kernel-log", {"kernel_log__readable": False}, "problem", "cannot be read by jobs"),
+    ("kernel-log", {"kernel_log__watched": False}, "advice", "no agent reads"),
+    ("prolog", {"prolog": ScriptFacts(found=["/x"])}, "problem", "does not lead to Unicron's script"),
+    ("prolog", {"prolog": ScriptFacts(found=["/p"], ours=["/p"], blocked=["/p"])}, "problem", "cannot be executed"),
+    ("epilog", {"epilog": ScriptFacts()}, "problem", "does not lead to Unicron's script"),
+    ("health-check", {"health_program": ScriptFacts()}, "problem", "is not on this host"),
+    ("health-check", {"health_program": ScriptFacts(found=["/x"])}, "problem", "does not call unicron-health"),
+    (
+        "health-check",
+        {"health_program": ScriptFacts(found=["/h"], ours=["/h"], blocked=["/h"])},
+        "problem",
+        "cannot be executed",
+    ),
+    ("health-check", {"health": HealthFacts()}, "advice", "no /etc/unicron/health.conf: the prolog"),
+    ("health-check", {"health__problem": "No module named 'unicron'"}, "problem", "cannot run the checks: No module"),
+]
+CLUSTER: list[tuple[str, dict[str, str], str]] = [
+    ("auth-type", {"AuthType": "auth/none"}, "everybody can be everybody"),
+    ("job-requeue", {"JobRequeue": "0"}, "not started again"),
+    ("return-to-service", {"ReturnToService": "2"}, "without its checks"),
+    ("return-to-service", {"ReturnToService": "0"}, "does not come back by itself"),
+    ("prolog-flags", {"PrologFlags": "(null)"}, "checked only when a step starts"),
+    ("prolog-flags", {"PrologFlags": "Alloc,NoHold"}, "jobs begin before"),
+    ("prolog-failure", {"SchedulerParameters": "(null)"}, "its job is held"),
+    ("prolog", {"Prolog": "(null)"}, "Slurm has no Prolog"),
+    ("epilog", {"Epilog": "(null)"}, "Slurm has no Epilog"),
+    ("health-check", {"HealthCheckProgram": "(null)"}, "starts no HealthCheckProgram"),
+    ("health-check", {"HealthCheckInterval": "0 sec"}, "not started on all nodes"),
+    ("health-check", {"HealthCheckNodeState": "IDLE"}, "not started on all nodes"),
+    ("time-outs", {"BatchStartTimeout": "5 sec"}, "the prolog = 8 s must be at most BatchStartTimeout = 5 s"),
+    ("time-outs", {"PrologEpilogTimeout": "5"}, "must be at most PrologTimeout = 5 s"),
+    ("time-outs", {"PrologTimeout": "6"}, "must be at most PrologTimeout = 6 s"),
+    ("time-outs", {"AuthInfo": "socket=/x,cred_expire=7"}, "the prolog = 8 s must be at most cred_expire = 7 s"),
+    ("time-outs", {"BatchStartTimeout": "200 sec"}, "BatchStartTimeout = 200 s must be at most cred_expire = 120 s"),
+    ("time-outs", {"KillWait": "2 sec"}, "must be at most KillWait = 2 s"),
+    ("time-outs", {"KillWait": "600 sec"}, "KillWait = 600 s must be at most [controller] isolate_seconds"),
+    ("time-outs", {"SlurmdTimeout": "1 sec"}, "before Unicron has looked at it"),
+    ("time-outs", {"SlurmdTimeout": "0 sec"}, "never sets a silent node down"),
+    ("time-outs", {"MessageTimeout": "60 sec"}, "must be at most [controller] slurm_timeout = 10 s"),
+    ("time-outs", {"MinJobAge": "5 sec"}, "Slurm forgets a job"),
+]
+
+
+def found(results: list[Result], check: str) -> list[Result]:
+    return [result for result in results if result.check == check]
+
+
+def judged(node: HostFacts, cluster: SiteFacts | None = None, ports: Ports = REACHED) -> list[Result]:
+    """All results of a login node and one compute node."""
+    return examine([host("login1", LOGIN), node], cluster or site(), ports)
+
+
+@pytest.mark.parametrize("role", [HEAD, LOGIN, COMPUTE])
+def test_a_sound_installation_has_no_finding(role: Role) -> None:
+    results = examine([host("h", role)], site())
+    assert [result for result in results if result.verdict != "good"] == []
+
+
+def test_all_hosts_of_a_sound_installation_are_good_and_folded_into_one_result() -> None:
+    results = judged(host())
+    assert {result.check for result in results} == {check.name for check in CHECKS}
+    assert {result.verdict for result in results} == {"good"}
+    (config,) = found(results, "config")
+    assert config.hosts == ["login1", "n1"]
+    assert found(results, "slurm")[0].hosts == []
+    assert summary(results) == f"{len(CHECKS)} checks: {len(CHECKS)} good"
+
+
+@pytest.mark.parametrize(("check", "wrong", "verdict", "words"), NODE)
+def test_a_node_that_is_not_as_it_should_be(check: str, wrong: dict[str, Any], verdict: str, words: str) -> None:
+    results = [result for result in found(judged(changed(host(), **wrong)), check) if result.verdict != "good"]
+    assert results and all((result.verdict, result.hosts) == (verdict, ["n1"]) for result in results), results
+    assert any(words in result.text for result in results), results
+    assert all(result.do for result in results) or verdict == "unknown"
+
+
+@pytest.mark.parametrize(("check", "wrong", "words"), CLUSTER)
+def test_a_setting_of_slurm_that_does_not_fit(check: str, wrong: dict[str, str], words: str) -> None:
+    results = [result for result in found(judged(host(), site(**wrong)), check) if result.verdict != "good"]
+    assert results and all(result.verdict == "problem" and result.do for result in results), results
+    assert any(words in result.text for result in results), results
+
+
+def test_slurm_that_does_not_answer_is_a_problem_and_no_setting_is_judged() -> None:
+    results = judged(host(), dataclasses.replace(site(), slurm_problem="scontrol: no answer within 10 s"))
+    (slurm,) = found(results, "slurm")
+    assert slurm.verdict == "problem" and "was not checked" in slurm.text
+    assert not found(results, "job-requeue") and found(results, "prolog")[0].verdict == "unknown"
+    assert found(results, "health-check")[0].verdict == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("name", "accounts", "level", "wanted"),
+    [
+        ("unicron", True, "Operator", "sacctmgr modify user where name=unicron set adminlevel=Administrator"),
+        ("unicron", True, "", "sacctmgr add user unicron account=root adminlevel=Administrator"),
+        ("unicron", False, "", "User=slurm in unicrond.service"),
+        ("slurm", False, "", ""),
+        ("root", True, "", ""),
+        ("unicron", True, "Administrator", ""),
+    ],
+)
+def test_who_may_change_nodes(name: str, accounts: bool, level: str, wanted: str) -> None:
+    kind = "accounting_storage/slurmdbd" if accounts else "accounting_storage/none"
+    cluster = dataclasses.replace(site(AccountingStorageType=kind), controller_name=name, admin_level=level)
+    (result,) = found(examine([host()], cluster), "admin-level")
+    assert (result.verdict, result.do) == ("advice" if wanted else "good", wanted)
+    acting = dataclasses.replace(cluster, config=parse({"partition": {"gpu": {"mode": "act"}}}))
+    (result,) = found(examine([host()], acting), "admin-level")
+    assert (result.verdict, result.do) == ("problem" if wanted else "good", wanted)
+
+
+def test_an_admin_level_that_cannot_be_had_is_not_taken_for_none() -> None:
+    cluster = dataclasses.replace(site(), admin_level="", level_problem="sacctmgr: no answer")
+    (result,) = found(examine([host()], cluster), "admin-level")
+    assert (result.verdict, result.text) == ("unknown", "sacctmgr: no answer")
+
+
+def test_a_partition_that_slurm_does_not_have() -> None:
+    config = parse({"partition": {"gpus": {"mode": "observe"}}})
+    (result,) = found(examine([host()], site(config)), "partitions")
+    assert (result.verdict, result.do) == ("problem", "name one of gpu")
+
+
+def test_auth_slurm_is_said() -> None:
+    (result,) = found(examine([host()], site(AuthType="auth/slurm")), "auth-type")
+    assert result.verdict == "good" and "Unicron does: munged on all hosts" in result.text
+    (result,) = found(examine([changed(host(), munge="no socket")], site(AuthType="auth/slurm")), "munge")
+    assert "Slurm has auth/slurm and works without it, Unicron does not" in result.text
+
+
+@pytest.mark.parametrize("check", ["agent-ports", "slurmd-port"])
+def test_ports_of_nodes(check: str) -> None:
+    shut = {"n1": "Connection timed out"}
+    (result,) = found(judged(host(), ports=Ports(agents=shut, slurmds=shut)), check)
+    assert result.verdict == "problem" and "Connection timed out" in result.text and result.do.startswith("open ")
+    (result,) = found(judged(host(), ports=Ports()), check)
+    assert result.verdict == "unknown"
+    (result,) = found(judged(host(), ports=Ports(why_not="not from here")), check)
+    assert (result.verdict, result.text) == ("unknown", "not from here")
+
+
+@pytest.mark.parametrize(
+    ("said", "tcp", "do"),
+    [
+        (
+            "the controller there belongs to unicron (uid 990), who is neither root",
+            True,
+            'controller_users = ["unicron"]',
+        ),
+        ("no answer from UDP port 7451 of 10.0.0.1", True, "open port 7451 for UDP as well"),
+        ("no controller answers", False, "start unicrond; open port 7451"),
+        ("head: Name or service not known", None, "see that the name service knows"),
+        ("the controller's credential: munge: Expired credential", True, "munge.key"),
+    ],
+)
+def test_the_way_to_the_controller(said: str, tcp: bool | None, do: str) -> None:
+    node = changed(host(), controller__problem=said, controller__tcp=tcp)
+    (result,) = [result for result in found(judged(node), "controller") if result.hosts == ["n1"]]
+    assert result.verdict == "problem" and do in result.do
+
+
+def test_a_controller_that_no_command_asks_is_not_called_silent() -> None:
+    wrong = {"controller__problem": "x", "config__problems": ["[health] gpuz: unknown key"]}
+    results = [result for result in found(judged(changed(host(), **wrong)), "controller") if result.hosts == ["n1"]]
+    assert [result.verdict for result in results] == ["unknown"]
+
+
+def test_a_standby_is_named_in_both_places() -> None:
+    both = "tcp://head:7451, tcp://head2:7451"
+    node = changed(host(), config__address=both.replace(" ", ""), plugin__controller=both)
+    assert {result.verdict for result in found(judged(node), "plugin")} == {"good"}
+    results = found(judged(changed(node, plugin__controller=ADDRESS)), "plugin")
+    assert [result.text for result in results if result.verdict == "problem"] == [
+        "jobs report to tcp://head:7451, and commands ask tcp://head:7451,tcp://head2:7451"
+    ]
+
+
+def test_a_login_without_torch_differs_from_no_node() -> None:
+    login = changed(host("login1", LOGIN), torch="", megatron="")
+    assert {result.verdict for result in found(examine([login, host()], site()), "python")} == {"good"}
+
+
+def test_nodes_that_were_not_asked_or_gave_no_answer_are_said() -> None:
+    results = examine([host("login1", LOGIN)], site(), None, [("n2", "in use"), ("n3", "in use")])
+    (nodes,) = found(results, "nodes")
+    assert (nodes.verdict, nodes.hosts) == ("unknown", ["n2", "n3"])
+    (silent,) = no_answer({"n4": "no answer within 90 s", "n5": "no answer within 90 s"})
+    assert (silent.verdict, silent.hosts, silent.do) == ("problem", ["n4", "n5"], "srun -w n4 hostname")
+    assert "1 with a problem" in summary([*results, silent]) or "not (wholly) made" in summary(results)
+
+
+def test_problems_come_first_and_the_good_last() -> None:
+    results = judged(changed(host(), torch="2.1.0", limits={"core": 1}, controller__problem="x"))
+    verdicts = [result.verdict for result in by_weight(results)]
+    assert verdicts == sorted(verdicts, key=["problem", "unknown", "advice", "good"].index)
+    assert len(set(verdicts)) == 4
+
+
+def test_each_check_has_a_case_in_which_it_fails() -> None:
+    here = {row[0] for row in NODE} | {row[0] for row in CLUSTER}
+    beside = {"slurm", "partitions", "admin-level", "agent-ports", "slurmd-port"}  # tests of their own, above
+    assert here | beside == {check.name for check in CHECKS}
+
+
+def test_facts_survive_their_journey() -> None:
+    facts = changed(host(), controller__tcp=None, users={"slurm": None})
+    assert msgspec.json.decode(msgspec.json.encode(facts), type=HostFacts) == facts

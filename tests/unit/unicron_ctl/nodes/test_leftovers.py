@@ -1,0 +1,67 @@
+"""What is taken back from Slurm when Unicron is removed."""
+
+from __future__ import annotations
+
+from click.testing import CliRunner
+
+from tests.support.world import FakeSlurm
+from unicron.ctl.cli.retire import command
+from unicron.ctl.controller.model.requests import HELD
+from unicron.ctl.nodes.leftovers import leftovers, take_all_back
+from unicron.ctl.slurm import CommandLineClient, SlurmError
+
+
+def left() -> FakeSlurm:
+    """A cluster from which a unicrond has gone."""
+    slurm = FakeSlurm(3)
+    slurm.drain("n1", "unicron[health]: gpu: 7 of 8")
+    slurm.down("n2", "Not responding")
+    slurm.submit("7", 4)
+    slurm.requeue_hold("7", 0, f"{HELD}: the plan has no node for it")
+    slurm.pin("7", 0, "n3")
+    slurm.queue["7", 1].update(state="RUNNING", node="n3", admin_comment="unicron: 2 failures healed | lab 7")
+    slurm.queue["7", 2].update(reason="JobHeldUser", admin_comment=f"{HELD}: once")
+    slurm.queue["7", 3].update(reason="JobHeldAdmin", admin_comment="ask Bob")
+    return slurm
+
+
+def test_all_that_is_unicrons_goes_and_nothing_else() -> None:
+    slurm = left()
+    found = leftovers(slurm.nodes(), slurm.elements())
+    assert [(w.what, w.node, w.element) for w in found] == [
+        ("node", "n1", -1),
+        ("hold", "", 0),
+        ("comment", "", 1),
+        ("comment", "", 2),
+    ]
+    assert take_all_back(slurm, found) == []
+    assert slurm.node_states["n1"] == {"IDLE"} and slurm.node_states["n2"] == {"DOWN"}
+    assert {e: entry["admin_comment"] for (_, e), entry in slurm.queue.items()} == {
+        0: "",
+        1: "lab 7",
+        2: "",
+        3: "ask Bob",
+    }
+    assert slurm.queue["7", 0]["pin"] is None and "held" not in slurm.queue["7", 0]["reason"].lower()
+    assert slurm.queue["7", 2]["reason"] == "JobHeldUser" and slurm.queue["7", 3]["reason"] == "JobHeldAdmin"
+
+
+def test_one_refusal_does_not_keep_the_rest_from_being_undone() -> None:
+    slurm = left()
+
+    def refuse(node: str) -> None:
+        raise SlurmError("Invalid user id")
+
+    slurm.resume = refuse  # type: ignore[method-assign]
+    assert take_all_back(slurm, leftovers(slurm.nodes(), slurm.elements())) == ["n1: Invalid user id"]
+    assert slurm.queue["7", 1]["admin_comment"] == "lab 7"
+
+
+def test_the_command_asks_first(monkeypatch) -> None:
+    slurm = left()
+    for name in ("nodes", "elements", "resume", "pin", "release", "comment"):
+        monkeypatch.setattr(CommandLineClient, name, staticmethod(getattr(slurm, name)))
+    said = CliRunner().invoke(command, ["--dry-run"])
+    assert said.exit_code == 0 and said.output.splitlines()[0].startswith("n1 returns to service; check it")
+    assert CliRunner().invoke(command, [], input="n\n").exit_code == 1 and "DRAIN" in slurm.node_states["n1"]
+    assert CliRunner().invoke(command, ["--yes"]).exit_code == 0 and slurm.node_states["n1"] == {"IDLE"}

@@ -1,0 +1,135 @@
+"""Unicron's part of an AdminComment, beside jobstats' and others'."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.unicron_ctl.slurm.test_pyslurm_backend import FakePyslurm
+from unicron.ctl.slurm.admin_comment import MOST, OWN_MOST, own_part, with_own
+from unicron.ctl.slurm.command_line import CommandLineClient
+from unicron.ctl.slurm.pyslurm_backend import PyslurmClient
+from unicron.ctl.slurm.slurm_client import SlurmError
+
+OWN = "unicron: 2 failures healed, 9 s lost"
+
+
+def jobstats(text: str) -> str:
+    """What jobstats' epilog writes."""
+    return "JS1:" + base64.b64encode(gzip.compress(json.dumps({"nodes": text}).encode(), mtime=0)).decode()
+
+
+def read_by_jobstats(comment: str) -> str:
+    """How jobstats reads it."""
+    assert comment.startswith("JS1:")
+    found: str = json.loads(gzip.decompress(base64.b64decode(comment[4:])))["nodes"]
+    return found
+
+
+def test_only_unicrons_part_changes() -> None:
+    assert with_own("", OWN) == OWN
+    assert with_own("unicron: held, the plan has no node", OWN) == OWN
+    assert with_own("billed to lab 7", OWN) == f"{OWN} | billed to lab 7"
+    once = with_own("a | b", OWN)
+    assert once == f"{OWN} | a | b" and own_part(once) == OWN
+    assert with_own(once, "unicron: 3 failures healed") == "unicron: 3 failures healed | a | b"
+    assert own_part("unicronish") == own_part("see unicron: x") == ""
+
+
+@pytest.mark.parametrize("length", range(40))
+def test_jobstats_reads_its_own_beside_unicrons(length: int) -> None:
+    comment = jobstats("n" * length)
+    found = with_own(comment, OWN)
+    assert read_by_jobstats(found) == "n" * length
+    assert found == (f"{comment} | {OWN}" if comment.endswith("=") else comment)
+    assert read_by_jobstats(with_own(found, "unicron: other")) == "n" * length
+
+
+def test_jobstats_words_for_nothing_are_left_as_they_are() -> None:
+    assert with_own("JS1:Short", OWN) == "JS1:Short" and with_own("JS1:None", OWN) == "JS1:None"
+
+
+def test_a_comment_is_bounded() -> None:
+    assert len(with_own("", "unicron: " + "x" * 9999)) == OWN_MOST
+    long = "y" * MOST
+    assert with_own(long, OWN) == long, "there is no room"
+    assert own_part(with_own("a", "unicron: b | c")) == "unicron: b / c"
+
+
+class Slurm:
+    """One job's AdminComment behind Slurm's programs. others: what somebody else writes at the same moment."""
+
+    def __init__(self, comment: str = "", others: list[str] | None = None) -> None:
+        self.comment, self.others, self.commands = comment, others or [], list[list[str]]()
+
+    def run(self, command: list[str], env: object, timeout: float) -> SimpleNamespace:
+        self.commands.append(command)
+        said = ""
+        if command[0] == "squeue" and "-O" in command:
+            width = int(command[-1].rpartition(":")[2])
+            said = (self.comment or "(null)")[:width].ljust(width) + "\n"
+        elif command[0] == "squeue":
+            said = "N/A\n"
+        else:
+            self.comment = command[-1].removeprefix("AdminComment=")
+            if self.others:
+                self.comment = self.others.pop(0)
+        return SimpleNamespace(returncode=0, stdout=said.encode(), stderr=b"")
+
+
+def client(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> CommandLineClient:
+    found = CommandLineClient()
+    monkeypatch.setattr(found, "_programs", slurm)
+    return found
+
+
+@pytest.mark.parametrize("before", ["", "billed to lab 7", jobstats("nnn")])
+def test_a_comment_is_written_beside_what_is_there_and_not_again(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(before)
+    commands = client(slurm, monkeypatch)
+    commands.comment("7", 0, OWN)
+    assert slurm.comment == with_own(before, OWN)
+    count = len(slurm.commands)
+    commands.comment("7", 0, OWN)
+    assert not any(command[0] == "scontrol" for command in slurm.commands[count:])
+
+
+def test_what_another_writes_at_the_same_moment_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm("", ["billed to lab 7", "billed to lab 8"])
+    client(slurm, monkeypatch).comment("7", 0, OWN)
+    assert slurm.comment == f"{OWN} | billed to lab 8"
+
+
+def test_an_element_that_has_finished_keeps_its_comment(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm("billed to lab 7")
+
+    def refuse(job: str, element: int, text: str) -> None:
+        raise SlurmError(f"scontrol update JobId={job}: Job has already finished")
+
+    commands = client(slurm, monkeypatch)
+    monkeypatch.setattr(commands, "_set_admin_comment", refuse)
+    commands.comment("7", 0, OWN)
+    assert slurm.comment == "billed to lab 7"
+
+
+def test_a_comment_that_is_too_long_to_be_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm("z" * 9000)
+    client(slurm, monkeypatch).comment("7", 0, OWN)
+    assert slurm.comment == "z" * 9000
+
+
+def test_pyslurm_keeps_what_others_wrote_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakePyslurm()
+    there = SimpleNamespace(admin_comment="billed to lab 7")
+    monkeypatch.setattr(fake.Job, "load", staticmethod(lambda number: there), raising=False)
+    monkeypatch.setattr(
+        fake.Job, "modify", lambda self, changes: setattr(there, "admin_comment", changes["admin_comment"])
+    )
+    slurm = PyslurmClient(fake)
+    slurm.elements()
+    slurm.comment("9", 0, OWN)
+    assert there.admin_comment == f"{OWN} | billed to lab 7"

@@ -1,0 +1,39 @@
+"""`unicronctl retire`: gives back to Slurm all that Unicron has taken, before it is removed."""
+
+from __future__ import annotations
+
+import click
+
+from unicron.ctl.nodes.leftovers import leftovers, take_all_back
+from unicron.ctl.slurm.slurm_client import SlurmError
+from unicron.ctl.system.errors import UserError
+
+SECONDS = 20.0  # for one call of Slurm's
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def command(dry_run: bool, yes: bool) -> None:
+    """Give back to Slurm all that Unicron has taken: nodes, holds, comments.
+
+    For the removal of Unicron, after unicrond was stopped: it would take them again. It asks Slurm alone and needs a
+    Slurm administrator. Nodes that the health checks proved bad return, too; each line says why a node was out.
+    """
+    from unicron.ctl.slurm import CommandLineClient
+
+    client = CommandLineClient(timeout=SECONDS)
+    try:
+        found = leftovers(client.nodes(), client.elements())
+    except SlurmError as error:
+        raise UserError(f"Slurm did not answer, and nothing was changed: {error}") from None
+    for what in found:
+        click.echo(what.line())
+    if not found:
+        click.echo("nothing of Unicron's is left in Slurm")
+    if dry_run or not found:
+        return
+    if not yes:
+        click.confirm("go on?", abort=True)
+    if refused := take_all_back(client, found):
+        raise UserError("; ".join(refused))

@@ -1,0 +1,101 @@
+"""Who looks at the page: a link holds a munge credential, and a session takes its place (docs/web.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import pwd
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from unicron.ctl.protocol import claims
+from unicron.ctl.protocol.audience import Viewer
+from unicron.ctl.protocol.munge import MungeError, unmunge
+from unicron.ctl.system.time_limit import TimeLimit
+
+SESSION_SECONDS = 8 * 3600.0
+OF_ONE, OF_ALL = 20, 2000  # sessions that are kept
+VERIFYING = 4  # credentials at once
+NEW_LINK = "make a new link with `unicronctl web link`"
+_names = TimeLimit(1.0, 4, "unicron-names")
+
+
+class Refused(Exception):
+    """The credential opens nothing; the text says why."""
+
+
+@dataclass(frozen=True)
+class _Session:
+    viewer: Viewer
+    until: float
+
+
+class Sessions:
+    """Trades munge credentials for tokens. Only digests of the tokens are kept, in memory.
+
+    origins: the page's own addresses; a credential is good for the one that it names.
+    """
+
+    def __init__(self, origins: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._claims = {claims.of_viewer(origin).encode() for origin in origins}
+        self._clock = clock
+        self._known: OrderedDict[bytes, _Session] = OrderedDict()
+        self._lock = threading.Lock()
+        self._verifying = threading.BoundedSemaphore(VERIFYING)
+
+    def open_session(self, credential: str) -> str:
+        """The token of a new session. Raises Refused."""
+        if not self._verifying.acquire(timeout=2.0):
+            raise Refused("too many links are opened at once: try again")
+        try:
+            viewer = self._viewer(credential)
+        finally:
+            self._verifying.release()
+        token = secrets.token_urlsafe(32)
+        with self._lock:
+            self._forget(lambda session: session.until <= self._clock(), 0)
+            self._forget(lambda session: session.viewer.uid == viewer.uid, OF_ONE - 1)
+            self._forget(lambda session: True, OF_ALL - 1)
+            self._known[_digest(token)] = _Session(viewer, self._clock() + SESSION_SECONDS)
+        return token
+
+    def _viewer(self, credential: str) -> Viewer:
+        if not credential.startswith("MUNGE:") or not credential.isascii():
+            raise Refused(f"this is no link to a page: {NEW_LINK}")
+        try:
+            found = unmunge(credential)
+        except MungeError as error:
+            raise Refused(f"{error}: {NEW_LINK}") from None
+        if found.replayed:
+            raise Refused(f"this link was used before: {NEW_LINK}")
+        if found.payload not in self._claims:
+            raise Refused(f"this link is for another address: {NEW_LINK} and --url with the address that you open")
+        try:
+            user = _names.run(lambda: pwd.getpwuid(found.uid).pw_name)
+        except (KeyError, TimeoutError):  # the name service may be away: who it is, the number says
+            user = ""
+        return Viewer(found.uid, user)
+
+    def _forget(self, which: Callable[[_Session], bool], kept: int) -> None:
+        """Forgets the oldest of these sessions but for so many."""
+        found = [digest for digest, session in self._known.items() if which(session)]
+        for digest in found[: max(0, len(found) - kept)]:
+            del self._known[digest]
+
+    def viewer(self, token: str) -> Viewer | None:
+        """Returns whose session it is; None when there is none, or it is over."""
+        with self._lock:
+            session = self._known.get(_digest(token))
+        return session.viewer if session is not None and self._clock() < session.until else None
+
+    def end(self, token: str) -> None:
+        """Ends a session."""
+        with self._lock:
+            self._known.pop(_digest(token), None)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()

@@ -1,0 +1,128 @@
+"""How a message reaches a target of [notify]: a hook program, mail, Slack, a webhook. Slow: for a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import json
+import os
+import signal
+import smtplib
+import socket
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from email.message import EmailMessage
+from functools import partial
+from typing import Any
+
+from unicron.ctl.controller.log.notices import Message
+from unicron.ctl.settings.notify import NotifyConfig, Secrets, unfit
+from unicron.ctl.system.errors import one_line, shortened
+
+SUBMISSION = 587  # the port of mail that is submitted, always encrypted
+SAID = 300  # characters of what a target said
+Deliver = Callable[[Message], None]
+
+
+class NotTold(Exception):
+    """A target was not told; the text says why, and holds no secret."""
+
+
+def targets(config: NotifyConfig, secrets: Secrets) -> dict[str, Deliver]:
+    """Name -> what tells it. Each raises NotTold, and ends within a few times the section's time limit."""
+    seconds = config.timeout
+    found: dict[str, Deliver] = {}
+    if config.hook:
+        found["hook"] = partial(run_hook, config.hook, seconds)
+    if config.mail:
+        found["mail"] = partial(send_mail, config, secrets)
+    if secrets.slack:
+        found["slack"] = lambda message: post(secrets.slack, {"text": f"*{message.subject}*\n{message.text}"}, seconds)
+    if secrets.webhook:
+        found["webhook"] = lambda message: post(secrets.webhook, message.data, seconds, secrets.webhook_token)
+    return {name: partial(_without_secrets, deliver, secrets.words) for name, deliver in found.items()}
+
+
+def _without_secrets(deliver: Deliver, words: list[str], message: Message) -> None:
+    try:
+        deliver(message)
+    except Exception as error:
+        text = one_line(f"{error}" if isinstance(error, NotTold) else f"{type(error).__name__}: {error}")
+        for word in words:
+            text = text.replace(word, "***")
+        raise NotTold(shortened(text, SAID)) from None
+
+
+def run_hook(path: str, seconds: float, message: Message) -> None:
+    """Runs the program, without a shell, with the message as JSON on its standard input and little else. All that it
+    has started is killed when it takes too long. Raises NotTold."""
+    if why := unfit(path):
+        raise NotTold(why)
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "LC_ALL": "C.UTF-8"}
+    process = subprocess.Popen(
+        [os.path.realpath(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env=environment,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            process.communicate(json.dumps({"subject": message.subject, **message.data}).encode(), timeout=seconds)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise NotTold(f"the hook did not end within {seconds:g} s and was killed") from None
+    if process.returncode:
+        raise NotTold(f"the hook ended with status {process.returncode}")
+
+
+def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
+    """Sends the message as plain text. Raises NotTold, OSError and SMTPException."""
+    host, _, port = config.smtp.rpartition(":")
+    mail = EmailMessage()
+    mail["Subject"] = one_line(message.subject)
+    mail["From"] = config.mail_from or f"unicron@{socket.getfqdn()}"
+    mail["To"] = ", ".join(config.mail)
+    mail["Date"] = email.utils.formatdate(localtime=True)
+    mail["Message-ID"] = email.utils.make_msgid("unicron")
+    mail["Auto-Submitted"] = "auto-generated"
+    mail.set_content(message.text)
+    if message.html:
+        mail.add_alternative(message.html, subtype="html")
+    with smtplib.SMTP(host.strip("[]"), int(port), timeout=config.timeout) as server:
+        if secrets.smtp_user or int(port) == SUBMISSION:
+            server.starttls(context=ssl.create_default_context())
+        if secrets.smtp_user:
+            server.login(secrets.smtp_user, secrets.smtp_password)
+        refused = server.send_message(mail)
+    if refused:
+        raise NotTold(f"the mail server refused {', '.join(sorted(refused))}")
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """A redirection is refused: what is told is for the server that the admin has named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def post(url: str, data: dict[str, Any], seconds: float, token: str = "") -> None:
+    """Posts JSON. Raises NotTold."""
+    headers = {"Content-Type": "application/json", "User-Agent": "unicrond"}
+    headers |= {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(url, json.dumps(data).encode(), headers, method="POST")
+    try:
+        with urllib.request.build_opener(_Stay).open(request, timeout=seconds) as answer:
+            answer.read(1024)
+    except urllib.error.HTTPError as error:
+        raise NotTold(f"the server answered with status {error.code}") from None
+    except urllib.error.URLError as error:
+        raise NotTold(f"the server cannot be reached: {error.reason}") from None
+    except (OSError, ValueError) as error:
+        raise NotTold(f"the server did not answer: {type(error).__name__}") from None

@@ -1,0 +1,154 @@
+"""Tells the targets of [notify] what `log.notices` makes of the records: the effect, and nothing decides by it.
+
+Each target has a cursor in the state: the event of which it need hear no more. So nothing is told twice or left out by
+a restart; if the controller dies while it tells, the same message may come again, with the same ids. A target that
+hangs keeps one thread of its own and nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from unicron.ctl.controller.log import records
+from unicron.ctl.controller.log.notices import Message, Notice, Notices, compose
+from unicron.ctl.controller.log.records import Event, Record
+from unicron.ctl.controller.server.notify_targets import Deliver, NotTold, targets
+from unicron.ctl.settings.notify import NotifyConfig, Secrets, load_secrets
+from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.mailbox import Mailbox
+
+log = logging.getLogger("unicron.controller.telling")
+HOUR, DAY = 3600.0, 86400.0
+FIRST_RETRY, LONGEST_RETRY = 30.0, 3600.0  # seconds; twice as long each time
+MOST_WAITING = 1000  # notices of one target; the oldest go first, and are counted
+
+
+@dataclass
+class Target:
+    """One target. upto: the last event of which it has heard. left_out: notices that it will not get."""
+
+    name: str
+    deliver: Deliver
+    upto: int
+    waiting: deque[Notice] = field(default_factory=deque)
+    left_out: int = 0
+    busy: bool = False
+    tries: int = 0
+    retry_at: float = 0.0
+    sent: deque[float] = field(default_factory=deque)
+
+    def add(self, notice: Notice) -> None:
+        """Queues a notice."""
+        self.waiting.append(notice)
+        while len(self.waiting) > MOST_WAITING:
+            self.waiting.popleft()
+            self.left_out += 1
+
+    def is_due(self, now: float, config: NotifyConfig) -> bool:
+        """Whether a message should go out now."""
+        while self.sent and now - self.sent[0] >= HOUR:
+            self.sent.popleft()
+        if self.busy or not self.waiting or now < self.retry_at or len(self.sent) >= config.most_per_hour:
+            return False
+        return now - self.waiting[0].time >= config.digest_seconds
+
+    def forget_old(self, now: float) -> None:
+        """Drops what is too old to be of use."""
+        while self.waiting and now - self.waiting[0].time >= DAY:
+            self.waiting.popleft()
+            self.left_out += 1
+
+
+class Telling:
+    """All targets. results: where the loop takes what threads have done. record: appends to the log.
+
+    where: the controller's address, for people who have several."""
+
+    def __init__(
+        self, results: Mailbox[Callable[[], None]], record: Callable[[Record], object], where: str = ""
+    ) -> None:
+        self._results, self._record, self.where = results, record, where
+        self._notices = Notices()
+        self._config = NotifyConfig()
+        self._past: deque[Notice] = deque(maxlen=MOST_WAITING)
+        self.targets: dict[str, Target] = {}
+
+    def replay(self, events: Iterable[Event]) -> None:
+        """Takes in the records of the last day, at the start."""
+        for event in events:
+            self.note(event)
+
+    def configure(self, config: NotifyConfig, told: dict[str, int], last: int) -> None:
+        """Takes the section. told: by target, of which event each need hear no more. last: the newest event; a new
+        target hears of what comes after it."""
+        try:
+            secrets = load_secrets(config)
+        except UserError as error:  # it was readable when the section was checked
+            log.error("[notify] %s", error)
+            secrets = Secrets()
+        self._config, before = config, self.targets
+        self.targets = {}
+        for name, deliver in targets(config, secrets).items():
+            known = before.get(name)
+            if known is not None:
+                known.deliver = deliver
+                self.targets[name] = known
+                continue
+            if name not in told:
+                self._record(records.Told(target=name, upto=last, reason=f"{name} is told from now on"))
+            target = self.targets[name] = Target(name, deliver, told.get(name, last))
+            for notice in self._past:
+                self._add(target, notice)
+
+    def note(self, event: Event) -> None:
+        """Takes in one record."""
+        notice = self._notices.of(event)
+        if notice is not None:
+            self._past.append(notice)
+            for target in self.targets.values():
+                self._add(target, notice)
+
+    def _add(self, target: Target, notice: Notice) -> None:
+        if notice.id > target.upto and notice.kind in self._config.kinds:
+            target.add(notice)
+
+    def work(self, now: float) -> None:
+        """Begins to tell whoever is due; returns at once."""
+        for target in self.targets.values():
+            if target.waiting and not target.busy:
+                target.forget_old(now)
+            if target.is_due(now, self._config):
+                self._start(target, now)
+
+    def _start(self, target: Target, now: float) -> None:
+        notices, target.busy = list(target.waiting), True
+        message = compose(notices, target.left_out, self.where)
+        work = (target, message, notices[-1].id, len(notices), now)
+        threading.Thread(target=self._deliver, args=work, name=f"unicron-{target.name}", daemon=True).start()
+
+    def _deliver(self, target: Target, message: Message, upto: int, count: int, began: float) -> None:
+        """Runs in a thread of its own."""
+        error = ""
+        try:
+            target.deliver(message)
+        except NotTold as reason:
+            error = str(reason)
+        self._results.put(lambda: self._done(target, upto, count, began, error))
+
+    def _done(self, target: Target, upto: int, count: int, began: float, error: str) -> None:
+        target.busy = False
+        target.sent.append(began)
+        if error:
+            wait = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(20, target.tries))
+            target.tries, target.retry_at = target.tries + 1, began + wait
+            log.warning("%s was not told of %d notices, and is again in %.0f s: %s", target.name, count, wait, error)
+            return
+        target.tries, target.left_out, target.upto = 0, 0, upto
+        while target.waiting and target.waiting[0].id <= upto:
+            target.waiting.popleft()
+        if self.targets.get(target.name) is target:
+            self._record(records.Told(target=target.name, upto=upto, notices=count))

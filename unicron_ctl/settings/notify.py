@@ -1,0 +1,139 @@
+"""`[notify]` of unicron.toml: whom unicrond tells of what needs an admin, of healed jobs and of nodes that are left.
+
+Only unicrond reads it. What is secret is in a file of its own, which nobody else can read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+import urllib.parse
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from unicron.ctl.settings.limits import Range
+from unicron.ctl.system.addresses import is_loopback
+from unicron.ctl.system.errors import UserError
+
+Notified = Literal["admin", "healed", "left"]
+
+
+class NotifyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The section [notify]: whom unicrond tells what. By default nobody hears of anything."""
+
+    hook: str = ""
+    """A program that is told by JSON on its standard input: an absolute path. Root or unicrond's user owns it, and
+    nobody else can write it."""
+    mail: list[str] = []
+    """Who gets mail."""
+    mail_from: str = ""
+    """The sender; by default unicron@HOST."""
+    smtp: str = "localhost:25"
+    """The mail server: HOST:PORT. With a user in `secrets`, or at port 587, the connection is encrypted (STARTTLS)."""
+    secrets: str = ""
+    """A TOML file of mode 0600: slack, webhook (URLs), webhook_token, smtp_user, smtp_password."""
+    kinds: tuple[Notified, ...] = ("admin", "healed", "left")
+    """What is told: what needs an admin, jobs that were healed, nodes that were left."""
+    digest_seconds: Annotated[float, Range(0.0, 86400.0)] = 30.0
+    """That a notice waits for others, which go with it."""
+    most_per_hour: Annotated[int, Range(1, 3600)] = 12
+    """Messages that each target gets; what is more waits for the next."""
+    timeout: Annotated[float, Range(0.1, 300.0)] = 20.0
+    """For the hook to end, or a server to answer. No decision waits for it."""
+
+
+class Secrets(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the file of `secrets` holds."""
+
+    slack: str = ""
+    webhook: str = ""
+    webhook_token: str = ""
+    smtp_user: str = ""
+    smtp_password: str = ""
+
+    @property
+    def words(self) -> list[str]:
+        """All that must never be in a log."""
+        return [word for word in msgspec.structs.astuple(self) if word]
+
+
+def notify_problem(config: NotifyConfig) -> str:
+    """What is wrong with the section by itself, or nothing."""
+    if config.hook and not os.path.isabs(config.hook):
+        return f'hook = "{config.hook}": write an absolute path'
+    if config.secrets and not os.path.isabs(config.secrets):
+        return f'secrets = "{config.secrets}": write an absolute path'
+    odd = next((one for one in [*config.mail, config.mail_from] if one and not _is_mail(one)), "")
+    if odd:
+        return f'"{odd}" is no address of mail'
+    host, _, port = config.smtp.rpartition(":")
+    if config.mail and not (host and port.isdigit()):
+        return f'smtp = "{config.smtp}": write HOST:PORT'
+    return ""
+
+
+def _is_mail(text: str) -> bool:
+    name, _, host = text.rpartition("@")
+    return bool(name and host) and text.isprintable() and not set(text) & set(' ,;<>"')
+
+
+def notify_problems(config: NotifyConfig) -> list[str]:
+    """What is wrong with the hook and the secrets on this machine, in one line each; for unicrond."""
+    found = [unfit(config.hook)] if config.hook else []
+    try:
+        load_secrets(config)
+    except UserError as error:
+        found.append(str(error))
+    return [f"[notify] {line}" for line in found if line]
+
+
+def unfit(hook: str) -> str:
+    """Why the hook must not be run; empty when it may be."""
+    path = os.path.realpath(hook)
+    try:
+        status = os.stat(path)
+        folder = os.stat(os.path.dirname(path))
+    except OSError as error:
+        return f'hook = "{hook}": {error.strerror}'
+    if not stat.S_ISREG(status.st_mode) or not os.access(path, os.X_OK):
+        return f'hook = "{hook}": no program: `chmod u+x {path}`'
+    if status.st_uid not in (0, os.geteuid()) or folder.st_uid not in (0, os.geteuid()):
+        return f"hook = \"{hook}\": it and its folder have to be root's or unicrond's own: `chown root {path}`"
+    if status.st_mode & 0o022 or (folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX):
+        return f'hook = "{hook}": others can write it or its folder: `chmod go-w {path}`'
+    return ""
+
+
+def load_secrets(config: NotifyConfig) -> Secrets:
+    """The secrets of the file that the section names; none without one. Raises UserError, one line without them."""
+    path = config.secrets
+    if not path:
+        return Secrets()
+    try:
+        status = os.stat(path)
+        if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
+            raise UserError(
+                f"{path}: others can read it, or own it: `chown` it to unicrond's user and `chmod 600 {path}`"
+            )
+        given = msgspec.convert(tomllib.loads(Path(path).read_text()), Secrets)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        raise UserError(f"{path}: not TOML") from None
+    except msgspec.ValidationError as error:
+        known = ", ".join(Secrets.__struct_fields__)
+        raise UserError(f"{path}: {str(error).partition(' - ')[0]}: its keys are {known}") from None
+    for name in ("slack", "webhook"):
+        if (url := getattr(given, name)) and not _is_safe(url):
+            raise UserError(f"{path}: {name} has to be an https:// URL")
+    return given
+
+
+def _is_safe(url: str) -> bool:
+    """Whether nobody on the way reads what goes there."""
+    parts = urllib.parse.urlsplit(url)
+    host = parts.hostname or ""
+    return (parts.scheme == "https" and bool(host)) or (parts.scheme == "http" and is_loopback(host))

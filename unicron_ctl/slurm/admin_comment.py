@@ -1,0 +1,33 @@
+"""Unicron's part of an element's AdminComment, beside what others have written there. Pure.
+
+One of the parts between `" | "` is Unicron's: the one that begins with OURS. Whatever others wrote stays as it is.
+jobstats writes `JS1:` and base64 there, and reads it from the first byte on: behind that, Unicron's part may stand only
+where base64 ends with its padding, for what follows that is not decoded.
+"""
+
+from __future__ import annotations
+
+OURS = "unicron: "
+BETWEEN = " | "
+JOBSTATS = "JS1:"
+OWN_MOST = 200  # characters of Unicron's part
+MOST = 4000  # bytes of a comment; a longer one is left as it is
+
+
+def own_part(text: str) -> str:
+    """Unicron's part of the comment, or nothing."""
+    return next((part for part in text.split(BETWEEN) if part.startswith(OURS)), "")
+
+
+def with_own(text: str, own: str, first: bool = False) -> str:
+    """The comment with `own` as Unicron's part, and all else as it was; the comment itself where there is no place for
+    it. first: it has to come first: listings show only the beginning of a long comment."""
+    own = own.replace(BETWEEN, " / ")[:OWN_MOST]
+    others = BETWEEN.join(part for part in text.split(BETWEEN) if part and not part.startswith(OURS))
+    if not own or not others:
+        found = own or others
+    elif first or not others.startswith(JOBSTATS):
+        found = f"{own}{BETWEEN}{others}"
+    else:
+        found = f"{others}{BETWEEN}{own}" if others.endswith("=") else text
+    return found if len(found.encode(errors="surrogateescape")) <= MOST else text
