@@ -34,7 +34,7 @@ UNSURE = "whether most others fell silent with it is not known yet"
 def check_alone(view: View, out: Outcome) -> None:
     """Notices that no agent at all is heard."""
     suspicions = view.suspicions
-    leases: Mapping[tuple[str, int], AgentView] = view.live.leases
+    leases: dict[tuple[str, int], AgentView] = view.live.leases
     agent = next(reversed(leases.values()), None)
     if agent is not None and view.now - agent.last_heard > view.config.lease:
         leases = _living(view)
