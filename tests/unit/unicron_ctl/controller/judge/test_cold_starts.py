@@ -76,4 +76,4 @@ def test_a_rank_whose_state_is_not_kept_in_memory_is_shown_with_the_reason():
     assert data.forgets == {"OSError: No space left on device": [1]}
     assert "keeps no state in memory: slot 1: OSError" in status_tables.explanation(data)[0].plain
     status = answers.answer(world.core, None, "status", {}, EVERYBODY)  # type: ignore[arg-type]
-    assert any("1 of 2 ranks keep no state in memory" in note for note in status_tables._notes(status.jobs[0]))
+    assert any("1 of 2 ranks keep no state in memory" in note for note in status_tables.job_notes(status.jobs[0]))
