@@ -8,7 +8,7 @@ top=$PWD/build/rpm-tree
 rm -rf "$top"
 mkdir -p "$top/SOURCES" "$out"
 git ls-files --cached --others --exclude-standard -z |
-    tar --null --files-from=- --ignore-failed-read --transform "s,^,unicron-$version/," --hard-dereference -czf "$top/SOURCES/unicron-$version.tar.gz"
+    tar --null --files-from=- --ignore-failed-read --transform "s,^,unicron-$version/,S" -czf "$top/SOURCES/unicron-$version.tar.gz"
 # Debian's rpmbuild knows no packages of Debian's, so what is needed is not looked up there.
 options=()
 [ ! -e /etc/debian_version ] || options+=(--nodeps)
