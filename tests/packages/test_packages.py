@@ -99,13 +99,13 @@ def test_an_upgrade_leaves_the_running_job_alone(site: BootedRoot) -> None:
     site.run("apt-get install -y -q /root/packages/newer/*.deb")
     assert "0.1.0-2" in site.run("dpkg-query -W unicron-agent")
     assert site.run("systemctl show -p MainPID unicrond") != old, "unicrond goes on with the new files"
-    wait_for_iteration(site, before + 5)
+    wait_for_iteration(site, before + 2)
     # What the old agent starts now is the new release's.
     rank = site.run("pgrep -u alice -f 'train_plain.py' | tail -n 1").split()[0]
     site.run(f"kill -9 {rank}")
-    wait_for_iteration(site, losses(site)[-1][0] + 5)
+    wait_for_iteration(site, losses(site)[-1][0] + 3)
     assert set(agents.split()) & set(site.run("pgrep -f '/opt/unicron/lib/interpreter'").split())
-    assert "restored" in site.run("unicronctl status; unicronctl events", "alice")
+    assert "trained again after" in site.run("unicronctl status", "alice")
     numbers = [i for i, _, _ in losses(site)]
     assert numbers == sorted(set(numbers)), "no iteration was done twice"
 
@@ -113,7 +113,7 @@ def test_an_upgrade_leaves_the_running_job_alone(site: BootedRoot) -> None:
 def test_a_release_can_be_taken_back(site: BootedRoot) -> None:
     site.run("cd /root/packages && apt-get install -y -q --allow-downgrades ./unicron-*.deb")
     before = losses(site)[-1][0]
-    wait_for_iteration(site, before + 3)
+    wait_for_iteration(site, before + 2)
     assert "tcp://" in site.run("unicronctl ping", "alice")
 
 
