@@ -113,7 +113,7 @@ def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(asked:
     os.mkfifo(asked.log_dir / "rank-5.log")
     os.chown(asked.log_dir / "rank-0.log", owner.pw_uid, owner.pw_gid)
     asked.user = owner.pw_name
-    status, said = run("7", "-o", str(tmp_path / "out.tar.gz"))
+    status, _ = run("7", "-o", str(tmp_path / "out.tar.gz"))
     found = contents(tmp_path / "out.tar.gz")
     assert status == 0 and [name for name in found if name.startswith("logs/")] == ["logs/rank-0.log"]
     assert "of root's alone" not in str(found) and "rank-3.log: not a file of the job's owner" in found["README.txt"]

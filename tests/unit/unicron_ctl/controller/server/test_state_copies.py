@@ -221,7 +221,7 @@ def test_what_the_owner_puts_in_the_way_leads_root_nowhere(anothers: Path, tmp_p
     roots = tmp_path / "roots"
     roots.touch(mode=0o600)
     (anothers / "lock.9").symlink_to(roots)
-    with pytest.raises(UserError, match="lock.9: Permission denied"):
+    with pytest.raises(UserError, match=r"lock\.9: Permission denied"):
         restore(tmp_path / "copy", anothers)
     assert roots.stat().st_uid == os.geteuid() == 0
 
