@@ -25,6 +25,7 @@ import msgspec
 
 from unicron.ctl.doctor.facts import COMPUTE, HostFacts, Question
 from unicron.ctl.nodes.pairs import why_not_idle
+from unicron.ctl.protocol.printable import printable
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.addresses import listen_at, reason_of
 from unicron.ctl.system.errors import UserError, one_line
@@ -335,7 +336,7 @@ class Asking:
         lines = [line for line in stderr.splitlines() if line.strip() and "queued and waiting" not in line]
         why = f"no answer within {self._wish.seconds:g} s" if late else "srun ended without its answer"
         if lines:
-            why += f": {one_line(lines[-1])[:200]}"
+            why += f": {printable(one_line(lines[-1])[:200])}"
         with self._lock:
             there = {host.name for host in self._found.hosts}
             self._found.silent |= {name: why for name in names if name not in there}

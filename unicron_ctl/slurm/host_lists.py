@@ -63,7 +63,10 @@ def _choices(part: str, most: int) -> list[str]:
     for span in part[1:-1].split(","):
         first, _, last = span.partition("-")
         last = last or first
-        if not (first.isdecimal() and last.isdecimal() and len(first) < 20 and len(last) < 20) or int(last) - int(first) >= most:
+        if (
+            not (first.isdecimal() and last.isdecimal() and len(first) < 20 and len(last) < 20)
+            or int(last) - int(first) >= most
+        ):
             return []
         found += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
         if len(found) > most:

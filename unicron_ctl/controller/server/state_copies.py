@@ -106,7 +106,7 @@ def _in_one_line(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_owner(folder: Path) -> Iterator[None]:
-    """As root, works as the folder's owner: all that is made there is his, and what he puts in the way leads root
+    """Makes root work as the folder's owner: all that is made there is his, and what he puts in the way leads root
     nowhere."""
     owner, mine = folder.stat(), (os.geteuid(), os.getegid())
     if mine[0] != 0 or owner.st_uid == 0:

@@ -207,6 +207,14 @@ def asked(printed: str) -> on_nodes.Gathered:
     return asking._found
 
 
+def test_what_a_step_writes_is_bounded_and_safe_for_a_terminal() -> None:
+    written = io.StringIO("x" * (2 * on_nodes.MOST_ERRORS))
+    assert [len(said) for said in on_nodes._errors(written)] == [on_nodes.MOST_ERRORS] and not written.read()
+    asking = on_nodes.Asking(Question(role=COMPUTE), on_nodes.Wish(), {}, {})
+    asking._note_silent(["n1"], "srun: \x1b]0;gone\x07\n", late=False)
+    assert asking._found.silent["n1"].isprintable() and "srun: " in asking._found.silent["n1"]
+
+
 def test_a_node_speaks_for_itself_once_and_ends_nothing() -> None:
     lines = pieces("n1", FACTS, on_nodes.encode(HostFacts(name="login1", role="head", python="3.11")))
     doors = [*pieces("n1", DOOR, b"nonsense"), *pieces("n2", DOOR, b"99999")]
