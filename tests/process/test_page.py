@@ -20,6 +20,7 @@ from tests.support.munged import STRANGER, Munged
 from tests.support.processes import LIMIT, UNICRONCTL, outside_slurm
 from tests.support.scripted import ScriptedAgent, form
 from tests.support.web_page import HOSTILE, Site, busy_world, hurt
+from unicron.ctl.cli.web.page_server import HALF
 from unicron.ctl.protocol import claims
 from unicron.ctl.protocol.controller_discovery import Hello
 
@@ -78,14 +79,17 @@ class Visitor:
     """Asks the page as a browser does that opened this link."""
 
     def __init__(self, origin: str, credential: str) -> None:
-        self.origin, self.cookie = origin, ""
+        self.origin, self.cookie, self.half = origin, "", ""
         status, answer = self.ask("POST", "/session", credential)
         assert status == 200, answer
+        self.half = answer["half"]
 
     def ask(self, method: str, path: str, body: str = "") -> tuple[int, Any]:
         connection = http.client.HTTPConnection(urlsplit(self.origin).netloc, timeout=30)
         try:
-            connection.request(method, path, body or None, {"Origin": self.origin, "Cookie": self.cookie})
+            connection.request(
+                method, path, body or None, {"Origin": self.origin, "Cookie": self.cookie, HALF: self.half}
+            )
             answer = connection.getresponse()
             self.cookie = (answer.headers["Set-Cookie"] or self.cookie).split(";")[0]
             return answer.status, json.loads(answer.read())

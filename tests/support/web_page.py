@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.cli.web.page import Page
-from unicron.ctl.cli.web.page_server import Server
+from unicron.ctl.cli.web.page_server import HALF, Server
 from unicron.ctl.cli.web.page_sessions import Sessions
 from unicron.ctl.cli.web.page_source import Source
 from unicron.ctl.controller.api.answers import Unanswerable
@@ -121,7 +121,8 @@ class Site:
         """HTTP's status, the answer (JSON as data), and its headers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
         try:
-            cookie = {"Cookie": f"unicron{self.server.port}={token}"} if token else {}
+            halves = token.split(".")
+            cookie = {"Cookie": f"unicron{self.server.port}={halves[0]}", HALF: halves[-1]} if token else {}
             connection.request("GET", path, headers={**cookie, **headers})
             answer = connection.getresponse()
             data = answer.read()

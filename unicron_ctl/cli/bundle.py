@@ -6,11 +6,14 @@ It asks as whoever calls it, and reads files with that user's rights. Each text 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
 import platform
+import pwd
 import re
+import stat
 import subprocess
 import sys
 import tarfile
@@ -113,6 +116,7 @@ def _config() -> Any:
 def _collected(job: str, with_logs: bool, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
     """(member, text or plain data) of all that there is. Raises UserError if the controller refuses it."""
     explained: dict[str, Any] = {}
+    user = ""
     try:
         explained = ask_controller({"kind": "explain", "job": job}, controller)
     except UserError as error:
@@ -121,11 +125,13 @@ def _collected(job: str, with_logs: bool, controller: str | None, left_out: list
         left_out.append(f"what the controller knows: {error}")
     if explained:
         yield "explain.json", explained
-        yield from _answered(explained["job"], controller, left_out)
+        for name, said in _answered(explained["job"], controller, left_out):
+            user = said[0]["user"] if name == "job.json" and said else user
+            yield name, said
     number = str(explained.get("job", job))
     yield from _slurm(number, left_out)
     if with_logs:
-        yield from _logs(explained, number, left_out)
+        yield from _logs(explained, number, user, left_out)
     yield from _configuration(left_out)
     yield "versions.txt", _versions()
     yield from _doctor(left_out)
@@ -173,8 +179,8 @@ def _slurm(job: str, left_out: list[str]) -> Iterator[tuple[str, str]]:
         yield "slurm-job.txt", said
 
 
-def _logs(explained: Mapping[str, Any], job: str, left_out: list[str]) -> Iterator[tuple[str, str]]:
-    """The ends of the ranks' files and of the job's own output, as far as this user can read them."""
+def _logs(explained: Mapping[str, Any], job: str, user: str, left_out: list[str]) -> Iterator[tuple[str, str]]:
+    """The ends of the ranks' files and of the job's own output, as far as this user can read them. user: the owner."""
     folder = Path(explained.get("log_dir") or "/nonexistent")
     failed = [slot for failure in explained.get("failures", []) for slot in failure["slots"]]
     files = {int(found[1]): path for path in _listed(folder) if (found := re.fullmatch(r"rank-(\d+)\.log", path.name))}
@@ -183,9 +189,10 @@ def _logs(explained: Mapping[str, Any], job: str, left_out: list[str]) -> Iterat
     said, _ = _output(["scontrol", "show", "job", job], SLURM_SECONDS) if job.isdigit() else ("", "")
     for number, path in enumerate(dict.fromkeys(re.findall(r"^\s*Std(?:Out|Err)=(.+?)\s*$", said, re.MULTILINE))):
         paths[f"logs/job-{number}.log"] = Path(path)
+    owner = _owner(user, job)
     for name, path in paths.items():
         try:
-            yield name, _tail(path)
+            yield name, _tail(path, owner)
         except OSError as error:
             left_out.append(f"{path}: {error.strerror}")
     if len(order) > MOST_FILES:
@@ -199,11 +206,32 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _tail(path: Path) -> str:
-    """The last TAIL_BYTES of a plain file. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+def _owner(user: str, job: str) -> int | None:
+    """The uid of the job's owner; None where nobody says. user: as the controller says, "" while it does not answer."""
+    with contextlib.suppress(KeyError):
+        return pwd.getpwnam(user).pw_uid
+    said = _output(["squeue", "-h", "-o", "%U", "-j", job], SLURM_SECONDS)[0].split() if job.isdigit() else []
+    return int(said[0]) if said and said[0].isdecimal() else None
+
+
+def _tail(path: Path, owner: int | None) -> str:
+    """The last TAIL_BYTES of a plain file of the job's owner. Raises OSError.
+
+    The job says where its files are: a link there must not bring what is its reader's into the bundle, and a device
+    must not even be opened.
+    """
+    named = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        found = os.fstat(named)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "no plain file")
+        if found.st_uid != owner and os.geteuid() != owner:
+            raise OSError(errno.EPERM, "not a file of the job's owner")
+        descriptor = os.open(f"/proc/self/fd/{named}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(named)
     with os.fdopen(descriptor, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        size = found.st_size
         file.seek(max(0, size - TAIL_BYTES))
         return file.read(TAIL_BYTES).decode(errors="replace")
 

@@ -13,6 +13,7 @@ import msgspec
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.doctor.facts import COMPUTE, HostFacts, Ports, Question, Role, SiteFacts
 from unicron.ctl.doctor.verdicts import GOOD, PROBLEM
+from unicron.ctl.protocol.printable import printable
 from unicron.ctl.slurm.host_lists import folded
 from unicron.ctl.system.errors import FOUND, UserError
 
@@ -167,7 +168,8 @@ def _print(hosts: list[HostFacts], results: list[Result], verbose: bool) -> None
             if result.hosts == everybody
             else folded(result.hosts)
         )
-        click.echo(f"{result.verdict:8} {result.check}{f' ({where})' if where else ''}: {result.text}")
+        text = f"{result.verdict:8} {result.check}{f' ({where})' if where else ''}: {result.text}"
+        click.echo(printable(text))  # a node that somebody has taken over may say anything
         if result.do:
-            click.echo(f"{'':8} > {result.do}")
+            click.echo(printable(f"{'':8} > {result.do}"))
     click.echo(summary(results))

@@ -11,6 +11,7 @@ import msgspec
 from unicron.ctl.cli.options import DURATION, controller_option
 from unicron.ctl.protocol.answer_schema import Report
 from unicron.ctl.protocol.client import as_struct, ask_controller
+from unicron.ctl.protocol.printable import printable
 from unicron.ctl.system.errors import UserError
 
 WEEK = 604800.0
@@ -97,5 +98,5 @@ def job(job: str, output: Path | None, no_logs: bool, controller: str | None) ->
 
     path, left_out = pack(job, output, not no_logs, controller)
     for line in left_out:
-        click.echo(f"unicronctl: left out: {line}", err=True)
+        click.echo(printable(f"unicronctl: left out: {line}"), err=True)
     click.echo(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from unicron.ctl.nodes.leftovers import leftovers, take_all_back
+from unicron.ctl.protocol.printable import printable
 from unicron.ctl.slurm.slurm_client import SlurmError
 from unicron.ctl.system.errors import UserError
 
@@ -28,7 +29,7 @@ def command(dry_run: bool, yes: bool) -> None:
     except SlurmError as error:
         raise UserError(f"Slurm did not answer, and nothing was changed: {error}") from None
     for what in found:
-        click.echo(what.line())
+        click.echo(printable(what.line()))
     if not found:
         click.echo("nothing of Unicron's is left in Slurm")
     if dry_run or not found:

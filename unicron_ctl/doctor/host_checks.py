@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from shlex import quote  # what a node says is typed by root
 
 from unicron.ctl.doctor.facts import COMPUTE, HEAD, NO_LIMIT
 from unicron.ctl.doctor.slurm_lines import HEALTH_PROGRAM, HOOK, HOOK_FOLDER, WANTED
@@ -26,7 +27,7 @@ def config(case: Case) -> Iterator[Finding]:
         return
     sound = not mine.problems
     for text in mine.problems:
-        yield problem(f"{mine.path}: {text}", f"edit {mine.path}; unicronctl config check")
+        yield problem(f"{mine.path}: {text}", f"edit {quote(mine.path)}; unicronctl config check")
     if not mine.address and case.host.role != HEAD:
         sound = False
         yield problem(
@@ -109,7 +110,7 @@ def kernel_log(case: Case) -> Iterator[Finding]:
             "sysctl -w kernel.dmesg_restrict=0, and the same line in /etc/sysctl.d",
         )
     elif not found.readable:
-        yield problem(f"{found.path} cannot be read by jobs", f"chmod o+r {found.path}")
+        yield problem(f"{found.path} cannot be read by jobs", f"chmod o+r {quote(found.path)}")
     else:
         yield good(f"{found.path} can be read")
 
@@ -133,7 +134,7 @@ def _hook(case: Case, name: str) -> Iterator[Finding]:
         line = next(wanted.line for wanted in WANTED if wanted.name == name)(case.site.settings)
         yield problem(f"Slurm has no {name}", f"{line} in slurm.conf")
     elif found.blocked:
-        yield problem(f"{found.blocked[0]} cannot be executed", f"chmod 755 {found.blocked[0]}")
+        yield problem(f"{found.blocked[0]} cannot be executed", f"chmod 755 {quote(found.blocked[0])}")
     elif not found.ours:
         what = f"{name}={','.join(case.site.settings.words(name))}"
         yield problem(f"{what} does not lead to Unicron's script here", f"let it call {script}, or link that there")

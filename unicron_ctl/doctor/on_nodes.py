@@ -16,14 +16,16 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import IO, Annotated
 
 import msgspec
 
-from unicron.ctl.doctor.facts import HostFacts, Question
+from unicron.ctl.doctor.facts import COMPUTE, HostFacts, Question
 from unicron.ctl.nodes.pairs import why_not_idle
+from unicron.ctl.protocol.printable import printable
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.addresses import listen_at, reason_of
 from unicron.ctl.system.errors import UserError, one_line
@@ -31,6 +33,10 @@ from unicron.detector.health.program_output import TooMuchOutput, run_program
 
 MARK = "unicron-doctor:"
 PIECE = 600  # characters
+LINE = 2048  # characters of a line, of which more is not read as one
+MOST_PIECES = 1000  # of one answer; one of ours has some ten
+MOST_FACTS = 4 << 20  # bytes of one, unpacked
+MOST_ERRORS = 1 << 20  # characters that srun writes for people
 DOOR, FACTS = "door", "facts"
 GREETING = b"unicron-doctor\n"
 DOOR_SECONDS = 20.0  # for which a node's port stays open
@@ -38,6 +44,7 @@ CONNECT_SECONDS = 3.0
 END_SECONDS = 5.0  # for an srun that is ended
 AT_ONCE = 128  # ports that are tried
 MODULE = "unicron.ctl.doctor.host_facts"
+PortNumber = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 # ------------------------------------------------------------------------------------------------------------- lines
@@ -64,25 +71,41 @@ def pieces(node: str, kind: str, data: bytes) -> list[str]:
 
 
 class Collector:
-    """Puts pieces together again, in whatever order they come."""
+    """Puts pieces together again, in whatever order they come. names: of the nodes whose pieces count."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
         self._parts: dict[tuple[str, str], dict[int, str]] = {}
 
     def add_line(self, line: str) -> tuple[str, str, bytes] | None:
         """(node, kind, data) with the last piece of something; None for every other line."""
         words = line.split()
-        if len(words) != 6 or words[0] != MARK or not (words[3].isdecimal() and words[4].isdecimal()):
+        if len(words) != 6 or words[0] != MARK or not (_is_number(words[3]) and _is_number(words[4])):
             return None
         node, kind, number, count = words[1], words[2], int(words[3]), int(words[4])
+        if node not in self._names or kind not in (DOOR, FACTS) or not number < count <= MOST_PIECES:
+            return None
         parts = self._parts.setdefault((node, kind), {})
         parts[number] = words[5]
         if len(parts) < count:
             return None
         try:
-            return node, kind, zlib.decompress(base64.b64decode("".join(parts[i] for i in range(count))))
+            return node, kind, _unpacked(base64.b64decode("".join(parts[i] for i in range(count))))
         except (KeyError, ValueError, zlib.error):
             return None
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdecimal() and len(word) <= 6
+
+
+def _unpacked(data: bytes) -> bytes:
+    """The data of a node, which may have packed a great deal into little. Raises ValueError and zlib.error."""
+    packed = zlib.decompressobj()
+    found = packed.decompress(data, MOST_FACTS)
+    if not packed.eof:
+        raise ValueError("no whole answer, or one too long")
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- ports
@@ -209,6 +232,20 @@ def command(partition: str, names: Sequence[str], question: Question, wish: Wish
     ]
 
 
+def _lines(stream: IO[str]) -> Iterator[str]:
+    """The lines of a step. A line that has no end is not read into memory whole."""
+    while line := stream.readline(LINE):
+        yield line
+
+
+def _errors(stream: IO[str]) -> list[str]:
+    """What a step writes for people: the beginning, and all the rest is read and dropped."""
+    said = stream.read(MOST_ERRORS)
+    while stream.read(MOST_ERRORS):
+        pass
+    return [said]
+
+
 class Asking:
     """Runs the steps side by side. environment: for srun. reach: a node's name -> its address, for the nodes' ports to
     be tried from here; None where nothing is to be tried."""
@@ -261,9 +298,9 @@ class Asking:
             with process:
                 assert process.stdout is not None and process.stderr is not None
                 stderr = process.stderr
-                reader = threading.Thread(target=lambda: said.append(stderr.read()), daemon=True)
+                reader = threading.Thread(target=lambda: said.extend(_errors(stderr)), daemon=True)
                 reader.start()
-                self._read(process.stdout, set(names), doors)
+                self._read(_lines(process.stdout), set(names), doors)
                 reader.join(END_SECONDS)
         except BaseException:
             self._end(token, process)
@@ -273,17 +310,21 @@ class Asking:
         self._note_silent(names, "".join(said), late.is_set())
 
     def _read(self, lines: Iterable[str], names: set[str], doors: ThreadPoolExecutor) -> None:
-        collector = Collector()
+        collector = Collector(names)
+        told = set[tuple[str, str]]()  # each node is heard once
         for line in lines:
             found = collector.add_line(line)
-            if found is None or found[0] not in names:
+            if found is None or found[:2] in told:
                 continue
             node, kind, data = found
-            if kind == DOOR and self._reach is not None:
-                doors.submit(self._try_door, node, int(data))
-            elif kind == FACTS:
-                with contextlib.suppress(msgspec.DecodeError), self._lock:
-                    self._found.hosts.append(msgspec.json.decode(data, type=HostFacts))
+            told.add((node, kind))
+            with contextlib.suppress(msgspec.DecodeError):
+                if kind == DOOR and self._reach is not None:
+                    doors.submit(self._try_door, node, msgspec.json.decode(data, type=PortNumber))
+                elif kind == FACTS:
+                    facts = msgspec.json.decode(data, type=HostFacts)
+                    with self._lock:
+                        self._found.hosts.append(msgspec.structs.replace(facts, name=node, role=COMPUTE))
 
     def _try_door(self, node: str, port: int) -> None:
         assert self._reach is not None
@@ -295,7 +336,7 @@ class Asking:
         lines = [line for line in stderr.splitlines() if line.strip() and "queued and waiting" not in line]
         why = f"no answer within {self._wish.seconds:g} s" if late else "srun ended without its answer"
         if lines:
-            why += f": {one_line(lines[-1])[:200]}"
+            why += f": {printable(one_line(lines[-1])[:200])}"
         with self._lock:
             there = {host.name for host in self._found.hosts}
             self._found.silent |= {name: why for name in names if name not in there}

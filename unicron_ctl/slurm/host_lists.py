@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
+_LONGEST = 256  # characters of a name: a long one times many would fill the memory
 _MOST_NAMES = 65536  # of one host list: more nodes than Slurm can have
 
 
@@ -19,6 +20,8 @@ def hosts(text: str) -> list[str]:
             if not 0 < len(parts[-1]) <= room:
                 return []
             room //= len(parts[-1])
+        if sum(len(part[-1]) for part in parts) > _LONGEST:
+            return []
         names += map("".join, itertools.product(*parts))
     return names
 
@@ -60,7 +63,10 @@ def _choices(part: str, most: int) -> list[str]:
     for span in part[1:-1].split(","):
         first, _, last = span.partition("-")
         last = last or first
-        if not (first.isdecimal() and last.isdecimal() and len(last) < 20) or int(last) - int(first) >= most:
+        if (
+            not (first.isdecimal() and last.isdecimal() and len(first) < 20 and len(last) < 20)
+            or int(last) - int(first) >= most
+        ):
             return []
         found += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
         if len(found) > most:

@@ -11,9 +11,11 @@ from typing import Any
 
 TAKEN_OUT = "***"
 LEAST = 6  # characters of a value that is looked for everywhere: shorter ones are words, too
+# Bounded: whoever writes long words into a log must not keep its reader busy.
 _NAME = (
-    r"[\w.-]*(?:passw(?:or)?d|passwd|passphrase|secret|token|api[_-]?key|access[_-]?key|private[_-]?key|public[_-]?key|peer[_-]?key"
-    r"|secret[_-]?key|credential|authorization|cookie|webhook|(?<![a-z])slack(?![a-z])|(?<![a-z])auth[_-]?key)[\w.-]*"
+    r"[\w.-]{0,100}(?:passw(?:or)?d|passwd|passphrase|secret|token|api[_-]?key|access[_-]?key|private[_-]?key|public[_-]?key|peer[_-]?key"
+    r"|secret[_-]?key|credential|authorization|cookie|webhook|(?<![a-z])slack(?![a-z])|(?<![a-z])auth[_-]?key|_pwd(?![a-z])|_pass(?![a-z])|sshpass(?![a-z])"
+    r")[\w.-]{0,100}"
 )
 _SECRET_NAME = re.compile(rf"(?i)\A{_NAME}\Z|(?i:_key)\Z|(?i:\Akey)\Z")
 _VALUE = r"\\\"(?:(?!\\\")[^\n])*\\\"|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[^\s,;\"'}\])]+"

@@ -41,8 +41,18 @@ function clock(at) {
 const percent = (share) => share === null ? "-" : `${(100 * share).toFixed(1)} %`;
 
 // ---------------------------------------------------------------- asking
+// Half of the session, which only this origin has: the other half, a cookie, goes to every port of the host.
+function half(value) {
+  try {
+    if (value !== undefined) localStorage.setItem("half", value);
+    return localStorage.getItem("half") || "";
+  } catch (error) {
+    return "";
+  }
+}
+
 async function ask(path, known = "") {
-  const given = { cache: "no-store", credentials: "same-origin", redirect: "error", headers: {} };
+  const given = { cache: "no-store", credentials: "same-origin", redirect: "error", headers: { "Unicron-Session": half() } };
   if (known) given.headers["If-None-Match"] = known;
   given.signal = AbortSignal.timeout(12000);
   return fetch(path, given);
@@ -99,6 +109,7 @@ async function begin() {
       refused((await answer.json()).error);
       return live("not live", "bad");
     }
+    half((await answer.json()).half);
   }
   return poll();
 }
@@ -356,7 +367,9 @@ $("map").addEventListener("click", (event) => {
   repaint();
 });
 $("leave").addEventListener("click", async () => {
-  await fetch("/leave", { method: "POST", body: "", credentials: "same-origin" });
+  const headers = { "Unicron-Session": half() };
+  await fetch("/leave", { method: "POST", body: "", credentials: "same-origin", headers });
+  half("");
   location.reload();
 });
 document.addEventListener("visibilitychange", () => document.hidden ? clearTimeout(timer) : poll());

@@ -26,6 +26,7 @@ log = logging.getLogger("unicron.web")
 MOST_OPEN = 256  # connections; one more closes the oldest that has not asked yet
 IDLE_SECONDS, WHOLE_SECONDS, SWEEP_SECONDS = 5.0, 15.0, 0.5  # for one read or write, and for a connection in all
 HEAD_BYTES = 16384
+HALF = "Unicron-Session"  # half of a token: browsers send cookies to all ports of a host, and this to the page alone
 HEADERS = (
     (
         "Content-Security-Policy",
@@ -37,7 +38,7 @@ HEADERS = (
     ("Referrer-Policy", "no-referrer"),
     ("Cross-Origin-Opener-Policy", "same-origin"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
-    ("Vary", "Cookie, Accept-Encoding"),
+    ("Vary", f"Cookie, {HALF}, Accept-Encoding"),
 )
 
 
@@ -185,8 +186,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer(self._order)
 
-    def _answer(self, make: Callable[[], Body | str]) -> None:
-        """Sends what `make` returns: an answer, or the cookie to set."""
+    def _answer(self, make: Callable[[], Body | tuple[str, str]]) -> None:
+        """Sends what `make` returns: an answer, or the cookie to set and the half that the page keeps."""
         try:
             self._check_host()
             made = make()
@@ -200,8 +201,8 @@ class Handler(BaseHTTPRequestHandler):
             log.exception("could not answer %.100r", self.path)
             self._refuse(500, "the page could not answer: see the log of `unicronctl web`")
         else:
-            if isinstance(made, str):
-                self._send(200, json_body({}), made)
+            if isinstance(made, tuple):
+                self._send(200, json_body({"half": made[1]}), made[0])
             elif made.tag in self.headers.get("If-None-Match", ""):
                 self._send(304, made)
             else:
@@ -224,8 +225,8 @@ class Handler(BaseHTTPRequestHandler):
         given = unquote(query.removeprefix("id=")) if query.startswith("id=") else ""
         return question(page.who(self._token()), given)
 
-    def _order(self) -> str:
-        """Begins or ends a session; the cookie to set."""
+    def _order(self) -> tuple[str, str]:
+        """Begins or ends a session; the cookie to set, and the half of the token that is not in it."""
         sessions = self.server.page.sessions
         if self.headers.get("Origin") not in self.server.origins:
             raise NotFor(403, "only the page itself begins a session")
@@ -240,19 +241,20 @@ class Handler(BaseHTTPRequestHandler):
         rules = f"Path=/; HttpOnly; SameSite=Strict{secure}"
         if self.path == "/leave":
             sessions.end(self._token())
-            return f"{self._cookie}=; Max-Age=0; {rules}"
-        return f"{self._cookie}={sessions.open_session(text.strip())}; Max-Age={SESSION_SECONDS:.0f}; {rules}"
+            return f"{self._cookie}=; Max-Age=0; {rules}", ""
+        half, _, other = sessions.open_session(text.strip()).partition(".")
+        return f"{self._cookie}={half}; Max-Age={SESSION_SECONDS:.0f}; {rules}", other
 
     @property
     def _cookie(self) -> str:
-        return f"unicron{self.server.port}"  # browsers send a host's cookies to all its ports
+        return f"unicron{self.server.port}"
 
     def _token(self) -> str:
         try:
             found = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie)
         except CookieError:
             return ""
-        return found.value if found is not None else ""
+        return f"{found.value}.{self.headers.get(HALF, '')}" if found is not None else ""
 
     def _refuse(self, status: int, reason: str) -> None:
         self._send(status, json_body({"error": reason}))

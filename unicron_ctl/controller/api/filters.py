@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from bisect import bisect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from unicron.ctl.controller.api import privacy
@@ -18,6 +19,7 @@ from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.protocol import answer_schema as schema
 from unicron.ctl.slurm.host_lists import hosts
 
+COMPARED = 128  # names that a wrong one is compared with
 _HOST_LIST = re.compile(r"[^\[\]\s]*(\[[0-9,-]+\][^\[\]\s]*)*")
 
 
@@ -46,10 +48,12 @@ def checked(core: Core, wanted: Filters, asker: Asker, partitions: Iterable[str]
 
 def near(word: str, known: Collection[str], what: str) -> str:
     """What may have been meant, or what there is."""
-    found = difflib.get_close_matches(word[:100], sorted(known), 1)
+    ordered = sorted(known)
+    here = max(0, bisect(ordered, word) - COMPARED // 2)  # in a long list only its neighbours: all would take seconds
+    found = difflib.get_close_matches(word[:100], ordered[here : here + COMPARED] if ordered[COMPARED:] else ordered, 1)
     if found:
         return f": did you mean {found[0]}?"
-    few = ", ".join(sorted(known)[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+    few = ", ".join(ordered[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
     return f": {what} are {few or 'none yet'}"
 
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.job_state import FAILURES_KEPT, JobState
-from unicron.ctl.controller.model.requests import OURS, Action, Run
+from unicron.ctl.controller.model.requests import HELD, OURS, Action, Run
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.slurm.admin_comment import own_part
 from unicron.ctl.slurm.slurm_client import OCCUPIES, ElementInfo
@@ -61,9 +61,10 @@ def story(job: JobState) -> str:
 
 
 def _first(job: JobState, listing: Listing) -> ElementInfo | None:
-    """The first element that occupies a node: one comment is enough, however many elements there are."""
+    """The first element that occupies a node: one comment is enough, however many elements there are. Where a hold came
+    as the element started, its comment alone will say at the next requeue whose hold that is, and stays."""
     there = (e for _, e in sorted(listing.rows_of(job.job).items()) if e.state in OCCUPIES)
-    return next(there, None)
+    return next((e for e in there if not own_part(e.admin_comment).startswith(HELD)), None)
 
 
 def _shows(element: ElementInfo, text: str) -> bool:

@@ -1,8 +1,8 @@
 """Messages of unicrond on standard error, by the standard `logging`.
 
 Lines have the format of all logs (:mod:`unicron.detector.processes.log_format`). Under systemd the priority is before
-it, as sd-daemon(3) has it, so that `journalctl -p warning` works. One message is one line; a traceback follows in lines
-of its own.
+it, as sd-daemon(3) has it, so that `journalctl -p warning` works. One message is one line without control characters,
+for it may quote a job; a traceback follows in lines of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TextIO
 
+from unicron.ctl.protocol.printable import printable
 from unicron.ctl.system.errors import one_line
 from unicron.detector.processes.log_format import log_line
 
@@ -42,7 +43,7 @@ class Formatter(logging.Formatter):
             lines += self.formatException(record.exc_info).splitlines()
         start = mark(record.levelno) if self._journal else ""
         level, at, about = record.levelname, record.created, getattr(record, "about", {})
-        return "\n".join(start + log_line(level, self._program, line, at, **about) for line in lines)
+        return "\n".join(start + printable(log_line(level, self._program, line, at, **about)) for line in lines)
 
 
 class JsonFormatter(Formatter):

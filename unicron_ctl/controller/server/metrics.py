@@ -7,6 +7,7 @@ makes the text. Names follow https://prometheus.io/docs/practices/naming/.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -28,7 +29,7 @@ from unicron.ctl.system.mailbox import Mailbox
 log = logging.getLogger("unicron.controller")
 LOOPBACK = "127.0.0.1"
 SCRAPE_SECONDS = 5.0  # for the loop to answer
-REQUEST_SECONDS = 10.0  # for a request to arrive
+REQUEST_SECONDS = 10.0  # for a request to arrive, the wait for the loop, and the answer to be taken, in all
 FRESH_SECONDS = 0.5  # whoever asks sooner gets the same answer: the loop's time is not for those who ask often
 MOST_REQUESTS = 16  # at once; further connections are closed
 BEHIND = f"the controller's loop has not answered for {SCRAPE_SECONDS:g} s"
@@ -51,19 +52,34 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # the system grants no more threads
+            self._free.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers within the time, however slowly the client sends and takes: a byte now and then holds nothing."""
+        limit = threading.Timer(REQUEST_SECONDS, _cut, (request,))
+        limit.daemon = True
         try:
+            limit.start()
             super().process_request_thread(request, client_address)
         finally:
+            limit.cancel()
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: whoever asked is gone, or was too slow."""
+
+
+def _cut(request: socket.socket) -> None:
+    """Ends a connection under its thread, which then closes it."""
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class Exporter:

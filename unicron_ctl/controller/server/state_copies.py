@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from unicron.ctl.controller.core.state_snapshot import DAMAGED, thaw
 from unicron.ctl.controller.log import records
@@ -64,7 +65,8 @@ def backup(folder: Path, target: Path) -> Copy:
                         bundle.add(folder / SECRET_FILE, SECRET_FILE)
                 file.flush()
                 os.fsync(file.fileno())
-            found = _unpacked(draft, Path(tempfile.mkdtemp(dir=place)))
+            with draft.open("rb") as written:
+                found = _unpacked(draft, written, Path(tempfile.mkdtemp(dir=place)))
             os.link(draft, target)  # unlike a rename it overwrites nothing
         finally:
             draft.unlink(missing_ok=True)
@@ -76,20 +78,20 @@ def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
 
     Raises UserError, with the folder as it was, while a unicrond runs on it, or for a copy that is damaged.
     """
-    with _in_one_line(folder):
+    with _in_one_line(folder), contextlib.ExitStack() as stack:
+        with _in_one_line(file):
+            source = stack.enter_context(file.open("rb"))
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        owner = folder.stat()
-        with _alone(folder) as term, tempfile.TemporaryDirectory(prefix=".restore-", dir=folder) as place:
-            fresh = Path(place)
-            found = _unpacked(file, fresh)
-            _mark(fresh / LOG_FILE, found, folder / LOG_FILE, term)
-            for name in os.listdir(fresh):
-                if os.geteuid() == 0:
-                    os.chown(fresh / name, owner.st_uid, owner.st_gid)
-            kept = _set_aside(folder, fresh)
-            for name in os.listdir(fresh):
-                os.replace(fresh / name, folder / name)
-            _sync(folder)
+        stack.enter_context(_as_owner(folder))
+        term = stack.enter_context(_alone(folder))
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix=".restore-", dir=folder))
+        fresh = Path(place)
+        found = _unpacked(file, source, fresh)
+        _mark(fresh / LOG_FILE, found, folder / LOG_FILE, term)
+        kept = _set_aside(folder, fresh)
+        for name in os.listdir(fresh):
+            os.replace(fresh / name, folder / name)
+        _sync(folder)
     return found, kept
 
 
@@ -100,6 +102,23 @@ def _in_one_line(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _as_owner(folder: Path) -> Iterator[None]:
+    """Makes root work as the folder's owner: all that is made there is his, and what he puts in the way leads root
+    nowhere."""
+    owner, mine = folder.stat(), (os.geteuid(), os.getegid())
+    if mine[0] != 0 or owner.st_uid == 0:
+        yield
+        return
+    os.setegid(owner.st_gid)
+    os.seteuid(owner.st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(mine[0])
+        os.setegid(mine[1])
 
 
 @contextlib.contextmanager
@@ -127,16 +146,16 @@ def _alone(folder: Path) -> Iterator[int]:
             os.close(lock)
 
 
-def _unpacked(file: Path, place: Path) -> Copy:
-    """Unpacks a copy and looks whether all of it is sound. Raises UserError."""
+def _unpacked(file: Path, opened: BinaryIO, place: Path) -> Copy:
+    """Unpacks a copy and looks whether all of it is sound. file: its name. Raises UserError."""
     try:
-        with tarfile.open(file, "r:") as bundle:
+        with tarfile.open(fileobj=opened, mode="r:") as bundle:
             members = {member.name: member for member in bundle.getmembers()}
             for name in (LOG_FILE, SECRET_FILE):
                 member = members.get(name)
                 if member is None:
                     continue
-                source = bundle.extractfile(member)
+                source = bundle.extractfile(member) if member.isreg() else None
                 if source is None or member.size > MOST_BYTES:
                     raise UserError(f"{file}: {name} in it is no file of a state folder")
                 with os.fdopen(os.open(place / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as out:
@@ -213,8 +232,6 @@ def _set_aside(folder: Path, fresh: Path) -> Path | None:
         return None
     kept = folder / f"{KEPT}-{time.strftime('%Y%m%dT%H%M%S')}"
     kept.mkdir(mode=0o700)
-    if os.geteuid() == 0:
-        os.chown(kept, folder.stat().st_uid, folder.stat().st_gid)
     for path in old:
         os.replace(path, kept / path.name)
     _sync(kept)

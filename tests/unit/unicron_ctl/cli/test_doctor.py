@@ -53,6 +53,12 @@ def test_a_problem_is_a_line_with_what_to_type_and_status_3(here: HostFacts) -> 
     assert "good     config: /etc/unicron/unicron.toml" in call("--as", "login", "-v").output
 
 
+def test_what_a_host_says_is_text_to_the_terminal_and_one_word_to_the_shell(here: HostFacts) -> None:
+    here.config.path, here.config.problems = "/x;id", ["\x1b]0;gone\x07"]
+    said = call("--as", "login").output
+    assert all(line.isprintable() for line in said.splitlines()) and "> edit '/x;id'; unicronctl" in said
+
+
 def test_its_json_has_every_result(here: HostFacts) -> None:
     here.munge = "no socket"
     here.config.auth = "munge"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 import tarfile
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ class Asked:
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir, self.away, self.refused = log_dir, False, ""
+        self.user = pwd.getpwuid(os.geteuid()).pw_name
 
     def __call__(self, question: Mapping[str, Any], controller: str | None = None, timeout: float = 3.0) -> Any:
         if self.away:
@@ -38,7 +40,7 @@ class Asked:
             "ping": {"pong": True},
             "explain": {"job": "7", "log_dir": str(self.log_dir), "failures": [{"slots": [1], "reason": said}]},
             "events": [{"id": 1, "kind": "failure_detected", "reason": one} for one in PLANTED],
-            "jobs": [{"job": "7", "reason": said}, {"job": "8", "reason": "of another"}],
+            "jobs": [{"job": "7", "user": self.user, "reason": said}, {"job": "8", "reason": "of another"}],
             "nodes": [{"node": "n1", "used_by": ["7_0"]}, {"node": "n2", "used_by": ["8_0"]}],
             "status": {"controller": {"pid": 1}, "jobs": [{"job": "8", "reason": "of another"}]},
         }[question["kind"]]
@@ -100,6 +102,22 @@ def test_the_bundle_has_what_support_needs_and_is_for_its_maker_alone(asked: Ask
     assert 'address = "tcp://head:7451"' in found["unicron.toml"] and "python 3" in found["versions.txt"]
     assert "scontrol" in found["README.txt"], "it says what is left out"
     assert "of another" not in str(found) and "n2" not in found["nodes.json"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(asked: Asked, tmp_path: Path) -> None:
+    owner, secret = pwd.getpwnam("nobody"), tmp_path / "munge.key"
+    secret.write_text("of root's alone")
+    for link, target in (("rank-3.log", secret), ("rank-4.log", Path("/dev/zero"))):
+        (asked.log_dir / link).symlink_to(target)
+    os.mkfifo(asked.log_dir / "rank-5.log")
+    os.chown(asked.log_dir / "rank-0.log", owner.pw_uid, owner.pw_gid)
+    asked.user = owner.pw_name
+    status, _ = run("7", "-o", str(tmp_path / "out.tar.gz"))
+    found = contents(tmp_path / "out.tar.gz")
+    assert status == 0 and [name for name in found if name.startswith("logs/")] == ["logs/rank-0.log"]
+    assert "of root's alone" not in str(found) and "rank-3.log: not a file of the job's owner" in found["README.txt"]
+    assert "rank-4.log: no plain file" in found["README.txt"] and "rank-5.log: no plain file" in found["README.txt"]
 
 
 def test_a_bundle_overwrites_nothing(asked: Asked, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from unicron.ctl.doctor import host_facts, on_nodes
 from unicron.ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, PluginFacts, Question, SiteFacts
 from unicron.ctl.doctor.on_nodes import (
+    DOOR,
     FACTS,
     Collector,
     Door,
@@ -167,15 +170,58 @@ def test_pieces_of_several_nodes_may_mix() -> None:
     lines = [line for name, data in sent.items() for line in pieces(name, FACTS, data)]
     assert len(lines) > 8 and max(map(len, lines)) < 700
     noise.shuffle(lines)
-    collector = Collector()
+    collector = Collector(sent)
     lines = ["srun: job 5 queued", *lines, "unicron-doctor: n1"]
     got = [found for line in lines if (found := collector.add_line(line))]
     assert {name: data for name, _, data in got} == sent
 
 
-@pytest.mark.parametrize("line", ["", "unicron-doctor: n1 facts 0 1 !!!!", "unicron-doctor: n1 facts x 1 aaaa"])
-def test_a_line_that_is_broken_is_none(line: str) -> None:
-    assert Collector().add_line(line) is None
+BROKEN = (
+    "",
+    "unicron-doctor: n1 facts 0 1 !!!!",
+    "unicron-doctor: n1 facts x 1 aaaa",
+    f"unicron-doctor: n1 facts {'9' * 5000} 1 aaaa",
+    "unicron-doctor: n1 facts 0 999999 aaaa",
+    pieces("another", FACTS, b"{}")[0],
+    pieces("n1", "kind", b"{}")[0],
+    pieces("n1", FACTS, b"0" * (on_nodes.MOST_FACTS + 1))[-1],
+)
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_line_that_is_broken_or_too_much_is_none(line: str) -> None:
+    assert Collector({"n1"}).add_line(line) is None
+
+
+def test_a_little_that_unpacks_to_very_much_is_none() -> None:
+    collector = Collector({"n1"})
+    lines = pieces("n1", FACTS, bytes(64 << 20))
+    assert len(lines) < on_nodes.MOST_PIECES and [collector.add_line(line) for line in lines] == [None] * len(lines)
+
+
+def asked(printed: str) -> on_nodes.Gathered:
+    """What is gathered where the step on n1 and n2 prints this."""
+    asking = on_nodes.Asking(Question(role=COMPUTE), on_nodes.Wish(), {}, {})
+    with ThreadPoolExecutor(1) as doors:
+        asking._read(on_nodes._lines(io.StringIO(printed)), {"n1", "n2"}, doors)
+    return asking._found
+
+
+def test_what_a_step_writes_is_bounded_and_safe_for_a_terminal() -> None:
+    written = io.StringIO("x" * (2 * on_nodes.MOST_ERRORS))
+    assert [len(said) for said in on_nodes._errors(written)] == [on_nodes.MOST_ERRORS] and not written.read()
+    asking = on_nodes.Asking(Question(role=COMPUTE), on_nodes.Wish(), {}, {})
+    asking._note_silent(["n1"], "srun: \x1b]0;gone\x07\n", late=False)
+    assert asking._found.silent["n1"].isprintable() and "srun: " in asking._found.silent["n1"]
+
+
+def test_a_node_speaks_for_itself_once_and_ends_nothing() -> None:
+    lines = pieces("n1", FACTS, on_nodes.encode(HostFacts(name="login1", role="head", python="3.11")))
+    doors = [*pieces("n1", DOOR, b"nonsense"), *pieces("n2", DOOR, b"99999")]
+    found = asked("\n".join(["x" * 100_000, *lines, *lines, *doors, ""]))
+    assert [(host.name, host.role, host.python) for host in found.hosts] == [("n1", COMPUTE, "3.11")]
+    assert found.doors == {}
+    assert max(map(len, on_nodes._lines(io.StringIO("x" * 100_000)))) == on_nodes.LINE
 
 
 def test_a_door_greets_and_a_closed_port_says_why() -> None:

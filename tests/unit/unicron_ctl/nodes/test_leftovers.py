@@ -46,6 +46,15 @@ def test_all_that_is_unicrons_goes_and_nothing_else() -> None:
     assert slurm.queue["7", 2]["reason"] == "JobHeldUser" and slurm.queue["7", 3]["reason"] == "JobHeldAdmin"
 
 
+def test_an_admins_hold_of_a_job_that_was_healed_stays() -> None:
+    slurm = FakeSlurm(1)
+    slurm.submit("7", 1)
+    slurm.queue["7", 0].update(reason="JobHeldAdmin", admin_comment="unicron: 1 failure healed, 9 s lost")
+    found = leftovers(slurm.nodes(), slurm.elements())
+    assert [what.what for what in found] == ["comment"] and take_all_back(slurm, found) == []
+    assert slurm.queue["7", 0]["reason"] == "JobHeldAdmin"
+
+
 def test_one_refusal_does_not_keep_the_rest_from_being_undone() -> None:
     slurm = left()
 
@@ -55,6 +64,15 @@ def test_one_refusal_does_not_keep_the_rest_from_being_undone() -> None:
     slurm.resume = refuse  # type: ignore[method-assign]
     assert take_all_back(slurm, leftovers(slurm.nodes(), slurm.elements())) == ["n1: Invalid user id"]
     assert slurm.queue["7", 1]["admin_comment"] == "lab 7"
+
+
+def test_no_control_character_of_a_reason_reaches_the_terminal(monkeypatch) -> None:
+    slurm = FakeSlurm(1)
+    slurm.drain("n1", "unicron[x]: \x1b]0;gone\x07")
+    for name in ("nodes", "elements"):
+        monkeypatch.setattr(CommandLineClient, name, staticmethod(getattr(slurm, name)))
+    said = CliRunner().invoke(command, ["--dry-run"]).output
+    assert said.strip().isprintable() and "unicron[x]" in said
 
 
 def test_the_command_asks_first(monkeypatch) -> None:

@@ -174,12 +174,17 @@ def test_a_link_begins_a_session_for_who_made_it(site: Site, monkeypatch) -> Non
     ):
         status, answer, headers = post(site, "/session", credential)
         assert status == 403 and reason in answer["error"] and "Set-Cookie" not in headers, credential
-    status, _, headers = post(site, "/session", "MUNGE:good:")
+    status, answer, headers = post(site, "/session", "MUNGE:good:")
     cookie = headers["Set-Cookie"]
     assert status == 200 and {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(cookie.split("; "))
-    token = cookie.split(";")[0].partition("=")[2]
+    half = cookie.split(";")[0].partition("=")[2]
+    token = f"{half}.{answer['half']}"
     assert site.get("/view", token)[1]["failures"], "it is ann's"
+    for less in (half, f"{half}.", f"{half}.{half}", f".{answer['half']}"):
+        assert site.get("/view", less)[0] == 401, "other ports of the host get the cookie, too"
     assert post(site, "/leave", "", Cookie=cookie.split(";")[0])[0] == 200
+    assert site.get("/view", token)[0] == 200, "nor do they end it"
+    assert post(site, "/leave", "", Cookie=cookie.split(";")[0], **{page_server.HALF: answer["half"]})[0] == 200
     assert site.get("/view", token)[0] == 401
 
 

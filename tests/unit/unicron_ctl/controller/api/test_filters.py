@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.api import answers, filters
 from unicron.ctl.controller.log import naming, records
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.log.store import Store
@@ -58,6 +58,19 @@ def jobs(site: Site, asker: Asker = ROOT, **args: Any) -> list[str]:
 
 def nodes(site: Site, asker: Asker = ROOT, **args: Any) -> list[str]:
     return [node["node"] for node in ask(site, "nodes", asker, **args)]
+
+
+def test_a_wrong_name_is_compared_with_few_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {f"gpu-{number:05}" for number in range(16384)}
+    assert filters.near("gpu-100000", known, "nodes").startswith(": did you mean gpu-")
+    assert filters.near("zzz", known, "nodes") == ": nodes are " + ", ".join(sorted(known)[:8]) + " and 16376 more"
+    looked: list[int] = []
+    monkeypatch.setattr(filters.difflib, "get_close_matches", lambda word, names, most: looked.append(len(names)) or [])
+    for word in ("", "gpu-99999", "gpu-08000", "zzz", "x" * 5000):
+        filters.near(word, known, "nodes")
+    assert max(looked) <= filters.COMPARED
+    filters.near("b", {"a", "c"}, "nodes")
+    assert looked[-1] == 2
 
 
 def test_an_admin_chooses_jobs_nodes_and_failures(site: Site) -> None:

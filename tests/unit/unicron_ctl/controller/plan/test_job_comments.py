@@ -5,19 +5,20 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron.ctl.controller.model.requests import HELD
 from unicron.ctl.protocol import wire
 from unicron.ctl.settings.partitions import PartitionConfig
 
 GONE = "billed to lab 7"
 
 
-def healed(mode: str, actions: list[str] | None = None) -> tuple[World, FakeSlurm]:
+def healed(mode: str, actions: list[str] | None = None, first: str = GONE) -> tuple[World, FakeSlurm]:
     """A job of which a rank has died, and that trains again."""
     slurm = FakeSlurm(3)
     partitions = {"default": PartitionConfig(mode=mode, actions=actions)}  # type: ignore[arg-type]
     world = World(slurm, observe=None, partitions=partitions)
     slurm.submit("1", 3)
-    slurm.queue["1", 0]["admin_comment"] = GONE
+    slurm.queue["1", 0]["admin_comment"] = first
     agents = [FakeAgent(world, "1", e, f"n{e + 1}", nodes=3) for e in range(3)]
     for agent in agents:
         agent.register()
@@ -54,6 +55,13 @@ def test_the_first_element_says_what_was_healed_beside_what_others_wrote() -> No
     assert "n3" not in own, "everybody reads it"
     world.run(100.0)
     assert comments(slurm) == [("1", 0)], "it is there"
+
+
+def test_what_says_whose_hold_it_is_stays_on_an_element_that_runs() -> None:
+    late = f"{HELD}, the plan has no node for it"
+    _, slurm = healed("act", first=late)
+    assert slurm.queue["1", 0]["admin_comment"] == late, "Slurm applies the hold at the next requeue"
+    assert comments(slurm) == [("1", 1)]
 
 
 @pytest.mark.parametrize(("mode", "actions"), [("observe", None), ("act", ["drain"])])

@@ -56,6 +56,18 @@ def test_a_line_has_the_program_and_the_level() -> None:
     assert written(stream) == ["INFO unicrond: two lines of text", "WARNING unicrond: look"]
 
 
+def test_no_control_character_of_a_job_reaches_who_reads_the_log() -> None:
+    stream = io.StringIO()
+    journal.start("unicrond", "info", stream)
+    log.info("failure_detected: %s", "\x1b]0;gone\x07\x9b2J \u202e")
+    try:
+        raise ValueError("\x1b[2J")
+    except ValueError:
+        log.exception("could not answer")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) > 3 and all(line.isprintable() for line in lines) and "]0;gone" in lines[0]
+
+
 def test_the_level_can_be_chosen() -> None:
     stream = io.StringIO()
     journal.start("unicrond", "error", stream)

@@ -7,6 +7,7 @@ import logging
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -248,6 +249,20 @@ def test_a_loop_that_does_not_answer_is_said_in_a_line(
             get(exporter)
         assert raised.value.code == 503 and b"has not answered" in raised.value.read()
         assert "has not answered" in caplog.text and "Traceback" not in capfd.readouterr().err
+    finally:
+        exporter.close()
+
+
+def test_who_sends_a_byte_now_and_then_is_cut_off_like_who_sends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_SECONDS", 0.5)
+    exporter = Exporter(":0")
+    try:
+        with socket.create_connection(("127.0.0.1", exporter.port)) as slow:
+            until = time.monotonic() + 30.0
+            with pytest.raises(OSError):
+                while time.monotonic() < until:
+                    slow.send(b"G")
+                    time.sleep(0.1)
     finally:
         exporter.close()
 

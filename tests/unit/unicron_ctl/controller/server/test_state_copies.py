@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from unicron.ctl.controller.model.fold import fold, replay
 from unicron.ctl.controller.server.state_copies import BESIDE, backup, restore
 from unicron.ctl.protocol.encryption import SECRET_FILE, make_key
 from unicron.ctl.system.errors import UserError
+
+OTHER = 65534  # a user who is not root
 
 
 def events(first: int, last: int) -> list[Event]:
@@ -191,13 +195,35 @@ def test_the_commands(folder: Path, tmp_path: Path) -> None:
     assert back.exit_code == 0 and "what was there is in" in back.output and "unicronctl resume" in back.output
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
-def test_what_root_restores_belongs_to_the_folders_owner(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def anothers(folder: Path, tmp_path: Path) -> Iterator[Path]:
+    """A state folder of another user's, with a copy of it in `tmp_path`, where only root comes."""
     backup(folder, tmp_path / "copy")
-    os.chown(folder, 4242, 4242)
-    restore(tmp_path / "copy", folder)
-    for name in (LOG_FILE, SECRET_FILE):
-        assert (folder / name).stat().st_uid == 4242
+    with tempfile.TemporaryDirectory(prefix="unicron-state-", dir="/tmp") as place:
+        Path(place).chmod(0o755)
+        made = Path(shutil.copytree(folder, Path(place) / "state"))
+        for path in [made, *made.iterdir()]:
+            os.chown(path, OTHER, OTHER)
+        yield made
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for another user")
+def test_what_root_restores_belongs_to_the_folders_owner(anothers: Path, tmp_path: Path) -> None:
+    _, kept = restore(tmp_path / "copy", anothers)
+    assert os.geteuid() == os.getegid() == 0 and kept is not None
+    owners = {path.name: (path.stat().st_uid, path.stat().st_gid) for path in [kept, *anothers.iterdir()]}
+    assert {LOG_FILE, SECRET_FILE} < set(owners) and set(owners.values()) == {(OTHER, OTHER)}
+    assert any(name.startswith("lock.") for name in owners), "else unicrond could not look at it, and would not start"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for another user")
+def test_what_the_owner_puts_in_the_way_leads_root_nowhere(anothers: Path, tmp_path: Path) -> None:
+    roots = tmp_path / "roots"
+    roots.touch(mode=0o600)
+    (anothers / "lock.9").symlink_to(roots)
+    with pytest.raises(UserError, match=r"lock\.9: Permission denied"):
+        restore(tmp_path / "copy", anothers)
+    assert roots.stat().st_uid == os.geteuid() == 0
 
 
 def test_a_log_that_is_none_is_one_line(tmp_path: Path) -> None:
