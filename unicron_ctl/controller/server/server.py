@@ -250,7 +250,7 @@ class Server:
         key = connection.session.key
         if key in self.core.view.live.keys:
             self.listener.is_known(connection)
-            self.heard_agents = self._received_at
+            self.heard_agents = self.now()
         self._on_message((connection.route,), data, key, connection.address)
 
     def _on_refused(self, connection: Connection, reason: str) -> None:
