@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unicron.ctl.slurm.admin_comment import own_part
+from unicron.ctl.slurm.admin_comment import HELD, own_part
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, SlurmClient, SlurmError
 
 REASON = "unicron["  # how the reason of a node begins that Unicron or its checks took out of service
@@ -43,7 +43,8 @@ def leftovers(nodes: Sequence[NodeInfo], elements: Sequence[ElementInfo]) -> lis
     for e in elements:
         text = own_part(e.admin_comment)
         if text and e.state not in ENDED:
-            ours = e.held and e.reason != "JobHeldUser"  # a user's hold stays, whatever the comment says
+            # A user's hold stays, whatever the comment says, and so does an admin's on an element that was healed.
+            ours = e.held and e.reason != "JobHeldUser" and text.startswith(HELD)
             found.append(Leftover("hold" if ours else "comment", text, job=e.job, element=e.element))
     return found
 

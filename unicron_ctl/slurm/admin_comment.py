@@ -8,6 +8,7 @@ where base64 ends with its padding, for what follows that is not decoded.
 from __future__ import annotations
 
 OURS = "unicron: "
+HELD = f"{OURS}held"  # how that part of an element begins that Unicron holds
 BETWEEN = " | "
 JOBSTATS = "JS1:"
 OWN_MOST = 200  # characters of Unicron's part

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from unicron.ctl.slurm.squeue import names_of
 
 OURS = "unicron"  # how comments and reasons that this tool wrote begin
-HELD = f"{OURS}: held"  # how the AdminComment of an element begins that was held here
 RELEASED = f"{OURS}: released"
 LOST = f"{OURS}[node_problem]"  # how the reason of a node begins that was taken out of service because it was lost
 ON_NODES = ("down", "drain", "resume")  # actions that change a node

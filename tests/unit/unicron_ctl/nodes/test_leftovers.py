@@ -6,9 +6,9 @@ from click.testing import CliRunner
 
 from tests.support.world import FakeSlurm
 from unicron.ctl.cli.retire import command
-from unicron.ctl.controller.model.requests import HELD
 from unicron.ctl.nodes.leftovers import leftovers, take_all_back
 from unicron.ctl.slurm import CommandLineClient, SlurmError
+from unicron.ctl.slurm.admin_comment import HELD
 
 
 def left() -> FakeSlurm:
@@ -16,12 +16,13 @@ def left() -> FakeSlurm:
     slurm = FakeSlurm(3)
     slurm.drain("n1", "unicron[health]: gpu: 7 of 8")
     slurm.down("n2", "Not responding")
-    slurm.submit("7", 4)
+    slurm.submit("7", 5)
     slurm.requeue_hold("7", 0, f"{HELD}: the plan has no node for it")
     slurm.pin("7", 0, "n3")
     slurm.queue["7", 1].update(state="RUNNING", node="n3", admin_comment="unicron: 2 failures healed | lab 7")
     slurm.queue["7", 2].update(reason="JobHeldUser", admin_comment=f"{HELD}: once")
     slurm.queue["7", 3].update(reason="JobHeldAdmin", admin_comment="ask Bob")
+    slurm.queue["7", 4].update(reason="JobHeldAdmin", admin_comment="unicron: 1 failure healed")
     return slurm
 
 
@@ -33,6 +34,7 @@ def test_all_that_is_unicrons_goes_and_nothing_else() -> None:
         ("hold", "", 0),
         ("comment", "", 1),
         ("comment", "", 2),
+        ("comment", "", 4),
     ]
     assert take_all_back(slurm, found) == []
     assert slurm.node_states["n1"] == {"IDLE"} and slurm.node_states["n2"] == {"DOWN"}
@@ -41,9 +43,11 @@ def test_all_that_is_unicrons_goes_and_nothing_else() -> None:
         1: "lab 7",
         2: "",
         3: "ask Bob",
+        4: "",
     }
     assert slurm.queue["7", 0]["pin"] is None and "held" not in slurm.queue["7", 0]["reason"].lower()
-    assert slurm.queue["7", 2]["reason"] == "JobHeldUser" and slurm.queue["7", 3]["reason"] == "JobHeldAdmin"
+    reasons = [slurm.queue["7", element]["reason"] for element in (2, 3, 4)]
+    assert reasons == ["JobHeldUser", "JobHeldAdmin", "JobHeldAdmin"], "who else holds an element, goes on to"
 
 
 def test_one_refusal_does_not_keep_the_rest_from_being_undone() -> None:
