@@ -87,10 +87,8 @@ def unicrond(
     if make_key:
         click.echo(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
         return 0
-    notifier, client = (
-        SystemdNotifier(),
-        slurm_client(config),
-    )  # Slurm may not answer for a while: no lease waits for it
+    notifier = SystemdNotifier()
+    client = slurm_client(config)  # Slurm may not answer for a while: no lease waits for it
     if len(config.controller.addresses) < 2:
         claimed = claim(folder, False)
     else:
