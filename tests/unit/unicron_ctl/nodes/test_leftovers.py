@@ -9,6 +9,7 @@ from unicron.ctl.cli.retire import command
 from unicron.ctl.nodes.leftovers import leftovers, take_all_back
 from unicron.ctl.slurm import CommandLineClient, SlurmError
 from unicron.ctl.slurm.admin_comment import HELD
+from unicron.ctl.system.errors import UserError
 
 
 def left() -> FakeSlurm:
@@ -65,7 +66,17 @@ def test_the_command_asks_first(monkeypatch) -> None:
     slurm = left()
     for name in ("nodes", "elements", "resume", "pin", "release", "comment"):
         monkeypatch.setattr(CommandLineClient, name, staticmethod(getattr(slurm, name)))
+    controllers = [True]
+
+    def ask(question: object) -> None:
+        if not controllers:
+            raise UserError("no controller answers")
+
+    monkeypatch.setattr("unicron.ctl.cli.retire.ask_controller", ask)
     said = CliRunner().invoke(command, ["--dry-run"])
     assert said.exit_code == 0 and said.output.splitlines()[0].startswith("n1 returns to service; check it")
+    refused = CliRunner().invoke(command, ["--yes"])
+    assert "a controller answers" in str(refused.exception) and "DRAIN" in slurm.node_states["n1"]
+    controllers.clear()
     assert CliRunner().invoke(command, [], input="n\n").exit_code == 1 and "DRAIN" in slurm.node_states["n1"]
     assert CliRunner().invoke(command, ["--yes"]).exit_code == 0 and slurm.node_states["n1"] == {"IDLE"}
