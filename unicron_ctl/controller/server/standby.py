@@ -16,6 +16,7 @@ from unicron.ctl.controller.log.term import Claim, Held, Watch, claim, clock
 from unicron.ctl.protocol.reach import Reach, reach
 from unicron.ctl.system.addresses import Target, endpoint, is_own, join, resolve
 from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.whole_file import write_whole
 
 STANDBY_FILE = "standby"  # in the state folder: who waits, and a number that rises
 POLL_SECONDS = 0.2
@@ -65,10 +66,8 @@ def _holder(text: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        draft.write_text(text)
-        draft.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; the standby has to be able to write to the state folder") from None
 
