@@ -65,11 +65,11 @@ class Target:
 
 
 class Sending(NamedTuple):
-    """A message on its way. upto: its last notice; count: how many it has; left_out: how many it says are missing."""
+    """A message on its way. upto: its last notice; notices: how many it has; left_out: how many it says are missing."""
 
     message: Message
     upto: int
-    count: int
+    notices: int
     left_out: int
     began: float
 
@@ -159,11 +159,11 @@ class Telling:
             wait = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(20, target.tries))
             target.tries, target.retry_at = target.tries + 1, sending.began + wait
             text = "%s was not told of %d notices, and is again in %.0f s: %s"
-            log.warning(text, target.name, sending.count, wait, error)
+            log.warning(text, target.name, sending.notices, wait, error)
             return
         target.tries, target.upto = 0, sending.upto
         target.left_out -= sending.left_out  # more may have been left out meanwhile
         while target.waiting and target.waiting[0].id <= sending.upto:
             target.waiting.popleft()
         if self.targets.get(target.name) is target:
-            self._record(records.Told(target=target.name, upto=sending.upto, notices=sending.count))
+            self._record(records.Told(target=target.name, upto=sending.upto, notices=sending.notices))
