@@ -133,18 +133,23 @@ def _unfit(command: Sequence[str], user: str) -> str:
             pwd.getpwnam(user)
         except KeyError:
             return f"there is no user {user!r} here"
-    path = os.path.realpath(command[0])
+    return f"{command[0]}: {why}" if (why := untrusted(command[0])) else ""
+
+
+def untrusted(program: str) -> str:
+    """Why this process must not run the program, and what to do; empty when it may. Only root and this process's user
+    may have written it: a sticky bit keeps the names in a folder, but not what is in a file."""
+    path = os.path.realpath(program)
     try:
-        status = os.stat(path)
+        status, folder = os.stat(path), os.stat(os.path.dirname(path))
     except OSError as error:
-        return f"{command[0]}: {error.strerror}: install it, or take its line out of [health]"
+        return f"{error.strerror}: install it, or take its line out of unicron.toml"
     if not stat.S_ISREG(status.st_mode) or not os.access(path, os.X_OK):
-        return f"{command[0]} is no program"
-    for place in (path, os.path.dirname(path)):
-        status = os.stat(place)
-        replaceable = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
-        if status.st_uid not in (0, os.geteuid()) or replaceable:
-            return f"others than root can write {place}: `chown root {place}; chmod go-w {place}`"
+        return f"no program: `chmod u+x {path}`"
+    if not {status.st_uid, folder.st_uid} <= {0, os.geteuid()}:
+        return f"it and its folder have to be root's or this user's own: `chown root {path}`"
+    if status.st_mode & 0o022 or (folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX):
+        return f"others can write it or its folder: `chmod go-w {path}`"
     return ""
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import click
 
+from unicron.ctl.cli.times import moment
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.settings.places import state_dir
 
@@ -50,4 +50,4 @@ def restore(file: Path, state: Path | None) -> None:
 
 
 def _clock(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else "no time"
+    return moment(at) if at else "no time"

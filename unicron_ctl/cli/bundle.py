@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.settings.config_file import search_path
+from unicron.ctl.settings.config_file import search_path, understood
 from unicron.ctl.settings.notify import load_secrets
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.redaction import redacted, secret_values, without_secrets
@@ -51,7 +51,7 @@ def pack(job: str, output: Path | None, with_logs: bool, controller: str | None)
     """Writes the bundle, mode 0600. Returns its path, and what is not in it and why. Raises UserError."""
     left_out: list[str] = []
     texts = dict(_collected(job, with_logs, controller, left_out))
-    known = _known_secrets(left_out)
+    known = _known_secrets()
     stamp = time.strftime("%Y%m%dT%H%M%S")
     name = f"unicron-{re.sub('[^A-Za-z0-9_.-]', '_', job)[:60]}-{stamp}"
     path = output or Path(f"{name}.tar.gz")
@@ -96,21 +96,14 @@ def _readme(job: str, texts: Mapping[str, Any], left_out: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _known_secrets(left_out: list[str]) -> list[str]:
+def _known_secrets() -> list[str]:
     """Secrets whose values are known here, if only to be looked for."""
     found = secret_values(os.environ)
     with contextlib.suppress(UserError):
-        config = _config()
-        if config is not None and config.notify.secrets and os.access(config.notify.secrets, os.R_OK):
+        config, _ = understood()
+        if config.notify.secrets and os.access(config.notify.secrets, os.R_OK):
             found += load_secrets(config.notify).words
     return found
-
-
-def _config() -> Any:
-    """The configuration, as far as it can be read; None without one."""
-    from unicron.ctl.settings.config_file import understood
-
-    return understood()[0]
 
 
 def _collected(job: str, with_logs: bool, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
@@ -258,11 +251,7 @@ def _versions() -> str:
 
 
 def _doctor(left_out: list[str]) -> Iterator[tuple[str, str]]:
-    """What `unicronctl doctor` prints, where this release has it."""
-    from unicron.ctl.cli.unicronctl import COMMANDS
-
-    if "doctor" not in COMMANDS:
-        return
+    """What `unicronctl doctor` prints."""
     said, error = _output([*PROGRAM, "doctor"], DOCTOR_SECONDS)
     if said:
         yield "doctor.txt", said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from unicron.ctl.nodes.leftovers import leftovers, take_all_back
+from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.protocol.printable import printable
 from unicron.ctl.slurm.slurm_client import SlurmError
 from unicron.ctl.system.errors import UserError
@@ -18,8 +19,9 @@ SECONDS = 20.0  # for one call of Slurm's
 def command(dry_run: bool, yes: bool) -> None:
     """Give back to Slurm all that Unicron has taken: nodes, holds, comments.
 
-    For the removal of Unicron, after unicrond was stopped: it would take them again. It asks Slurm alone and needs a
-    Slurm administrator. Nodes that the health checks proved bad return, too; each line says why a node was out.
+    For the removal of Unicron, after unicrond was stopped on all its hosts: nothing is changed while one answers. It
+    asks Slurm alone and needs a Slurm administrator. Nodes that the health checks proved bad return, too; each line
+    says why a node was out.
     """
     from unicron.ctl.slurm import CommandLineClient
 
@@ -34,7 +36,17 @@ def command(dry_run: bool, yes: bool) -> None:
         click.echo("nothing of Unicron's is left in Slurm")
     if dry_run or not found:
         return
+    _refuse_beside_a_controller()
     if not yes:
         click.confirm("go on?", abort=True)
     if refused := take_all_back(client, found):
         raise UserError("; ".join(refused))
+
+
+def _refuse_beside_a_controller() -> None:
+    """Raises UserError while a controller answers, on this host or as a standby on another."""
+    try:
+        ask_controller({"kind": "ping"})
+    except UserError:
+        return
+    raise UserError("nothing was changed: a controller answers, and these are its nodes and holds; stop it first")

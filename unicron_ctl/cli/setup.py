@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import click
 
 from unicron.ctl.doctor.setting_up import UNIT_USER
 from unicron.ctl.system.errors import FOUND, WRONG_USE, UserError
+from unicron.ctl.system.whole_file import write_whole
 
 if TYPE_CHECKING:
     from unicron.ctl.doctor.first_file import Wish
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from unicron.ctl.slurm.slurm_settings import SlurmSettings
 
 USUAL = "/etc/unicron/unicron.toml"
-MODE = 0o644  # every agent and command reads it
 KEPT = ".old"
 
 
@@ -130,26 +129,13 @@ def _write(path: Path, text: str, dry_run: bool, force: bool) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if old is not None:
-            _replace(path.with_name(path.name + KEPT), old)
-        _replace(path, text)
+            write_whole(path.with_name(path.name + KEPT), old)
+        write_whole(path, text)
     except OSError as error:
         raise UserError(
             f"cannot write {path} ({error.strerror}): run this as root, or name a file with --config, or use --dry-run"
         ) from None
     return f"wrote {path}"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a whole file or none."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            os.fchmod(file.fileno(), MODE)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _print_rest(site: Site) -> None:

@@ -27,6 +27,7 @@ from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.one_thread import one_thread
 from unicron.ctl.system.program import run
 from unicron.ctl.system.release import version_option
+from unicron.ctl.system.whole_file import write_whole
 
 with one_thread():
     from unicron.ctl.controller.server.server import Server
@@ -87,10 +88,8 @@ def unicrond(
     if make_key:
         click.echo(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
         return 0
-    notifier, client = (
-        SystemdNotifier(),
-        slurm_client(config),
-    )  # Slurm may not answer for a while: no lease waits for it
+    notifier = SystemdNotifier()
+    client = slurm_client(config)  # Slurm may not answer for a while: no lease waits for it
     if len(config.controller.addresses) < 2:
         claimed = claim(folder, False)
     else:
@@ -166,7 +165,7 @@ def serve(
     server.watchdog = notifier.watchdog
     server.catch_signals()
     written = store.path.with_name("address")
-    write_atomically(written, server.address + "\n")
+    write_whole(written, server.address + "\n")
     server.started()
     print(f"{PROGRAM}: listening on {server.address}", flush=True)
     notifier.ready()
@@ -208,13 +207,6 @@ def slurm_client(config: Config) -> SlurmClient | None:
             except SlurmError as error:  # it may come up later; until then every poll says what is wrong
                 log.warning("Slurm does not answer yet: %s", error)
                 return CommandLineClient(timeout=config.controller.slurm_timeout)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes the file so that readers see the old text or the new one."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(text)
-    fresh.replace(path)
 
 
 def main() -> None:

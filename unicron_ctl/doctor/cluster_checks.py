@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from unicron.ctl.doctor.slurm_lines import WANTED
+from unicron.ctl.doctor.slurm_lines import ADMINISTRATOR, WANTED, administrator
 from unicron.ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
 from unicron.ctl.settings.limits import PLANNED_SECONDS, number
 from unicron.ctl.settings.partitions import ACT, DEFAULT
 from unicron.ctl.slurm.slurm_settings import NO_LIMIT, SlurmSettings
 
 SUPER_USER = "root"
-ADMINISTRATOR = "Administrator"
 PROLOG_REST = 4  # seconds: all that prolog.d/50-unicron does besides the admission checks, at most
 CRED_EXPIRE = 120.0  # Slurm's default, seconds
 
@@ -53,12 +52,10 @@ def admin_level(case: Case) -> Iterator[Finding]:
     acts = any(site.config.controller.rules(one.name).mode == ACT for one in site.partitions)
     weigh, later = (problem, "") if acts else (advice, "; this must be so before a partition acts")
     if has_accounts:
-        verb = "modify user where name=" if site.admin_level else "add user "
-        level = "set adminlevel" if site.admin_level else "account=root adminlevel"
         yield weigh(
             f"{name} is {'an ' + site.admin_level if site.admin_level not in ('', 'None') else 'no administrator'}: "
             f"Slurm refuses every change of a node{later}",
-            f"sacctmgr {verb}{name} {level}={ADMINISTRATOR}",
+            administrator(name, site.admin_level),
         )
     else:
         yield weigh(

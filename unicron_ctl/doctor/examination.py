@@ -8,7 +8,7 @@ import msgspec
 
 from unicron.ctl.doctor import cluster_checks, host_checks, reach_checks
 from unicron.ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, Ports, SiteFacts
-from unicron.ctl.doctor.verdicts import GOOD, PROBLEM, UNKNOWN, Case, Check, Finding, Verdict, problem, unknown
+from unicron.ctl.doctor.verdicts import GOOD, PROBLEM, UNKNOWN, Case, Check, Finding, Verdict, unknown
 
 EVERYWHERE = frozenset((HEAD, LOGIN, COMPUTE))
 WITH_JOBS = frozenset((LOGIN, COMPUTE))
@@ -94,7 +94,7 @@ def no_answer(silent: dict[str, str]) -> list[Result]:
     for node, why in silent.items():
         found.setdefault(why, []).append(node)
     return [
-        Result(check=NODES, verdict=PROBLEM, text=why, do=problem("", f"srun -w {names[0]} hostname").do, hosts=names)
+        Result(check=NODES, verdict=PROBLEM, text=why, do=f"srun -w {names[0]} hostname", hosts=names)
         for why, names in found.items()
     ]
 

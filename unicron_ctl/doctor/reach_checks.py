@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from unicron.ctl.doctor.facts import COMPUTE, HEAD
 from unicron.ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
@@ -208,36 +208,39 @@ def agent(case: Case) -> Iterator[Finding]:
 
 def agent_ports(case: Case) -> Iterator[Finding]:
     """The controller's host reaches a port that a process on the node has opened, as agents do."""
-    ports = case.ports
-    if ports is None or case.host.role != COMPUTE:
-        return
-    said = ports.agents.get(case.host.name)
-    if ports.why_not or said is None:
-        yield unknown(ports.why_not or "the node opened no port in time")
-    elif said:
-        yield problem(
-            f"the controller's host does not reach the agents' ports ({said}): a silent node is not checked",
-            "open the nodes' TCP ports 32768 to 60999 (sysctl net.ipv4.ip_local_port_range) to the controller's host",
-        )
-    else:
-        yield good("the controller's host reaches the nodes' ports")
+    return _port(
+        case,
+        case.ports.agents if case.ports else {},
+        "the node opened no port in time",
+        ("the agents' ports", "a silent node is not checked"),
+        "open the nodes' TCP ports 32768 to 60999 (sysctl net.ipv4.ip_local_port_range) to the controller's host",
+    )
 
 
 def slurmd_port(case: Case) -> Iterator[Finding]:
     """The controller's host reaches slurmd, by which it tells a dead node from a dead agent."""
-    ports = case.ports
-    if ports is None or case.host.role != COMPUTE:
+    return _port(
+        case,
+        case.ports.slurmds if case.ports else {},
+        "Slurm knows no such node",
+        ("slurmd", "no dead node is set down"),
+        "open SlurmdPort from the controller's host to the nodes",
+    )
+
+
+def _port(case: Case, tried: Mapping[str, str], untried: str, texts: tuple[str, str], do: str) -> Iterator[Finding]:
+    """Judges one kind of port. tried: node -> why it cannot be reached, "" where it can. untried: why the node is not
+    there. texts: what is reached, and what follows where it is not."""
+    if case.ports is None or case.host.role != COMPUTE:
         return
-    said = ports.slurmds.get(case.host.name)
-    if ports.why_not or said is None:
-        yield unknown(ports.why_not or "Slurm knows no such node")
+    what, follows = texts
+    said = tried.get(case.host.name)
+    if case.ports.why_not or said is None:
+        yield unknown(case.ports.why_not or untried)
     elif said:
-        yield problem(
-            f"the controller's host does not reach slurmd ({said}): no dead node is set down",
-            "open SlurmdPort from the controller's host to the nodes",
-        )
+        yield problem(f"the controller's host does not reach {what} ({said}): {follows}", do)
     else:
-        yield good("the controller's host reaches slurmd")
+        yield good(f"the controller's host reaches {what}")
 
 
 def _major(text: str) -> str:

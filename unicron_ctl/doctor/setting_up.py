@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from unicron.ctl.doctor.facts import PluginFacts
-from unicron.ctl.doctor.slurm_lines import HOOK_FOLDER, missing
+from unicron.ctl.doctor.slurm_lines import ADMINISTRATOR, HOOK_FOLDER, administrator, missing
 from unicron.ctl.slurm.slurm_settings import SlurmSettings
 from unicron.ctl.system.addresses import split_addresses
 
@@ -15,7 +15,6 @@ LINK = "zz-unicron.conf"
 USUAL_PLUGIN = "/usr/lib/unicron/unicron.so"
 USUAL_AGENT = "/opt/unicron/bin/unicron-agent"
 UNIT_USER = "unicron"  # of slurm_plugin/systemd/unicrond.service
-ADMINISTRATOR = "Administrator"
 PLUGSTACK_HEAD = """\
 # Unicron's SPANK plugin. A link to this file enables it: see `unicronctl setup` and unicron-plugin(8).
 # "optional": if unicron.so is missing or outdated, jobs lose their protection and go on.
@@ -134,9 +133,7 @@ def _then(site: Site) -> list[str]:
             f"{before} run as {name}: without slurmdbd only that user may change nodes:\n"
             f"    systemctl edit unicrond    # [Service] User={name}",
         ]
-    verb = "modify user where name=" if site.level else "add user "
-    rest = f" set adminlevel={ADMINISTRATOR}" if site.level else f" account=root adminlevel={ADMINISTRATOR}"
-    return [*found, f"{before} change nodes (an operator may not):\n    sacctmgr {verb}{site.user}{rest}"]
+    return [*found, f"{before} change nodes (an operator may not):\n    {administrator(site.user, site.level)}"]
 
 
 def _is_configless(site: Site) -> bool:

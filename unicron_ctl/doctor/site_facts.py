@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from unicron.ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, Question, Role, SiteFacts
@@ -16,7 +16,7 @@ from unicron.ctl.settings.places import controller_address, is_guess
 from unicron.ctl.slurm.command_line import CommandLineClient
 from unicron.ctl.slurm.slurm_client import PartitionInfo, SlurmError
 from unicron.ctl.slurm.slurm_settings import SlurmSettings
-from unicron.ctl.system.addresses import endpoints, is_loopback, resolve_all
+from unicron.ctl.system.addresses import endpoints, is_loopback, is_own, resolve_all
 from unicron.ctl.system.errors import UserError
 
 
@@ -67,17 +67,7 @@ def is_controllers_host(explicit: str, config: Config) -> bool:
         targets = resolve_all(endpoints(controller_address(explicit or None, config)))
     except (UserError, OSError):
         return False
-    return any(is_loopback(target.host) or _is_own(target.family, target.address) for target in targets)
-
-
-def _is_own(family: int, address: Sequence[object]) -> bool:
-    """Whether this machine has the address: only then may a socket have it as its own."""
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((address[0], 0))
-    except OSError:
-        return False
-    return True
+    return any(is_loopback(target.host) or is_own(target) for target in targets)
 
 
 def question_for(role: Role, site: SiteFacts, config: str = "", controller: str = "") -> Question:

@@ -11,6 +11,14 @@ HEALTH_PROGRAM = "/usr/lib/unicron/unicron-health"
 HEALTH_INTERVAL = "300"
 HOOK_FOLDER = {"Prolog": "/usr/lib/unicron/prolog.d", "Epilog": "/usr/lib/unicron/epilog.d"}
 HOOK = "50-unicron"
+ADMINISTRATOR = "Administrator"
+
+
+def administrator(user: str, level: str) -> str:
+    """The command that lets a user change nodes. level: the AdminLevel now, "" for one that slurmdbd does not know."""
+    if level:
+        return f"sacctmgr modify user where name={user} set adminlevel={ADMINISTRATOR}"
+    return f"sacctmgr add user {user} account=root adminlevel={ADMINISTRATOR}"
 
 
 class Wanted(NamedTuple):

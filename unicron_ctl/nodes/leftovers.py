@@ -43,8 +43,8 @@ def leftovers(nodes: Sequence[NodeInfo], elements: Sequence[ElementInfo]) -> lis
     for e in elements:
         text = own_part(e.admin_comment)
         if text and e.state not in ENDED:
-            # A user's hold stays, whatever the comment says, and so does an admin's on a job that was healed here.
-            ours = e.held and text.startswith(HELD) and e.reason != "JobHeldUser"
+            # A user's hold stays, whatever the comment says, and so does an admin's on an element that was healed.
+            ours = e.held and e.reason != "JobHeldUser" and text.startswith(HELD)
             found.append(Leftover("hold" if ours else "comment", text, job=e.job, element=e.element))
     return found
 

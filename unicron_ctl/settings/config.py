@@ -248,7 +248,17 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
         if {"heartbeat_period", "lease_periods"} & wrong.keys():
             sound.pop("lease")
         found += [*variables, *limits.contradictions(sound, section.slurm != "none")]
+        found += _standby_problems(section) if "metrics" not in wrong else []
     return found
+
+
+def _standby_problems(section: ControllerConfig) -> list[str]:
+    """With a standby both hosts have this file: the name of one of them cannot be listened at by the other, which
+    would fail when it takes over."""
+    host = host_and_port(section.metrics)[0] if section.metrics else ""
+    if len(section.addresses) < 2 or not host or host in ("0.0.0.0", "::", "*") or is_loopback(host):
+        return []
+    return [f'metrics = "{section.metrics}": with a standby write 0.0.0.0 in place of {host}, which is one host alone']
 
 
 def rule_values(section: ControllerConfig, environment: Mapping[str, str] | None) -> tuple[dict[str, float], list[str]]:

@@ -6,7 +6,6 @@ Only unicrond reads it. What is secret is in a file of its own, which nobody els
 from __future__ import annotations
 
 import os
-import stat
 import tomllib
 import urllib.parse
 from pathlib import Path
@@ -17,6 +16,7 @@ import msgspec
 from unicron.ctl.settings.limits import Range
 from unicron.ctl.system.addresses import is_loopback
 from unicron.ctl.system.errors import UserError
+from unicron.detector.health.programs import untrusted
 
 Notified = Literal["admin", "healed", "left"]
 
@@ -92,19 +92,7 @@ def notify_problems(config: NotifyConfig) -> list[str]:
 
 def unfit(hook: str) -> str:
     """Why the hook must not be run; empty when it may be."""
-    path = os.path.realpath(hook)
-    try:
-        status = os.stat(path)
-        folder = os.stat(os.path.dirname(path))
-    except OSError as error:
-        return f'hook = "{hook}": {error.strerror}'
-    if not stat.S_ISREG(status.st_mode) or not os.access(path, os.X_OK):
-        return f'hook = "{hook}": no program: `chmod u+x {path}`'
-    if status.st_uid not in (0, os.geteuid()) or folder.st_uid not in (0, os.geteuid()):
-        return f"hook = \"{hook}\": it and its folder have to be root's or unicrond's own: `chown root {path}`"
-    if status.st_mode & 0o022 or (folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX):
-        return f'hook = "{hook}": others can write it or its folder: `chmod go-w {path}`'
-    return ""
+    return f'hook = "{hook}": {why}' if (why := untrusted(hook)) else ""
 
 
 def load_secrets(config: NotifyConfig) -> Secrets:
@@ -134,6 +122,9 @@ def load_secrets(config: NotifyConfig) -> Secrets:
 
 def _is_safe(url: str) -> bool:
     """Whether nobody on the way reads what goes there."""
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError:  # its text may quote the URL
+        return False
     host = parts.hostname or ""
     return (parts.scheme == "https" and bool(host)) or (parts.scheme == "http" and is_loopback(host))

@@ -7,17 +7,26 @@ where base64 ends with its padding, for what follows that is not decoded.
 
 from __future__ import annotations
 
+from unicron.ctl.slurm.squeue import CUT
+
 OURS = "unicron: "
-HELD = f"{OURS}held"  # how the part of an element begins that was held here
+HELD = f"{OURS}held"  # how that part of an element begins that Unicron holds
 BETWEEN = " | "
 JOBSTATS = "JS1:"
 OWN_MOST = 200  # characters of Unicron's part
 MOST = 4000  # bytes of a comment; a longer one is left as it is
+TELLING = 30  # characters that tell one text from another: a listing may have the beginning only
 
 
 def own_part(text: str) -> str:
     """Unicron's part of the comment, or nothing."""
     return next((part for part in text.split(BETWEEN) if part.startswith(OURS)), "")
+
+
+def is_shown(listed: str, text: str) -> bool:
+    """Whether a comment, as a listing has it, has `text` as Unicron's part, or as much of it as there was room for."""
+    shown = own_part(listed).rstrip(CUT)
+    return shown == text or (len(shown) >= TELLING and text.startswith(shown))
 
 
 def with_own(text: str, own: str, first: bool = False) -> str:

@@ -160,7 +160,7 @@ class CommandLineClient:
     def _note(self, info: ElementInfo) -> None:
         """Remembers an element that was listed."""
         said, key = info.admin_comment, (info.job, info.element)
-        if said and own_part(said) != said:  # somebody else's words
+        if said and (own_part(said) != said or said.endswith(squeue.CUT)):  # somebody else's words, or room for them
             self._commented.add(key)
         else:
             self._commented.discard(key)
@@ -342,7 +342,8 @@ class CommandLineClient:
         the same."""
         with contextlib.suppress(SlurmError):
             known = self._admin_comment(job, element) if (job, element) in self._commented else ""
-            self._set_admin_comment(job, element, with_own(known or "", one_line(comment), first=True))
+            if known is not None:
+                self._set_admin_comment(job, element, with_own(known, one_line(comment), first=True))
 
     def _admin_comment(self, job: str, element: int) -> str | None:
         """The whole AdminComment; None for one that is too long to be read, or of an element that Slurm does not

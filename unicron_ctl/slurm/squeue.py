@@ -42,7 +42,7 @@ ALL_COLUMNS = (
 # Of arrays that are large, where all else is the array's: what may differ between its elements.
 OWN_COLUMNS = (*NEEDED_COLUMNS, ("admin_comment", 48))
 _NOTHING = ("(null)", "N/A", "n/a", "None", "")
-_CUT = "…"
+CUT = "…"  # how a text ends that the column was too narrow for
 Key = tuple[str, str]
 
 
@@ -162,7 +162,7 @@ def parse_columns(
             if data[at + width : at + width + 1] != _SEPARATOR.encode():
                 return None
             text = cell.decode(errors="ignore").rstrip(" ")
-            row[name] = text + _CUT if cell[-1:] not in b" " else text
+            row[name] = text + CUT if cell[-1:] not in b" " else text
             at += width + 1
         if data[at : at + 1] != b"\n":
             return None

@@ -118,6 +118,16 @@ def endpoints(text: str) -> list[tuple[str, int]]:
     return [endpoint(one) for one in split_addresses(text)] or [endpoint(text)]
 
 
+def is_own(target: Target) -> bool:
+    """Whether this machine has the address: only then may a socket have it as its own."""
+    try:
+        with socket.socket(target.family, socket.SOCK_DGRAM) as probe:
+            probe.bind((target.address[0], 0))
+    except OSError:
+        return False
+    return True
+
+
 def resolve(host: str, port: int) -> list[Target]:
     """All addresses of the host, in the order in which the system prefers them (getaddrinfo(3)). Raises OSError."""
     try:

@@ -92,10 +92,11 @@ def redacted(data: Any, known: Collection[str] = ()) -> Any:
     return data
 
 
-def without_secrets(text: str, known: Collection[str] = ()) -> str:
-    """The text with TAKEN_OUT in place of what is, or looks like, a secret. known: secrets, wherever they stand."""
+def without_secrets(text: str, known: Collection[str] = (), least: int = LEAST) -> str:
+    """The text with TAKEN_OUT in place of what is, or looks like, a secret. known: secrets, wherever they stand, of at
+    least so many characters."""
     for value in sorted(known, key=len, reverse=True):
-        if len(value) >= LEAST:
+        if len(value) >= least:
             text = text.replace(value, TAKEN_OUT)
     for form, instead in _FORMS:
         text = form.sub(instead, text)

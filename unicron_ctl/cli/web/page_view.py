@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from unicron.ctl.cli import status_tables
 from unicron.ctl.cli.pause import paused_lines
 from unicron.ctl.protocol.answer_schema import Explanation, Failure, Job, Node, Scenario, Status
+from unicron.ctl.slurm.host_lists import natural
 from unicron.planner.solver.plan import Plan
 
 View = dict[str, Any]
-_DIGITS = re.compile(r"(\d+)")
 
 
 def overview(status: Status, admin: bool) -> View:
@@ -30,7 +29,7 @@ def overview(status: Status, admin: bool) -> View:
         "goodput": _goodput(status),
         "jobs": [_job(job, status) for job in status.jobs],
         "failures": [_failure(failure) for failure in reversed(status.failures)],
-        "nodes": [_node(node, known) for node in sorted(status.nodes, key=lambda node: _natural(node.node))],
+        "nodes": [_node(node, known) for node in sorted(status.nodes, key=lambda node: natural(node.node))],
     }
 
 
@@ -128,11 +127,6 @@ def _remark(node: Node) -> str:
     words += [f"{element}: spare, {how}" for element, how in node.spare_of.items()]
     words += [status_tables.node_event(node.last_event)] if node.last_event else []
     return "; ".join(word for word in words if word)
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """The key that puts n2 before n10."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _DIGITS.split(name)]
 
 
 def explained(data: Explanation, alternative: Mapping[str, Any] | None) -> View:

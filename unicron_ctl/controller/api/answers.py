@@ -245,9 +245,7 @@ def resume(core: Core, store: Store, order: ResumeOrder, asker: Asker) -> schema
 def _check_partition(core: Core, name: str, asker: Asker) -> None:
     if not asker.admin:
         raise Unanswerable(f"{asker} may not do this: only root and admins")
-    known = modes(core)
-    if name and name not in known:
-        raise Unanswerable(f"there is no partition {name[:100]!r}: there are {', '.join(known)}")
+    filters.check_partition(name, _partitions(core))
 
 
 def _paused(core: Core) -> schema.Paused:

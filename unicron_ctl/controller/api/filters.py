@@ -33,8 +33,7 @@ def checked(core: Core, wanted: Filters, asker: Asker, partitions: Iterable[str]
         users = {job.settings.user for job in privacy.visible(core.view, asker)}
         if wanted.user not in users:
             raise Unanswerable(f"no job here is of user {wanted.user!r}{near(wanted.user, users, 'users with jobs')}")
-    if wanted.partition and wanted.partition not in (known := set(partitions)):
-        raise Unanswerable(f"there is no partition {wanted.partition!r}{near(wanted.partition, known, 'partitions')}")
+    check_partition(wanted.partition, partitions)
     if not wanted.nodes:
         return None
     names = hosts(wanted.nodes) if _HOST_LIST.fullmatch(wanted.nodes) else []
@@ -44,6 +43,12 @@ def checked(core: Core, wanted: Filters, asker: Asker, partitions: Iterable[str]
     if strange := next((name for name in names if name not in seen), ""):
         raise Unanswerable(f"no node is called {strange[:100]!r}{near(strange, seen, 'nodes')}")
     return frozenset(names)
+
+
+def check_partition(name: str, partitions: Iterable[str]) -> None:
+    """Raises Unanswerable for a partition that there is not. name: "" for all."""
+    if name and name not in (known := set(partitions)):
+        raise Unanswerable(f"there is no partition {name[:100]!r}{near(name, known, 'partitions')}")
 
 
 def near(word: str, known: Collection[str], what: str) -> str:

@@ -480,7 +480,8 @@ class Store:
             raise _explained(self.path, error) from None
         finally:
             if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+                with contextlib.suppress(sqlite3.Error):  # what went wrong before is what counts
+                    self._db.execute("ROLLBACK")
 
     def _select(self, query: str, values: tuple[Any, ...]) -> Iterator[Event]:
         try:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unicron.ctl.slurm import admin_comment
 from unicron.ctl.slurm.squeue import names_of
 
 OURS = "unicron"  # how comments and reasons that this tool wrote begin
-HELD = admin_comment.HELD
 RELEASED = f"{OURS}: released"
 LOST = f"{OURS}[node_problem]"  # how the reason of a node begins that was taken out of service because it was lost
 ON_NODES = ("down", "drain", "resume")  # actions that change a node

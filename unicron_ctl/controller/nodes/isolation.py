@@ -21,9 +21,10 @@ from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.cluster_state import Mark
 from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.node_state import NodeState
-from unicron.ctl.controller.model.requests import HELD, LOST, OURS, Action, Run
+from unicron.ctl.controller.model.requests import LOST, OURS, Action, Run
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.nodes import bounds, readmission
+from unicron.ctl.slurm.admin_comment import HELD
 from unicron.ctl.slurm.slurm_client import OCCUPIES, NodeInfo
 from unicron.ctl.system.errors import one_line
 

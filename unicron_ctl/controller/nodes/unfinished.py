@@ -16,7 +16,7 @@ from unicron.ctl.controller.model.cluster_state import Intent
 from unicron.ctl.controller.model.node_state import OUT
 from unicron.ctl.controller.model.requests import ON_NODES, Action
 from unicron.ctl.controller.model.view import Listing, Outcome, View
-from unicron.ctl.slurm.admin_comment import own_part
+from unicron.ctl.slurm.admin_comment import is_shown
 from unicron.ctl.slurm.slurm_client import OCCUPIES, ElementInfo
 from unicron.ctl.slurm.squeue import names_of, nodes_of
 
@@ -58,7 +58,7 @@ _ELEMENTS: dict[str, Callable[[ElementInfo, Intent], Then]] = {
     "release": lambda e, intent: Then.UNDONE if e.held else Then.DONE,
     "pin": lambda e, intent: Then.UNDONE if e.state == "PENDING" else Then.DONE,  # Slurm's listing does not show it
     "start_now": lambda e, intent: Then.UNDONE if e.state == "PENDING" else Then.DONE,
-    "comment": lambda e, intent: Then.DONE if own_part(e.admin_comment)[:30] == intent.reason[:30] else Then.UNDONE,
+    "comment": lambda e, intent: Then.DONE if is_shown(e.admin_comment, intent.reason) else Then.UNDONE,
     "cancel": lambda e, intent: Then.UNDONE if e.state in OCCUPIES | {"PENDING"} else Then.DONE,
 }
 

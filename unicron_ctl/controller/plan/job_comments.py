@@ -11,15 +11,14 @@ from datetime import UTC, datetime
 
 from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.job_state import FAILURES_KEPT, JobState
-from unicron.ctl.controller.model.requests import HELD, OURS, Action, Run
+from unicron.ctl.controller.model.requests import OURS, Action, Run
 from unicron.ctl.controller.model.view import Listing, Outcome, View
-from unicron.ctl.slurm.admin_comment import own_part
+from unicron.ctl.slurm.admin_comment import HELD, is_shown, own_part
 from unicron.ctl.slurm.slurm_client import OCCUPIES, ElementInfo
 
 AGAIN_SECONDS = 60.0  # between two comments on one job
 REPEAT_SECONDS = 600.0  # before the same is written again where Slurm does not show it
 MOST_AT_ONCE = 10  # jobs; the others wait for the next listing
-TELLING = 30  # characters that tell one comment from another: large arrays are listed with the beginning only
 
 
 @dataclass
@@ -35,7 +34,7 @@ def comment_on_jobs(view: View, memory: Comments, listing: Listing, out: Outcome
     actions = list[Action]()
     for job in view.state.jobs.values():
         text, element = story(job), _first(job, listing)
-        if not text or element is None or _shows(element, text) or len(actions) >= MOST_AT_ONCE:
+        if not text or element is None or is_shown(element.admin_comment, text) or len(actions) >= MOST_AT_ONCE:
             continue
         last, at = memory.written.get(job.job, ("", 0.0))
         if view.now - at < (REPEAT_SECONDS if last == text else AGAIN_SECONDS):
@@ -65,9 +64,3 @@ def _first(job: JobState, listing: Listing) -> ElementInfo | None:
     as the element started, its comment alone will say at the next requeue whose hold that is, and stays."""
     there = (e for _, e in sorted(listing.rows_of(job.job).items()) if e.state in OCCUPIES)
     return next((e for e in there if not own_part(e.admin_comment).startswith(HELD)), None)
-
-
-def _shows(element: ElementInfo, text: str) -> bool:
-    """Slurm shows the comment already, or as much of it as a listing has."""
-    shown = own_part(element.admin_comment).rstrip("…")
-    return shown == text or (len(shown) >= TELLING and text.startswith(shown))

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from unicron.ctl.controller.model.cluster_state import Pin
-from unicron.ctl.controller.model.requests import HELD, RELEASED, Action
+from unicron.ctl.controller.model.requests import RELEASED, Action
 from unicron.ctl.slurm import pending_reasons
+from unicron.ctl.slurm.admin_comment import HELD
 from unicron.ctl.slurm.pending_reasons import Bar
 from unicron.ctl.slurm.slurm_client import OCCUPIES, WORKS, ElementInfo, NodeInfo
 from unicron.ctl.slurm.squeue import names_of, nodes_of

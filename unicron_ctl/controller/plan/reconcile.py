@@ -14,7 +14,7 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model import permission
 from unicron.ctl.controller.model.agent_view import AgentView
 from unicron.ctl.controller.model.job_state import AgentRecord, JobState
-from unicron.ctl.controller.model.requests import HELD, OURS, Action, Poll
+from unicron.ctl.controller.model.requests import OURS, Action, Poll
 from unicron.ctl.controller.model.submission import another
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.controller.nodes import isolation, readmission, unfinished
@@ -37,7 +37,7 @@ from unicron.ctl.controller.plan.placement import Need, Placement, held_by_other
 from unicron.ctl.controller.plan.pools import pools
 from unicron.ctl.controller.plan.slurm_actions import Retries, request_actions
 from unicron.ctl.controller.sense.slurm_states import describe
-from unicron.ctl.slurm.admin_comment import own_part
+from unicron.ctl.slurm.admin_comment import HELD, own_part
 from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, WORKS, ElementInfo
 from unicron.ctl.slurm.squeue import nodes_of
 from unicron.ctl.system.throttle import Throttle

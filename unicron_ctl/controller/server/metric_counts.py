@@ -12,16 +12,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.model.requests import OF_ELEMENTS, ON_NODES
 from unicron.ctl.controller.server import event_lines
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 LATE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 MOST_CAUSES = 200  # an admin's [severity] names further ones; what is beyond counts as "other"
 MOST_JUDGED = 1000  # failures of which more may be known later
-CALLS = (
-    *("down", "drain", "resume", "requeue", "requeue_hold", "hold"),
-    *("release", "pin", "shrink", "start_now", "cancel", "comment"),
-)  # of Slurm, as `worker.perform` knows them
 ISOLATE, PLAN = "isolate", "plan"  # a node's leave or take-out, and a plan, as a whole
 OUTCOMES: dict[type[records.Record], str] = {
     records.SlurmAction: "asked",
@@ -84,10 +81,9 @@ class Recorded:
             registry=registry,
         )
         self._events = Counter("unicron_events", "Records of the event log, by kind.", ("kind",), registry=registry)
-        shown: list[type[records.Record]] = [*event_lines.LEVELS, records.JobSetAside]
-        for kind in shown:
+        for kind in event_lines.LEVELS:
             self._events.labels(str(kind.__struct_config__.tag))
-        for call in CALLS:
+        for call in (*ON_NODES, *OF_ELEMENTS):
             for outcome in set(OUTCOMES.values()):
                 self._actions.labels(call, outcome)
         self._actions.labels(ISOLATE, "withheld")

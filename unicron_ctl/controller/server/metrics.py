@@ -135,12 +135,17 @@ class Exporter:
             self._turn.release()
 
     def answer(self, made: Callable[[], Iterable[Metric]]) -> None:
-        """Called by the loop."""
-        for asked in self.asked.take_all():
-            try:
-                asked.set_result(list(made()))
-            except Exception as error:  # a request must not end the controller
+        """Called by the loop. One answer is for all: after a long turn several have asked, and most have given up."""
+        if not (waiting := self.asked.take_all()):
+            return
+        try:
+            found = list(made())
+        except Exception as error:  # a request must not end the controller
+            for asked in waiting:
                 asked.set_exception(error)
+        else:
+            for asked in waiting:
+                asked.set_result(found)
 
     def close(self) -> None:
         """No more requests."""

@@ -21,6 +21,7 @@ from typing import Any
 from unicron.ctl.controller.log.notices import Message
 from unicron.ctl.settings.notify import NotifyConfig, Secrets, unfit
 from unicron.ctl.system.errors import one_line, shortened
+from unicron.ctl.system.redaction import without_secrets
 
 SUBMISSION = 587  # the port of mail that is submitted, always encrypted
 SAID = 300  # characters of what a target said
@@ -51,9 +52,7 @@ def _without_secrets(deliver: Deliver, words: list[str], message: Message) -> No
         deliver(message)
     except Exception as error:
         text = one_line(f"{error}" if isinstance(error, NotTold) else f"{type(error).__name__}: {error}")
-        for word in words:
-            text = text.replace(word, "***")
-        raise NotTold(shortened(text, SAID)) from None
+        raise NotTold(shortened(without_secrets(text, words, least=1), SAID)) from None
 
 
 def run_hook(path: str, seconds: float, message: Message) -> None:

@@ -250,7 +250,7 @@ class Server:
         key = connection.session.key
         if key in self.core.view.live.keys:
             self.listener.is_known(connection)
-            self.heard_agents = self._received_at
+            self.heard_agents = self.now()
         self._on_message((connection.route,), data, key, connection.address)
 
     def _on_refused(self, connection: Connection, reason: str) -> None:
@@ -444,17 +444,25 @@ class Server:
     def flush(self) -> None:
         """Stores what was decided, then sends it."""
         core = self.core
-        if core.events:
-            events, core.events = core.events, []
+        events, core.events = core.events, []
+        if events:
             self.store.append(events)
-            for event in events:
-                event_lines.log_event(event, core.state)
-                self.telling.note(event)
-                if self.exporter is not None:
-                    self.exporter.recorded.note(event)
             self._upkeep.thin(events[-1].id)
         self._tenure.assure()  # the log may have been taken over since
-        outbox, core.outbox = core.outbox, []
+        self._send_outbox()
+        requests, core.requests = core.requests, []
+        for request in requests:
+            self.worker.submit(request, core)
+        for event in events:  # lines take longer than messages, and standard error may be slow: no agent waits for it
+            event_lines.log_event(event, core.state)
+            self.telling.note(event)
+            if self.exporter is not None:
+                self.exporter.recorded.note(event)
+        if not core.busy:
+            self._upkeep.work(core.state)
+
+    def _send_outbox(self) -> None:
+        outbox, self.core.outbox = self.core.outbox, []
         last: tuple[wire.Message | None, bytes] = None, b""
         for route, sends in groupby(outbox, lambda send: send.route):
             told: list[bytes] = []
@@ -463,11 +471,6 @@ class Server:
                     last = send.message, self._encode(send.message)
                 told.append(last[1])
             self._send_bytes(route, *told)
-        requests, core.requests = core.requests, []
-        for request in requests:
-            self.worker.submit(request, core)
-        if not core.busy:
-            self._upkeep.work(core.state)
 
     def _send(self, route: Route, message: msgspec.Struct) -> None:
         self._send_bytes(route, self._encode(message))

@@ -14,8 +14,9 @@ from pathlib import Path
 from unicron.ctl.controller.log.store import Locked, StoreError
 from unicron.ctl.controller.log.term import Claim, Held, Watch, claim, clock
 from unicron.ctl.protocol.reach import Reach, reach
-from unicron.ctl.system.addresses import Target, endpoint, resolve
+from unicron.ctl.system.addresses import Target, endpoint, is_own, join, resolve
 from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.whole_file import write_whole
 
 STANDBY_FILE = "standby"  # in the state folder: who waits, and a number that rises
 POLL_SECONDS = 0.2
@@ -65,10 +66,8 @@ def _holder(text: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        draft.write_text(text)
-        draft.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; the standby has to be able to write to the state folder") from None
 
@@ -86,7 +85,7 @@ class Rival:
         """Reads what the standby says, and logs whether one is there; any thread may call this."""
         text = ""
         with contextlib.suppress(OSError):
-            text = self._path.read_text()
+            text = self._path.read_text(errors="replace")
         if text and text != self._seen:
             self._since = clock() if self._seen else float("-inf")  # the first may be left from another time
             self._seen = text
@@ -116,7 +115,7 @@ class Isolation:
 
     def learn_others(self, others: list[Target] | None) -> None:
         """others: the controllers' addresses that are not this host's. Without any it never steps down."""
-        self._others = others or []
+        self._others = list(dict.fromkeys(others or ()))  # two names may lead to one
 
     def check_isolation(self, now: float) -> None:
         """Looks whether this controller is cut off, in its loop. Raises SteppedDown."""
@@ -139,9 +138,7 @@ class Isolation:
 
 
 def _try(target: Target) -> Reach:
-    return reach(
-        f"{target.host}:{target.port}" if ":" not in target.host else f"[{target.host}]:{target.port}", PROBE_SECONDS
-    )
+    return reach(join(target.host, target.port), PROBE_SECONDS)
 
 
 def other_hosts(addresses: Sequence[str]) -> list[Target]:
@@ -149,16 +146,7 @@ def other_hosts(addresses: Sequence[str]) -> list[Target]:
     found = list[Target]()
     for address in addresses:
         try:
-            found += [target for target in resolve(*endpoint(address)) if not _ours(target)]
+            found += [target for target in resolve(*endpoint(address)) if not is_own(target)]
         except OSError as error:
             log.warning("[controller] address: %s: %s", address, error.strerror or error)
     return found
-
-
-def _ours(target: Target) -> bool:
-    try:
-        with socket.socket(target.family, socket.SOCK_DGRAM) as probe:
-            probe.bind((target.host, 0))
-    except OSError:
-        return False
-    return True

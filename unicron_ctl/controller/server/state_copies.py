@@ -138,7 +138,7 @@ def _alone(folder: Path) -> Iterator[int]:
     term = max([*terms(folder), int(time.time())]) + 1
     lock = lock_of(folder, term)
     try:
-        if held_terms(folder) != {term}:
+        if lock is None or held_terms(folder) != {term}:
             raise UserError(f"{folder}: a unicrond starts on this state folder: stop it first")
         yield term
     finally:

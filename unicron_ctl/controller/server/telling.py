@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.notices import Message, Notice, Notices, compose
@@ -61,6 +62,16 @@ class Target:
         while self.waiting and now - self.waiting[0].time >= DAY:
             self.waiting.popleft()
             self.left_out += 1
+
+
+class Sending(NamedTuple):
+    """A message on its way. upto: its last notice; notices: how many it has; left_out: how many it says are missing."""
+
+    message: Message
+    upto: int
+    notices: int
+    left_out: int
+    began: float
 
 
 class Telling:
@@ -127,28 +138,32 @@ class Telling:
     def _start(self, target: Target, now: float) -> None:
         notices, target.busy = list(target.waiting), True
         message = compose(notices, target.left_out, self.where)
-        work = (target, message, notices[-1].id, len(notices), now)
-        threading.Thread(target=self._deliver, args=work, name=f"unicron-{target.name}", daemon=True).start()
+        sending = Sending(message, notices[-1].id, len(notices), target.left_out, now)
+        threading.Thread(
+            target=self._deliver, args=(target, sending), name=f"unicron-{target.name}", daemon=True
+        ).start()
 
-    def _deliver(self, target: Target, message: Message, upto: int, count: int, began: float) -> None:
+    def _deliver(self, target: Target, sending: Sending) -> None:
         """Runs in a thread of its own."""
         error = ""
         try:
-            target.deliver(message)
+            target.deliver(sending.message)
         except NotTold as reason:
             error = str(reason)
-        self._results.put(lambda: self._done(target, upto, count, began, error))
+        self._results.put(lambda: self._done(target, sending, error))
 
-    def _done(self, target: Target, upto: int, count: int, began: float, error: str) -> None:
+    def _done(self, target: Target, sending: Sending, error: str) -> None:
         target.busy = False
-        target.sent.append(began)
+        target.sent.append(sending.began)
         if error:
             wait = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(20, target.tries))
-            target.tries, target.retry_at = target.tries + 1, began + wait
-            log.warning("%s was not told of %d notices, and is again in %.0f s: %s", target.name, count, wait, error)
+            target.tries, target.retry_at = target.tries + 1, sending.began + wait
+            text = "%s was not told of %d notices, and is again in %.0f s: %s"
+            log.warning(text, target.name, sending.notices, wait, error)
             return
-        target.tries, target.left_out, target.upto = 0, 0, upto
-        while target.waiting and target.waiting[0].id <= upto:
+        target.tries, target.upto = 0, sending.upto
+        target.left_out -= sending.left_out  # more may have been left out meanwhile
+        while target.waiting and target.waiting[0].id <= sending.upto:
             target.waiting.popleft()
         if self.targets.get(target.name) is target:
-            self._record(records.Told(target=target.name, upto=upto, notices=count))
+            self._record(records.Told(target=target.name, upto=sending.upto, notices=sending.notices))

@@ -287,11 +287,11 @@ class Worker:
         with self._changed:
             if time.monotonic() < self.not_before:
                 return TAKEN_OVER, True
+            if not self._tenure.valid:
+                return NOT_OURS, True
             self._changing += 1
         began = time.monotonic()
         try:
-            if not self._tenure.valid:
-                return NOT_OURS, True
             perform(self._client, action)
         except SlurmError as error:
             return str(error), isinstance(error, SlurmTimeout)

@@ -13,6 +13,7 @@ from pathlib import Path
 from unicron.ctl.lab.cluster.cluster_processes import Marks
 from unicron.ctl.lab.cluster.network import BOTH, IPV4, IPV6, Network
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.whole_file import write_whole
 
 STATE_FILE = "cluster.json"
 SHORT_FOLDERS = Path("/tmp")
@@ -117,9 +118,7 @@ class Layout:
 
     def save(self, spec: Spec) -> None:
         """Writes the state file at once or not at all."""
-        draft = self.state_file.with_suffix(".new")
-        draft.write_text(json.dumps(asdict(spec), indent=1) + "\n")
-        os.replace(draft, self.state_file)
+        write_whole(self.state_file, json.dumps(asdict(spec), indent=1) + "\n")
 
     def load(self) -> Spec | None:
         """The saved spec; None when there never was a cluster here. Raises UserError for a damaged file."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from unicron.ctl.lab.cluster.network import HEAD, Network
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.whole_file import write_whole
 
 _PARTS = 10_000  # a share of packets is told to the kernel in parts of this
 
@@ -117,9 +117,7 @@ class Links:
             faults = self.faults()
             yield faults
             self._network.rules(rules(faults))
-            draft = self._file.with_suffix(".new")
-            draft.write_text(json.dumps(asdict(faults)))
-            os.replace(draft, self._file)
+            write_whole(self._file, json.dumps(asdict(faults)))
 
     def _known(self, hosts: Iterable[str]) -> set[str]:
         found = set(hosts)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from unicron.ctl.lab.cluster import binaries
 from unicron.ctl.system.errors import UserError, one_line
+from unicron.ctl.system.whole_file import write_whole
 
 HEAD, SWITCH, OUTSIDE = "head", "switch", "outside"
 # RFC 2544's network for testing network devices, which nobody routes, and a private one where somebody does.
@@ -98,9 +99,7 @@ class Network:
             if network is None:
                 pools = " and ".join(map(str, POOLS))
                 raise UserError(f"no free /{SIZE} in {pools}: end a cluster with 'unicronctl cluster down'")
-            draft = self._entry.with_suffix(".new")
-            draft.write_text(json.dumps({"state_dir": str(state_dir), "network": str(network)}))
-            os.replace(draft, self._entry)
+            write_whole(self._entry, json.dumps({"state_dir": str(state_dir), "network": str(network)}))
             return str(network)
 
     def make(self, network: str, nodes: Sequence[str], family: str = IPV4) -> None:

@@ -6,9 +6,10 @@ from click.testing import CliRunner
 
 from tests.support.world import FakeSlurm
 from unicron.ctl.cli.retire import command
-from unicron.ctl.controller.model.requests import HELD
 from unicron.ctl.nodes.leftovers import leftovers, take_all_back
 from unicron.ctl.slurm import CommandLineClient, SlurmError
+from unicron.ctl.slurm.admin_comment import HELD
+from unicron.ctl.system.errors import UserError
 
 
 def left() -> FakeSlurm:
@@ -16,12 +17,13 @@ def left() -> FakeSlurm:
     slurm = FakeSlurm(3)
     slurm.drain("n1", "unicron[health]: gpu: 7 of 8")
     slurm.down("n2", "Not responding")
-    slurm.submit("7", 4)
+    slurm.submit("7", 5)
     slurm.requeue_hold("7", 0, f"{HELD}: the plan has no node for it")
     slurm.pin("7", 0, "n3")
     slurm.queue["7", 1].update(state="RUNNING", node="n3", admin_comment="unicron: 2 failures healed | lab 7")
     slurm.queue["7", 2].update(reason="JobHeldUser", admin_comment=f"{HELD}: once")
     slurm.queue["7", 3].update(reason="JobHeldAdmin", admin_comment="ask Bob")
+    slurm.queue["7", 4].update(reason="JobHeldAdmin", admin_comment="unicron: 1 failure healed")
     return slurm
 
 
@@ -33,6 +35,7 @@ def test_all_that_is_unicrons_goes_and_nothing_else() -> None:
         ("hold", "", 0),
         ("comment", "", 1),
         ("comment", "", 2),
+        ("comment", "", 4),
     ]
     assert take_all_back(slurm, found) == []
     assert slurm.node_states["n1"] == {"IDLE"} and slurm.node_states["n2"] == {"DOWN"}
@@ -41,9 +44,11 @@ def test_all_that_is_unicrons_goes_and_nothing_else() -> None:
         1: "lab 7",
         2: "",
         3: "ask Bob",
+        4: "",
     }
     assert slurm.queue["7", 0]["pin"] is None and "held" not in slurm.queue["7", 0]["reason"].lower()
-    assert slurm.queue["7", 2]["reason"] == "JobHeldUser" and slurm.queue["7", 3]["reason"] == "JobHeldAdmin"
+    reasons = [slurm.queue["7", element]["reason"] for element in (2, 3, 4)]
+    assert reasons == ["JobHeldUser", "JobHeldAdmin", "JobHeldAdmin"], "who else holds an element, goes on to"
 
 
 def test_an_admins_hold_of_a_job_that_was_healed_stays() -> None:
@@ -79,7 +84,17 @@ def test_the_command_asks_first(monkeypatch) -> None:
     slurm = left()
     for name in ("nodes", "elements", "resume", "pin", "release", "comment"):
         monkeypatch.setattr(CommandLineClient, name, staticmethod(getattr(slurm, name)))
+    controllers = [True]
+
+    def ask(question: object) -> None:
+        if not controllers:
+            raise UserError("no controller answers")
+
+    monkeypatch.setattr("unicron.ctl.cli.retire.ask_controller", ask)
     said = CliRunner().invoke(command, ["--dry-run"])
     assert said.exit_code == 0 and said.output.splitlines()[0].startswith("n1 returns to service; check it")
+    refused = CliRunner().invoke(command, ["--yes"])
+    assert "a controller answers" in str(refused.exception) and "DRAIN" in slurm.node_states["n1"]
+    controllers.clear()
     assert CliRunner().invoke(command, [], input="n\n").exit_code == 1 and "DRAIN" in slurm.node_states["n1"]
     assert CliRunner().invoke(command, ["--yes"]).exit_code == 0 and slurm.node_states["n1"] == {"IDLE"}

@@ -44,6 +44,10 @@ def test_the_defaults_contradict_nothing() -> None:
             "isolate_seconds = 300 must be above slurm_poll_seconds + slurm_timeout",
         ),
         ("[controller]\nmetrics_seconds = 0.5", "metrics_seconds = 0.5 must be 1 to 86400, or 0 for none"),
+        (
+            '[controller]\naddress = ["tcp://a:1", "tcp://b:1"]\nmetrics = "a:7453"',
+            'metrics = "a:7453": with a standby write 0.0.0.0 in place of a, which is one host alone',
+        ),
         ("[controller]\nmax_isolated_share = 1.5", "max_isolated_share = 1.5 must be 0 to 1"),
         ("[controller]\nmax_isolated_nodes = -1", "max_isolated_nodes = -1"),
         ("[controller]\nauth = 'trust'", 'auth = "trust": use one of munge, none'),

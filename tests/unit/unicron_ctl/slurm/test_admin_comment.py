@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.unicron_ctl.slurm.test_pyslurm_backend import FakePyslurm
-from unicron.ctl.slurm.admin_comment import MOST, OWN_MOST, own_part, with_own
+from unicron.ctl.slurm.admin_comment import HELD, MOST, OWN_MOST, own_part, with_own
 from unicron.ctl.slurm.command_line import CommandLineClient
 from unicron.ctl.slurm.pyslurm_backend import PyslurmClient
-from unicron.ctl.slurm.slurm_client import SlurmError
+from unicron.ctl.slurm.slurm_client import ElementInfo, SlurmError
 
 OWN = "unicron: 2 failures healed, 9 s lost"
 
@@ -133,3 +133,20 @@ def test_pyslurm_keeps_what_others_wrote_too(monkeypatch: pytest.MonkeyPatch) ->
     slurm.elements()
     slurm.comment("9", 0, OWN)
     assert there.admin_comment == f"{OWN} | billed to lab 7"
+
+
+def test_a_hold_leaves_what_others_wrote_behind_a_listing_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = f"{OWN} | billed to lab 7"
+    slurm = Slurm(there)
+    commands = client(slurm, monkeypatch)
+    commands._note(ElementInfo("7", 0, "7", "RUNNING", "n1", "", "", "", "", 0, admin_comment=f"{OWN[:48]}…"))
+    commands._comment("7", 0, f"{HELD}, the plan has no node for it")
+    assert slurm.comment == f"{HELD}, the plan has no node for it | billed to lab 7"
+
+
+def test_a_hold_leaves_a_comment_that_is_too_long_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm("z" * 9000)
+    commands = client(slurm, monkeypatch)
+    commands._note(ElementInfo("7", 0, "7", "RUNNING", "n1", "", "", "", "", 0, admin_comment="z" * 48 + "…"))
+    commands._comment("7", 0, f"{HELD}, the plan has no node for it")
+    assert slurm.comment == "z" * 9000

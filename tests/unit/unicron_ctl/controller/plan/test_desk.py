@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.suspects import NOW, Company
 from unicron.ctl.controller.model.job_state import Ending
-from unicron.ctl.controller.model.requests import HELD, Action, Poll, Run
+from unicron.ctl.controller.model.requests import Action, Poll, Run
 from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.plan import reconcile
 from unicron.ctl.controller.plan.reconcile import (
@@ -24,6 +24,7 @@ from unicron.ctl.controller.plan.reconcile import (
     placing,
     watching,
 )
+from unicron.ctl.slurm.admin_comment import HELD
 
 USUAL = 10.0  # seconds between two listings
 

@@ -24,8 +24,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
+from unicron.ctl.controller.model.requests import OF_ELEMENTS, ON_NODES
 from unicron.ctl.controller.server import metric_counts, metric_gauges, metrics
-from unicron.ctl.controller.server.metric_counts import CALLS, Recorded
+from unicron.ctl.controller.server.metric_counts import Recorded
 from unicron.ctl.controller.server.metric_gauges import Kept, present
 from unicron.ctl.controller.server.metrics import Exporter
 from unicron.ctl.controller.server.worker import perform
@@ -102,7 +103,7 @@ def test_what_is_asked_of_slurm_is_counted_by_what_became_of_it() -> None:
 
 
 def test_the_calls_of_slurm_that_begin_at_zero_are_those_that_there_are() -> None:
-    assert set(CALLS) == set(re.findall(r'case "(\w+)"', inspect.getsource(perform)))
+    assert {*ON_NODES, *OF_ELEMENTS} == set(re.findall(r'case "(\w+)"', inspect.getsource(perform)))
     found = recorded()
     assert found["unicron_slurm_actions_total[('action', 'drain'), ('outcome', 'withheld')]"] == 0.0
     assert found["unicron_events_total[('kind', 'job_set_aside')]"] == 0.0
