@@ -26,6 +26,7 @@ DEFAULT_PORT = 7451
 MOST_CONTROLLERS = 4  # the plugin's limit, too
 ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that nobody can connect to
 WEB_URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?", re.ASCII)
+HOST = re.compile(r"[\w.-]*|\*", re.ASCII)  # a name or an address of IPv4
 OTHER_TABLES = ("partitions", "planner")  # fields of ControllerConfig that are no keys of [controller]
 
 Seconds = Annotated[float, Range(0.001, DAY)]
@@ -337,7 +338,7 @@ def listen_problem(value: str) -> str:
         return f'listen = "{value}": write tcp://ADDRESS:PORT'
     bare = host.removeprefix("[").removesuffix("]")
     if ":" not in host and bare == host:
-        return ""
+        return "" if HOST.fullmatch(host) else f'listen = "{value}": write tcp://ADDRESS:PORT'
     if f"[{bare}]" == host and is_numeric(bare.partition("%")[0]) and ":" in bare:
         return ""
     good = f"tcp://[{canonical(bare)}]:{port}" if is_numeric(bare) and ":" in bare else "tcp://[::]:7451"
