@@ -74,7 +74,7 @@ def _wish(
     gpus = {0 if "." in node.gres else node.gpus for node in nodes}
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     if address_problem(f"tcp://{host}:{DEFAULT_PORT}"):
-        raise UserError(f"{host!r} is no host's name: name unicrond's host as all nodes know it, with --host", WRONG_USE)
+        raise UserError(f"{host!r} is no host's name: name the host as all nodes know it, with --host", WRONG_USE)
     if not USER.fullmatch(user):
         raise UserError(f"{user!r} is no user's name: name unicrond's user with --user", WRONG_USE)
     return Wish(

@@ -28,6 +28,11 @@ ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that nobody can c
 WEB_URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?", re.ASCII)
 HOST = re.compile(r"[\w.-]*|\*", re.ASCII)  # a name or an address of IPv4
 OTHER_TABLES = ("partitions", "planner")  # fields of ControllerConfig that are no keys of [controller]
+# Settings of [controller] that count from the start of unicrond; a reload changes all others.
+UNTIL_RESTART = (
+    *("listen", "address", "state_dir", "auth", "public_key", "metrics"),
+    *("slurm", "slurm_timeout", "probe_timeout"),
+)
 
 Seconds = Annotated[float, Range(0.001, DAY)]
 SecondsOrZero = Annotated[float, Range(0.0, DAY)]
