@@ -45,8 +45,10 @@ class Report:
 
     @property
     def reason(self) -> str:
-        """What stands behind the verdict, in one line: what a drain reason or a log needs."""
-        telling = [f"{result.name}: {result.reason}" for result in self.results if result.verdict == self.verdict]
+        """What stands behind the verdict, in one line: what a drain reason or a log needs. A warning hides no check
+        that gave no answer: one that hangs at every run would never be seen."""
+        shown = (WARNING, UNKNOWN) if self.verdict == WARNING else (self.verdict,)
+        telling = [f"{one.name}: {one.reason}" for word in shown for one in self.results if one.verdict == word]
         return "; ".join(telling) if self.verdict != GOOD else "all checks passed"
 
     def as_dict(self) -> dict[str, object]:

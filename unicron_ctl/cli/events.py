@@ -129,7 +129,9 @@ def _line(event: Event) -> str:
     """One event on one line."""
     job = f" job {event['job']}" if event["job"] else ""
     generation = f" g{event['generation']}" if event["generation"] else ""
-    rest = event.get("reason") or ", ".join(
-        f"{k}={v}" for k, v in event.items() if k not in ("id", "time", "job", "generation", "kind")
+    rest = (
+        event.get("reason")
+        or event.get("text")
+        or ", ".join(f"{k}={v}" for k, v in event.items() if k not in ("id", "time", "job", "generation", "kind"))
     )
     return f"{moment(event['time'])} {event['kind']}{job}{generation}: {' '.join(str(rest).split())}"

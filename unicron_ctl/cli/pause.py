@@ -10,20 +10,25 @@ import click
 from unicron.ctl.cli.options import DURATION, controller_option
 from unicron.ctl.protocol.answer_schema import Paused
 from unicron.ctl.protocol.client import as_struct, ask_controller
+from unicron.ctl.system.errors import WRONG_USE, UserError
+
+LONGEST = 365 * 86400.0  # as the controller's own limit
 
 
 @click.command(name="pause")
 @click.argument("partition", default="")
-@click.option("--for", "seconds", type=DURATION, default=0.0, help="Such as 30m, 2h, 1d [default: until resume].")
+@click.option("--for", "seconds", type=DURATION, help="Such as 30m, 2h, 1d [default: until resume].")
 @click.option("--json", "as_json", is_flag=True, help="For programs; the keys are stable.")
 @controller_option()
-def command(partition: str, seconds: float, as_json: bool, controller: str | None) -> None:
+def command(partition: str, seconds: float | None, as_json: bool, controller: str | None) -> None:
     """Change nothing in Slurm, in PARTITION or at all.
 
     Jobs heal on their own nodes, and `unicronctl events` says what would be done. A restart of unicrond does not end
     it. The health checks that slurmd runs on the nodes drain bad nodes all the same.
     """
-    _show({"kind": "pause", "partition": partition, "seconds": seconds}, as_json, controller)
+    if seconds is not None and not 1.0 <= seconds <= LONGEST:
+        raise UserError("--for is 1s to 365d; without it the pause lasts until `unicronctl resume`", WRONG_USE)
+    _show({"kind": "pause", "partition": partition, "seconds": seconds or 0.0}, as_json, controller)
 
 
 @click.command(name="resume")

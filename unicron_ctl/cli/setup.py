@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 USUAL = "/etc/unicron/unicron.toml"
 KEPT = ".old"
+USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*", re.ASCII)
 
 
 @click.command(name="setup")
@@ -61,6 +63,7 @@ def _wish(
 ) -> Wish:
     """What the file is to say. Raises UserError."""
     from unicron.ctl.doctor.first_file import Wish
+    from unicron.ctl.settings.config import DEFAULT_PORT, address_problem
 
     nodes, partitions = client.nodes(), [one.name for one in client.partitions()]
     if odd := [name for name in marked if name not in partitions]:
@@ -68,8 +71,13 @@ def _wish(
     host = host or next(iter(settings.head_hosts()), "") or socket.gethostname()
     # A slice of a GPU (MIG: gpu:1g.5gb:7) is a GPU to Slurm, and none to the driver.
     gpus = {0 if "." in node.gres else node.gpus for node in nodes}
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    if address_problem(f"tcp://{host}:{DEFAULT_PORT}"):
+        raise UserError(f"{host!r} is no host's name: name the host as all nodes know it, with --host", WRONG_USE)
+    if not USER.fullmatch(user):
+        raise UserError(f"{user!r} is no user's name: name unicrond's user with --user", WRONG_USE)
     return Wish(
-        host=f"[{host}]" if ":" in host and not host.startswith("[") else host,
+        host=host,
         user="" if user in ("root", settings.user()[0]) else user,
         partitions=tuple(partitions),
         marked=marked,

@@ -26,7 +26,13 @@ DEFAULT_PORT = 7451
 MOST_CONTROLLERS = 4  # the plugin's limit, too
 ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that nobody can connect to
 WEB_URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?", re.ASCII)
+HOST = re.compile(r"[\w.-]*|\*", re.ASCII)  # a name or an address of IPv4
 OTHER_TABLES = ("partitions", "planner")  # fields of ControllerConfig that are no keys of [controller]
+# Settings of [controller] that count from the start of unicrond; a reload changes all others.
+UNTIL_RESTART = (
+    *("listen", "address", "state_dir", "auth", "public_key", "metrics"),
+    *("slurm", "slurm_timeout", "probe_timeout"),
+)
 
 Seconds = Annotated[float, Range(0.001, DAY)]
 SecondsOrZero = Annotated[float, Range(0.0, DAY)]
@@ -347,7 +353,7 @@ def listen_problem(value: str) -> str:
         return f'listen = "{value}": write tcp://ADDRESS:PORT'
     bare = host.removeprefix("[").removesuffix("]")
     if ":" not in host and bare == host:
-        return ""
+        return "" if HOST.fullmatch(host) else f'listen = "{value}": write tcp://ADDRESS:PORT'
     if f"[{bare}]" == host and is_numeric(bare.partition("%")[0]) and ":" in bare:
         return ""
     good = f"tcp://[{canonical(bare)}]:{port}" if is_numeric(bare) and ":" in bare else "tcp://[::]:7451"

@@ -21,7 +21,7 @@ from unicron.ctl.settings.config import (
     fields_of,
     loopback_problems,
 )
-from unicron.ctl.settings.notify import NotifyConfig, notify_problems
+from unicron.ctl.settings.notify import Notified, NotifyConfig, notify_problems
 from unicron.ctl.settings.partitions import DEFAULT, PERMISSIONS, Mode, PartitionConfig
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.detector.failures.classify import default_classifier
@@ -174,7 +174,7 @@ def _table(kind: type[Section], title: str, given: Mapping[str, Any], found: lis
     return kind(**values)
 
 
-CHOICES: dict[str, Collection[str]] = {"mode": get_args(Mode), "actions": PERMISSIONS}
+CHOICES: dict[str, Collection[str]] = {"mode": get_args(Mode), "actions": PERMISSIONS, "kinds": get_args(Notified)}
 
 
 def _reason(key: str, value: object, error: msgspec.ValidationError) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from itertools import islice
 from typing import Any
 
@@ -227,7 +228,10 @@ def pause(core: Core, store: Store, order: PauseOrder, asker: Asker) -> schema.P
     """Changes nothing in Slurm for a while, though the configuration allows it."""
     _check_partition(core, order.partition, asker)
     until = core.now + order.seconds if order.seconds else 0.0
-    record = records.Paused(partition=order.partition, until=until, reason=f"{asker} has asked for it")
+    # As a duration: the time of day would be that of the controller's zone, and the record has `until`.
+    how_long = f"for {timedelta(seconds=round(order.seconds))}" if order.seconds else "until it is resumed"
+    reason = f"{_whole(order.partition)} {how_long}: {asker} has asked for it"
+    record = records.Paused(partition=order.partition, until=until, reason=reason)
     core.carry_out(Outcome(records=[("", 0, record)]))
     return _paused(core)
 
@@ -237,9 +241,14 @@ def resume(core: Core, store: Store, order: ResumeOrder, asker: Asker) -> schema
     _check_partition(core, order.partition, asker)
     if core.state.is_paused("", core.now) and order.partition:
         raise Unanswerable(f"all partitions are paused, not {order.partition} alone: `unicronctl resume` ends it")
-    record = records.Unpaused(partition=order.partition, reason=f"{asker} has asked for it")
+    reason = f"{_whole(order.partition)}: {asker} has asked for it"
+    record = records.Unpaused(partition=order.partition, reason=reason)
     core.carry_out(Outcome(records=[("", 0, record)]))
     return _paused(core)
+
+
+def _whole(partition: str) -> str:
+    return f"partition {partition}" if partition else "everything"
 
 
 def _check_partition(core: Core, name: str, asker: Asker) -> None:

@@ -10,12 +10,17 @@ from unicron.ctl.controller.log.records import ObservedWeek
 from unicron.ctl.controller.log.store import Store
 
 log = logging.getLogger("unicron.controller")
+MOMENT = 3600.0  # seconds: "in 0.0 days" says nothing
 SUM_AGAIN = 3600.0  # seconds after a weekly sum that failed
 
 
 def observed_lines(core: Core, store: Store) -> list[str]:
-    """The last weekly sum and what has come since, in one line each."""
-    return [week.reason for week in (core.state.observed_week, observed_since(core, store)) if week]
+    """The last weekly sum and what has come since, in one line each; no line after a moment in which nothing was
+    left undone, such as a short pause."""
+    now = observed_since(core, store)
+    if now is not None and not now.calls and now.node_hours < 0.05 and core.now - now.since < MOMENT:
+        now = None
+    return [week.reason for week in (core.state.observed_week, now) if week]
 
 
 def observed_since(core: Core, store: Store) -> ObservedWeek | None:

@@ -234,12 +234,20 @@ def begin_job(
         nodes=nodes,
         restarts=restarts,
         runs=runs,
+        reason=_as_text(settings),
     )
     out.records.append((message.job, 0, record))
     if settings.layouts:
         layout, reason = job_layouts.first(view, settings, message.node)
         out.records.append((message.job, 0, records.LayoutChosen(layout=layout, reason=reason)))
     return out
+
+
+def _as_text(settings: Settings) -> str:
+    """The job for the event log and unicrond's log."""
+    most = settings.max_nodes
+    nodes = f"{settings.min_nodes} to {most} nodes" if settings.min_nodes < most else f"{most} node{'s' * (most > 1)}"
+    return f"{settings.name} of {settings.user}, {nodes}, {settings.mode} mode: {settings.mode_reason}"
 
 
 def join(job: JobState, message: wire.Register, key: str, confirmed: bool = True) -> Outcome:
@@ -260,6 +268,7 @@ def join(job: JobState, message: wire.Register, key: str, confirmed: bool = True
             peer=message.peer if reachable else "",
             peer_key=key or message.key,
             requeues=message.requeues,
+            reason=f"element {message.element} on {message.node}",
         )
         out.record(job, record, 0)
     elif known.gone:

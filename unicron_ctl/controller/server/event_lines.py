@@ -106,8 +106,8 @@ def log_event(event: Event, state: ClusterState) -> None:
         return
     if getattr(event.record, "over", False):
         level = logging.INFO
-    reason = f": {event.record.reason}" if event.record.reason else ""
-    log.log(level, "%s%s", event.kind, reason, extra={"about": _about(event, state)})
+    said = event.record.reason or getattr(event.record, "text", "")
+    log.log(level, "%s%s", event.kind, f": {said}" if said else "", extra={"about": _about(event, state)})
 
 
 def _about(event: Event, state: ClusterState) -> dict[str, object]:

@@ -44,7 +44,7 @@ from unicron.ctl.protocol.encryption import NONE, PLAIN, secret_of_server
 from unicron.ctl.protocol.listener import Connection, Listener
 from unicron.ctl.protocol.reach import door_at
 from unicron.ctl.protocol.zmtp import Keys
-from unicron.ctl.settings.config import Config, ControllerConfig
+from unicron.ctl.settings.config import UNTIL_RESTART, Config, ControllerConfig
 from unicron.ctl.slurm.slurm_client import SlurmClient
 from unicron.ctl.system.addresses import canonical, origin
 from unicron.ctl.system.mailbox import Mailbox
@@ -99,7 +99,7 @@ class Server:
         self._received_at, self._settled_in = float("-inf"), 0.0  # the last turn's
         self._answer_at = 0.0  # questions wait until then
         self._verifier = Verifier(self.worker, lambda: self.config.controller.admins)
-        self._munge = config.controller.auth == "munge"
+        self._began_with, self._munge = config.controller, config.controller.auth == "munge"
         self._verifying: set[tuple[str, str]] = set()
         keys, self.key = self._keys(config.controller, store.path.parent)
         sockets, self._hints, self.address = bind(listen)
@@ -219,11 +219,14 @@ class Server:
         return signal.SIGTERM not in numbers and signal.SIGINT not in numbers
 
     def apply_config(self, config: Config, classifier: Classifier) -> None:
-        """Applies a new configuration; addresses, state folder and Slurm backend stay as they are until a restart."""
+        """Applies a new configuration; what is in UNTIL_RESTART stays as it is, and the event says so."""
         self.config = config
         self.core.configure(config.controller, classifier)
         self.telling.configure(config.notify, self.core.state.told, self.core.state.last_event)
         reason = f"configuration read again from {config.path or 'the defaults'}"
+        new, old = config.controller, self._began_with
+        if late := [name for name in UNTIL_RESTART if getattr(new, name) != getattr(old, name)]:
+            reason += f"; not applied until unicrond is restarted: {', '.join(late)}"
         self.core.append("", 0, records.Configured(reason=reason))
 
     def keep_config(self, problem: str) -> None:

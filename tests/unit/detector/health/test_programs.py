@@ -96,6 +96,14 @@ def test_a_program_that_is_killed_or_prints_without_end_proves_nothing(tmp_path:
     assert check_program("loud", program(tmp_path, "yes"), 5.0).verdict == "unknown"
 
 
+def test_a_warning_hides_no_program_that_gave_no_answer(tmp_path: Path) -> None:
+    """Defect: where another check warned, a program that hung at each run was never seen."""
+    lines = {"warns": program(tmp_path, "echo slow; exit 1", "a"), "asks": program(tmp_path, "echo lost; exit 3", "b")}
+    settings = Settings(programs=lines, timeout=5.0)
+    found = run(settings, checks=checks_of(HealthConfig(programs=lines)), only=("warns", "asks"))
+    assert (found.verdict, found.reason) == ("warning", "warns: slow; asks: lost")
+
+
 def test_no_shell_reads_the_command_and_little_of_the_environment_is_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

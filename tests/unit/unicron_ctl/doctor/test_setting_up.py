@@ -21,6 +21,7 @@ from unicron.ctl.settings.config import Config, ControllerConfig, fields_of
 from unicron.ctl.settings.config_file import examine, parse
 from unicron.ctl.settings.notify import NotifyConfig
 from unicron.ctl.slurm.slurm_settings import SlurmSettings
+from unicron.ctl.system.errors import UserError
 
 BARE = {"SlurmUser": "slurm(64030)", "SchedulerParameters": "bf_interval=30", "PrologFlags": "Contain"}
 CONFIG = """SlurmUser = slurm(64030)
@@ -237,6 +238,13 @@ def test_a_partition_that_is_not_there_is_wrong_use(slurm: Path) -> None:
     done = CliRunner().invoke(command, ["--dry-run", "--partition", "nix"])
     assert done.exception is not None and "it has gpu, cpu" in str(done.exception)
     assert getattr(done.exception, "exit_code", 0) == 2
+
+
+@pytest.mark.parametrize("words", [["--host", "a b"], ["--host", "0.0.0.0"], ["--user", 'a"b'], ["--user", ""]])
+def test_a_host_or_user_that_is_none_is_not_written(slurm: Path, words: list[str]) -> None:
+    done = CliRunner().invoke(command, ["--dry-run", *words])
+    assert isinstance(done.exception, UserError) and f"{words[1]!r} is no" in str(done.exception)
+    assert done.exception.exit_code == 2
 
 
 def test_a_folder_that_cannot_be_written_says_what_to_do(slurm: Path) -> None:

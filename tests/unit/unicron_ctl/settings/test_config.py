@@ -67,6 +67,8 @@ def test_the_defaults_contradict_nothing() -> None:
         ("[health]\nskip = ['gpus']", '[health] skip = "gpus": use some of gpu, memory'),
         ("[planner]\ncomparee = 'user'", "[planner] comparee: unknown key; did you mean compare?"),
         ("[[severity.rule]]\nid = 'a'\nfoo = 1", "[severity] rule a: unknown key 'foo'"),
+        ("[notify]\nkinds = ['admn']", "[notify] kinds: 'admn': use some of admin, healed, left"),
+        ("[controller]\naddress = 'tcp://a b:7451'", 'address = "tcp://a b:7451": write tcp://HOST:PORT'),
         ("[controller", "not TOML"),
     ],
 )
@@ -193,7 +195,9 @@ def test_an_address_of_ipv6_stands_in_brackets(listen: str, good: str) -> None:
     assert listen_problem(listen).endswith(f"as in {good}")
 
 
-@pytest.mark.parametrize("listen", ["", "7451", "tcp://a", "udp://a:1", "tcp://a:65536", "tcp://a:²", "tcp://a:٣"])
+@pytest.mark.parametrize(
+    "listen", ["", "7451", "tcp://a", "udp://a:1", "tcp://a:65536", "tcp://a:²", "tcp://a:٣", "tcp:// :1"]
+)
 def test_addresses_that_are_none(listen: str) -> None:
     assert "write tcp://ADDRESS:PORT" in listen_problem(listen)
 

@@ -82,6 +82,18 @@ def test_a_job_that_is_only_observed_is_summed_up_in_status(tmp_path: Path) -> N
     store.close()
 
 
+def test_a_short_pause_in_which_nothing_was_left_undone_is_no_line(tmp_path: Path) -> None:
+    world = World()
+    world.core.append("1", 0, records.Observed(would="give 1 2 nodes", action=savings.PLAN, nodes=2, reason="a test"))
+    store = Store(tmp_path / "events.sqlite")
+    store.append(world.core.events)
+    world.core.now = world.core.state.observed_since + 10.0
+    assert observed_savings.observed_lines(world.core, store) == []
+    world.core.now += 2 * HOUR
+    assert len(observed_savings.observed_lines(world.core, store)) == 1
+    store.close()
+
+
 def test_a_weekly_sum_that_fails_ends_nothing_and_is_tried_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

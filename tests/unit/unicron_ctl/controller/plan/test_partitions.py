@@ -341,3 +341,13 @@ def test_flops_are_bounded_by_what_the_nodes_gpus_can_do() -> None:
     assert agents and found["2"] == pytest.approx(4 * 65e12)
     shown = replace(slurm.nodes()[0], gres="")
     assert shown.gpus == 1
+
+
+def test_the_event_of_a_pause_says_what_is_paused_and_for_how_long() -> None:
+    world, _ = world_of(2, gpu=PartitionConfig(mode="act"))
+    told(world.core, "pause", partition="gpu", seconds=7200)
+    told(world.core, "pause")
+    told(world.core, "resume")
+    world.run(0.1)
+    said = [event.record.reason.partition(": ")[0] for event in world.log if event.kind in ("paused", "unpaused")]
+    assert said == ["partition gpu for 2:00:00", "everything until it is resumed", "everything"]

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from datetime import datetime
@@ -130,6 +131,21 @@ def test_of_each_kind_of_event_it_is_known_whether_it_is_a_line() -> None:
     """Defect: nothing was logged when a job was set aside, or a configuration read again."""
     assert event_lines.LEVELS.keys().isdisjoint(event_lines.QUIET)
     assert {*event_lines.LEVELS, *event_lines.QUIET} == set(records.KINDS.values())
+
+
+def test_what_was_done_about_a_failure_and_what_job_came_is_in_the_line() -> None:
+    """Defect: both lines had the event's kind alone."""
+    world = World(FakeSlurm(2))
+    world.slurm.submit("1", 2)
+    world.start_job(nodes=2)
+    world.core.append("1", 1, records.FailureAction(failure=3, text="set n2 down in Slurm"))
+    stream = io.StringIO()
+    journal.start("unicrond", stream=stream)
+    for told in [*world.log, *world.core.events]:
+        event_lines.log_event(told, world.core.state)
+    said = stream.getvalue()
+    assert "failure_action: set n2 down in Slurm" in said
+    assert re.search(r"job_registered: \S+ of \S+, 1 to 2 nodes, session mode", said)
 
 
 def test_a_real_failure_and_what_follows_is_told_with_job_node_event_time_and_level() -> None:

@@ -83,6 +83,15 @@ def test_a_configuration_that_is_read_again_or_refused_is_in_the_log(
     assert "the old one stays: offer_delay" in caplog.records[1].getMessage()
 
 
+def test_what_a_reload_does_not_change_is_named(server: Server) -> None:
+    """Defect: a port for metrics was "read again" and never opened."""
+    controller = msgspec.structs.replace(server.config.controller, metrics=":7453", offer_delay=0.3)
+    server.apply_config(msgspec.structs.replace(server.config, controller=controller), Classifier())
+    server.flush()
+    (told,) = server.store.tail().events
+    assert told.record.reason.endswith("; not applied until unicrond is restarted: metrics")
+
+
 def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect: a small answer that takes long to make cost as much as a ping."""
     clock = [server.now()]
