@@ -12,7 +12,7 @@ from unicron.ctl.cli.options import DURATION, controller_option
 from unicron.ctl.protocol.answer_schema import Report
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.protocol.printable import printable
-from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.errors import WRONG_USE, UserError
 
 WEEK = 604800.0
 
@@ -47,6 +47,8 @@ def week(seconds: float, as_html: bool, as_json: bool, send: bool, path: str | N
     """
     from unicron.ctl.cli import week_report
 
+    if not seconds > 0.0:
+        raise UserError("--since is how far back: write 7d or 30d", WRONG_USE)
     answer = ask_controller({"kind": "report", "seconds": seconds}, controller)
     found = as_struct(answer, Report)
     if send:

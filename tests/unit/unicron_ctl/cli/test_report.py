@@ -173,3 +173,13 @@ def test_a_report_is_sent_to_the_targets_of_notify(tmp_path: Path, monkeypatch: 
     assert status != 0 and "hook: the hook ended with status 3" in said
     config.write_text("")
     assert "names nobody" in run("week", "--send", "--config", str(config))[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["report", "week", "--since", "0s"], "--since"), (["pause", "--for", "0s"], "--for")]
+)
+def test_no_time_at_all_is_wrong_use(words: list[str], said: str) -> None:
+    """Defect: a pause of 0 s had no end."""
+    done = CliRunner().invoke(unicronctl, words)
+    assert isinstance(done.exception, UserError) and str(done.exception).startswith(said)
+    assert done.exception.exit_code == 2
