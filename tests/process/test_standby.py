@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from tests.support.heads import Heads, contiguous
+from tests.support.heads import Head, Heads, contiguous, free_port
 from tests.support.jobs import SLEEPS, Job, scripted
 from tests.support.processes import ROOT, outside_slurm, wait_for
 
@@ -122,3 +122,16 @@ def test_of_many_contenders_that_are_killed_and_frozen_no_two_ever_act(tmp_path)
     order = [number for _, number in acted]
     assert order == sorted(order), "one acted while a later one did"
     assert len(set(order)) >= 8, "too few terms to show anything"
+
+
+def test_two_that_lead_with_a_folder_each_notice_it_and_end(tmp_path):
+    addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    heads = [Head(tmp_path, str(n), address, addresses, f"state{n}") for n, address in enumerate(addresses)]
+    try:
+        wait_for(lambda: any(head.process.poll() is not None for head in heads), "one has ended", 60.0)
+        ended = next(head for head in heads if head.process.poll() is not None)
+        assert ended.process.returncode == 1
+        assert "another unicrond leads at 127.0.0.1:" in ended.log and "both need the same folder" in ended.log
+    finally:
+        for head in heads:
+            head.close()

@@ -24,9 +24,9 @@ def free_port() -> int:
 class Head:
     """One of them. `ready`: the time at which it said that it listens."""
 
-    def __init__(self, folder: Path, name: str, address: str, addresses: list[str]) -> None:
+    def __init__(self, folder: Path, name: str, address: str, addresses: list[str], state: str = "state") -> None:
         self.folder, self.name, self.address = folder, name, address
-        self.state_folder = folder / "state"
+        self.state_folder = folder / state
         self.config = folder / f"{name}.toml"
         named = ", ".join(f'"{one}"' for one in addresses)
         self.config.write_text(f"[controller]\n{CALM}\naddress = [{named}]\n{ACTS}")

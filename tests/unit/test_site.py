@@ -13,6 +13,7 @@ import yaml
 
 from tests.support.processes import ROOT
 from unicron.ctl.controller.model import requests
+from unicron.ctl.slurm import admin_comment
 
 DOCS = ROOT / "docs"
 PROGRAMS = ("detector", "planner", "slurm_plugin", "transition", "unicron_ctl")
@@ -79,7 +80,7 @@ def said() -> str:
     """The text of all programs, with string literals that stand side by side joined."""
     files = [path for folder in PROGRAMS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".c")]
     text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files)).replace('\\"', '"')
-    return text.replace("{HELD}", requests.HELD).replace("{OURS}", requests.OURS)
+    return text.replace("{HELD}", admin_comment.HELD).replace("{OURS}", requests.OURS)
 
 
 def quoted(text: str) -> Iterator[str]:

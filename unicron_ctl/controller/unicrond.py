@@ -14,7 +14,14 @@ import click
 
 from unicron.ctl.controller.log.term import Claim, Renewal, Tenure, claim
 from unicron.ctl.controller.server import journal
-from unicron.ctl.controller.server.standby import Isolation, Rival, other_hosts, wait_for_claim
+from unicron.ctl.controller.server.standby import (
+    Isolation,
+    Rival,
+    SecondLeader,
+    another_leader,
+    other_hosts,
+    wait_for_claim,
+)
 from unicron.ctl.controller.server.systemd import SystemdNotifier
 from unicron.ctl.protocol import encryption
 from unicron.ctl.settings import limits
@@ -23,6 +30,7 @@ from unicron.ctl.settings.config_file import examine, refuse
 from unicron.ctl.settings.places import state_dir
 from unicron.ctl.slurm.slurm_client import SlurmClient
 from unicron.ctl.system import descriptors
+from unicron.ctl.system.addresses import endpoint
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.one_thread import one_thread
 from unicron.ctl.system.program import run
@@ -186,7 +194,15 @@ def keep_lease(config: Config, claimed: Claim, tenure: Tenure, server: Server) -
     renewal = Renewal(claimed.store, tenure, rival.read_mark)
     isolation = Isolation(rival, server.worker.call, lambda: server.heard_agents)
     server.worker.call(lambda: other_hosts(config.controller.addresses), isolation.learn_others)
-    server.turned = isolation.check_isolation
+    addresses, believed = config.controller.addresses, config.agent.controller_users
+    port = endpoint(server.address)[1]
+    second = SecondLeader(lambda: another_leader(addresses, port, believed), server.worker.call)
+
+    def turned(now: float) -> None:
+        isolation.check_isolation(now)
+        second.check_others(now)
+
+    server.turned = turned
     return renewal
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from unicron.ctl.controller.log.store import Locked, StoreError
 from unicron.ctl.controller.log.term import Claim, Held, Watch, claim, clock
+from unicron.ctl.protocol.controller_discovery import Hello
 from unicron.ctl.protocol.reach import Reach, reach
 from unicron.ctl.system.addresses import Target, endpoint, is_own, join, resolve
 from unicron.ctl.system.errors import UserError
@@ -24,11 +25,14 @@ SAY_SECONDS = 0.5  # between two words of the standby's
 WAITS_SECONDS = 2.0  # after its last word it counts as gone
 DEAF_SECONDS = 2.0  # without a word of any agent
 PROBE_SECONDS = 0.5  # for another controller's host to answer
+LOOK_SECONDS = 10.0  # between two looks for a second controller that leads
+SURE_SECONDS, SURE_AFTER = 2.0, 3  # the same after one was seen, and how many in a row are no chance
+ANSWER_SECONDS = 1.0  # for it to answer
 log = logging.getLogger("unicron.controller")
 
 
 class SteppedDown(StoreError):
-    """This controller hears nobody, and a standby waits."""
+    """This controller hears nobody, and a standby waits; or another one leads."""
 
 
 def wait_for_claim(folder: Path, alive: Callable[[str], object], sleep: Callable[[float], None] = time.sleep) -> Claim:
@@ -150,3 +154,49 @@ def other_hosts(addresses: Sequence[str]) -> list[Target]:
         except OSError as error:
             log.warning("[controller] address: %s: %s", address, error.strerror or error)
     return found
+
+
+class SecondLeader:
+    """Ends a controller while another one leads at one of the other addresses. A standby answers nobody, so each of the
+    two has a state folder of its own: a shared one that is not mounted, or a copy.
+
+    look: says where another controller answers, "" where none does; it may take its time. call: runs it in a thread.
+    """
+
+    def __init__(self, look: Callable[[], str], call: Callable[..., object]) -> None:
+        self._look, self._call = look, call
+        self._seen: list[str] = []  # in a row
+        self._asked = float("-inf")
+        self._asks = False
+
+    def check_others(self, now: float) -> None:
+        """Looks whether another one leads, in its loop. Raises SteppedDown."""
+        if len(self._seen) >= SURE_AFTER:
+            raise SteppedDown(
+                f"another unicrond leads at {self._seen[-1]}, so its state folder is another one: both need the same "
+                "folder, on storage that both hosts have mounted (docs/head-node.md); this one ends"
+            )
+        if not self._asks and now - self._asked >= (SURE_SECONDS if self._seen else LOOK_SECONDS):
+            self._asked, self._asks = now, True
+            self._call(self._look, self._note)
+
+    def _note(self, where: str | None) -> None:
+        self._asks = False
+        self._seen = [*self._seen, where] if where else []
+
+
+def another_leader(addresses: Sequence[str], port: int, believed: Sequence[str]) -> str:
+    """Where else a controller answers; "" where none does. port: of this one. believed: users besides root, SlurmUser
+    and this one's."""
+    found = list[Target]()
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            found += [target for target in resolve(*endpoint(address)) if target.port != port or not is_own(target)]
+    if not found:
+        return ""
+    hello = Hello(",".join(f"tcp://{join(target.host, target.port)}" for target in found), believed)
+    try:
+        answered = hello.wait_for_key(ANSWER_SECONDS) is not None
+        return join(hello.reached.host, hello.reached.port) if answered and hello.reached is not None else ""
+    finally:
+        hello.close()

@@ -11,7 +11,15 @@ import pytest
 
 from unicron.ctl.controller.log.term import claim
 from unicron.ctl.controller.server import standby
-from unicron.ctl.controller.server.standby import DEAF_SECONDS, Isolation, Rival, SteppedDown, wait_for_claim
+from unicron.ctl.controller.server.standby import (
+    DEAF_SECONDS,
+    Isolation,
+    Rival,
+    SecondLeader,
+    SteppedDown,
+    another_leader,
+    wait_for_claim,
+)
 from unicron.ctl.protocol.reach import Reach
 from unicron.ctl.system.addresses import resolve
 from unicron.ctl.system.errors import UserError
@@ -125,3 +133,23 @@ def test_an_agent_that_is_heard_again_ends_the_doubt() -> None:
 def test_own_addresses_are_no_other_hosts() -> None:
     found = standby.other_hosts(["tcp://127.0.0.1:7451", "tcp://192.0.2.7:7451", "tcp://no-such-host.invalid:1"])
     assert [target.host for target in found] == ["192.0.2.7"]
+
+
+def test_another_leader_has_to_answer_several_times_in_a_row() -> None:
+    answers, asked = ["b:7451", "", "b:7451", "b:7451", "b:7451"], list[float]()
+
+    def call(work: Callable[[], str], then: Callable[[str], None]) -> None:
+        asked.append(now)
+        then(work())
+
+    second = SecondLeader(lambda: answers.pop(0), call)
+    now = 100.0
+    with pytest.raises(SteppedDown, match="another unicrond leads at b:7451"):
+        while now < 200.0:
+            second.check_others(now)
+            now += 0.5
+    assert asked == [100.0, 102.0, 112.0, 114.0, 116.0]
+
+
+def test_without_another_address_nobody_is_asked() -> None:
+    assert another_leader(["tcp://127.0.0.1:7451"], 7451, ()) == ""
