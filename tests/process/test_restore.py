@@ -77,5 +77,7 @@ def test_jobs_that_run_survive_a_restore_of_an_old_backup(tmp_path):
             assert all(agent.alive for agent in (*world.agents.values(), *later.agents.values()))
         finally:
             later.close()
-        steps = [step["iteration"] for step in world.array.losses(1)]
-        assert steps == list(range(len(steps))), "no iteration is lost or taken twice"
+        # A rank that was killed has not written the iteration that it died in; the other one has.
+        logs = [[step["iteration"] for step in world.array.losses(element)] for element in (0, 1)]
+        assert all(log == sorted(set(log)) for log in logs), "no iteration is taken twice"
+        assert set().union(*logs) == set(range(max(map(max, logs)) + 1)), "no iteration is lost"
