@@ -718,7 +718,7 @@ def test_the_plugin_names_its_slurm_and_exports_nothing_else(bench: Bench) -> No
 def test_install_and_uninstall(tmp_path: Path) -> None:
     arguments = ["install", f"DESTDIR={tmp_path}/root", "PREFIX=/usr"]
     assert build(tmp_path / "build", *arguments).returncode == 0
-    folder = tmp_path / "root" / "usr" / "lib" / "slurm"
+    folder = tmp_path / "root" / "usr" / "lib" / "unicron"
     assert sorted(path.name for path in folder.iterdir()) == ["unicron-launch", "unicron.so"]
     assert os.access(folder / "unicron-launch", os.X_OK)
     assert build(tmp_path / "build", "uninstall", *arguments[1:]).returncode == 0

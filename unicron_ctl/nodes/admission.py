@@ -162,7 +162,7 @@ def _config(path: str | None) -> tuple[Config, list[str]]:
     try:
         return understood(path) if path else (Config(), [])
     except UserError as error:
-        return Config(), [str(error)]
+        return Config(), [f"{str(error).removeprefix(f'{path}: ')}; the defaults are used"]
 
 
 def _with_problems(found: Report, problems: list[str]) -> Report:
