@@ -27,7 +27,7 @@ DEAF_SECONDS = 2.0  # without a word of any agent
 PROBE_SECONDS = 0.5  # for another controller's host to answer
 LOOK_SECONDS = 10.0  # between two looks for a second controller that leads
 SURE_SECONDS, SURE_AFTER = 2.0, 3  # the same after one was seen, and how many in a row are no chance
-ANSWER_SECONDS = 1.0  # for it to answer
+LEADER_ANSWER_SECONDS = 1.0  # for it to answer
 log = logging.getLogger("unicron.controller")
 
 
@@ -196,7 +196,7 @@ def another_leader(addresses: Sequence[str], port: int, believed: Sequence[str])
         return ""
     hello = Hello(",".join(f"tcp://{join(target.host, target.port)}" for target in found), believed)
     try:
-        answered = hello.wait_for_key(ANSWER_SECONDS) is not None
+        answered = hello.wait_for_key(LEADER_ANSWER_SECONDS) is not None
         return join(hello.reached.host, hello.reached.port) if answered and hello.reached is not None else ""
     finally:
         hello.close()

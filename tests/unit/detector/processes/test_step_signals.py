@@ -15,6 +15,7 @@ from unicron.detector.processes.step_signals import STEP_SIGNALS
 def test_a_process_ignores_them_and_tells_which_it_heard_before():
     program = f"import signal, sys\nsys.path.insert(0, {str(step_signals.__file__.rpartition('/')[0])!r})\n"
     program += "from step_signals import *\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    program += "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"  # a shell's background job is born ignoring it
     program += "heard = ignore_step_signals()\n"
     program += "[signal.raise_signal(number) for number in STEP_SIGNALS]\nprint(*map(int, heard))"
     command = [sys.executable, "-I", "-S", "-c", program]
