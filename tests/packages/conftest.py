@@ -34,21 +34,21 @@ def packages() -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def base() -> Path:
-    """A root with a cluster in it and without Unicron, made once for all runs."""
+def base(packages: dict[str, Path]) -> Path:
+    """A root with a cluster in it and without Unicron, made once for all runs. Who builds packages has debootstrap."""
     folder = ROOTS / f"{SUITE}-site"
     debootstrap(SUITE, folder)
     if not (folder / ".site").exists():
         shutil.copy(HERE / "site.sh", folder / "root/site.sh")
         with booted(folder) as root:
-            root.run(f"PIP_ARGS='{os.environ.get('PIP_ARGS', '')}' bash /root/site.sh", seconds=1500)
+            root.run(f"PIP_ARGS='{os.environ.get('PIP_ARGS', '')}' bash site.sh", seconds=1500)
         (folder / ".site").touch()
     return folder
 
 
 @pytest.fixture(scope="module")
 def site(base: Path, packages: dict[str, Path]) -> Iterator[BootedRoot]:
-    """That cluster, running, in a copy of its own. The packages lie in /root/packages."""
+    """That cluster, running, in a copy of its own. The packages lie in root's folder `packages`."""
     folder = ROOTS / f"{SUITE}-run"
     subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], check=True)
     folder.mkdir()
@@ -61,6 +61,6 @@ def site(base: Path, packages: dict[str, Path]) -> Iterator[BootedRoot]:
         shutil.copy(path, folder / "root/packages")
     bring_names(folder)
     with booted(folder) as root:
-        root.run("bash /root/site.sh start")
+        root.run("bash site.sh start")
         yield root
     subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], check=True)

@@ -19,7 +19,7 @@ MOST_COMMANDS, MOST_MINUTES = 8, 10.0
 NAMES = ("unicron-agent", "unicron-client", "unicron-controller", "unicron-plugin")
 ITERATIONS = re.compile(r"iteration (\d+): loss ([\d.]+), (\d) ranks")
 # Where a trace could be; not the user's own files, nor what dpkg, apt and systemd's journal note of every package.
-TRACES = r"""find / -xdev \( -path /proc -o -path /sys -o -path /root/packages -o -path /home -o -path /var/log \
+TRACES = r"""find / -xdev \( -path /proc -o -path /sys -o -path "$HOME/packages" -o -path /home -o -path /var/log \
     -o -path /var/cache -o -path '/var/lib/dpkg/*' -o -path /var/lib/apt \) -prune -o -iname '*unicron*' -print
 ls -d /dev/shm/*unicron* /tmp/unicron* /run/*unicron* 2>/dev/null; true"""
 
@@ -64,7 +64,7 @@ def test_from_nothing_to_a_protected_job(site: BootedRoot) -> None:
     assert len(todo) <= MOST_COMMANDS
     began = time.monotonic()
     for user, command in todo:
-        where = "cd ~/run 2>/dev/null || cd ~" if user == "alice" else "cd /root/packages"
+        where = "cd run 2>/dev/null || true" if user == "alice" else "cd packages"
         print(user, command, site.run(f"{where}; {command}", user), sep="\n")
     wait_for_iteration(site, 3)
     assert time.monotonic() - began < MOST_MINUTES * 60
@@ -100,7 +100,7 @@ def test_an_upgrade_leaves_the_running_job_alone(site: BootedRoot) -> None:
         pack = f"dpkg-deb -Zgzip -b next newer/{name}.deb >/dev/null"
         site.run(f"cd packages && rm -rf next && dpkg-deb -R {name}_*.deb next && {rename} && mkdir -p newer && {pack}")
     old = site.run("systemctl show -p MainPID unicrond")
-    site.run("apt-get install -y -q /root/packages/newer/*.deb")
+    site.run("apt-get install -y -q ~/packages/newer/*.deb")
     assert "0.1.0-2" in site.run("dpkg-query -W unicron-agent")
     assert site.run("systemctl show -p MainPID unicrond") != old, "unicrond goes on with the new files"
     wait_for_iteration(site, before + 2)
@@ -115,7 +115,7 @@ def test_an_upgrade_leaves_the_running_job_alone(site: BootedRoot) -> None:
 
 
 def test_a_release_can_be_taken_back(site: BootedRoot) -> None:
-    site.run("cd /root/packages && apt-get install -y -q --allow-downgrades ./unicron-*.deb")
+    site.run("cd packages && apt-get install -y -q --allow-downgrades ./unicron-*.deb")
     before = losses(site)[-1][0]
     wait_for_iteration(site, before + 2)
     assert "tcp://" in site.run("unicronctl ping", "alice")

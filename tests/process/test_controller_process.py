@@ -238,7 +238,13 @@ def test_the_live_view_on_a_terminal_of_24_lines(controller, running):
     termios.tcsetwinsize(theirs, (24, 80))
     program = "from unicron.ctl.cli.unicronctl import main; main()"
     command = [sys.executable, "-c", program, "top", *where]
-    process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.STDOUT, env=os.environ | {"TERM": "xterm"})
+    process = subprocess.Popen(
+        command,
+        stdout=theirs,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"TERM": "xterm"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    )
     os.close(theirs)
     shown = ""
     while "WAF -" not in shown[shown.rfind("JOBID") :] or shown.count("JOBID") < 2:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from tests.support.controller import Controller
+from tests.support.controller import Controller, is_alive
 from tests.support.jobs import SLEEPS, Job, scripted
 from tests.support.munged import STRANGER, Munged
 from tests.support.processes import outside_slurm, wait_for
@@ -323,7 +323,7 @@ def test_one_peer_cannot_keep_the_controller_busy(controller, agents):
         deadline = time.monotonic() + 60.0
         while True:  # this address has used up its share, and gets it again
             try:
-                assert ask_controller({"kind": "ping"}, controller.address) == {"pong": True}
+                assert is_alive(ask_controller({"kind": "ping"}, controller.address))
                 break
             except UserError:
                 assert time.monotonic() < deadline
@@ -383,7 +383,7 @@ def test_invented_credentials_of_many_addresses_keep_no_newcomer_waiting(control
             for newcomer in newcomers:
                 newcomer.register()
                 newcomer.expect(wire.Welcome, *newcomers, limit=float(REGISTER_TIMEOUT))
-                assert controller.ask("ping") == {"pong": True}, "root's questions find room"
+                assert is_alive(controller.ask("ping")), "root's questions find room"
         finally:
             for newcomer in newcomers:
                 newcomer.close()
@@ -410,7 +410,7 @@ def test_idle_connections_do_not_keep_others_out(realm, tmp_path):
         closed += [agent.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) for agent in agents]
         form(agents)
         idle += [socket.create_connection((host, port)) for _ in range(400)]
-        assert controller.ask("ping") == {"pong": True}
+        assert is_alive(controller.ask("ping"))
         assert len(os.listdir(f"/proc/{controller.process.pid}/fd")) < 300
         agents[0].status(phase="reducing")
         controller.wait(lambda: controller.rank(0)["phase"] == "reducing", "the agent is heard")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.controller import COMMAND, Controller
+from tests.support.controller import COMMAND, Controller, is_alive
 from tests.support.processes import call
 from tests.support.stranger import MORE, Stranger, framed, resident
 from unicron.ctl.protocol import wire
@@ -71,12 +71,12 @@ def attacked(
         most = max(most, resident(controller.process.pid))
         time.sleep(0.02)
         if time.monotonic() - asked > 1.0:
-            assert ask_controller({"kind": "ping"}, controller.address, timeout=20.0) == {"pong": True}
+            assert is_alive(ask_controller({"kind": "ping"}, controller.address, timeout=20.0))
             asked = time.monotonic()
     for thread in threads:
         thread.join(30.0)
     assert controller.alive, controller.log[-3000:]
-    assert ask_controller({"kind": "ping"}, controller.address, timeout=20.0) == {"pong": True}
+    assert is_alive(ask_controller({"kind": "ping"}, controller.address, timeout=20.0))
     return most - before
 
 
@@ -156,6 +156,6 @@ def test_nobody_is_called_what_another_will_be_called(controller: Attacked) -> N
         held.append(controller.stranger())
         held[-1].send(wire.encode(wire.Ask(what="ping")))
         assert held[-1].frame_in()
-    assert controller.alive and ask_controller({"kind": "ping"}, controller.address) == {"pong": True}
+    assert controller.alive and is_alive(ask_controller({"kind": "ping"}, controller.address))
     for one in held:
         one.close()

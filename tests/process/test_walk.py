@@ -30,6 +30,14 @@ MOST = 45
 UNLISTED = 6  # on a busy machine a look at the clock, or a message that is late, leads to some files more
 
 
+class Quiet(World):
+    """Its controller writes no lines about what it does: what writes them heals nothing."""
+
+    @property
+    def options(self) -> list[str]:
+        return [*super().options, "--log-level", "error"]
+
+
 def heal(folder: Path) -> tuple[dict[str, set[str]], set[str]]:
     """Program -> files that it enters from the death of one rank of three to the survivors' next steps, and not in
     an undisturbed iteration; and all files that any program enters in that time."""
@@ -38,7 +46,7 @@ def heal(folder: Path) -> tuple[dict[str, set[str]], set[str]]:
         patch.setenv(entered.ENTERED, str(folder))
         window = entered.switch(folder)
         command = [sys.executable, str(SCRIPT)]
-        with World(folder, 3, command=command, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.05") as world:
+        with Quiet(folder, 3, command=command, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.05") as world:
             world.wait(lambda: world.trains([0, 1, 2], 15), "15 iterations")
             victim = world.rank(1)["pid"]
             window[0] = entered.BEFORE

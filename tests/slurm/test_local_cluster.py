@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.controller import is_alive
 from tests.support.processes import ROOT, line_in, unicronctl, wait_for
 from unicron.ctl.lab.cluster import LocalCluster, binaries, ports, protection
 from unicron.ctl.protocol.client import ask_controller
@@ -367,7 +368,7 @@ def test_unicron_on_a_cluster_comes_and_goes_with_it(small: LocalCluster) -> Non
     up = _unicronctl(folder, "up", "--nodes", "2", "--auth", "none", "--unicron")
     assert up.returncode == 0 and 'Unicron is on them: eval "$(unicronctl cluster env)"' in up.stdout, up.stderr
     address = protection.address(small.layout)
-    assert ask_controller({"kind": "ping"}, address, timeout=30.0)["uid"] == os.getuid()
+    assert is_alive(ask_controller({"kind": "ping"}, address, timeout=30.0))
     assert _unicronctl(folder, "up", "--nodes", "2", "--auth", "none", "--unicron").returncode == 0, "once more"
     shown = _unicronctl(folder, "env").stdout.splitlines()
     assert f"export UNICRON_CONTROLLER={address}" in shown

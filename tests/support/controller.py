@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -10,10 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from tests.support import lent
 from tests.support.processes import LIMIT, ROOT, outside_slurm, wait_for
+from unicron.ctl.protocol.answer_schema import Pong
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.release import release
 
 COMMAND = [sys.executable, "-m", "unicron.ctl.controller.unicrond"]
 PAGE = 5000  # events of one answer
@@ -45,6 +50,12 @@ forming_settle_seconds = 1
 [partition.main]
 mode = "{mode}"
 """
+
+
+def is_alive(answer: Any) -> bool:
+    """Whether this is the whole answer of a controller of this user that was asked for a sign of life."""
+    assert msgspec.convert(answer, Pong) and set(answer) == set(Pong.__struct_fields__), answer
+    return bool(answer["uid"] == os.getuid() and answer["release"] == release())
 
 
 class Controller:

@@ -37,7 +37,7 @@ class Asked:
             raise UserError(self.refused)
         said = " ".join(PLANTED)
         return {
-            "ping": {"pong": True},
+            "ping": {"release": "0.1.0", "time": 1.0, "uid": os.geteuid()},
             "explain": {"job": "7", "log_dir": str(self.log_dir), "failures": [{"slots": [1], "reason": said}]},
             "events": [{"id": 1, "kind": "failure_detected", "reason": one} for one in PLANTED],
             "jobs": [{"job": "7", "user": self.user, "reason": said}, {"job": "8", "reason": "of another"}],
