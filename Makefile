@@ -138,8 +138,7 @@ test-sid:        ## as root: `make test` on Debian sid (Slurm 26.05), and ranks 
 test-apptainer: system-test venv plugin   # of Debian's releases, sid alone has it
 	$(BIN)/python -m pytest -m apptainer tests/slurm
 
-test-packages:   ## as root: the Debian packages of SUITE (trixie) are built, installed, used, upgraded and purged in a Debian that boots
-	PYTHON=$(PYTHON) tools/system-packages.sh venv
+test-packages: venv  ## as root: the Debian packages of SUITE (trixie) are built, installed, used, upgraded and purged in a Debian that boots
 	$(BIN)/python -m pytest -p no:xdist tests/packages
 
 test-matrix:     ## as root: the process and Slurm tiers with other releases (CELL=NAME; without it a list), in a system and an environment of their own

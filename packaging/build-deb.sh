@@ -24,6 +24,10 @@ else
     find . -name .git -prune -o -name '.venv*' -prune -o -name build -prune -o -name __pycache__ -prune -o \( -type f -o -type l \) -printf '%P\0'
 fi | tar --null --files-from=- --ignore-failed-read -cf - | tar -C "$tree" -xf -
 cp -r packaging/debian "$tree/debian"
+for part in packaging/debian-parts/*; do # what several maintainer scripts do alike
+    sed -i "/^#PART ${part##*/}\$/{r $part
+        d}" "$tree"/debian/*.prerm "$tree"/debian/*.postrm
+done
 sed -i "1s/)/$suffix)/" "$tree/debian/changelog"
 cd "$tree"
 log=$out/build.log

@@ -26,6 +26,9 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+from installed_packages import copy_package, write_release  # noqa: E402  (a neighbour, not a package)
+
 SIDE = ROOT / "slurm_plugin"
 PROGRAMS = {"unicronctl": "unicron.ctl.cli.unicronctl", "unicrond": "unicron.ctl.controller.unicrond"}
 # Isolated (-I): what a user's modules and PYTHONPATH bring is not for a program of the system's.
@@ -83,10 +86,16 @@ def version() -> str:
     return parser["metadata"]["version"]
 
 
+def requirements() -> list[tuple[str, str]]:
+    """The packages that are brought along, each with its release."""
+    lines = (ROOT / "packaging/requirements.txt").read_text().splitlines()
+    return [(name, release) for name, equals, release in (line.partition("==") for line in lines) if equals]
+
+
 def stage_files(pattern: str, target: Path, mode: int) -> None:
     """Copies the files. `target` is a folder, except for one file that gets another name."""
     found = [path for path in sorted(SIDE.glob(pattern)) if path.is_file()]
-    renamed = "*" not in pattern and target.suffix in (".conf",)
+    renamed = target.suffix == ".conf"
     for path in found:
         there = target if renamed else target / path.name
         there.parent.mkdir(parents=True, exist_ok=True)
@@ -98,13 +107,9 @@ def stage_project(destination: Path) -> None:
     """The project with its packages, compiled, and the programs."""
     project, packages = destination / "usr/lib/unicron/python", destination / "usr/lib/unicron/packages"
     shutil.copytree(ROOT / "src/unicron", project / "unicron", ignore=shutil.ignore_patterns("__pycache__"))
-    requirements = ROOT / "packaging/requirements.txt"
-    for line in requirements.read_text().splitlines():
-        if line and not line.startswith("#"):
-            copy_package(line.partition("==")[0], packages)
-    about = project / f"unicron_slurm-{version()}.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: unicron-slurm\nVersion: {version()}\n")
+    for name, _ in requirements():
+        copy_package(name, packages)
+    write_release(project, "unicron-slurm", version())
     for folder in (project, packages):
         mode = py_compile.PycInvalidationMode.UNCHECKED_HASH  # times of files change with each unpacking
         if not compileall.compile_dir(
@@ -117,18 +122,6 @@ def stage_project(destination: Path) -> None:
         python = f"python{sys.version_info.major}.{sys.version_info.minor}"
         program.write_text(PROGRAM.format(python=python, module=module))
         program.chmod(0o755)
-
-
-def copy_package(name: str, target: Path) -> None:
-    """One installed package, without its programs and tests."""
-    for file in metadata.files(name) or ():
-        if ".." in file.parts or "__pycache__" in file.parts or "tests" in file.parts:
-            continue
-        if file.name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"):
-            continue
-        there = target / file
-        there.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(file.locate(), there)
 
 
 def stage_plugin(folder: Path) -> None:
@@ -150,10 +143,7 @@ def stage_documents(share: Path, project: Path) -> None:
 def bill_of_materials() -> str:
     """What the packages hold of others, as CycloneDX 1.5 in JSON: name, release, licence."""
     components = []
-    for line in (ROOT / "packaging/requirements.txt").read_text().splitlines():
-        if not line or line.startswith("#"):
-            continue
-        name, _, release = line.partition("==")
+    for name, release in requirements():
         about = metadata.metadata(name)
         licence = about.get("License-Expression") or about.get("License") or ""
         licence = licence.splitlines()[0] if licence else "see the package"

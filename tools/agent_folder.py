@@ -27,6 +27,8 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+from installed_packages import copy_package, write_release
+
 from unicron.ctl.system.release import DISTRIBUTION, release
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,17 +106,10 @@ def copy_python(new: Path) -> None:
 def copy_packages(new: Path) -> None:
     """The agent's wheels, and the project."""
     for name in WHEELS:
-        for file in importlib.metadata.files(name) or ():
-            if ".." in file.parts or "__pycache__" in file.parts or "tests" in file.parts:
-                continue
-            target = new / "lib/packages" / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(file.locate(), target)
+        copy_package(name, new / "lib/packages")
     left_out = shutil.ignore_patterns("__pycache__", *NOT_OURS)
     shutil.copytree(ROOT / "src/unicron", new / "ranks/unicron", ignore=left_out)
-    about = new / f"ranks/{DISTRIBUTION.replace('-', '_')}-{release()}.dist-info"  # by which it knows its release
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {release()}\n")
+    write_release(new / "ranks", DISTRIBUTION, release())
 
 
 def build_programs(folder: Path) -> None:

@@ -70,7 +70,7 @@ def plain(text: str) -> str:
 
 
 def marked(text: str) -> str:
-    """The same of Markdown: names in backticks become bold, of links only the words stay."""
+    """Makes roff of Markdown: names in backticks become bold, of links only the words stay."""
     text = re.sub(r"\[([^\]]+)\]\([^)\s]+\)", r"\1", text)
     parts = text.split("`")
     return "".join(f"\\fB{plain(part)}\\fR" if place % 2 else plain(part) for place, part in enumerate(parts))
