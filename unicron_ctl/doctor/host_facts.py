@@ -38,6 +38,7 @@ from unicron.ctl.doctor.plugstack import plugin_facts
 from unicron.ctl.protocol.munge import MungeError, make_credential, unmunge
 from unicron.ctl.settings.config import Config
 from unicron.ctl.settings.config_file import understood
+from unicron.ctl.settings.places import PACKAGED_PYTHON
 from unicron.ctl.system.errors import UserError, one_line
 from unicron.ctl.system.release import release
 from unicron.detector.health.program_output import TooMuchOutput, run_program
@@ -49,7 +50,6 @@ MOST_BYTES = 1 << 20  # of a script
 ADMISSION = "unicron.ctl.nodes.admission"
 # The scripts' own defaults
 PROLOG_SECONDS = 4
-HEALTH_PYTHON = "/opt/unicron/bin/python"
 APPTAINER_CONF = "/etc/apptainer/apptainer.conf"
 ENROOT_MOUNTS = "/etc/enroot/mounts.d"
 
@@ -184,7 +184,7 @@ def health_facts() -> HealthFacts:
     prolog = keys_of(os.environ.get("UNICRON_PROLOG_CONF") or "/etc/unicron/prolog.conf") or {}
     conf = os.environ.get("UNICRON_HEALTH_CONF") or prolog.get("UNICRON_HEALTH_CONF") or "/etc/unicron/health.conf"
     keys = keys_of(conf)
-    python = (keys or {}).get("UNICRON_PYTHON") or HEALTH_PYTHON
+    python = (keys or {}).get("UNICRON_PYTHON") or PACKAGED_PYTHON
     said = prolog.get("UNICRON_HEALTH_SECONDS", "")
     seconds = int(said) if said.isdecimal() and 1 <= int(said) <= 49 else PROLOG_SECONDS
     runs = keys is not None and prolog.get("UNICRON_CHECK_HEALTH") != "off"

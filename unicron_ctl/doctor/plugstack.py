@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unicron.ctl.doctor.facts import PluginFacts
-from unicron.ctl.doctor.setting_up import USUAL_AGENT, USUAL_PLUGIN
+from unicron.ctl.settings.places import PACKAGED_AGENT, PACKAGED_PLUGIN
 
 PLUGIN = "unicron.so"
 CONTAINER_PLUGINS = re.compile(r"pyxis|enroot|container")  # they put the task into a container
@@ -95,11 +95,15 @@ def built_for(path: str) -> tuple[str, str]:
 
 def installed_plugin(plugin_dir: str) -> str:
     """Where unicron.so is on this host, or where the package puts it."""
-    places = [USUAL_PLUGIN, os.path.join(plugin_dir or "/usr/lib/slurm", PLUGIN), "/usr/local/lib/unicron/unicron.so"]
-    return next((path for path in places if os.path.isfile(path)), USUAL_PLUGIN)
+    places = [
+        PACKAGED_PLUGIN,
+        os.path.join(plugin_dir or "/usr/lib/slurm", PLUGIN),
+        "/usr/local/lib/unicron/unicron.so",
+    ]
+    return next((path for path in places if os.path.isfile(path)), PACKAGED_PLUGIN)
 
 
 def installed_agent() -> str:
     """Where the agent is on this host, or where the package puts it."""
-    places = [USUAL_AGENT, os.path.join(sysconfig.get_path("scripts"), "unicron-agent")]
-    return next((path for path in places if os.path.isfile(path)), USUAL_AGENT)
+    places = [PACKAGED_AGENT, os.path.join(sysconfig.get_path("scripts"), "unicron-agent")]
+    return next((path for path in places if os.path.isfile(path)), PACKAGED_AGENT)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from unicron.ctl.doctor.facts import PluginFacts
 from unicron.ctl.doctor.slurm_lines import ADMINISTRATOR, HOOK_FOLDER, administrator, missing
+from unicron.ctl.settings.places import PACKAGED_AGENT, PACKAGED_PLUGIN
 from unicron.ctl.slurm.slurm_settings import SlurmSettings
 from unicron.ctl.system.addresses import split_addresses
 
 PLUGSTACK_FOLDER = "plugstack.conf.d"
 LINK = "zz-unicron.conf"
-USUAL_PLUGIN = "/usr/lib/unicron/unicron.so"
-USUAL_AGENT = "/opt/unicron/bin/unicron-agent"
 UNIT_USER = "unicron"  # of slurm_plugin/systemd/unicrond.service
 PLUGSTACK_HEAD = """\
 # Unicron's SPANK plugin. A link to this file enables it: see `unicronctl setup` and unicron-plugin(8).
@@ -36,8 +35,8 @@ class Site:
     uid: int | None = None
     level: str = ""
     has_accounts: bool = False
-    plugin: str = USUAL_PLUGIN
-    agent: str = USUAL_AGENT
+    plugin: str = PACKAGED_PLUGIN
+    agent: str = PACKAGED_AGENT
     found: PluginFacts | None = None
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from unicron.ctl.settings.places import PACKAGED
 from unicron.ctl.slurm.slurm_settings import SlurmSettings
 
-HEALTH_PROGRAM = "/usr/lib/unicron/unicron-health"
+HEALTH_PROGRAM = f"{PACKAGED}/unicron-health"
 HEALTH_INTERVAL = "300"
-HOOK_FOLDER = {"Prolog": "/usr/lib/unicron/prolog.d", "Epilog": "/usr/lib/unicron/epilog.d"}
+HOOK_FOLDER = {"Prolog": f"{PACKAGED}/prolog.d", "Epilog": f"{PACKAGED}/epilog.d"}
 HOOK = "50-unicron"
 ADMINISTRATOR = "Administrator"
 

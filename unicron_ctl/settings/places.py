@@ -11,8 +11,10 @@ import unicron
 from unicron.ctl.settings.config import ALL_ADDRESSES, Config
 from unicron.ctl.settings.config_file import load
 
-PACKAGED = "/usr/lib/unicron/"  # where the packages' programs have the project (docs/install.md)
-PACKAGED_PYTHON = "/opt/unicron/bin/python"
+# Where the packages put their parts (docs/install.md)
+PACKAGED = "/usr/lib/unicron"
+PACKAGED_PLUGIN = f"{PACKAGED}/unicron.so"
+PACKAGED_AGENT, PACKAGED_PYTHON = "/opt/unicron/bin/unicron-agent", "/opt/unicron/bin/python"
 
 
 def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Path:
@@ -61,4 +63,4 @@ def is_guess(
 
 def nodes_python() -> str:
     """The Python that has Unicron on all nodes: this one, but the agent's if this is the packages' program."""
-    return PACKAGED_PYTHON if unicron.__file__.startswith(PACKAGED) else sys.executable
+    return PACKAGED_PYTHON if unicron.__file__.startswith(f"{PACKAGED}/") else sys.executable

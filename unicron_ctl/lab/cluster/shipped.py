@@ -6,15 +6,14 @@ import sysconfig
 from pathlib import Path
 
 import unicron
+from unicron.ctl.settings.places import PACKAGED, PACKAGED_AGENT
 
 CHECKOUT = Path(unicron.__file__).resolve().parent.parent / "slurm_plugin"
-PACKAGED = Path("/usr/lib/unicron")
-PACKAGED_AGENT = Path("/opt/unicron/bin/unicron-agent")
 
 
 def _first(checkout: str, packaged: str) -> Path:
     own = CHECKOUT / checkout
-    there = PACKAGED / packaged
+    there = Path(PACKAGED, packaged)
     return there if there.is_file() and not CHECKOUT.is_dir() else own
 
 
@@ -36,4 +35,5 @@ def prolog() -> Path:
 def agent() -> Path:
     """The agent of this environment, else the packaged one."""
     own = Path(sysconfig.get_path("scripts")) / "unicron-agent"
-    return own if own.is_file() or not PACKAGED_AGENT.is_file() else PACKAGED_AGENT
+    there = Path(PACKAGED_AGENT)
+    return there if there.is_file() and not own.is_file() else own
