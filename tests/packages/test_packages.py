@@ -80,15 +80,13 @@ def test_from_nothing_to_a_protected_job(site: BootedRoot) -> None:
 
 
 def test_the_demo_runs_on_them(site: BootedRoot) -> None:
-    more = "megatron-core==0.16.1 einops psutil click msgpack msgspec prometheus_client pyzmq rich xxhash"
+    more = "megatron-core==0.16.1 einops"
     site.run(f"/opt/train/bin/python -m pip install -q --disable-pip-version-check {more}", seconds=900)
-    program = "from unicron.ctl.cli.unicronctl import main; main()"
-    demo = f"PYTHONPATH=/usr/lib/unicron/python /opt/train/bin/python -c '{program}' demo"
-    site.run(f"cat > /home/alice/demo.sh <<'X'\n{demo}\nX")
+    demo = "unicronctl demo --python /opt/train/bin/python 2>&1"
     # The private cluster's slurmd would not start where this machine has control groups of both versions.
     old = "mkdir /sys/fs/cgroup/systemd; mount -t cgroup -o none,name=systemd cgroup /sys/fs/cgroup/systemd"
     only_old = f"if grep -q name=systemd /proc/self/cgroup; then mount -t tmpfs tmpfs /sys/fs/cgroup; {old}; fi"
-    said = site.run(f"unshare -m bash -c \"{only_old}; su - alice -c 'bash demo.sh 2>&1'\"", seconds=900)
+    said = site.run(f"unshare -m bash -c \"{only_old}; su - alice -c '{demo}'\"", seconds=900)
     assert "What you saw: when a rank or a node died" in said
 
 

@@ -15,7 +15,6 @@ import pwd
 import re
 import stat
 import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,6 +25,7 @@ from typing import Any
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.settings.config_file import search_path, understood
 from unicron.ctl.settings.notify import load_secrets
+from unicron.ctl.settings.places import program
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.redaction import redacted, secret_values, without_secrets
 
@@ -44,7 +44,6 @@ PACKAGES = (
     "prometheus_client",
     "pyslurm",
 )
-PROGRAM = (sys.executable, "-c", "from unicron.ctl.cli.unicronctl import main; main()")
 
 
 def pack(job: str, output: Path | None, with_logs: bool, controller: str | None) -> tuple[Path, list[str]]:
@@ -252,7 +251,7 @@ def _versions() -> str:
 
 def _doctor(left_out: list[str]) -> Iterator[tuple[str, str]]:
     """What `unicronctl doctor` prints."""
-    said, error = _output([*PROGRAM, "doctor"], DOCTOR_SECONDS)
+    said, error = _output([*program("unicronctl", "unicron.ctl.cli.unicronctl"), "doctor"], DOCTOR_SECONDS)
     if said:
         yield "doctor.txt", said
     elif error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,11 +24,18 @@ PIPE_COLUMNS = 170
 
 @click.command()
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result here as JSON.")
+@click.option(
+    "--python",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=sys.executable,
+    show_default="this program's",
+    help="The Python that trains. It needs torch and Megatron-core.",
+)
 @click.option("--keep", is_flag=True, help="Keep the folder with logs, metrics and the event log.")
-def command(json_path: Path | None, keep: bool) -> None:
+def command(json_path: Path | None, python: Path, keep: bool) -> None:
     """Train two GPT jobs on a private Slurm cluster, break them, watch them heal, and compare their losses with
     undisturbed runs."""
-    from unicron.ctl.lab.demo.stage import DemoJob, Stage
+    from unicron.ctl.lab.demo.stage import DemoJob, Stage, check_python
 
     jobs = (
         DemoJob("gpt-large", elements=3, weight=8.0, min_nodes=1, seed=1234),
@@ -34,8 +43,10 @@ def command(json_path: Path | None, keep: bool) -> None:
     )
     if json_path is not None and not json_path.resolve().parent.is_dir():
         raise UserError(f"{json_path}: no such folder; make it or choose another with --json", 2)
+    python = Path(shutil.which(python) or python).absolute()
+    check_python(python)
     folder = Path(tempfile.mkdtemp(prefix="unicron-demo-"))
-    stage = Stage(folder, nodes=6, jobs=jobs)
+    stage = Stage(folder, nodes=6, jobs=jobs, python=python)
     try:
         play(stage, console(), json_path)
     except KeyboardInterrupt:

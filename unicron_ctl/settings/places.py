@@ -15,6 +15,7 @@ from unicron.ctl.settings.config_file import load
 PACKAGED = "/usr/lib/unicron"
 PACKAGED_PLUGIN = f"{PACKAGED}/unicron.so"
 PACKAGED_AGENT, PACKAGED_PYTHON = "/opt/unicron/bin/unicron-agent", "/opt/unicron/bin/python"
+PACKAGED_PROGRAMS = "/usr/bin"
 
 
 def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Path:
@@ -61,6 +62,16 @@ def is_guess(
     )
 
 
+def is_packaged() -> bool:
+    """Whether this is a program of the packages."""
+    return unicron.__file__.startswith(f"{PACKAGED}/")
+
+
 def nodes_python() -> str:
     """The Python that has Unicron on all nodes: this one, but the agent's if this is the packages' program."""
-    return PACKAGED_PYTHON if unicron.__file__.startswith(f"{PACKAGED}/") else sys.executable
+    return PACKAGED_PYTHON if is_packaged() else sys.executable
+
+
+def program(name: str, module: str) -> list[str]:
+    """The command of another program of this installation: the packages' own, else this Python with its module."""
+    return [f"{PACKAGED_PROGRAMS}/{name}"] if is_packaged() else [sys.executable, "-m", module]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 from unicron.ctl.lab.cluster import shipped
 from unicron.ctl.lab.cluster.cluster_layout import Layout
+from unicron.ctl.settings.places import nodes_python
 
 HEALTH, PROLOG = shipped.health_program(), shipped.prolog()
 
@@ -15,7 +15,7 @@ HEALTH, PROLOG = shipped.health_program(), shipped.prolog()
 def health_conf(folder: Path, layout: Layout, controller: str = "", **more: str) -> str:
     """The text of health.conf for nodes of that cluster."""
     keys = {
-        "UNICRON_PYTHON": sys.executable,
+        "UNICRON_PYTHON": nodes_python(),
         "UNICRON_CONTROLLER": controller,
         "UNICRON_LOG": str(folder / "health.log"),
         "UNICRON_HEALTH_STATE": str(folder / "health-state"),

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -14,9 +13,9 @@ from pathlib import Path
 
 from unicron.ctl.lab.cluster import shipped
 from unicron.ctl.lab.cluster.cluster_layout import Layout
+from unicron.ctl.settings.places import program
 from unicron.ctl.system.errors import UserError
 
-MODULE = "unicron.ctl.controller.unicrond"
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
 HANG_FLOOR_SECONDS = 5.0
@@ -45,15 +44,19 @@ def plugin_line(address: str) -> str:
     return f"optional {plugin} agent={shipped.agent()} controller={address}"
 
 
+def _unicrond() -> list[str]:
+    return program("unicrond", "unicron.ctl.controller.unicrond")
+
+
 def scripts() -> Path:
     """The folder of this environment's programs."""
     return Path(sysconfig.get_path("scripts"))
 
 
-def search_path() -> str:
-    """This environment's programs first, so that a script's `python` is this one; Slurm's may be in sbin."""
+def search_path(programs: Path | None = None) -> str:
+    """These programs first (this environment's), so that a script's `python` is theirs; Slurm's may be in sbin."""
     return os.pathsep.join(
-        [str(scripts()), os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"]
+        [str(programs or scripts()), os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"]
     )
 
 
@@ -76,7 +79,7 @@ def spawn(
     address.unlink(missing_ok=True)
     with (folder / "unicrond.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, "--config", str(config), "--state-dir", str(state)],
+            [*_unicrond(), "--config", str(config), "--state-dir", str(state)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -131,13 +134,13 @@ def address(layout: Layout) -> str:
 
 def running(layout: Layout) -> list[int]:
     """The process id of the cluster's unicrond, if it runs: known by its command line, as the other daemons are."""
-    found, state = [], str(_folder(layout) / "controller")
+    found, state, unicrond = [], str(_folder(layout) / "controller"), _unicrond()[-1]
     for entry in Path("/proc").glob("[1-9]*/cmdline"):
         try:
             words = os.fsdecode(entry.read_bytes()).split("\0")
         except OSError:
             continue
-        if MODULE in words and state in words:
+        if unicrond in words and state in words:
             found.append(int(entry.parent.name))
     return found
 

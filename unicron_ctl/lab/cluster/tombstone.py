@@ -13,10 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).absolute().parents[4]))  # run as a file, from wherever the package is
-from unicron.detector.chaos import blackhole
 
 ENDING_SECONDS = 10.0  # for killed processes to close their ports
 AGAIN_SECONDS = 0.01
@@ -41,24 +37,28 @@ def ports_of(pids: Iterable[int]) -> list[int]:
     return sorted(found)
 
 
-def hold_port(port: int) -> socket.socket | None:
-    """A socket that answers nobody; None while the port is somebody's."""
-    with contextlib.suppress(OSError):
-        one = socket.create_server(("", port))
-        blackhole.deafen(one)
-        return one
-    return None
+def hold_port(port: int) -> tuple[socket.socket, ...]:
+    """Sockets that keep the port silent: the queue is full, so the kernel drops who knocks (listen(2)). It is what any
+    user may do; some kernels refuse users a filter. Empty while the port is somebody's."""
+    try:
+        one = socket.create_server(("", port), backlog=0)
+    except OSError:
+        return ()
+    knock = socket.socket()
+    knock.setblocking(False)
+    knock.connect_ex(("127.0.0.1", port))
+    return one, knock
 
 
 def main() -> None:
     """Holds the ports. Their former owners may still be ending: a large process takes a while to close its files. A
     port that somebody else has taken meanwhile is left alone."""
-    held: dict[int, socket.socket] = {}
+    held: dict[int, tuple[socket.socket, ...]] = {}
     wanted, deadline = [int(word) for word in sys.argv[3:]], time.monotonic() + ENDING_SECONDS
     while len(held) < len(wanted) and time.monotonic() < deadline:
         for port in [port for port in wanted if port not in held]:
-            if (one := hold_port(port)) is not None:
-                held[port] = one
+            if sockets := hold_port(port):
+                held[port] = sockets
         time.sleep(AGAIN_SECONDS)
     signal.pause()
 

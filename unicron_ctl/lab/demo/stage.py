@@ -22,7 +22,7 @@ from unicron.ctl.lab.cluster.cluster_layout import Layout
 from unicron.ctl.lab.cluster.health_program import health_lines
 from unicron.ctl.protocol.answer_schema import Element, Job, Status
 from unicron.ctl.protocol.client import as_struct, ask_controller
-from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.errors import WRONG_USE, UserError
 
 ROOT = Path(unicron.__file__).resolve().parent.parent
 TEMPLATES = Path(unicron.__file__).parent / "sbatch_templates"
@@ -45,8 +45,22 @@ MODEL_OPTIONS = (
 MICRO_BATCH_SECONDS = 0.25
 REFERENCE_SECONDS = 0.03  # about what it takes
 TRAIN_ITERATIONS = 5000  # of the learning-rate schedule; the demo ends the jobs when its story is over
+NEEDED = ("numpy", "torch", "megatron")
 FRESH_SECONDS = 0.25
 ANSWER_SECONDS = 20.0  # the cores are busy with ten processes that import torch
+
+
+def check_python(python: Path) -> None:
+    """Raises UserError for a Python that cannot train the demo's jobs."""
+    look = f"import importlib.util as u; print('lacks', *(name for name in {NEEDED} if not u.find_spec(name)))"
+    words: list[str] = []
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run([python, "-c", look], capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=True)
+        words = said.stdout.split()
+    if words[:1] != ["lacks"]:
+        raise UserError(f"{python} is no Python that runs here: choose one with --python", WRONG_USE)
+    if words[1:]:
+        raise UserError(f"{python} lacks {', '.join(words[1:])}: choose one that trains with --python", WRONG_USE)
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,7 @@ class Stage:
     folder: Path
     nodes: int
     jobs: tuple[DemoJob, ...]
+    python: Path = Path(sys.executable)  # trains; it needs torch and Megatron-core
     cluster: LocalCluster = field(init=False)
     address: str = field(init=False)
     ids: dict[str, str] = field(default_factory=dict)  # job name -> Slurm job id
@@ -149,10 +164,20 @@ class Stage:
         )
         return found
 
+    def _environment(self) -> dict[str, str]:
+        """Of a training outside Slurm, by a Python in which Unicron need not be installed."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("UNICRON", "SLURM"))}
+        return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+
     def _run_python(self, words: list[str]) -> str:
         try:
             done = subprocess.run(
-                [sys.executable, *words], capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=False
+                [self.python, *words],
+                capture_output=True,
+                text=True,
+                timeout=SCRIPT_SECONDS,
+                check=False,
+                env=self._environment(),
             )
         except subprocess.TimeoutExpired:
             raise UserError(
@@ -185,9 +210,8 @@ class Stage:
             "--save-gradients",
             str(work / "gradients"),
         ]
-        environment = (
-            os.environ | self.cluster.env() | {"PATH": protection.search_path(), "UNICRON_TEMPLATES": str(TEMPLATES)}
-        )
+        path = protection.search_path(self.python.parent)
+        environment = os.environ | self.cluster.env() | {"PATH": path, "UNICRON_TEMPLATES": str(TEMPLATES)}
         environment["UNICRON_RANKS_PER_NODE"] = str(job.ranks_per_node)
         environment.pop("UNICRON_CONTROLLER", None)
         done = subprocess.run(
@@ -202,15 +226,13 @@ class Stage:
         """Starts the job's script, data and seed in one undisturbed process outside Slurm, at a lower priority."""
         work = self.folder / f"{job.name}-reference"
         work.mkdir(exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("UNICRON", "SLURM"))}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         with (work / "log").open("wb") as log:
             self._references[job.name] = subprocess.Popen(
                 [
                     "nice",  # than the jobs, and not so much that they never end beside other work
                     "-n",
                     "5",
-                    sys.executable,
+                    str(self.python),
                     str(TEMPLATES / "train_gpt.py"),
                     *self._options,
                     "--seed",
@@ -225,7 +247,7 @@ class Stage:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=self._environment(),
             )
 
     def references_reached(self, iterations: dict[str, int]) -> bool:

@@ -1,0 +1,39 @@
+"""The Python that trains in the demo is looked at before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from unicron.ctl.lab.demo.stage import check_python
+from unicron.ctl.system.errors import UserError
+
+
+def program(folder: Path, text: str) -> Path:
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_one_that_trains_passes():
+    check_python(Path(sys.executable))
+
+
+def test_what_it_lacks_is_said(tmp_path):
+    bare = program(tmp_path, f'exec {sys.executable} -I -S "$@"')
+    with pytest.raises(UserError, match=r"lacks numpy, torch, megatron: choose one that trains with --python"):
+        check_python(bare)
+
+
+@pytest.mark.parametrize("text", ["exit 0", "exit 1", "echo lacks; exit 1"])
+def test_another_program_is_refused(tmp_path, text):
+    with pytest.raises(UserError, match="is no Python that runs here"):
+        check_python(program(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is no Python that runs here"):
+        check_python(tmp_path / "python")
