@@ -165,7 +165,7 @@ class Stage:
         return found
 
     def _environment(self) -> dict[str, str]:
-        """Of a training outside Slurm, by a Python in which Unicron need not be installed."""
+        """Gives a training outside Slurm what it imports: its Python need not have Unicron."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("UNICRON", "SLURM"))}
         return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
