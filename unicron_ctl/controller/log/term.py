@@ -81,9 +81,13 @@ class Claim:
         os.close(self.lock)
 
 
-def claim(folder: Path, leased: bool, watch: Watch | None = None) -> Claim:
-    """Begins a term on the log in `folder`, with a lease or for as long as the process lives. watch: what was seen of
-    the lease in earlier tries. Raises Held when another controller may be at work, StoreError and UserError.
+def claim(
+    folder: Path, leased: bool, watch: Watch | None = None, prepare: Callable[[], object] = lambda: None
+) -> Claim:
+    """Begins a term on the log in `folder`, with a lease or for as long as the process lives.
+
+    watch: what was seen of the lease in earlier tries. prepare: called once the term could begin; no term begins where
+    it raises. Raises Held when another controller may be at work, StoreError and UserError.
     """
     watch = watch or Watch()
     try:
@@ -97,6 +101,7 @@ def claim(folder: Path, leased: bool, watch: Watch | None = None) -> Claim:
     try:
         last = store.holder()  # before the locks are looked at: whoever comes in between changes it
         stolen = _begin_after(folder, last, held_terms(folder), watch)
+        prepare()
         return _begin_term(folder, store, last, leased, stolen)
     except BaseException:
         store.close()

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from unicron.ctl.controller.log.store import Locked, StoreError
 from unicron.ctl.controller.log.term import Claim, Held, Watch, claim, clock
+from unicron.ctl.controller.server.sockets import CannotListen, Ports, bind, why_not
 from unicron.ctl.protocol.controller_discovery import Hello
 from unicron.ctl.protocol.reach import Reach, reach
+from unicron.ctl.settings.config import ControllerConfig
 from unicron.ctl.system.addresses import Target, endpoint, is_own, join, resolve
 from unicron.ctl.system.errors import UserError
 from unicron.ctl.system.whole_file import write_whole
@@ -35,19 +37,55 @@ class SteppedDown(StoreError):
     """This controller hears nobody, and a standby waits; or another one leads."""
 
 
-def wait_for_claim(folder: Path, alive: Callable[[str], object], sleep: Callable[[float], None] = time.sleep) -> Claim:
+def claim_with_ports(
+    folder: Path, leased: bool, bound: Callable[[], Ports], watch: Watch | None = None
+) -> tuple[Claim, Ports]:
+    """Begins a term as :func:`claim` does, where `bound` gives the ports for it: who leads must be heard. Raises what
+    the two raise."""
+    found = list[Ports]()
+    try:
+        return claim(folder, leased, watch, lambda: found.append(bound())), found[0]
+    except BaseException:
+        for ports in found:  # whoever comes to a port at which nobody answers would wait there
+            ports.close()
+        raise
+
+
+def wait_for_claim(
+    folder: Path,
+    section: ControllerConfig,
+    alive: Callable[[str], object],
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[Claim, Ports]:
     """Begins a term as soon as the controller that has the state folder is gone; waits for that without end.
 
-    alive: told every now and then what this waits for. Raises UserError where the folder or the log cannot be used.
+    It binds the ports only then, for clients must not take a standby for the controller. Meanwhile it looks whether it
+    could: while it could not, it complains, and does not count as a standby.
+
+    alive: told every now and then what this waits for. Raises CannotListen where nothing is to be waited for, and
+    UserError where the folder or the log cannot be used.
     """
-    watch, said, count, last = Watch(), "", 0, float("-inf")
+    watch, said, count, last, problem = Watch(), "", 0, float("-inf"), ""
     mark = folder / STANDBY_FILE
     name = f"{socket.gethostname()} process {os.getpid()}"
+
+    def bound() -> Ports:
+        if problem:
+            raise CannotListen(problem)
+        return bind(section.listen, section.metrics)
+
     while True:
+        if says := clock() - last >= SAY_SECONDS:
+            last, problem = clock(), why_not(section.listen, section.metrics)
         try:
-            found = claim(folder, True, watch)
+            found = claim_with_ports(folder, True, bound, watch)
         except (Held, Locked) as error:
-            text = f"standby: waits for {_holder(str(error))}"
+            text = f"standby: waits for {_holder(str(error))}" + (f", but could not lead: {problem}" if problem else "")
+        except CannotListen as error:
+            if not said:
+                raise
+            problem = str(error)
+            text = f"standby: nobody leads, and this one cannot: {problem}"
         else:
             if said:
                 log.info("standby: takes over")
@@ -55,10 +93,10 @@ def wait_for_claim(folder: Path, alive: Callable[[str], object], sleep: Callable
                 mark.unlink(missing_ok=True)
             return found
         if text != said:
-            log.info("%s", text)
+            log.log(logging.ERROR if problem else logging.INFO, "%s", text)
             said = text
-        if clock() - last >= SAY_SECONDS:
-            count, last = count + 1, clock()
+        if says and not problem:
+            count += 1
             _write(mark, f"{name} {count}")
         alive(text)
         sleep(POLL_SECONDS)

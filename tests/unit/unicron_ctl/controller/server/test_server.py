@@ -25,6 +25,7 @@ from unicron.ctl.controller.model.view import Send
 from unicron.ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
 from unicron.ctl.controller.server.question_queue import OF_ALL, OF_ONE, Answered, Asked, Question
 from unicron.ctl.controller.server.server import Server
+from unicron.ctl.controller.server.sockets import bind
 from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.config import Config, ControllerConfig
 from unicron.detector.failures.classify import Classifier
@@ -34,7 +35,7 @@ from unicron.detector.failures.classify import Classifier
 def server(tmp_path: Path) -> Iterator[Server]:
     store = Store(tmp_path / "events.db")
     config = Config(controller=ControllerConfig(auth="none"))
-    server = Server(config, store, "tcp://127.0.0.1:0", None, Classifier())
+    server = Server(config, store, bind("tcp://127.0.0.1:0"), None, Classifier())
     yield server
     server.close()
     store.close()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.log.term import claim
 from unicron.ctl.controller.server import standby
+from unicron.ctl.controller.server.sockets import CannotListen
 from unicron.ctl.controller.server.standby import (
     DEAF_SECONDS,
     Isolation,
@@ -20,11 +23,19 @@ from unicron.ctl.controller.server.standby import (
     another_leader,
     wait_for_claim,
 )
-from unicron.ctl.protocol.reach import Reach
-from unicron.ctl.system.addresses import resolve
+from unicron.ctl.protocol.reach import Reach, reach
+from unicron.ctl.settings.config import ControllerConfig
+from unicron.ctl.system.addresses import resolve, split
 from unicron.ctl.system.errors import UserError
 
 HOST, OTHER = resolve("192.0.2.1", 7451)[0], resolve("192.0.2.2", 7451)[0]
+
+
+def anywhere() -> ControllerConfig:
+    """A configuration with two free ports."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = one.getsockname()[1], other.getsockname()[1]
+    return ControllerConfig(listen=f"tcp://127.0.0.1:{ports[0]}", metrics=f"127.0.0.1:{ports[1]}")
 
 
 @pytest.fixture
@@ -40,26 +51,68 @@ def test_the_standby_says_whom_it_waits_for_and_takes_over_when_that_ends(
 ) -> None:
     caplog.set_level(logging.INFO)
     first, told = claim(tmp_path, True), list[str]()
+    here = anywhere()
 
     def sleep(seconds: float) -> None:
         assert (tmp_path / "standby").read_text().endswith(" 1")
+        assert reach(here.listen.removeprefix("tcp://"), 1.0) is Reach.REFUSED, "it listens nowhere while it waits"
         if len(told) == 3:
             first.close()
 
-    second = wait_for_claim(tmp_path, told.append, sleep)
+    second, ports = wait_for_claim(tmp_path, here, told.append, sleep)
+    assert ports.address == here.listen and reach(here.listen.removeprefix("tcp://"), 1.0) is Reach.REACHED
+    ports.close()
     assert not second.stolen and len(told) == 3 and "process" in told[0]
-    assert [record.message.partition(" process")[0].split(" on ")[0] for record in caplog.records] == [
-        "standby: waits for the controller",
-        "standby: takes over",
-    ]
+    said = [text.partition(" process")[0].split(" on ")[0] for text in caplog.messages if "standby: " in text]
+    assert said == ["standby: waits for the controller", "standby: takes over"]
     assert not (tmp_path / "standby").exists()
     second.close()
+
+
+@pytest.mark.parametrize("which", ["listen", "metrics"])
+def test_a_standby_whose_port_another_has_complains_and_takes_over_once_it_is_free(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """It claims nothing that it could not serve, and the controller does not count on it."""
+    monkeypatch.setattr(standby, "SAY_SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
+    first, told, here = claim(tmp_path, True), list[str](), anywhere()
+    host, port = split(getattr(here, which).removeprefix("tcp://"))
+    squatter = socket.create_server((host, port))
+
+    def sleep(seconds: float) -> None:
+        assert not (tmp_path / "standby").exists(), "it counts as none"
+        if len(told) == 2:
+            first.close()
+        if len(told) == 4:
+            assert Store(tmp_path / "events.sqlite", shared=True).holder().number == first.store.term
+            squatter.close()
+
+    second, ports = wait_for_claim(tmp_path, here, told.append, sleep)
+    ports.close()
+    second.close()
+    assert len(told) == 4 and "Address already in use" in told[0]
+    assert [(record.levelname, record.message) for record in caplog.records if "standby: " in record.message] == [
+        ("ERROR", told[0]),
+        ("ERROR", told[3]),
+        ("INFO", "standby: takes over"),
+    ]
+    assert told[3].startswith("standby: nobody leads, and this one cannot: ")
+
+
+def test_who_finds_its_port_taken_at_the_start_ends_before_it_claims_anything(tmp_path: Path) -> None:
+    here = anywhere()
+    with socket.create_server(split(here.listen.removeprefix("tcp://"))), pytest.raises(CannotListen, match="in use"):
+        wait_for_claim(tmp_path, here, lambda text: None)
+    found = Store(tmp_path / "events.sqlite", shared=True)
+    assert found.holder().number == 0
+    found.close()
 
 
 def test_a_log_that_cannot_be_read_ends_the_standby(tmp_path: Path) -> None:
     (tmp_path / "events.sqlite").write_bytes(b"no log, but long enough for SQLite to look at it" * 100)
     with pytest.raises(UserError, match="damaged"):
-        wait_for_claim(tmp_path, lambda text: None)
+        wait_for_claim(tmp_path, anywhere(), lambda text: None)
 
 
 def test_a_standby_waits_as_long_as_it_says_so(tmp_path: Path, clock: list[float]) -> None:
