@@ -205,9 +205,8 @@ def keep_lease(config: Config, claimed: Claim, tenure: Tenure, server: Server) -
     """Renews the lease of the claimed term, and steps down where this host is cut off and a standby waits."""
     rival = Rival(claimed.store.path.parent)
     renewal = Renewal(claimed.store, tenure, rival.read_mark)
-    isolation = Isolation(rival, server.worker.call, lambda: server.heard_agents)
-    server.worker.call(lambda: other_hosts(config.controller.addresses), isolation.learn_others)
     addresses, believed = config.controller.addresses, config.agent.controller_users
+    isolation = Isolation(rival, server.worker.call, lambda: server.heard_agents, lambda: other_hosts(addresses))
     port = endpoint(server.address)[1]
     second = SecondLeader(lambda: another_leader(addresses, port, believed), server.worker.call)
 

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from unicron.ctl.controller.log.store import Locked, StoreError
@@ -17,7 +17,7 @@ from unicron.ctl.controller.server.sockets import CannotListen, Ports, bind, why
 from unicron.ctl.protocol.controller_discovery import Hello
 from unicron.ctl.protocol.reach import Reach, reach
 from unicron.ctl.settings.config import ControllerConfig
-from unicron.ctl.system.addresses import Target, endpoint, is_own, join, resolve
+from unicron.ctl.system.addresses import Target, endpoint, is_own, join, reason_of, resolve
 from unicron.ctl.system.errors import UserError
 from unicron.ctl.system.whole_file import write_whole
 
@@ -27,7 +27,7 @@ SAY_SECONDS = 0.5  # between two words of the standby's
 WAITS_SECONDS = 2.0  # after its last word it counts as gone
 DEAF_SECONDS = 2.0  # without a word of any agent
 PROBE_SECONDS = 0.5  # for another controller's host to answer
-LOOK_SECONDS = 10.0  # between two looks for a second controller that leads
+LOOK_SECONDS = 10.0  # between two looks for a second controller that leads, and for the others' hosts
 SURE_SECONDS, SURE_AFTER = 2.0, 3  # the same after one was seen, and how many in a row are no chance
 LEADER_ANSWER_SECONDS = 1.0  # for it to answer
 log = logging.getLogger("unicron.controller")
@@ -147,22 +147,46 @@ class Isolation:
     the state folder. It does so only if it has heard an agent before, so two that hear nobody do not take turns.
 
     call: runs work in a thread and its result in the loop. heard: when an agent was heard last, on the clock of `now`.
+    look: finds the other hosts, as :func:`other_hosts` does. It is asked now and then, for a name may not be known at
+    the start, or lead elsewhere later, and only while agents are heard: who is cut off reaches no name service.
     """
 
-    def __init__(self, rival: Rival, call: Callable[..., object], heard: Callable[[], float]) -> None:
-        self._rival, self._call, self._heard = rival, call, heard
-        self._others: list[Target] = []
+    def __init__(
+        self,
+        rival: Rival,
+        call: Callable[..., object],
+        heard: Callable[[], float],
+        look: Callable[[], Mapping[str, Sequence[Target] | str]],
+    ) -> None:
+        self._rival, self._call, self._heard, self._look = rival, call, heard, look
+        self._looked, self._looks = float("-inf"), False
+        self._known: dict[str, Sequence[Target]] = {}  # by address
+        self._unknown: dict[str, str] = {}
+        self._others: list[Target] = []  # without any it never steps down
         self._probed = float("-inf")
         self._answers: dict[Target, Reach | None] = {}
 
-    def learn_others(self, others: list[Target] | None) -> None:
-        """others: the controllers' addresses that are not this host's. Without any it never steps down."""
-        self._others = list(dict.fromkeys(others or ()))  # two names may lead to one
+    def _learn_others(self, found: Mapping[str, Sequence[Target] | str] | None) -> None:
+        """Takes in what `look` has found; a name that is not known now keeps what it was known for."""
+        self._looks = False
+        unknown = {address: said for address, said in (found or {}).items() if isinstance(said, str)}
+        for address in unknown.keys() - self._unknown.keys():
+            log.warning("[controller] address: %s: %s", address, unknown[address])
+        self._unknown = unknown
+        self._known |= {address: said for address, said in (found or {}).items() if not isinstance(said, str)}
+        others = list(dict.fromkeys(target for known in self._known.values() for target in known))
+        if others != self._others:  # two names may lead to one
+            self._others = others
+            self._answers.clear()
 
     def check_isolation(self, now: float) -> None:
         """Looks whether this controller is cut off, in its loop. Raises SteppedDown."""
         heard = self._heard()
-        if heard == float("-inf") or now - heard < DEAF_SECONDS or not self._others or not self._rival.waits:
+        deaf = heard != float("-inf") and now - heard >= DEAF_SECONDS
+        if not deaf and not self._looks and now - self._looked >= LOOK_SECONDS:
+            self._looked, self._looks = now, True
+            self._call(self._look, self._learn_others)
+        if not deaf or not self._others or not self._rival.waits:
             self._answers.clear()
             return
         if len(self._answers) == len(self._others) and set(self._answers.values()) == {Reach.SILENT}:
@@ -183,14 +207,14 @@ def _try(target: Target) -> Reach:
     return reach(join(target.host, target.port), PROBE_SECONDS)
 
 
-def other_hosts(addresses: Sequence[str]) -> list[Target]:
-    """The controllers' addresses that are not this host's. A name that is not known now has none."""
-    found = list[Target]()
+def other_hosts(addresses: Sequence[str]) -> dict[str, list[Target] | str]:
+    """By address of a controller, what it leads to beside this host, or why nobody knows now. Asks the name service."""
+    found = dict[str, list[Target] | str]()
     for address in addresses:
         try:
-            found += [target for target in resolve(*endpoint(address)) if not is_own(target)]
+            found[address] = [target for target in resolve(*endpoint(address)) if not is_own(target)]
         except OSError as error:
-            log.warning("[controller] address: %s: %s", address, error.strerror or error)
+            found[address] = reason_of(error)
     return found
 
 

@@ -141,15 +141,14 @@ def isolation(words: dict[Any, Reach], waits: bool = True, heard: float = 0.0) -
     """One whose probes are answered at once."""
 
     def call(work: Callable[[], object], then: Callable[[Reach], None]) -> None:
-        then(words[work.__defaults__[0]])  # type: ignore[attr-defined]
+        then(words[work.__defaults__[0]] if work.__defaults__ else work())  # type: ignore[attr-defined]
 
-    found = Isolation(Waiting(waits), call, lambda: heard)  # type: ignore[arg-type]
-    found.learn_others(list(words))
-    return found
+    return Isolation(Waiting(waits), call, lambda: heard, lambda: {"others": list(words)})  # type: ignore[arg-type]
 
 
 def test_who_hears_nobody_and_reaches_no_other_host_steps_down() -> None:
     found = isolation({HOST: Reach.SILENT, OTHER: Reach.SILENT})
+    found.check_isolation(0.0)
     found.check_isolation(DEAF_SECONDS - 0.1)
     found.check_isolation(DEAF_SECONDS + 0.1)
     with pytest.raises(SteppedDown, match="steps down"):
@@ -167,14 +166,14 @@ def test_who_hears_nobody_and_reaches_no_other_host_steps_down() -> None:
 )
 def test_all_others_stay(words: dict[Any, Reach], waits: bool, heard: float) -> None:
     found = isolation(words, waits, heard)
+    found.check_isolation(max(0.0, heard))
     for turn in range(10):
         found.check_isolation(DEAF_SECONDS + turn)
 
 
 def test_an_agent_that_is_heard_again_ends_the_doubt() -> None:
-    heard = [0.0]
-    found = Isolation(Waiting(), lambda work, then: then(Reach.SILENT), lambda: heard[0])  # type: ignore[arg-type]
-    found.learn_others([HOST])
+    found, heard = cut_off({"a": [HOST]})
+    found.check_isolation(0.0)
     found.check_isolation(DEAF_SECONDS + 0.1)
     heard[0] = DEAF_SECONDS + 0.15
     found.check_isolation(DEAF_SECONDS + 0.2)
@@ -183,9 +182,35 @@ def test_an_agent_that_is_heard_again_ends_the_doubt() -> None:
         found.check_isolation(2 * DEAF_SECONDS + 0.4)
 
 
+def cut_off(*looks: dict[str, Any]) -> tuple[Isolation, list[float]]:
+    """One that finds these hosts, each time the next, and hears none of them; and when it heard an agent last."""
+    heard, rest = [0.0], list(looks)
+
+    def call(work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        then(Reach.SILENT if work.__defaults__ else rest.pop(0))  # type: ignore[attr-defined]
+
+    return Isolation(Waiting(), call, lambda: heard[0], lambda: {}), heard  # type: ignore[arg-type]
+
+
+def test_a_host_that_is_not_known_at_the_start_is_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    """And one that is known stays so while the name service is away, as it is for who is cut off."""
+    found, heard = cut_off({"a": "Temporary failure"}, {"a": "Temporary failure"}, {"a": [HOST]}, {"a": "away"}, {})
+    for at in (0.0, 5.0, 10.0, 20.0, 30.0, 40.0):
+        heard[0] = at
+        found.check_isolation(at)
+    assert [record.message for record in caplog.records] == [
+        "[controller] address: a: Temporary failure",
+        "[controller] address: a: away",
+    ]
+    found.check_isolation(60.0)  # who hears nobody does not ask
+    with pytest.raises(SteppedDown):
+        found.check_isolation(60.1)
+
+
 def test_own_addresses_are_no_other_hosts() -> None:
     found = standby.other_hosts(["tcp://127.0.0.1:7451", "tcp://192.0.2.7:7451", "tcp://no-such-host.invalid:1"])
-    assert [target.host for target in found] == ["192.0.2.7"]
+    own, other, unknown = found.values()
+    assert own == [] and [target.host for target in other] == ["192.0.2.7"] and isinstance(unknown, str)  # type: ignore[union-attr]
 
 
 def test_another_leader_has_to_answer_several_times_in_a_row() -> None:
