@@ -199,6 +199,7 @@ class Server:
             self.exporter.close()
         if self._tenure.lease:  # a standby may act at once: no call to Slurm outlives this controller
             self.worker.let_changes_end(self.config.controller.slurm_timeout)
+        self.telling.close()
         self.worker.close()
         self.listener.close()
         for hints in self._hints:
