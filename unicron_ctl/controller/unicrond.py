@@ -188,7 +188,7 @@ def serve(
     written = store.path.with_name("address")
     write_whole(written, server.address + "\n")
     server.started()
-    print(f"{PROGRAM}: listening on {server.address}", flush=True)
+    journal.announce(PROGRAM, f"listening on {server.address}")
     notifier.ready()
     try:
         server.run()
@@ -240,8 +240,7 @@ def slurm_client(config: Config) -> SlurmClient | None:
 def main() -> None:
     """Entry point of the `unicrond` program."""
     faulthandler.enable()  # systemd ends a stalled loop with SIGABRT: the journal then has where it stood
-    mark = journal.mark(logging.ERROR) if journal.is_journal(sys.stderr) else ""
-    sys.exit(run(PROGRAM, unicrond, mark=mark))
+    sys.exit(run(PROGRAM, unicrond, tell=journal.tell_error))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -39,7 +40,7 @@ def unicrond(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list
     """Runs it; returns the exit status and the lines of its outputs."""
 
     def run(*arguments: str) -> tuple[int, list[str], list[str]]:
-        status = unicronctl.run("unicrond", main.unicrond, arguments)
+        status = unicronctl.run("unicrond", main.unicrond, arguments, tell=journal.tell_error)
         out, err = capfd.readouterr()
         return status, out.splitlines(), err.splitlines()
 
@@ -151,6 +152,12 @@ def test_a_life_from_start_to_stop(
     manager.close()
 
 
+def test_with_json_the_error_that_ends_it_is_an_object(unicrond: Any) -> None:
+    status, out, (line,) = unicrond("--log-format", "json", "--listen", "here")
+    said = json.loads(line)
+    assert (status, out, said["level"]) == (2, [], "ERROR") and said["text"].startswith('--listen: listen = "here"')
+
+
 def test_a_standby_that_leads_has_the_configuration_of_today_but_listens_where_it_does(tmp_path: Path) -> None:
     before = Config(controller=ControllerConfig(listen="tcp://127.0.0.1:5", metrics=":6"))
     path = written(tmp_path, "[controller]\noffer_delay = 0.5\nlisten = 'tcp://127.0.0.1:7'\nmetrics = ':8'\n")
@@ -160,6 +167,7 @@ def test_a_standby_that_leads_has_the_configuration_of_today_but_listens_where_i
     assert main.read_again(before, lambda: examine(path)) is before
 
 
-def test_a_marked_error_is_an_error_in_the_journal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert unicronctl.run("unicrond", main.unicrond, ["--listen", "here"], mark="<3>") == 2
+def test_an_error_is_one_in_the_journal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "is_journal", lambda stream: True)
+    assert unicronctl.run("unicrond", main.unicrond, ["--listen", "here"], tell=journal.tell_error) == 2
     assert capsys.readouterr().err.startswith("<3>unicrond: --listen")
