@@ -118,6 +118,15 @@ def endpoints(text: str) -> list[tuple[str, int]]:
     return [endpoint(one) for one in split_addresses(text)] or [endpoint(text)]
 
 
+def named(text: str, target: Target) -> str:
+    """How such a text writes the address that leads to this target; the target's own where no name does now."""
+    for one in split_addresses(text):
+        with contextlib.suppress(OSError, UserError):
+            if target in resolve(*endpoint(one)):
+                return one
+    return target.endpoint
+
+
 def is_own(target: Target) -> bool:
     """Whether this machine has the address: only then may a socket have it as its own."""
     try:
