@@ -54,9 +54,11 @@ def backup(folder: Path, target: Path) -> Copy:
     with _in_one_line(target), tempfile.TemporaryDirectory(prefix="unicron-backup-", dir=target.parent) as place:
         log = Path(place) / LOG_FILE
         os.close(os.open(log, os.O_CREAT | os.O_WRONLY, 0o600))
-        with _opened(source) as live, _opened(log) as copy:
-            live.execute("PRAGMA busy_timeout=10000")
-            live.backup(copy)
+        with contextlib.closing(sqlite3.connect(":memory:")) as read, _opened(log) as copy:
+            with _opened(source) as live:  # a controller with a lease cannot write meanwhile: no disk is waited for
+                live.execute("PRAGMA busy_timeout=10000")
+                live.backup(read)
+            read.backup(copy)
             copy.execute("PRAGMA journal_mode=DELETE")
         try:
             with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "w+b") as file:

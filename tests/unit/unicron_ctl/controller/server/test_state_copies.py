@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sqlite3
 import stat
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,22 @@ def test_a_backup_while_unicrond_runs_has_all_that_was_stored(folder: Path, tmp_
     running.store.append(events(13, 13))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "state"], "nothing else is left"
     running.close()
+
+
+def test_a_controller_that_cannot_write_meanwhile_waits_for_no_other_disk(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite locks the log until the copy is on the disk: the lease would end with the patience of a slow one."""
+    pairs = list[list[str]]()
+
+    class Watched(sqlite3.Connection):
+        def backup(self, target: sqlite3.Connection, **more: Any) -> None:
+            pairs.append([Path(one.execute("PRAGMA database_list").fetchone()[2]).name for one in (self, target)])
+            super().backup(target, **more)
+
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Watched))
+    assert backup(folder, tmp_path / "copy").events == 10
+    assert pairs == [[LOG_FILE, ""], ["", LOG_FILE]]
 
 
 def test_a_backup_overwrites_nothing_and_needs_a_state_folder(folder: Path, tmp_path: Path) -> None:
