@@ -32,7 +32,7 @@ def ask_controller(question: Mapping[str, Any], address: str | None = None, time
 
 
 def ask_and_see(question: Mapping[str, Any], address: str | None = None, timeout: float = 3.0) -> tuple[Any, Target]:
-    """The same answer, and which of the controller's addresses gave it."""
+    """Returns the same answer, and which of the controller's addresses gave it."""
     import zmq
 
     from unicron.ctl.protocol.controller_discovery import Hello

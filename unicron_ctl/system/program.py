@@ -14,7 +14,7 @@ import click
 from unicron.ctl.system.errors import FAILURE, WRONG_USE, UserError, one_line
 
 
-def say(program: str, text: str) -> None:
+def tell_people(program: str, text: str) -> None:
     """Writes one line on standard error."""
     click.echo(f"{program}: {text}", err=True)
 
@@ -23,7 +23,7 @@ def run(
     program: str,
     command: click.Command,
     arguments: Sequence[str] | None = None,
-    tell: Callable[[str, str], None] = say,
+    tell: Callable[[str, str], None] = tell_people,
 ) -> int:
     """Runs a click command and returns its exit status: 0, 2 for wrong use, 1 for anything else.
 

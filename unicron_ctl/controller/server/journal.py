@@ -17,7 +17,7 @@ from typing import TextIO
 
 from unicron.ctl.protocol.printable import printable
 from unicron.ctl.system.errors import one_line
-from unicron.ctl.system.program import say
+from unicron.ctl.system.program import tell_people
 from unicron.detector.processes.log_format import log_line
 
 ROOT = "unicron"  # the loggers are called unicron.controller and so on
@@ -90,7 +90,7 @@ def tell_error(program: str, text: str) -> None:
     if _is_json():
         logging.getLogger(ROOT).error("%s", text)
     else:
-        say((mark(logging.ERROR) if is_journal(sys.stderr) else "") + program, text)
+        tell_people((mark(logging.ERROR) if is_journal(sys.stderr) else "") + program, text)
 
 
 def announce(program: str, text: str) -> None:

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import Metric
 
 from unicron.ctl.controller.server.metric_counts import Recorded
-from unicron.ctl.settings.config import host_and_port
+from unicron.ctl.system.addresses import split
 from unicron.ctl.system.errors import UserError
 from unicron.ctl.system.mailbox import Mailbox
 
@@ -167,7 +167,7 @@ def _serve(place: str, respond: Callable[..., Iterable[bytes]]) -> _Server:
 
 def metrics_place(place: str) -> tuple[str, int]:
     """Host and port of `place`; see :class:`Exporter`."""
-    host, port = host_and_port(place)
+    host, port = split(place, listens=True)
     return host or LOOPBACK, port
 
 

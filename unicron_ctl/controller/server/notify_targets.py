@@ -21,6 +21,7 @@ from typing import Any
 
 from unicron.ctl.controller.log.notices import Message
 from unicron.ctl.settings.notify import NotifyConfig, Secrets, unfit
+from unicron.ctl.system.addresses import split
 from unicron.ctl.system.errors import one_line, shortened
 from unicron.ctl.system.redaction import without_secrets
 
@@ -117,7 +118,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
     """Sends the message as plain text. Raises NotTold, OSError and SMTPException."""
-    host, _, port = config.smtp.rpartition(":")
+    host, port = split(config.smtp)
     mail = EmailMessage()
     mail["Subject"] = one_line(message.subject)
     mail["From"] = config.mail_from or f"unicron@{socket.getfqdn()}"
@@ -128,8 +129,8 @@ def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
     mail.set_content(message.text)
     if message.html:
         mail.add_alternative(message.html, subtype="html")
-    with smtplib.SMTP(host.strip("[]"), int(port), timeout=config.timeout) as server:
-        if secrets.smtp_user or int(port) == SUBMISSION:
+    with smtplib.SMTP(host, port, timeout=config.timeout) as server:
+        if secrets.smtp_user or port == SUBMISSION:
             server.starttls(context=ssl.create_default_context())
         if secrets.smtp_user:
             server.login(secrets.smtp_user, secrets.smtp_password)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from unicron.ctl.controller.server.metrics import Exporter, cannot_serve, metrics_place
 from unicron.ctl.protocol.listener import QUEUE, listening
-from unicron.ctl.system.addresses import canonical, join, reason_of
+from unicron.ctl.system.addresses import canonical, join, reason_of, split
 from unicron.ctl.system.errors import UserError
 
 TRIES = 5  # to find a port that is free for TCP and for UDP
@@ -63,11 +63,11 @@ def why_not(listen: str, metrics: str = "") -> str:
 
 def _bound(listen: str, queue: int) -> Ports:
     """Sockets at this address. queue: see :func:`listening`. Raises CannotListen."""
-    host, _, port = listen.removeprefix("tcp://").rpartition(":")
-    tries = TRIES if port == "0" else 1
+    host, port = split(listen.removeprefix("tcp://"), listens=True)
+    tries = 1 if port else TRIES
     while True:
         try:
-            sockets = listening(host, int(port), queue)
+            sockets = listening(host, port, queue)
         except OSError as error:
             raise CannotListen(
                 f"cannot listen on {listen}: {reason_of(error)}; "
