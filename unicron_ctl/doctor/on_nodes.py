@@ -232,7 +232,7 @@ def command(partition: str, names: Sequence[str], question: Question, wish: Wish
 
 
 def _text(stream: IO[bytes]) -> IO[str]:
-    return io.TextIOWrapper(stream, encoding="utf-8", errors="replace")  # type: ignore[type-var]
+    return io.TextIOWrapper(stream, encoding="utf-8", errors="replace")
 
 
 def _lines(stream: IO[str]) -> Iterator[str]:
