@@ -3,8 +3,8 @@ standby, and what the event log costs there. Run it on the file system that both
 
 It asks for locks that hold between processes, and for a transaction that another process sees at once. Then it times
 transactions as unicrond makes them: one record, twenty records, a renewal of the lease; with the journal for one host
-(WAL) and with the one for several. Times are milliseconds: the median, and the 99th percentile. Exit status 1 where the
-folder does not do.
+(WAL) and with the one for several. Times are milliseconds: the median, and the 99th percentile. At last a backup of a
+large log is made while a controller renews its lease. Exit status 1 where the folder does not do.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,9 +25,11 @@ from statistics import quantiles
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.log.store import Holder, Store
-from unicron.ctl.controller.log.term import LEASE_SECONDS
+from unicron.ctl.controller.log.term import LEASE_SECONDS, LOG_FILE, RENEW_SECONDS
+from unicron.ctl.controller.server.state_copies import backup
 
 TIMES = 300
+LARGE_BYTES = 130_000_000  # the largest log
 LIMIT = 30.0  # seconds for another process
 OTHERS_LOCK = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 OTHERS_WRITE = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0.1).execute('BEGIN IMMEDIATE')"
@@ -100,6 +103,27 @@ def costs(folder: Path, shared: bool) -> dict[str, list[float]]:
     return found
 
 
+def longest_renewal(folder: Path) -> float:
+    """Seconds of the longest renewal while a backup of a log of LARGE_BYTES is made."""
+    state = folder / "state"
+    state.mkdir()
+    store = Store(state / LOG_FILE, shared=True)
+    store.begin_term(Holder(1, "benchmark", LEASE_SECONDS), Holder())
+    step = records.Steady(reason="x" * 4000)
+    for first in range(1, LARGE_BYTES // 4096, 1000):
+        store.append([Event(first + n, 1e9, "1", 1, step) for n in range(1000)])
+    made = threading.Thread(target=backup, args=(state, folder / "copy"))
+    made.start()
+    longest = 0.0
+    while made.is_alive():
+        began = time.perf_counter()
+        store.renew()
+        longest = max(longest, time.perf_counter() - began)
+        time.sleep(0.02)
+    store.close()
+    return longest
+
+
 def row(name: str, cells: Sequence[list[float]]) -> str:
     """The name, and median and 99th percentile of each cell."""
     told = "".join(f"{(cut := quantiles(cell, n=100))[49]:>12.2f}{cut[98]:>8.2f}" for cell in cells)
@@ -114,9 +138,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="unicron-shared-", dir=options.folder) as place:
         found = problems(Path(place))
         alone, several = costs(Path(place), False), costs(Path(place), True)
+        longest = longest_renewal(Path(place))
     print(f"{'ms: median, p99':<22}{'one host (WAL)':>20}{'several hosts':>20}")
     for name in alone:
         print(row(name, [alone[name], several[name]]))
+    print(f"a renewal while a log of {LARGE_BYTES / 1e6:.0f} MB is backed up: {longest:.2f} s at most")
+    if longest > LEASE_SECONDS - RENEW_SECONDS:
+        print("a backup may end the lease: take it while the controller is stopped")
     slowest = max(max(times) for times in several.values()) / 1e3
     if slowest > LEASE_SECONDS / 2:
         found.append(f"a transaction took {slowest:.1f} s: a lease of {LEASE_SECONDS:g} s would end")

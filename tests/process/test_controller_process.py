@@ -22,7 +22,7 @@ import pytest
 import zmq
 
 from tests.support.controller import COMMAND, Controller
-from tests.support.processes import LIMIT, call, unicronctl, wait_for
+from tests.support.processes import LIMIT, ROOT, call, outside_slurm, unicronctl, wait_for
 from tests.support.scripted import ScriptedAgent, form
 from unicron.ctl.protocol import datagrams, structs, wire
 from unicron.ctl.protocol.client import ask_controller
@@ -279,9 +279,24 @@ def test_a_reload_takes_a_good_file_and_keeps_the_old_one_for_a_bad_one(controll
     assert controller.alive
 
 
-def test_the_address_file_is_there_while_it_runs(tmp_path):
-    started = Controller(tmp_path, PATIENT)
-    written = started.state_folder / "address"
-    assert written.read_text().strip() == started.address
-    started.close()
-    assert not written.exists()
+def test_the_address_file_is_there_while_it_runs_and_with_json_each_line_is_an_object(tmp_path):
+    """From its start, with metrics and a configuration that is refused, to its end."""
+    config, log, written = tmp_path / "unicron.toml", tmp_path / "log", tmp_path / "state" / "address"
+    config.write_text("[controller]\nslurm = 'none'\nauth = 'none'\nmetrics = ':0'\n")
+    words = ["--config", config, "--state-dir", written.parent, "--listen", "tcp://127.0.0.1:0", "--log-format", "json"]
+    with log.open("wb") as file:
+        process = subprocess.Popen([*COMMAND, *words], cwd=ROOT, env=outside_slurm(), stdout=file, stderr=file)
+    try:
+        wait_for(lambda: "listening on tcp://" in log.read_text(), "it listens", now=log.read_text)
+        address = written.read_text().strip()
+        config.write_text("[controller]\noffer_delay = 'soon'\n")
+        process.send_signal(signal.SIGHUP)
+        wait_for(lambda: "offer_delay" in log.read_text(), "it complains", now=log.read_text)
+        process.terminate()
+        assert process.wait(LIMIT) == 0 and not written.exists()
+    finally:
+        process.kill()
+        process.wait()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert all({"time", "level", "program", "text"} <= line.keys() for line in lines)
+    assert f"listening on {address}" in [line["text"] for line in lines]

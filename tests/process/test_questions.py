@@ -19,6 +19,7 @@ from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.server import credentials
 from unicron.ctl.controller.server.server import Server
+from unicron.ctl.controller.server.sockets import bind
 from unicron.ctl.protocol import structs, wire
 from unicron.ctl.protocol.encryption import new_pair
 from unicron.ctl.settings.config import Config, ControllerConfig
@@ -47,7 +48,7 @@ class Running:
 
     def _run(self, folder: Path) -> None:
         config = Config(controller=ControllerConfig(auth="munge", slurm="none"))
-        self.server = server = Server(config, Store(folder / "e.sqlite"), "tcp://127.0.0.1:0", None, Classifier())
+        self.server = server = Server(config, Store(folder / "e.sqlite"), bind("tcp://127.0.0.1:0"), None, Classifier())
         server.watchdog = lambda now: self.turns.append(time.monotonic())
         server.run()
         server.close()

@@ -17,6 +17,7 @@ import pytest
 from tests.support.heads import Head, Heads, contiguous, free_port
 from tests.support.jobs import SLEEPS, Job, scripted
 from tests.support.processes import ROOT, outside_slurm, wait_for
+from unicron.ctl.protocol.client import ask_and_see
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 TAKES_OVER_SECONDS = 5.0
@@ -66,6 +67,7 @@ def test_the_standby_takes_over(heads, job, how):
     heads.second.await_lead(30.0)
     took = time.monotonic() - began
     assert took <= TAKES_OVER_SECONDS, heads.second.log
+    assert ask_and_see({"kind": "ping"}, heads.address, 10.0)[1].endpoint == heads.second.address
     kinds = wait_for(lambda: heads.kinds(last), "its start is in the log", 30.0)
     assert kinds[0] == "started", "nothing else was written"
     heals(heads, job)

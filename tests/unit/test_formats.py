@@ -28,6 +28,7 @@ from unicron.ctl.controller.core.state_snapshot import read_state
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.store import Store, StoreError
 from unicron.ctl.controller.server.server import Server
+from unicron.ctl.controller.server.sockets import bind
 from unicron.ctl.protocol import datagrams, peer_messages, shared_plans, wire
 from unicron.ctl.settings.config import Config, ControllerConfig
 from unicron.detector.failures.classify import Classifier
@@ -191,7 +192,7 @@ def test_a_message_of_a_release_too_far_away_is_refused_in_one_line(step: int) -
 def server(tmp_path: Path) -> Iterator[Server]:
     store = Store(tmp_path / "events.sqlite")
     config = Config(controller=ControllerConfig(auth="none"))
-    server = Server(config, store, "tcp://127.0.0.1:0", None, Classifier())
+    server = Server(config, store, bind("tcp://127.0.0.1:0"), None, Classifier())
     yield server
     server.close()
     store.close()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from unicron.ctl.cli.options import Number
 from unicron.ctl.system.errors import FAILURE, FOUND, WRONG_USE, UserError
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.formats import convert, opening, own, verify
@@ -137,7 +138,9 @@ def verify_command(folder: Path) -> int:
 @CONFIG
 @click.option("--dtype", default="", help="For safetensors: bfloat16, float16, float32 [default: the model's].")
 @click.option("--from", "saves", type=FOLDER, help="With JOB: the folder of its checkpoints [default: what it says].")
-@click.option("--wait", default=WAIT_SECONDS, show_default=True, help="With JOB: seconds for its checkpoint.")
+@click.option(
+    "--wait", type=Number(0), default=WAIT_SECONDS, show_default=True, help="With JOB: seconds for its checkpoint."
+)
 def export(
     source: str, out: Path, form: str, names: str, config: Path | None, dtype: str, saves: Path | None, wait: float
 ) -> None:

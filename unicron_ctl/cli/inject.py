@@ -11,7 +11,7 @@ import click
 import msgspec
 from msgspec.structs import asdict, replace
 
-from unicron.ctl.cli.options import controller_option
+from unicron.ctl.cli.options import Number, controller_option
 from unicron.ctl.controller.api.questions import InjectOrder
 from unicron.ctl.lab.cluster import LocalCluster
 from unicron.ctl.lab.cluster.cluster_layout import default_state_dir
@@ -65,7 +65,7 @@ def _order(order: InjectOrder, controller: str | None) -> Injected:
 @click.option("--job", metavar="JOB", help="By id or name [default: the only one, or that on --node].")
 @click.option("--slot", type=click.IntRange(0), metavar="S", help="This rank [default: any].")
 @click.option("--node", metavar="N", help="A rank on this node; with lost-node the node.")
-@click.option("--seconds", type=click.FloatRange(0, 86400), default=0.0, metavar="T", help="How long it lasts.")
+@click.option("--seconds", type=Number(0, 86400), default=0.0, metavar="T", help="How long it lasts.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be broken.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_state_dir
@@ -135,8 +135,8 @@ def _raise_refusal(done: Injected, controller: str | None) -> None:
 
 
 @click.command(name="punish")
-@click.option("--mtbf", type=click.FloatRange(0.1), required=True, metavar="SECONDS", help="Mean time between faults.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), required=True, metavar="M", help="How long.")
+@click.option("--mtbf", type=Number(0.1), required=True, metavar="SECONDS", help="Mean time between faults.")
+@click.option("--minutes", type=Number(0, min_open=True), required=True, metavar="M", help="How long.")
 @click.option("--faults", default=DEFAULT_FAULTS, show_default=True, metavar="LIST", help="Chosen from at random.")
 @click.option("--job", metavar="JOB", help="Only this job, by id or name.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the times, faults, jobs and slots.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,13 @@ from typing import Any
 import click
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+class Number(click.FloatRange):
+    """A finite number within a range. Click's own takes nan for a number in every range, and so float() does."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        return _finite(self, super().convert(value, param, ctx), value, param, ctx)
 
 
 class Duration(click.ParamType[float]):
@@ -22,7 +30,15 @@ class Duration(click.ParamType[float]):
         parts = re.findall(r"(\d+(?:\.\d+)?)([smhdw]?)", value)
         if not parts or "".join(number + unit for number, unit in parts) != value:
             self.fail(f"{value!r} is no duration: write 30m, 2h or 1d", param, ctx)
-        return sum(float(number) * UNITS[unit or "s"] for number, unit in parts)
+        return _finite(self, sum(float(number) * UNITS[unit or "s"] for number, unit in parts), value, param, ctx)
+
+
+def _finite(
+    kind: click.ParamType[float], number: float, value: Any, param: click.Parameter | None, ctx: click.Context | None
+) -> float:
+    if not math.isfinite(number):
+        kind.fail(f"{value!r} is no finite number", param, ctx)
+    return number
 
 
 DURATION = Duration()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from unicron.ctl.cli.options import controller_option
+from unicron.ctl.cli.options import Number, controller_option
 from unicron.ctl.system.columns import Listing, show
 from unicron.ctl.system.errors import FOUND, UserError
 from unicron.detector.health.pair_probe import BACKENDS
@@ -49,9 +49,7 @@ class PairReport(msgspec.Struct, kw_only=True):
 
 @click.command(name="pair-test")
 @click.option("--nodes", metavar="N1,N[2-8],...", default="", help="Nodes to test [default: all idle ones].")
-@click.option(
-    "--seconds", type=click.FloatRange(0.1, 600), default=2.0, show_default=True, help="Seconds of measuring per pair."
-)
+@click.option("--seconds", type=Number(0.1, 600), default=2.0, show_default=True, help="Seconds of measuring per pair.")
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
@@ -61,13 +59,13 @@ class PairReport(msgspec.Struct, kw_only=True):
 )
 @click.option(
     "--slower",
-    type=click.FloatRange(1.1),
+    type=Number(1.1),
     default=3.0,
     show_default=True,
     help="A pair is slow below the median divided by this.",
 )
 @click.option(
-    "--patience", type=click.FloatRange(1, 600), default=15.0, show_default=True, help="Seconds to wait for one answer."
+    "--patience", type=Number(1, 600), default=15.0, show_default=True, help="Seconds to wait for one answer."
 )
 @click.option(
     "--queue", type=click.IntRange(1, 3600), default=10, show_default=True, help="Seconds to wait for the nodes."

@@ -6,17 +6,19 @@ import time
 
 import click
 
-from unicron.ctl.cli.options import controller_option
-from unicron.ctl.protocol.client import ask_controller
+from unicron.ctl.cli.options import Number, controller_option
+from unicron.ctl.protocol.client import ask_and_see
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.settings.places import controller_address
+from unicron.ctl.system.addresses import named
 
 
 @click.command(name="ping")
-@click.option("--seconds", type=click.FloatRange(0.1, 600), default=5.0, show_default=True, help="How long to wait.")
+@click.option("--seconds", type=Number(0.1, 600), default=5.0, show_default=True, help="How long to wait.")
 @controller_option()
 def command(seconds: float, controller: str | None) -> None:
-    """Ask the controller for a sign of life. The exit status is 0 if it gives one."""
+    """Ask the controller for a sign of life, and say which host has it. The exit status is 0 if it gives one."""
     began = time.monotonic()
-    ask_controller({"kind": "ping"}, controller, timeout=seconds)
-    click.echo(f"{controller_address(controller, load())} answers after {1e3 * (time.monotonic() - began):.1f} ms")
+    _, target = ask_and_see({"kind": "ping"}, controller, timeout=seconds)
+    took = time.monotonic() - began
+    click.echo(f"{named(controller_address(controller, load()), target)} answers after {1e3 * took:.1f} ms")

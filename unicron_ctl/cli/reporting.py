@@ -63,14 +63,14 @@ def _send(report: Report, path: str | None) -> None:
     """Sends the report to all targets. Raises UserError if there is none, or if some could not be told."""
     from unicron.ctl.cli import week_report
     from unicron.ctl.controller.log.notices import Message
-    from unicron.ctl.controller.server.notify_targets import NotTold, targets
+    from unicron.ctl.controller.server.notify_targets import Hooks, NotTold, targets
     from unicron.ctl.settings.config_file import load
     from unicron.ctl.settings.notify import load_secrets
 
     config = load(path)
     data = {"version": 1, "report": msgspec.to_builtins(report)}
     message = Message(week_report.title(report), week_report.text(report), data, week_report.page(report))
-    found = targets(config.notify, load_secrets(config.notify))
+    found = targets(config.notify, load_secrets(config.notify), Hooks())
     if not found:
         raise UserError(f"{config.path or 'unicron.toml'}: [notify] names nobody: add hook, mail or secrets")
     failed = []

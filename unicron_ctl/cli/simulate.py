@@ -12,6 +12,7 @@ import click
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from unicron.ctl.cli.options import Number
 from unicron.ctl.system.columns import Listing, show
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.planner.problem.objective import PlanError
@@ -78,14 +79,14 @@ class Options:
 )
 @click.option(
     "--checkpoint-minutes",
-    type=click.FloatRange(0),
+    type=Number(0),
     metavar="MINUTES",
     help="Minutes between two checkpoints there [30].",
 )
+@click.option("--setup-minutes", type=Number(0), metavar="MINUTES", help="Minutes that a start takes there [14].")
 @click.option(
-    "--setup-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Minutes that a start takes there [14]."
+    "--days", type=Number(0, min_open=True), help="Length of a generated trace [365; trace-a always 56, trace-b 7]."
 )
-@click.option("--days", type=float, help="Length of a generated trace [365; trace-a always 56, trace-b 7].")
 @click.option("--seed", type=int, help="Seed of a generated trace [0].")
 @click.option(
     "--scenario", type=click.Path(), metavar="SCENARIO.toml", help="Cluster and jobs; without it six jobs on 16 nodes."
@@ -99,11 +100,13 @@ class Options:
 )
 @click.option(
     "--notice",
-    type=float,
+    type=Number(0),
     metavar="SECONDS",
     help="Nodes that leave have been announced so long before, as spot instances are; see the policy unicron-notice.",
 )
-@click.option("--until", type=float, metavar="SECONDS", help="End of the replay; default: a day after the last event.")
+@click.option(
+    "--until", type=Number(0), metavar="SECONDS", help="End of the replay; default: a day after the last event."
+)
 @click.option("--save-trace", type=click.Path(), metavar="FILE", help="Write the trace as CSV.")
 @click.option("--figure", type=click.Path(), metavar="FILE", help="Draw WAF over time and the losses (.png or .svg).")
 @click.option("--html", type=click.Path(), metavar="FILE", help="Write a self-contained page.")

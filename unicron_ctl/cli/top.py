@@ -15,7 +15,7 @@ from rich.text import Text
 
 from unicron.ctl.cli import status_tables
 from unicron.ctl.cli.filter_options import Filters, filter_options
-from unicron.ctl.cli.options import controller_option
+from unicron.ctl.cli.options import Number, controller_option
 from unicron.ctl.protocol.answer_schema import Status
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import lines_of
@@ -27,7 +27,7 @@ LEAST_LINES = 3  # of a table that has more: its heading, the worst item, and ho
 
 @click.command(name="top")
 @click.option(
-    "--interval", type=click.FloatRange(0.2), default=2.0, show_default=True, metavar="SECONDS", help="Between updates."
+    "--interval", type=Number(0.2), default=2.0, show_default=True, metavar="SECONDS", help="Between updates."
 )
 @filter_options("user", "partition", "nodes", "since")
 @controller_option()

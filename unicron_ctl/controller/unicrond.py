@@ -8,17 +8,21 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
 
-from unicron.ctl.controller.log.term import Claim, Renewal, Tenure, claim
+from unicron.ctl.controller.log.term import Claim, Renewal, Tenure
 from unicron.ctl.controller.server import journal
+from unicron.ctl.controller.server.sockets import Ports, bind
 from unicron.ctl.controller.server.standby import (
     Isolation,
     Rival,
     SecondLeader,
     another_leader,
+    claim_with_ports,
     other_hosts,
     wait_for_claim,
 )
@@ -41,6 +45,7 @@ with one_thread():
     from unicron.ctl.controller.server.server import Server
 
 PROGRAM = "unicrond"
+Read = Callable[[], tuple[Config, list[str]]]  # `examine` of the same file
 CALLS_END_SECONDS = 2.0  # for one of Slurm's programs to end after its time limit
 log = logging.getLogger("unicron.controller")
 
@@ -88,7 +93,8 @@ def unicrond(
     journal.start(PROGRAM, log_level, form=log_format)
     if listen and (problem := listen_problem(listen)):
         raise UserError(f"--listen: {problem}", WRONG_USE)
-    config, found = examine(config_path, listen=listen)
+    read = partial(examine, config_path, listen=listen)
+    config, found = read()
     if check:
         return report(config, found)
     refuse(config.path, found)
@@ -99,26 +105,28 @@ def unicrond(
     notifier = SystemdNotifier()
     client = slurm_client(config)  # Slurm may not answer for a while: no lease waits for it
     if len(config.controller.addresses) < 2:
-        claimed = claim(folder, False)
+        section = config.controller
+        claimed, ports = claim_with_ports(folder, False, lambda: bind(section.listen, section.metrics))
     else:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it reads the configuration again when it leads
-        claimed = wait_for_claim(folder, notifier.waiting)
-        config = read_again(config, config_path, listen)
+        claimed, ports = wait_for_claim(folder, config.controller, notifier.waiting)
+        config = read_again(config, read)
     try:
-        serve(config, config_path, claimed, client, notifier)
+        serve(config, read, claimed, ports, client, notifier)
     finally:
         claimed.close()
     return 0
 
 
-def read_again(config: Config, path: str | None, listen: str | None) -> Config:
-    """The configuration as it is by now, or the same if that is wrong."""
+def read_again(config: Config, read: Read) -> Config:
+    """The configuration as it is by now, or the same if that is wrong. What this listens at stays as it was."""
     try:
-        fresh, found = examine(path, listen=listen)
+        fresh, found = read()
         refuse(fresh.path, found)
     except UserError as error:
         log.error("the configuration was not read again, and the old one stays: %s", error)
         return config
+    fresh.controller.listen, fresh.controller.metrics = config.controller.listen, config.controller.metrics
     return fresh
 
 
@@ -140,13 +148,18 @@ def report(config: Config, found: list[str]) -> int:
 
 
 def serve(
-    config: Config, config_path: str | None, claimed: Claim, client: SlurmClient | None, notifier: SystemdNotifier
+    config: Config,
+    read: Read,
+    claimed: Claim,
+    ports: Ports,
+    client: SlurmClient | None,
+    notifier: SystemdNotifier,
 ) -> None:
-    """Runs the controller until a signal ends it."""
+    """Runs the controller until a signal ends it. read: reads the configuration again."""
     granted = descriptors.raise_limit()
     if shortage := descriptors.shortage(granted):
         log.warning("%s", shortage)
-    listen, store = config.controller.listen, claimed.store
+    store = claimed.store
     connections = descriptors.connections(granted)
     tenure = Tenure(claimed.lease)
 
@@ -154,7 +167,7 @@ def serve(
         notifier.starting(time.monotonic())
         claimed.renew()
 
-    server = Server(config, store, listen, client, config.classifier(), connections, progress, tenure)
+    server = Server(config, store, ports, client, config.classifier(), connections, progress, tenure)
     if claimed.stolen:
         server.worker.not_before = time.monotonic() + config.controller.slurm_timeout + CALLS_END_SECONDS
     renewal = keep_lease(config, claimed, tenure, server) if claimed.lease else None
@@ -162,7 +175,7 @@ def serve(
     def reload() -> None:
         notifier.reloading()
         try:
-            fresh, found = examine(config_path, listen=listen)
+            fresh, found = read()
             refuse(fresh.path, found)
             server.apply_config(fresh, fresh.classifier())
         except UserError as error:
@@ -175,7 +188,7 @@ def serve(
     written = store.path.with_name("address")
     write_whole(written, server.address + "\n")
     server.started()
-    print(f"{PROGRAM}: listening on {server.address}", flush=True)
+    journal.announce(PROGRAM, f"listening on {server.address}")
     notifier.ready()
     try:
         server.run()
@@ -192,9 +205,8 @@ def keep_lease(config: Config, claimed: Claim, tenure: Tenure, server: Server) -
     """Renews the lease of the claimed term, and steps down where this host is cut off and a standby waits."""
     rival = Rival(claimed.store.path.parent)
     renewal = Renewal(claimed.store, tenure, rival.read_mark)
-    isolation = Isolation(rival, server.worker.call, lambda: server.heard_agents)
-    server.worker.call(lambda: other_hosts(config.controller.addresses), isolation.learn_others)
     addresses, believed = config.controller.addresses, config.agent.controller_users
+    isolation = Isolation(rival, server.worker.call, lambda: server.heard_agents, lambda: other_hosts(addresses))
     port = endpoint(server.address)[1]
     second = SecondLeader(lambda: another_leader(addresses, port, believed), server.worker.call)
 
@@ -228,8 +240,7 @@ def slurm_client(config: Config) -> SlurmClient | None:
 def main() -> None:
     """Entry point of the `unicrond` program."""
     faulthandler.enable()  # systemd ends a stalled loop with SIGABRT: the journal then has where it stood
-    mark = journal.mark(logging.ERROR) if journal.is_journal(sys.stderr) else ""
-    sys.exit(run(PROGRAM, unicrond, mark=mark))
+    sys.exit(run(PROGRAM, unicrond, tell=journal.tell_error))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import os
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import zlib
@@ -25,11 +24,11 @@ import msgspec
 
 from unicron.ctl.doctor.facts import COMPUTE, HostFacts, Question
 from unicron.ctl.nodes.pairs import why_not_idle
+from unicron.ctl.nodes.steps import END_SECONDS, Steps
 from unicron.ctl.protocol.printable import printable
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.addresses import listen_at, reason_of
-from unicron.ctl.system.errors import UserError, one_line
-from unicron.detector.health.program_output import TooMuchOutput, run_program
+from unicron.ctl.system.errors import one_line
 
 MARK = "unicron-doctor:"
 PIECE = 600  # characters
@@ -41,7 +40,7 @@ DOOR, FACTS = "door", "facts"
 GREETING = b"unicron-doctor\n"
 DOOR_SECONDS = 20.0  # for which a node's port stays open
 CONNECT_SECONDS = 3.0
-END_SECONDS = 5.0  # for an srun that is ended
+JOB_NAME = "unicron-doctor-"
 AT_ONCE = 128  # ports that are tried
 MODULE = "unicron.ctl.doctor.host_facts"
 PortNumber = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -212,7 +211,7 @@ def command(partition: str, names: Sequence[str], question: Question, wish: Wish
     """The srun of one step."""
     return [
         "srun",
-        f"--job-name=unicron-doctor-{token}",
+        f"--job-name={JOB_NAME}{token}",
         f"--partition={partition}",
         f"--nodes={len(names)}",
         f"--nodelist={','.join(names)}",
@@ -230,6 +229,10 @@ def command(partition: str, names: Sequence[str], question: Question, wish: Wish
         *(wish.program or own_program()),
         encode_question(question),
     ]
+
+
+def _text(stream: IO[bytes]) -> IO[str]:
+    return io.TextIOWrapper(stream, encoding="utf-8", errors="replace")
 
 
 def _lines(stream: IO[str]) -> Iterator[str]:
@@ -253,9 +256,7 @@ class Asking:
     def __init__(
         self, question: Question, wish: Wish, environment: Mapping[str, str], reach: Mapping[str, str] | None
     ) -> None:
-        hidden = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")  # within a job srun would use that job's nodes
-        kept = {k: v for k, v in environment.items() if not k.startswith(hidden) or k == "SLURM_CONF"}
-        self._environment = {**kept, "UNICRON": "0"}
+        self._steps = Steps(JOB_NAME, environment)
         self._question, self._wish, self._reach = question, wish, reach
         if reach is not None:
             self._question = msgspec.structs.replace(question, door=DOOR_SECONDS)
@@ -264,49 +265,36 @@ class Asking:
 
     def run(self, steps: Sequence[tuple[str, list[str]]]) -> Gathered:
         """The answers of all steps. Raises UserError where srun is missing."""
-        with ThreadPoolExecutor(AT_ONCE) as doors, ThreadPoolExecutor(max(1, len(steps))) as pool:
-            list(pool.map(lambda step: self._step(step[0], step[1], doors), steps))
+        with ThreadPoolExecutor(AT_ONCE) as doors:
+            try:
+                self._steps.side_by_side(lambda step: self._step(step[0], step[1], doors), steps, len(steps))
+            except BaseException:
+                doors.shutdown(wait=False, cancel_futures=True)
+                raise
         self._found.hosts.sort(key=lambda host: host.name)
         return self._found
 
     def _step(self, partition: str, names: list[str], doors: ThreadPoolExecutor) -> None:
         token = secrets.token_hex(6)
         line = command(partition, names, self._question, self._wish, token)
-        try:
-            process = subprocess.Popen(
-                line,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise UserError(f"cannot start srun ({error.strerror}): install Slurm's client programs") from None
-        late = threading.Event()
+        late, said = threading.Event(), list[str]()
+        with self._steps.running(token, line) as process:
 
-        def end() -> None:
-            late.set()
-            self._end(token, process)
+            def end() -> None:
+                late.set()
+                self._steps.end(token, process)
 
-        timer = threading.Timer(self._wish.seconds + self._wish.queue, end)
-        timer.start()
-        said: list[str] = []
-        try:
-            with process:
+            timer = threading.Timer(self._wish.seconds + self._wish.queue, end)
+            timer.start()
+            try:
                 assert process.stdout is not None and process.stderr is not None
-                stderr = process.stderr
+                stdout, stderr = _text(process.stdout), _text(process.stderr)
                 reader = threading.Thread(target=lambda: said.extend(_errors(stderr)), daemon=True)
                 reader.start()
-                self._read(_lines(process.stdout), set(names), doors)
+                self._read(_lines(stdout), set(names), doors)
                 reader.join(END_SECONDS)
-        except BaseException:
-            self._end(token, process)
-            raise
-        finally:
-            timer.cancel()
+            finally:
+                timer.cancel()
         self._note_silent(names, "".join(said), late.is_set())
 
     def _read(self, lines: Iterable[str], names: set[str], doors: ThreadPoolExecutor) -> None:
@@ -340,12 +328,3 @@ class Asking:
         with self._lock:
             there = {host.name for host in self._found.hosts}
             self._found.silent |= {name: why for name in names if name not in there}
-
-    def _end(self, token: str, process: subprocess.Popen[str]) -> None:
-        """srun's own way to end a job takes its nodes' answer; scancel works without."""
-        try:
-            run_program(["scancel", f"--name=unicron-doctor-{token}"], 10.0, env=self._environment)
-            process.send_signal(signal.SIGTERM)
-            process.wait(END_SECONDS)
-        except (OSError, subprocess.TimeoutExpired, TooMuchOutput):
-            process.kill()

@@ -12,24 +12,23 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from unicron.ctl.nodes.leftovers import REASON
+from unicron.ctl.nodes.steps import END_SECONDS, Steps
 from unicron.ctl.settings.places import nodes_python
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.errors import WRONG_USE, UserError, one_line
 from unicron.detector.health.pair_probe import CONNECT_SECONDS, MARK
 from unicron.detector.health.pair_test import Group, Judgement, Outcome, first_round, judge, second_round
-from unicron.detector.health.program_output import MOST_BYTES, Output, TooMuchOutput, run_program
+from unicron.detector.health.program_output import MOST_BYTES, Output, TooMuchOutput
 
 PAIRS_WANTED = 3  # with fewer times than three nothing can be called slow (unicron.detector.health.pair_test)
 AT_ONCE = 32
-END_SECONDS = 5.0  # for an srun that is ended, and for the rest of its output
+JOB_NAME = "unicron-pair-test-"
 START_SECONDS = 30.0  # for Slurm to start the job and Python to come up
 
 
@@ -89,6 +88,9 @@ def choose(nodes: Sequence[NodeInfo], wanted: Sequence[str]) -> tuple[list[str],
     idle = [node.name for node in nodes if node.heard and "IDLE" in node.states]
     tested = [name for name in wanted if name in idle] if wanted else idle
     left_out = {name: why_not_idle(known[name]) for name in wanted if name not in idle}
+    for name in left_out:
+        if known[name].reason.startswith(REASON):  # a test may be what it waits for
+            left_out[name] += f"; for a test `scontrol update NodeName={name} State=RESUME` first"
     helpers = [name for name in idle if name not in tested] if tested else []
     need = max(0, 2 * PAIRS_WANTED - len(tested))
     need += (len(tested) + need) % 2
@@ -102,6 +104,9 @@ def why_not_idle(node: NodeInfo) -> str:
     if node.healthy:
         return f"in use ({'+'.join(sorted(node.states)).lower()}): try again when it is free"
     why = f"{'+'.join(sorted(node.states)).lower()}{f': {node.reason}' if node.reason else ''}"
+    if node.reason.startswith(REASON):
+        said = f"`unicronctl nodes --node {node.name}` says what it waits for"
+        return f"out of service by Unicron ({why}), which gives it back when it is sound: {said}"
     return f"out of service ({why}): give it back with `scontrol update NodeName={node.name} State=RESUME` first"
 
 
@@ -123,7 +128,7 @@ def command(group: Group, nodes: Mapping[str, NodeInfo], wish: Wish, token: str)
     gpus = min(nodes[name].gpus for name in group) if wish.gpus else 0
     options = [
         "srun",
-        f"--job-name=unicron-pair-test-{token}",
+        f"--job-name={JOB_NAME}{token}",
         f"--nodes={count}",
         f"--nodelist={','.join(group)}",
         f"--ntasks={count}",
@@ -165,13 +170,7 @@ class Runner:
     ) -> None:
         self._nodes = {node.name: node for node in nodes}
         self._wish, self._tell = wish, tell
-        # Inside of another job srun would use that job's nodes. The plugin is to leave these alone.
-        hidden = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")
-        kept = {k: v for k, v in environment.items() if not k.startswith(hidden) or k == "SLURM_CONF"}
-        self._environment = {**kept, "UNICRON": "0"}
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._lock = threading.Lock()
-        self._stopped = False
+        self._steps = Steps(JOB_NAME, environment)
 
     def play(self, tested: Sequence[str], helpers: Sequence[str]) -> Findings:
         """Runs both rounds."""
@@ -198,64 +197,22 @@ class Runner:
 
     def wave(self, number: int, groups: Sequence[Group]) -> list[Test]:
         """Runs the groups' tests side by side; they share no node."""
-        with ThreadPoolExecutor(min(AT_ONCE, len(groups))) as pool:
-            try:
-                return list(pool.map(lambda group: self._test(number, group), groups))
-            except BaseException:
-                self.stop()  # the pool would wait for them
-                raise
-
-    def stop(self) -> None:
-        """Ends all tests at an interrupt and starts no other."""
-        with self._lock:
-            self._stopped, running = True, dict(self._running)
-        for token, process in running.items():
-            self._end(token, process)
+        return self._steps.side_by_side(lambda group: self._test(number, group), groups, AT_ONCE)
 
     def _test(self, number: int, group: Group) -> Test:
-        if self._stopped:
-            return Test(number, group, None, "interrupted")
         token = secrets.token_hex(6)
-        line = command(group, self._nodes, self._wish, token)
-        try:
-            process = subprocess.Popen(
-                line,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise UserError(
-                f"cannot start srun ({error.strerror}); install with: apt-get install slurm-client"
-            ) from None
-        with self._lock:
-            self._running[token] = process
-        late, output = False, Output(process, MOST_BYTES)
-        with process:
+        late = False
+        with self._steps.running(token, command(group, self._nodes, self._wish, token)) as process:
+            output = Output(process, MOST_BYTES)
             try:
                 output.read(limit(self._wish, len(group)) + self._wish.queue)
             except (subprocess.TimeoutExpired, TooMuchOutput):
                 late = True
-                self._end(token, process)
+                self._steps.end(token, process)
                 with contextlib.suppress(subprocess.TimeoutExpired, TooMuchOutput):
                     output.read(END_SECONDS)
-            finally:
-                with self._lock:
-                    self._running.pop(token, None)
         out, err = (text.decode(errors="replace") for text in output.taken())
         return read(number, group, out, err, process.returncode, late)
-
-    def _end(self, token: str, process: subprocess.Popen[bytes]) -> None:
-        """srun's own way to end a job takes its nodes' answer; scancel works without."""
-        call = ["scancel", f"--name=unicron-pair-test-{token}"]
-        try:
-            run_program(call, 10.0, env=self._environment)
-            process.send_signal(signal.SIGTERM)
-            process.wait(END_SECONDS)
-        except (OSError, subprocess.TimeoutExpired, TooMuchOutput):
-            process.kill()
 
 
 def read(number: int, group: Group, out: str, err: str, status: int, late: bool) -> Test:

@@ -28,6 +28,11 @@ def ask_controller(question: Mapping[str, Any], address: str | None = None, time
     `address`: by default $UNICRON_CONTROLLER, the running controller's state folder, the configuration. Raises
     UserError, one line.
     """
+    return ask_and_see(question, address, timeout)[0]
+
+
+def ask_and_see(question: Mapping[str, Any], address: str | None = None, timeout: float = 3.0) -> tuple[Any, Target]:
+    """Returns the same answer, and which of the controller's addresses gave it."""
     import zmq
 
     from unicron.ctl.protocol.controller_discovery import Hello
@@ -73,7 +78,7 @@ def ask_controller(question: Mapping[str, Any], address: str | None = None, time
         context.term()
     if not answer.ok:
         raise UserError(printable(answer.error))
-    return clean(answer.data)
+    return clean(answer.data), target
 
 
 Answer = TypeVar("Answer")

@@ -419,13 +419,16 @@ class Listener:
             self._warn(text)
 
 
-def listening(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen at all addresses of the host; "" and "*" are all of this machine's, of both families. Raises
-    OSError."""
+def listening(host: str, port: int, queue: int = QUEUE) -> list[socket.socket]:
+    """Sockets that listen at all addresses of the host; "" and "*" are all of this machine's, of both families.
+
+    queue: connections that wait to be accepted; with 0 the sockets have the port, and nobody can connect. Raises
+    OSError.
+    """
     host = host.strip("[]")
     if host in ("", "*") and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
-            return [_listening(socket.AF_INET6, ("::", port), dual=True)]
+            return [_listening(socket.AF_INET6, ("::", port), queue, dual=True)]
     if host in ("", "*"):
         host = "0.0.0.0"
     found = {
@@ -436,7 +439,7 @@ def listening(host: str, port: int) -> list[socket.socket]:
     try:
         for family, where in found.values():
             place = (where[0], opened[0].getsockname()[1], *where[2:]) if opened else where
-            opened.append(_listening(family, place, dual=where[0] == "::"))
+            opened.append(_listening(family, place, queue, dual=where[0] == "::"))
     except OSError:
         for one in opened:
             one.close()
@@ -444,7 +447,7 @@ def listening(host: str, port: int) -> list[socket.socket]:
     return opened
 
 
-def _listening(family: int, where: tuple[object, ...], dual: bool) -> socket.socket:
+def _listening(family: int, where: tuple[object, ...], queue: int, dual: bool) -> socket.socket:
     """One listening socket; connections inherit its options."""
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -461,7 +464,8 @@ def _listening(family: int, where: tuple[object, ...], dual: bool) -> socket.soc
         if family == socket.AF_INET6:
             opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual)
         opened.bind(where)
-        opened.listen(QUEUE)
+        if queue:
+            opened.listen(queue)
     except OSError:
         opened.close()
         raise

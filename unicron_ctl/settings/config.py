@@ -17,7 +17,7 @@ from unicron.ctl.settings import limits, partitions
 from unicron.ctl.settings.limits import DAY, HEARTBEATS, Range
 from unicron.ctl.settings.notify import NotifyConfig, notify_problem
 from unicron.ctl.settings.partitions import PartitionConfig, Rules
-from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric, split_addresses
+from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric, split, split_addresses
 from unicron.detector.failures.classify import Classifier, default_classifier
 from unicron.detector.health.checks import CHECKS, HealthConfig
 from unicron.detector.health.programs import program_problem
@@ -261,7 +261,7 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
 def _standby_problems(section: ControllerConfig) -> list[str]:
     """With a standby both hosts have this file: the name of one of them cannot be listened at by the other, which
     would fail when it takes over."""
-    host = host_and_port(section.metrics)[0] if section.metrics else ""
+    host = split(section.metrics, listens=True)[0] if section.metrics else ""
     if len(section.addresses) < 2 or not host or host in ("0.0.0.0", "::", "*") or is_loopback(host):
         return []
     return [f'metrics = "{section.metrics}": with a standby write 0.0.0.0 in place of {host}, which is one host alone']
@@ -327,8 +327,11 @@ def skip_problem(value: tuple[str, ...], programs: Collection[str] = ()) -> str:
 
 def metrics_problem(value: str) -> str:
     """What is wrong with an address for metrics, or nothing."""
-    port = host_and_port(value)[1] if value else 0
-    return "" if 0 <= port <= 65535 else f'metrics = "{value}": write HOST:PORT, or :7453 for this machine alone'
+    try:
+        split(value or ":0", listens=True)
+    except ValueError:
+        return f'metrics = "{value}": write HOST:PORT, or :7453 for this machine alone'
+    return ""
 
 
 def web_url_problem(value: str) -> str:
@@ -336,14 +339,6 @@ def web_url_problem(value: str) -> str:
     return (
         "" if not value or WEB_URL.fullmatch(value) else f'web_url = "{value}": write https://HOST or http://HOST:PORT'
     )
-
-
-def host_and_port(text: str) -> tuple[str, int]:
-    """Host, without the brackets of IPv6, and port of HOST:PORT; a port of -1 for what is none."""
-    host, _, port = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    sound = port.isascii() and port.isdecimal() and (f"[{bare}]" == host or ":" not in host)
-    return bare, int(port) if sound else -1
 
 
 def listen_problem(value: str) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from unicron.ctl.settings.limits import Range
-from unicron.ctl.system.addresses import is_loopback
+from unicron.ctl.system.addresses import is_loopback, split
 from unicron.ctl.system.errors import UserError
 from unicron.detector.health.programs import untrusted
 
@@ -69,9 +69,10 @@ def notify_problem(config: NotifyConfig) -> str:
     odd = next((one for one in [*config.mail, config.mail_from] if one and not _is_mail(one)), "")
     if odd:
         return f'"{odd}" is no address of mail'
-    host, _, port = config.smtp.rpartition(":")
-    if config.mail and not (host and port.isdigit()):
-        return f'smtp = "{config.smtp}": write HOST:PORT'
+    try:
+        split(config.smtp)
+    except ValueError:
+        return f'smtp = "{config.smtp}": write HOST:PORT' if config.mail else ""
     return ""
 
 

@@ -89,12 +89,15 @@ def in_brackets(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def split(address: str) -> tuple[str, int]:
-    """Host and port of host:port, with or without the brackets. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 1 << 16:
+def split(address: str, listens: bool = False) -> tuple[str, int]:
+    """Host, without brackets, and port of HOST:PORT. listens: a place to listen at: it may have no host, port 0 takes
+    any free one, and a person has written it, so an address of IPv6 must have its brackets. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    bare = host.strip("[]")
+    sound = colon and port.isascii() and port.isdecimal() and (0 if listens else 1) <= int(port) < 1 << 16
+    if not sound or (host != in_brackets(bare) if listens else not bare):
         raise ValueError(f"{address!r} is no host:port")
-    return host.strip("[]"), int(port)
+    return bare, int(port)
 
 
 def endpoint(address: str) -> tuple[str, int]:
@@ -116,6 +119,15 @@ def split_addresses(text: str) -> list[str]:
 def endpoints(text: str) -> list[tuple[str, int]]:
     """Host and port of each controller in such a text. Raises UserError."""
     return [endpoint(one) for one in split_addresses(text)] or [endpoint(text)]
+
+
+def named(text: str, target: Target) -> str:
+    """How such a text writes the address that leads to this target; the target's own where no name does now."""
+    for one in split_addresses(text):
+        with contextlib.suppress(OSError, UserError):
+            if target in resolve(*endpoint(one)):
+                return one
+    return target.endpoint
 
 
 def is_own(target: Target) -> bool:

@@ -7,39 +7,56 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import click
 
 from unicron.ctl.system.errors import FAILURE, WRONG_USE, UserError, one_line
 
 
-def run(program: str, command: click.Command, arguments: Sequence[str] | None = None, mark: str = "") -> int:
+def tell_people(program: str, text: str) -> None:
+    """Writes one line on standard error."""
+    click.echo(f"{program}: {text}", err=True)
+
+
+def run(
+    program: str,
+    command: click.Command,
+    arguments: Sequence[str] | None = None,
+    tell: Callable[[str, str], None] = tell_people,
+) -> int:
     """Runs a click command and returns its exit status: 0, 2 for wrong use, 1 for anything else.
 
-    Every error becomes one line on stderr, which begins with `mark`. With UNICRON_DEBUG=1 a traceback comes before it.
+    Every error becomes one line, which `tell` writes. With UNICRON_DEBUG=1 a traceback comes before it.
     """
+
+    def report(message: str, status: int) -> int:
+        if os.environ.get("UNICRON_DEBUG") == "1":
+            traceback.print_exc()
+        tell(program, one_line(message))
+        return status
+
     try:
         result = command.main(args=arguments, prog_name=program, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else program
-        return _report(mark + program, f"{error.format_message()} (see '{path} --help')", WRONG_USE)
+        return report(f"{error.format_message()} (see '{path} --help')", WRONG_USE)
     except click.ClickException as error:
-        return _report(mark + program, error.format_message(), FAILURE)
+        return report(error.format_message(), FAILURE)
     except UserError as error:
-        return _report(mark + program, str(error), error.exit_code)
+        return report(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        return _report(mark + program, "interrupted", FAILURE)
+        return report("interrupted", FAILURE)
     except OSError as error:
-        return _report(mark + program, str(error), FAILURE)
+        return report(str(error), FAILURE)
     except SystemExit as leaving:  # click's, without a word, for whichever pipe is broken (`unicronctl events | head`)
         if leaving.code and not _reader_is_gone():
-            return _report(mark + program, os.strerror(errno.EPIPE), FAILURE)
+            return report(os.strerror(errno.EPIPE), FAILURE)
         raise
     except Exception as error:
         hint = "this is a defect; run again with UNICRON_DEBUG=1 for the traceback"
-        return _report(mark + program, f"{type(error).__name__}: {error} ({hint})", FAILURE)
+        return report(f"{type(error).__name__}: {error} ({hint})", FAILURE)
 
 
 def _reader_is_gone() -> bool:
@@ -47,10 +64,3 @@ def _reader_is_gone() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0))
-
-
-def _report(program: str, message: str, status: int) -> int:
-    if os.environ.get("UNICRON_DEBUG") == "1":
-        traceback.print_exc()
-    click.echo(f"{program}: {one_line(message)}", err=True)
-    return status

@@ -14,9 +14,9 @@ import click
 
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol import claims
-from unicron.ctl.settings.config import host_and_port, web_url_problem
+from unicron.ctl.settings.config import web_url_problem
 from unicron.ctl.settings.config_file import load
-from unicron.ctl.system.addresses import is_loopback
+from unicron.ctl.system.addresses import is_loopback, split
 from unicron.ctl.system.errors import WRONG_USE, UserError
 
 LISTEN = "127.0.0.1:7454"
@@ -75,8 +75,11 @@ def _serve(listen: str, url: str, controller: str | None) -> None:
     from unicron.ctl.cli.web.page_source import ANSWER_SECONDS, Source
     from unicron.ctl.protocol.client import ask_controller
 
-    host, port = host_and_port(listen)
-    if not host or not 0 <= port <= 65535:
+    try:
+        host, port = split(listen, listens=True)
+    except ValueError:
+        host, port = "", 0
+    if not host:
         raise UserError(f"--listen {listen}: write HOST:PORT, such as {LISTEN}", WRONG_USE)
     url, one_user = url or _configured_url(), load().controller.auth == "none"
     if not is_loopback(host):

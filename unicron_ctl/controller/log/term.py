@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shlex
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ from unicron.ctl.controller.log.store import Fenced, Holder, Store, StoreError, 
 from unicron.ctl.system.errors import UserError
 
 LOG_FILE = "events.sqlite"
+RESTORING = "restoring"  # there while a restore exchanges the files; has the name of the copy
 LEASE_SECONDS = 2.5
 RENEW_SECONDS = 0.5
 STANDS_STILL = 1.2  # leases without a renewal, after which the term counts as over
@@ -81,15 +83,22 @@ class Claim:
         os.close(self.lock)
 
 
-def claim(folder: Path, leased: bool, watch: Watch | None = None) -> Claim:
-    """Begins a term on the log in `folder`, with a lease or for as long as the process lives. watch: what was seen of
-    the lease in earlier tries. Raises Held when another controller may be at work, StoreError and UserError.
+def claim(
+    folder: Path, leased: bool, watch: Watch | None = None, prepare: Callable[[], object] = lambda: None
+) -> Claim:
+    """Begins a term on the log in `folder`, with a lease or for as long as the process lives.
+
+    watch: what was seen of the lease in earlier tries. prepare: called once the term could begin; no term begins where
+    it raises. Raises Held when another controller may be at work, StoreError and UserError.
     """
     watch = watch or Watch()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}; choose another folder with --state-dir") from None
+    if (left := folder / RESTORING).is_file():
+        again = f"unicronctl restore {shlex.quote(left.read_text(errors='replace') or 'FILE')}"
+        raise UserError(f"{folder}: a restore was cut off while it exchanged the files; nothing is lost: run `{again}`")
     path = folder / LOG_FILE
     if held := held_terms(folder):  # whoever writes to the log is not to be disturbed by opening it
         _begin_after(folder, peek(path), held, watch)
@@ -97,6 +106,7 @@ def claim(folder: Path, leased: bool, watch: Watch | None = None) -> Claim:
     try:
         last = store.holder()  # before the locks are looked at: whoever comes in between changes it
         stolen = _begin_after(folder, last, held_terms(folder), watch)
+        prepare()
         return _begin_term(folder, store, last, leased, stolen)
     except BaseException:
         store.close()

@@ -17,6 +17,7 @@ from typing import TextIO
 
 from unicron.ctl.protocol.printable import printable
 from unicron.ctl.system.errors import one_line
+from unicron.ctl.system.program import tell_people
 from unicron.detector.processes.log_format import log_line
 
 ROOT = "unicron"  # the loggers are called unicron.controller and so on
@@ -82,6 +83,26 @@ def start(program: str, level: str = "info", stream: TextIO | None = None, form:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def tell_error(program: str, text: str) -> None:
+    """Writes why the program ends, in the format of `start`."""
+    if _is_json():
+        logging.getLogger(ROOT).error("%s", text)
+    else:
+        tell_people((mark(logging.ERROR) if is_journal(sys.stderr) else "") + program, text)
+
+
+def announce(program: str, text: str) -> None:
+    """Writes what whoever started the program waits for: on standard output, or as an object with the others."""
+    if _is_json():
+        logging.getLogger(ROOT).info("%s", text)
+    else:
+        print(f"{program}: {text}", flush=True)
+
+
+def _is_json() -> bool:
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger(ROOT).handlers)
 
 
 def is_journal(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:

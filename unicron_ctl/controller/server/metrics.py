@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import Metric
 
 from unicron.ctl.controller.server.metric_counts import Recorded
-from unicron.ctl.settings.config import host_and_port
+from unicron.ctl.system.addresses import split
 from unicron.ctl.system.errors import UserError
 from unicron.ctl.system.mailbox import Mailbox
 
@@ -156,11 +156,21 @@ class Exporter:
 
 
 def _serve(place: str, respond: Callable[..., Iterable[bytes]]) -> _Server:
-    host, port = host_and_port(place)
-    host = host or LOOPBACK
+    host, port = metrics_place(place)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = type("_Server", (_Server,), {"address_family": family})
         return make_server(host, port, respond, server, _Handler)
     except OSError as error:
-        raise UserError(f"[controller] metrics = {place!r}: {error.strerror}: give another address") from None
+        raise cannot_serve(place, error) from None
+
+
+def metrics_place(place: str) -> tuple[str, int]:
+    """Host and port of `place`; see :class:`Exporter`."""
+    host, port = split(place, listens=True)
+    return host or LOOPBACK, port
+
+
+def cannot_serve(place: str, error: OSError) -> UserError:
+    """What is said where nothing can listen at `place`."""
+    return UserError(f"[controller] metrics = {place!r}: {error.strerror}: give another address")

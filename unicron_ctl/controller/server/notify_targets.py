@@ -11,6 +11,7 @@ import smtplib
 import socket
 import ssl
 import subprocess
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 
 from unicron.ctl.controller.log.notices import Message
 from unicron.ctl.settings.notify import NotifyConfig, Secrets, unfit
+from unicron.ctl.system.addresses import split
 from unicron.ctl.system.errors import one_line, shortened
 from unicron.ctl.system.redaction import without_secrets
 
@@ -32,12 +34,12 @@ class NotTold(Exception):
     """A target was not told; the text says why, and holds no secret."""
 
 
-def targets(config: NotifyConfig, secrets: Secrets) -> dict[str, Deliver]:
+def targets(config: NotifyConfig, secrets: Secrets, hooks: Hooks) -> dict[str, Deliver]:
     """Name -> what tells it. Each raises NotTold, and ends within a few times the section's time limit."""
     seconds = config.timeout
     found: dict[str, Deliver] = {}
     if config.hook:
-        found["hook"] = partial(run_hook, config.hook, seconds)
+        found["hook"] = partial(hooks.run, config.hook, seconds)
     if config.mail:
         found["mail"] = partial(send_mail, config, secrets)
     if secrets.slack:
@@ -55,35 +57,68 @@ def _without_secrets(deliver: Deliver, words: list[str], message: Message) -> No
         raise NotTold(shortened(without_secrets(text, words, least=1), SAID)) from None
 
 
-def run_hook(path: str, seconds: float, message: Message) -> None:
-    """Runs the program, without a shell, with the message as JSON on its standard input and little else. All that it
-    has started is killed when it takes too long. Raises NotTold."""
-    if why := unfit(path):
-        raise NotTold(why)
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "LC_ALL": "C.UTF-8"}
-    process = subprocess.Popen(
-        [os.path.realpath(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        env=environment,
-        start_new_session=True,
-    )
-    with process:
-        try:
-            process.communicate(json.dumps({"subject": message.subject, **message.data}).encode(), timeout=seconds)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise NotTold(f"the hook did not end within {seconds:g} s and was killed") from None
-    if process.returncode:
-        raise NotTold(f"the hook ended with status {process.returncode}")
+class Hooks:
+    """The hook programs that run. None of them outlives the controller's end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = set[subprocess.Popen[bytes]]()
+        self._closed = False
+
+    def run(self, path: str, seconds: float, message: Message) -> None:
+        """Runs the program, without a shell, with the message as JSON on its standard input and little else. All that
+        it has started is killed when it takes too long. Raises NotTold."""
+        if why := unfit(path):
+            raise NotTold(why)
+        process = self._start(path)
+        data = json.dumps({"subject": message.subject, **message.data}).encode()
+        with process:
+            try:
+                process.communicate(data, timeout=seconds)
+            except subprocess.TimeoutExpired:
+                _kill(process)
+                raise NotTold(f"the hook did not end within {seconds:g} s and was killed") from None
+            finally:
+                with self._lock:
+                    self._running.discard(process)
+        if process.returncode:
+            raise NotTold(f"the hook ended with status {process.returncode}")
+
+    def _start(self, path: str) -> subprocess.Popen[bytes]:
+        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "LC_ALL": "C.UTF-8"}
+        with self._lock:
+            if self._closed:
+                raise NotTold("unicrond ends")
+            process = subprocess.Popen(
+                [os.path.realpath(path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=environment,
+                start_new_session=True,
+            )
+            self._running.add(process)
+            return process
+
+    def close(self) -> None:
+        """Kills those that run, with all that they have started; none is started any more."""
+        with self._lock:
+            self._closed = True
+            for process in self._running:
+                _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process with its session, unless it has ended."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
     """Sends the message as plain text. Raises NotTold, OSError and SMTPException."""
-    host, _, port = config.smtp.rpartition(":")
+    host, port = split(config.smtp)
     mail = EmailMessage()
     mail["Subject"] = one_line(message.subject)
     mail["From"] = config.mail_from or f"unicron@{socket.getfqdn()}"
@@ -94,8 +129,8 @@ def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
     mail.set_content(message.text)
     if message.html:
         mail.add_alternative(message.html, subtype="html")
-    with smtplib.SMTP(host.strip("[]"), int(port), timeout=config.timeout) as server:
-        if secrets.smtp_user or int(port) == SUBMISSION:
+    with smtplib.SMTP(host, port, timeout=config.timeout) as server:
+        if secrets.smtp_user or port == SUBMISSION:
             server.starttls(context=ssl.create_default_context())
         if secrets.smtp_user:
             server.login(secrets.smtp_user, secrets.smtp_password)

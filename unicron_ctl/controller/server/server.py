@@ -32,9 +32,8 @@ from unicron.ctl.controller.server.complaints import Complaints
 from unicron.ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
 from unicron.ctl.controller.server.log_upkeep import LogUpkeep
 from unicron.ctl.controller.server.metric_gauges import Kept, present
-from unicron.ctl.controller.server.metrics import Exporter
 from unicron.ctl.controller.server.question_queue import Answered, Asked, Question
-from unicron.ctl.controller.server.sockets import bind
+from unicron.ctl.controller.server.sockets import Ports
 from unicron.ctl.controller.server.telling import DAY, Telling
 from unicron.ctl.controller.server.worker import Result, Worker
 from unicron.ctl.protocol import claims, datagrams, wire
@@ -63,7 +62,7 @@ Route = tuple[bytes, ...]
 
 
 class Server:
-    """One controller on `listen`; `address` is where it can be reached, `key` its public key, empty when it encrypts
+    """One controller at `ports`; `address` is where it can be reached, `key` its public key, empty when it encrypts
     nothing. connections: as many at once. progress: called every now and then while the log is read. tenure: the
     right to act; by default it has that as long as it lives. Raises UserError when it can't start.
     """
@@ -72,7 +71,7 @@ class Server:
         self,
         config: Config,
         store: Store,
-        listen: str,
+        ports: Ports,
         client: SlurmClient | None,
         classifier: Classifier,
         connections: int = MAX_SOCKETS,
@@ -102,11 +101,10 @@ class Server:
         self._began_with, self._munge = config.controller, config.controller.auth == "munge"
         self._verifying: set[tuple[str, str]] = set()
         keys, self.key = self._keys(config.controller, store.path.parent)
-        sockets, self._hints, self.address = bind(listen)
-        self.listener = Listener(sockets, keys, connections, wire.MAX_BYTES, refused=self._on_refused)
+        self._hints, self.address, self.exporter = ports.hints, ports.address, ports.exporter
+        self.listener = Listener(ports.connections, keys, connections, wire.MAX_BYTES, refused=self._on_refused)
         self.core.view.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
-        self.exporter = Exporter(config.controller.metrics) if config.controller.metrics else None
         if self.exporter is not None:
             self.worker.took = self.exporter.recorded.slurm_took
         self.telling = Telling(self.worker.results, lambda record: self.core.append("", 0, record), self.address)
@@ -201,6 +199,7 @@ class Server:
             self.exporter.close()
         if self._tenure.lease:  # a standby may act at once: no call to Slurm outlives this controller
             self.worker.let_changes_end(self.config.controller.slurm_timeout)
+        self.telling.close()
         self.worker.close()
         self.listener.close()
         for hints in self._hints:

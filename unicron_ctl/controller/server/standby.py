@@ -8,14 +8,16 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from unicron.ctl.controller.log.store import Locked, StoreError
 from unicron.ctl.controller.log.term import Claim, Held, Watch, claim, clock
+from unicron.ctl.controller.server.sockets import CannotListen, Ports, bind, why_not
 from unicron.ctl.protocol.controller_discovery import Hello
 from unicron.ctl.protocol.reach import Reach, reach
-from unicron.ctl.system.addresses import Target, endpoint, is_own, join, resolve
+from unicron.ctl.settings.config import ControllerConfig
+from unicron.ctl.system.addresses import Target, endpoint, is_own, join, reason_of, resolve
 from unicron.ctl.system.errors import UserError
 from unicron.ctl.system.whole_file import write_whole
 
@@ -25,7 +27,7 @@ SAY_SECONDS = 0.5  # between two words of the standby's
 WAITS_SECONDS = 2.0  # after its last word it counts as gone
 DEAF_SECONDS = 2.0  # without a word of any agent
 PROBE_SECONDS = 0.5  # for another controller's host to answer
-LOOK_SECONDS = 10.0  # between two looks for a second controller that leads
+LOOK_SECONDS = 10.0  # between two looks for a second controller that leads, and for the others' hosts
 SURE_SECONDS, SURE_AFTER = 2.0, 3  # the same after one was seen, and how many in a row are no chance
 LEADER_ANSWER_SECONDS = 1.0  # for it to answer
 log = logging.getLogger("unicron.controller")
@@ -35,19 +37,55 @@ class SteppedDown(StoreError):
     """This controller hears nobody, and a standby waits; or another one leads."""
 
 
-def wait_for_claim(folder: Path, alive: Callable[[str], object], sleep: Callable[[float], None] = time.sleep) -> Claim:
+def claim_with_ports(
+    folder: Path, leased: bool, bound: Callable[[], Ports], watch: Watch | None = None
+) -> tuple[Claim, Ports]:
+    """Begins a term as :func:`claim` does, where `bound` gives the ports for it: who leads must be heard. Raises what
+    the two raise."""
+    found = list[Ports]()
+    try:
+        return claim(folder, leased, watch, lambda: found.append(bound())), found[0]
+    except BaseException:
+        for ports in found:  # whoever comes to a port at which nobody answers would wait there
+            ports.close()
+        raise
+
+
+def wait_for_claim(
+    folder: Path,
+    section: ControllerConfig,
+    alive: Callable[[str], object],
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[Claim, Ports]:
     """Begins a term as soon as the controller that has the state folder is gone; waits for that without end.
 
-    alive: told every now and then what this waits for. Raises UserError where the folder or the log cannot be used.
+    It binds the ports only then, for clients must not take a standby for the controller. Meanwhile it looks whether it
+    could: while it could not, it complains, and does not count as a standby.
+
+    alive: told every now and then what this waits for. Raises CannotListen where nothing is to be waited for, and
+    UserError where the folder or the log cannot be used.
     """
-    watch, said, count, last = Watch(), "", 0, float("-inf")
+    watch, said, count, last, problem = Watch(), "", 0, float("-inf"), ""
     mark = folder / STANDBY_FILE
     name = f"{socket.gethostname()} process {os.getpid()}"
+
+    def bound() -> Ports:
+        if problem:
+            raise CannotListen(problem)
+        return bind(section.listen, section.metrics)
+
     while True:
+        if says := clock() - last >= SAY_SECONDS:
+            last, problem = clock(), why_not(section.listen, section.metrics)
         try:
-            found = claim(folder, True, watch)
+            found = claim_with_ports(folder, True, bound, watch)
         except (Held, Locked) as error:
-            text = f"standby: waits for {_holder(str(error))}"
+            text = f"standby: waits for {_holder(str(error))}" + (f", but could not lead: {problem}" if problem else "")
+        except CannotListen as error:
+            if not said:
+                raise
+            problem = str(error)
+            text = f"standby: nobody leads, and this one cannot: {problem}"
         else:
             if said:
                 log.info("standby: takes over")
@@ -55,10 +93,10 @@ def wait_for_claim(folder: Path, alive: Callable[[str], object], sleep: Callable
                 mark.unlink(missing_ok=True)
             return found
         if text != said:
-            log.info("%s", text)
+            log.log(logging.ERROR if problem else logging.INFO, "%s", text)
             said = text
-        if clock() - last >= SAY_SECONDS:
-            count, last = count + 1, clock()
+        if says and not problem:
+            count += 1
             _write(mark, f"{name} {count}")
         alive(text)
         sleep(POLL_SECONDS)
@@ -109,22 +147,46 @@ class Isolation:
     the state folder. It does so only if it has heard an agent before, so two that hear nobody do not take turns.
 
     call: runs work in a thread and its result in the loop. heard: when an agent was heard last, on the clock of `now`.
+    look: finds the other hosts, as :func:`other_hosts` does. It is asked now and then, for a name may not be known at
+    the start, or lead elsewhere later, and only while agents are heard: who is cut off reaches no name service.
     """
 
-    def __init__(self, rival: Rival, call: Callable[..., object], heard: Callable[[], float]) -> None:
-        self._rival, self._call, self._heard = rival, call, heard
-        self._others: list[Target] = []
+    def __init__(
+        self,
+        rival: Rival,
+        call: Callable[..., object],
+        heard: Callable[[], float],
+        look: Callable[[], Mapping[str, Sequence[Target] | str]],
+    ) -> None:
+        self._rival, self._call, self._heard, self._look = rival, call, heard, look
+        self._looked, self._looks = float("-inf"), False
+        self._known: dict[str, Sequence[Target]] = {}  # by address
+        self._unknown: dict[str, str] = {}
+        self._others: list[Target] = []  # without any it never steps down
         self._probed = float("-inf")
         self._answers: dict[Target, Reach | None] = {}
 
-    def learn_others(self, others: list[Target] | None) -> None:
-        """others: the controllers' addresses that are not this host's. Without any it never steps down."""
-        self._others = list(dict.fromkeys(others or ()))  # two names may lead to one
+    def _learn_others(self, found: Mapping[str, Sequence[Target] | str] | None) -> None:
+        """Takes in what `look` has found; a name that is not known now keeps what it was known for."""
+        self._looks = False
+        unknown = {address: said for address, said in (found or {}).items() if isinstance(said, str)}
+        for address in unknown.keys() - self._unknown.keys():
+            log.warning("[controller] address: %s: %s", address, unknown[address])
+        self._unknown = unknown
+        self._known |= {address: said for address, said in (found or {}).items() if not isinstance(said, str)}
+        others = list(dict.fromkeys(target for known in self._known.values() for target in known))
+        if others != self._others:  # two names may lead to one
+            self._others = others
+            self._answers.clear()
 
     def check_isolation(self, now: float) -> None:
         """Looks whether this controller is cut off, in its loop. Raises SteppedDown."""
         heard = self._heard()
-        if heard == float("-inf") or now - heard < DEAF_SECONDS or not self._others or not self._rival.waits:
+        deaf = heard != float("-inf") and now - heard >= DEAF_SECONDS
+        if not deaf and not self._looks and now - self._looked >= LOOK_SECONDS:
+            self._looked, self._looks = now, True
+            self._call(self._look, self._learn_others)
+        if not deaf or not self._others or not self._rival.waits:
             self._answers.clear()
             return
         if len(self._answers) == len(self._others) and set(self._answers.values()) == {Reach.SILENT}:
@@ -145,14 +207,14 @@ def _try(target: Target) -> Reach:
     return reach(join(target.host, target.port), PROBE_SECONDS)
 
 
-def other_hosts(addresses: Sequence[str]) -> list[Target]:
-    """The controllers' addresses that are not this host's. A name that is not known now has none."""
-    found = list[Target]()
+def other_hosts(addresses: Sequence[str]) -> dict[str, list[Target] | str]:
+    """By address of a controller, what it leads to beside this host, or why nobody knows now. Asks the name service."""
+    found = dict[str, list[Target] | str]()
     for address in addresses:
         try:
-            found += [target for target in resolve(*endpoint(address)) if not is_own(target)]
+            found[address] = [target for target in resolve(*endpoint(address)) if not is_own(target)]
         except OSError as error:
-            log.warning("[controller] address: %s: %s", address, error.strerror or error)
+            found[address] = reason_of(error)
     return found
 
 

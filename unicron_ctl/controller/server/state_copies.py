@@ -23,12 +23,13 @@ from unicron.ctl.controller.core.state_snapshot import DAMAGED, thaw
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.log.store import Holder, Store, StoreError
-from unicron.ctl.controller.log.term import LOG_FILE, held_terms, lock_of, terms
+from unicron.ctl.controller.log.term import LOG_FILE, RESTORING, held_terms, lock_of, terms
 from unicron.ctl.protocol.encryption import SECRET_FILE, is_key
 from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.whole_file import write_whole
 
 MOST_BYTES = 4 << 30  # of a file in a copy: a log has some 130 MB
-KEPT = "before-restore"
+KEPT, DRAFT = "before-restore", ".restore-"  # what was there, and what is to come
 BESIDE = 1_000_000  # ids that are left out where the log that is replaced cannot be read
 
 
@@ -53,9 +54,11 @@ def backup(folder: Path, target: Path) -> Copy:
     with _in_one_line(target), tempfile.TemporaryDirectory(prefix="unicron-backup-", dir=target.parent) as place:
         log = Path(place) / LOG_FILE
         os.close(os.open(log, os.O_CREAT | os.O_WRONLY, 0o600))
-        with _opened(source) as live, _opened(log) as copy:
-            live.execute("PRAGMA busy_timeout=10000")
-            live.backup(copy)
+        with contextlib.closing(sqlite3.connect(":memory:")) as read, _opened(log) as copy:
+            with _opened(source) as live:  # a controller with a lease cannot write meanwhile: no disk is waited for
+                live.execute("PRAGMA busy_timeout=10000")
+                live.backup(read)
+            read.backup(copy)
             copy.execute("PRAGMA journal_mode=DELETE")
         try:
             with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "w+b") as file:
@@ -76,6 +79,7 @@ def backup(folder: Path, target: Path) -> Copy:
 def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
     """Puts the copy into the state folder. Returns it, and where what was there is kept, None if nothing was.
 
+    Where it ends while files are exchanged, no unicrond starts on half of them, and a second call puts that right.
     Raises UserError, with the folder as it was, while a unicrond runs on it, or for a copy that is damaged.
     """
     with _in_one_line(folder), contextlib.ExitStack() as stack:
@@ -84,13 +88,20 @@ def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         stack.enter_context(_as_owner(folder))
         term = stack.enter_context(_alone(folder))
-        place = stack.enter_context(tempfile.TemporaryDirectory(prefix=".restore-", dir=folder))
+        for left in folder.glob(f"{DRAFT}*"):  # of one that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix=DRAFT, dir=folder))
         fresh = Path(place)
         found = _unpacked(file, source, fresh)
         _mark(fresh / LOG_FILE, found, folder / LOG_FILE, term)
+        mark = folder / RESTORING
+        write_whole(mark, str(file.absolute()))
+        _sync(folder)
         kept = _set_aside(folder, fresh)
         for name in os.listdir(fresh):
             os.replace(fresh / name, folder / name)
+        _sync(folder)
+        mark.unlink()
         _sync(folder)
     return found, kept
 
@@ -226,11 +237,14 @@ def _set_aside(folder: Path, fresh: Path) -> Path | None:
     old = [
         path
         for path in folder.iterdir()
-        if path != fresh and not path.name.startswith((KEPT, "lock.", ".restore-", "standby"))
+        if path != fresh and not path.name.startswith((KEPT, "lock.", DRAFT, RESTORING, "standby"))
     ]
     if not old:
         return None
-    kept = folder / f"{KEPT}-{time.strftime('%Y%m%dT%H%M%S')}"
+    name = f"{KEPT}-{time.strftime('%Y%m%dT%H%M%S')}"
+    if same := len(list(folder.glob(f"{name}*"))):  # one in the same second
+        name += f".{same}"
+    kept = folder / name
     kept.mkdir(mode=0o700)
     for path in old:
         os.replace(path, kept / path.name)

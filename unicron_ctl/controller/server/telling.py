@@ -17,7 +17,7 @@ from typing import NamedTuple
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.notices import Message, Notice, Notices, compose
 from unicron.ctl.controller.log.records import Event, Record
-from unicron.ctl.controller.server.notify_targets import Deliver, NotTold, targets
+from unicron.ctl.controller.server.notify_targets import Deliver, Hooks, NotTold, targets
 from unicron.ctl.settings.notify import NotifyConfig, Secrets, load_secrets
 from unicron.ctl.system.errors import UserError
 from unicron.ctl.system.mailbox import Mailbox
@@ -83,6 +83,7 @@ class Telling:
         self, results: Mailbox[Callable[[], None]], record: Callable[[Record], object], where: str = ""
     ) -> None:
         self._results, self._record, self.where = results, record, where
+        self._hooks = Hooks()
         self._notices = Notices()
         self._config = NotifyConfig()
         self._past: deque[Notice] = deque(maxlen=MOST_WAITING)
@@ -103,7 +104,7 @@ class Telling:
             secrets = Secrets()
         self._config, before = config, self.targets
         self.targets = {}
-        for name, deliver in targets(config, secrets).items():
+        for name, deliver in targets(config, secrets, self._hooks).items():
             known = before.get(name)
             if known is not None:
                 known.deliver = deliver
@@ -122,6 +123,10 @@ class Telling:
             self._past.append(notice)
             for target in self.targets.values():
                 self._add(target, notice)
+
+    def close(self) -> None:
+        """Ends the hooks that run: who was not told is told after the next start."""
+        self._hooks.close()
 
     def _add(self, target: Target, notice: Notice) -> None:
         if notice.id > target.upto and notice.kind in self._config.kinds:

@@ -7,14 +7,16 @@ import resource
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import click
 import pytest
 
 from tests.support.processes import LIMIT
-from unicron.ctl.cli import unicronctl
+from unicron.ctl.cli import ping, unicronctl
 from unicron.ctl.cli.options import DURATION
 from unicron.ctl.cli.plan import by_id
+from unicron.ctl.system.addresses import named, resolve
 from unicron.ctl.system.errors import UserError
 from unicron.planner.problem.objective import PlanError
 
@@ -156,3 +158,41 @@ def test_durations_are_written_as_people_write_them(text: str, seconds: float) -
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="write 30m, 2h or 1d"):
         DURATION.convert(text, None, None)
+
+
+def options_of(command: click.Command, path: str) -> Iterator[tuple[str, click.Parameter]]:
+    """All parameters of a command and of those below it."""
+    yield from ((f"{path} {one.opts[-1]}", one) for one in command.params)
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from options_of(below, f"{path} {name}")
+
+
+def test_no_number_of_an_option_is_infinite_or_none() -> None:
+    """Defect: click takes nan within every range, so `ping --seconds nan` ended with a word of Python's."""
+    found = dict(options_of(unicronctl.unicronctl, "unicronctl"))
+    numbers = {
+        name: one for name, one in found.items() if isinstance(one.type, type(DURATION) | click.types.FloatParamType)
+    }
+    assert {"unicronctl ping --seconds", "unicronctl top --interval", "unicronctl pause --for"} <= numbers.keys()
+    for name, one in numbers.items():
+        for text in ("nan", "inf", "-inf", "-5", "9" * 400):
+            with pytest.raises(click.BadParameter):
+                one.type.convert(text, one, None)
+                pytest.fail(f"{name} takes {text}")
+
+
+def test_ping_says_which_controller_answers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, answers = "tcp://localhost:1,tcp://127.0.0.2:2", resolve("127.0.0.2", 2)[0]
+    monkeypatch.setattr(ping, "ask_and_see", lambda *_, **more: ({}, answers))
+    assert unicronctl.run("unicronctl", unicronctl.unicronctl, ["ping", "--controller", both]) == 0
+    assert capsys.readouterr().out.startswith("tcp://127.0.0.2:2 answers after ")
+    monkeypatch.setattr(ping, "ask_and_see", lambda *_, **more: ({}, resolve("127.0.0.1", 1)[0]))
+    assert unicronctl.run("unicronctl", unicronctl.unicronctl, ["ping", "--controller", both]) == 0
+    assert capsys.readouterr().out.startswith("tcp://localhost:1 answers after ")
+    assert named(both, resolve("127.0.0.3", 3)[0]) == "tcp://127.0.0.3:3", "its name leads elsewhere by now"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from unicron.ctl.cli.doctor import command
+from unicron.ctl.cli.doctor import _print, command
 from unicron.ctl.doctor import host_facts
 from unicron.ctl.doctor.facts import ControllerFacts, HostFacts, Question
 from unicron.ctl.slurm import CommandLineClient, SlurmError
@@ -51,6 +51,14 @@ def test_a_problem_is_a_line_with_what_to_type_and_status_3(here: HostFacts) -> 
     )
     assert lines[-1] == "11 checks: 10 good, 1 with a problem" and "good     " not in done.output
     assert "good     config: /etc/unicron/unicron.toml" in call("--as", "login", "-v").output
+
+
+@pytest.mark.parametrize(("others", "words"), [(0, "login"), (1, "login, and 1 node"), (2, "login, and 2 nodes")])
+def test_the_first_line_says_who_answered(
+    here: HostFacts, capsys: pytest.CaptureFixture[str], others: int, words: str
+) -> None:
+    _print([here, *[HostFacts(name=f"n{i}", role="compute") for i in range(others)]], [], False)
+    assert capsys.readouterr().out.startswith(f"login1 ({words}), Unicron ")
 
 
 def test_what_a_host_says_is_text_to_the_terminal_and_one_word_to_the_shell(here: HostFacts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -15,7 +16,8 @@ from tests.support.processes import undated
 from unicron.ctl.cli import unicronctl
 from unicron.ctl.controller import unicrond as main
 from unicron.ctl.controller.server import journal
-from unicron.ctl.settings.config import Config
+from unicron.ctl.settings.config import Config, ControllerConfig
+from unicron.ctl.settings.config_file import examine
 from unicron.ctl.system import descriptors
 
 
@@ -38,7 +40,7 @@ def unicrond(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list
     """Runs it; returns the exit status and the lines of its outputs."""
 
     def run(*arguments: str) -> tuple[int, list[str], list[str]]:
-        status = unicronctl.run("unicrond", main.unicrond, arguments)
+        status = unicronctl.run("unicrond", main.unicrond, arguments, tell=journal.tell_error)
         out, err = capfd.readouterr()
         return status, out.splitlines(), err.splitlines()
 
@@ -82,6 +84,9 @@ def test_make_key(unicrond: Any, tmp_path: Path) -> None:
     assert status == 0 and line.startswith('public_key = "')
 
 
+HERE = "listen = 'tcp://127.0.0.1:0'\n"
+
+
 class FakeServer:
     """Records what main does with it. `during`: called in place of the loop."""
 
@@ -92,6 +97,7 @@ class FakeServer:
         self.reload: Callable[[], None] = lambda: None
         self.watchdog: Callable[[float], None] = lambda now: None
         arguments[1].close()
+        arguments[2].close()
 
     def apply_config(self, config: Config, classifier: object) -> None:
         self.taken.append(config)
@@ -110,7 +116,7 @@ class FakeServer:
 def test_a_life_from_start_to_stop(
     unicrond: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path, state = written(tmp_path, "[controller]\nslurm = 'none'\n"), tmp_path / "state"
+    path, state = written(tmp_path, "[controller]\nslurm = 'none'\n" + HERE), tmp_path / "state"
     manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     manager.bind(str(tmp_path / "notify"))
     manager.settimeout(5)
@@ -128,7 +134,7 @@ def test_a_life_from_start_to_stop(
         assert (state / "address").read_text() == "tcp://here:1\n"
         server.watchdog(100.0)
         assert hear() == "WATCHDOG=1"
-        written(tmp_path, "[controller]\nslurm = 'none'\noffer_delay = 0.5\n")
+        written(tmp_path, "[controller]\nslurm = 'none'\noffer_delay = 0.5\nlisten = 'tcp://127.0.0.1:1'\n")
         server.reload()
         assert (hear(), hear()) == ("RELOADING=1", "READY=1")
         written(tmp_path, "[controller]\noffer_delay = 'soon'\n")
@@ -138,13 +144,30 @@ def test_a_life_from_start_to_stop(
     monkeypatch.setattr(main, "Server", lambda *arguments: FakeServer(during, *arguments))
     status, out, err = unicrond("--config", path, "--state-dir", str(state))
     assert (status, out) == (0, ["unicrond: listening on tcp://here:1"]), err
-    assert [config.controller.offer_delay for config in servers[0].taken] == [0.5]
+    taken = [(config.controller.offer_delay, config.controller.listen) for config in servers[0].taken]
+    assert taken == [(0.5, "tcp://127.0.0.1:1")], "the server can say that it still listens elsewhere"
     assert servers[0].calls[-1] == "close" and hear() == "STOPPING=1" and not (state / "address").exists()
     assert undated(err[0]).startswith("WARNING unicrond: 1024 open files are granted")
     assert len(err) == 1 and [path in problem for problem in servers[0].problems] == [True]
     manager.close()
 
 
-def test_a_marked_error_is_an_error_in_the_journal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert unicronctl.run("unicrond", main.unicrond, ["--listen", "here"], mark="<3>") == 2
+def test_with_json_the_error_that_ends_it_is_an_object(unicrond: Any) -> None:
+    status, out, (line,) = unicrond("--log-format", "json", "--listen", "here")
+    said = json.loads(line)
+    assert (status, out, said["level"]) == (2, [], "ERROR") and said["text"].startswith('--listen: listen = "here"')
+
+
+def test_a_standby_that_leads_has_the_configuration_of_today_but_listens_where_it_does(tmp_path: Path) -> None:
+    before = Config(controller=ControllerConfig(listen="tcp://127.0.0.1:5", metrics=":6"))
+    path = written(tmp_path, "[controller]\noffer_delay = 0.5\nlisten = 'tcp://127.0.0.1:7'\nmetrics = ':8'\n")
+    found = main.read_again(before, lambda: examine(path)).controller
+    assert (found.offer_delay, found.listen, found.metrics) == (0.5, "tcp://127.0.0.1:5", ":6")
+    written(tmp_path, "[controller]\noffer_delay = 'soon'\n")
+    assert main.read_again(before, lambda: examine(path)) is before
+
+
+def test_an_error_is_one_in_the_journal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "is_journal", lambda stream: True)
+    assert unicronctl.run("unicrond", main.unicrond, ["--listen", "here"], tell=journal.tell_error) == 2
     assert capsys.readouterr().err.startswith("<3>unicrond: --listen")

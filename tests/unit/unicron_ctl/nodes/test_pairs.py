@@ -46,6 +46,16 @@ def test_nodes_that_cannot_be_tested_are_named_with_what_to_do() -> None:
     assert tested == ["n1"] and "try again" in left["n2"] and "State=RESUME" in left["n3"]
 
 
+def test_a_node_that_unicron_took_is_given_back_by_unicron() -> None:
+    """Defect: doctor advised to resume it, whatever it was taken for."""
+    (taken,) = cluster(1, n1={"DOWN"})
+    taken = dataclasses.replace(taken, reason="unicron[node_problem]: agent silent")
+    said = pairs.why_not_idle(taken)
+    assert "by Unicron (down: unicron[node_problem]: agent silent)" in said and "RESUME" not in said
+    assert "`unicronctl nodes --node n1`" in said
+    assert "for a test `scontrol update NodeName=n1 State=RESUME`" in pairs.choose([taken], ["n1"])[2]["n1"]
+
+
 @pytest.mark.parametrize(("wanted", "words"), [(["n77"], "knows no node 'n77'"), (["n1", "n1"], "named twice")])
 def test_wrong_names_are_wrong_use(wanted: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
@@ -63,12 +73,6 @@ def test_the_command_asks_for_exactly_the_two_nodes_and_all_their_gpus() -> None
         assert word in line
     assert line.index("/opt/python") < line.index("-P") < line.index("unicron.detector.health.pair_probe")
     assert not any("gres" in word for word in pairs.command(("n1", "n2"), nodes, pairs.Wish(gpus=False), "abc"))
-
-
-def test_a_surrounding_job_and_the_plugin_are_kept_out() -> None:
-    given = {"SLURM_JOB_ID": "7", "SLURM_CONF": "/c", "SBATCH_PARTITION": "x", "HOME": "/h", "UNICRON": "1"}
-    runner = pairs.Runner(cluster(), pairs.Wish(), given, lambda text: None)
-    assert runner._environment == {"SLURM_CONF": "/c", "HOME": "/h", "UNICRON": "0"}
 
 
 # ---------------------------------------------------------------- reading

@@ -57,6 +57,23 @@ def test_host_and_port(host: str, text: str) -> None:
     assert join(host, 7) == text and split(text) == (host, 7) and endpoint(f"tcp://{text}") == (host, 7)
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [(":0", ("", 0)), ("head:65535", ("head", 65535)), ("[::]:7", ("::", 7)), ("*:7", ("*", 7))],
+)
+def test_a_place_to_listen_at(text: str, place: tuple[str, int]) -> None:
+    assert split(text, listens=True) == place
+
+
+@pytest.mark.parametrize("text", ["", "7", "head:", "head:-1", "head:65536", "::1:7", "[::1:7", "[]:7", "head:\u0667"])
+def test_what_is_no_place_to_listen_at(text: str) -> None:
+    with pytest.raises(ValueError):
+        split(text, listens=True)
+    if text != "::1:7":  # what agents say of each other comes without brackets
+        with pytest.raises(ValueError):
+            split(text.replace("[::1", ""))
+
+
 @NEEDS_IPV6
 def test_a_listener_at_a_named_address_or_at_all() -> None:
     with listen_at("", 1) as everywhere, listen_at("::1", 1) as here:

@@ -23,21 +23,32 @@ from unicron.ctl.controller.model.asker import NOBODY, Asker
 from unicron.ctl.controller.model.quotas import OF_A_USER, SECONDS_OF_ONE
 from unicron.ctl.controller.model.view import Send
 from unicron.ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
+from unicron.ctl.controller.server.notify_targets import Hooks
 from unicron.ctl.controller.server.question_queue import OF_ALL, OF_ONE, Answered, Asked, Question
 from unicron.ctl.controller.server.server import Server
+from unicron.ctl.controller.server.sockets import bind
 from unicron.ctl.protocol import structs, wire
 from unicron.ctl.settings.config import Config, ControllerConfig
 from unicron.detector.failures.classify import Classifier
 
 
+def started(folder: Path) -> Server:
+    config = Config(controller=ControllerConfig(auth="none"))
+    return Server(config, Store(folder / "events.db"), bind("tcp://127.0.0.1:0"), None, Classifier())
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    store = Store(tmp_path / "events.db")
-    config = Config(controller=ControllerConfig(auth="none"))
-    server = Server(config, store, "tcp://127.0.0.1:0", None, Classifier())
+    server = started(tmp_path)
     yield server
     server.close()
-    store.close()
+
+
+def test_its_end_ends_the_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[Hooks]()
+    monkeypatch.setattr(Hooks, "close", lambda self: ended.append(self))
+    started(tmp_path).close()
+    assert len(ended) == 1
 
 
 @contextlib.contextmanager

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.log.term import claim
 from unicron.ctl.controller.server import standby
+from unicron.ctl.controller.server.sockets import CannotListen
 from unicron.ctl.controller.server.standby import (
     DEAF_SECONDS,
     Isolation,
@@ -20,11 +23,19 @@ from unicron.ctl.controller.server.standby import (
     another_leader,
     wait_for_claim,
 )
-from unicron.ctl.protocol.reach import Reach
-from unicron.ctl.system.addresses import resolve
+from unicron.ctl.protocol.reach import Reach, reach
+from unicron.ctl.settings.config import ControllerConfig
+from unicron.ctl.system.addresses import resolve, split
 from unicron.ctl.system.errors import UserError
 
 HOST, OTHER = resolve("192.0.2.1", 7451)[0], resolve("192.0.2.2", 7451)[0]
+
+
+def anywhere() -> ControllerConfig:
+    """A configuration with two free ports."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = one.getsockname()[1], other.getsockname()[1]
+    return ControllerConfig(listen=f"tcp://127.0.0.1:{ports[0]}", metrics=f"127.0.0.1:{ports[1]}")
 
 
 @pytest.fixture
@@ -40,26 +51,68 @@ def test_the_standby_says_whom_it_waits_for_and_takes_over_when_that_ends(
 ) -> None:
     caplog.set_level(logging.INFO)
     first, told = claim(tmp_path, True), list[str]()
+    here = anywhere()
 
     def sleep(seconds: float) -> None:
         assert (tmp_path / "standby").read_text().endswith(" 1")
+        assert reach(here.listen.removeprefix("tcp://"), 1.0) is Reach.REFUSED, "it listens nowhere while it waits"
         if len(told) == 3:
             first.close()
 
-    second = wait_for_claim(tmp_path, told.append, sleep)
+    second, ports = wait_for_claim(tmp_path, here, told.append, sleep)
+    assert ports.address == here.listen and reach(here.listen.removeprefix("tcp://"), 1.0) is Reach.REACHED
+    ports.close()
     assert not second.stolen and len(told) == 3 and "process" in told[0]
-    assert [record.message.partition(" process")[0].split(" on ")[0] for record in caplog.records] == [
-        "standby: waits for the controller",
-        "standby: takes over",
-    ]
+    said = [text.partition(" process")[0].split(" on ")[0] for text in caplog.messages if "standby: " in text]
+    assert said == ["standby: waits for the controller", "standby: takes over"]
     assert not (tmp_path / "standby").exists()
     second.close()
+
+
+@pytest.mark.parametrize("which", ["listen", "metrics"])
+def test_a_standby_whose_port_another_has_complains_and_takes_over_once_it_is_free(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """It claims nothing that it could not serve, and the controller does not count on it."""
+    monkeypatch.setattr(standby, "SAY_SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
+    first, told, here = claim(tmp_path, True), list[str](), anywhere()
+    host, port = split(getattr(here, which).removeprefix("tcp://"))
+    squatter = socket.create_server((host, port))
+
+    def sleep(seconds: float) -> None:
+        assert not (tmp_path / "standby").exists(), "it counts as none"
+        if len(told) == 2:
+            first.close()
+        if len(told) == 4:
+            assert Store(tmp_path / "events.sqlite", shared=True).holder().number == first.store.term
+            squatter.close()
+
+    second, ports = wait_for_claim(tmp_path, here, told.append, sleep)
+    ports.close()
+    second.close()
+    assert len(told) == 4 and "Address already in use" in told[0]
+    assert [(record.levelname, record.message) for record in caplog.records if "standby: " in record.message] == [
+        ("ERROR", told[0]),
+        ("ERROR", told[3]),
+        ("INFO", "standby: takes over"),
+    ]
+    assert told[3].startswith("standby: nobody leads, and this one cannot: ")
+
+
+def test_who_finds_its_port_taken_at_the_start_ends_before_it_claims_anything(tmp_path: Path) -> None:
+    here = anywhere()
+    with socket.create_server(split(here.listen.removeprefix("tcp://"))), pytest.raises(CannotListen, match="in use"):
+        wait_for_claim(tmp_path, here, lambda text: None)
+    found = Store(tmp_path / "events.sqlite", shared=True)
+    assert found.holder().number == 0
+    found.close()
 
 
 def test_a_log_that_cannot_be_read_ends_the_standby(tmp_path: Path) -> None:
     (tmp_path / "events.sqlite").write_bytes(b"no log, but long enough for SQLite to look at it" * 100)
     with pytest.raises(UserError, match="damaged"):
-        wait_for_claim(tmp_path, lambda text: None)
+        wait_for_claim(tmp_path, anywhere(), lambda text: None)
 
 
 def test_a_standby_waits_as_long_as_it_says_so(tmp_path: Path, clock: list[float]) -> None:
@@ -88,15 +141,14 @@ def isolation(words: dict[Any, Reach], waits: bool = True, heard: float = 0.0) -
     """One whose probes are answered at once."""
 
     def call(work: Callable[[], object], then: Callable[[Reach], None]) -> None:
-        then(words[work.__defaults__[0]])  # type: ignore[attr-defined]
+        then(words[work.__defaults__[0]] if work.__defaults__ else work())  # type: ignore[attr-defined]
 
-    found = Isolation(Waiting(waits), call, lambda: heard)  # type: ignore[arg-type]
-    found.learn_others(list(words))
-    return found
+    return Isolation(Waiting(waits), call, lambda: heard, lambda: {"others": list(words)})  # type: ignore[arg-type]
 
 
 def test_who_hears_nobody_and_reaches_no_other_host_steps_down() -> None:
     found = isolation({HOST: Reach.SILENT, OTHER: Reach.SILENT})
+    found.check_isolation(0.0)
     found.check_isolation(DEAF_SECONDS - 0.1)
     found.check_isolation(DEAF_SECONDS + 0.1)
     with pytest.raises(SteppedDown, match="steps down"):
@@ -114,14 +166,14 @@ def test_who_hears_nobody_and_reaches_no_other_host_steps_down() -> None:
 )
 def test_all_others_stay(words: dict[Any, Reach], waits: bool, heard: float) -> None:
     found = isolation(words, waits, heard)
+    found.check_isolation(max(0.0, heard))
     for turn in range(10):
         found.check_isolation(DEAF_SECONDS + turn)
 
 
 def test_an_agent_that_is_heard_again_ends_the_doubt() -> None:
-    heard = [0.0]
-    found = Isolation(Waiting(), lambda work, then: then(Reach.SILENT), lambda: heard[0])  # type: ignore[arg-type]
-    found.learn_others([HOST])
+    found, heard = cut_off({"a": [HOST]})
+    found.check_isolation(0.0)
     found.check_isolation(DEAF_SECONDS + 0.1)
     heard[0] = DEAF_SECONDS + 0.15
     found.check_isolation(DEAF_SECONDS + 0.2)
@@ -130,9 +182,35 @@ def test_an_agent_that_is_heard_again_ends_the_doubt() -> None:
         found.check_isolation(2 * DEAF_SECONDS + 0.4)
 
 
+def cut_off(*looks: dict[str, Any]) -> tuple[Isolation, list[float]]:
+    """One that finds these hosts, each time the next, and hears none of them; and when it heard an agent last."""
+    heard, rest = [0.0], list(looks)
+
+    def call(work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        then(Reach.SILENT if work.__defaults__ else rest.pop(0))  # type: ignore[attr-defined]
+
+    return Isolation(Waiting(), call, lambda: heard[0], lambda: {}), heard  # type: ignore[arg-type]
+
+
+def test_a_host_that_is_not_known_at_the_start_is_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    """And one that is known stays so while the name service is away, as it is for who is cut off."""
+    found, heard = cut_off({"a": "Temporary failure"}, {"a": "Temporary failure"}, {"a": [HOST]}, {"a": "away"}, {})
+    for at in (0.0, 5.0, 10.0, 20.0, 30.0, 40.0):
+        heard[0] = at
+        found.check_isolation(at)
+    assert [record.message for record in caplog.records] == [
+        "[controller] address: a: Temporary failure",
+        "[controller] address: a: away",
+    ]
+    found.check_isolation(60.0)  # who hears nobody does not ask
+    with pytest.raises(SteppedDown):
+        found.check_isolation(60.1)
+
+
 def test_own_addresses_are_no_other_hosts() -> None:
     found = standby.other_hosts(["tcp://127.0.0.1:7451", "tcp://192.0.2.7:7451", "tcp://no-such-host.invalid:1"])
-    assert [target.host for target in found] == ["192.0.2.7"]
+    own, other, unknown = found.values()
+    assert own == [] and [target.host for target in other] == ["192.0.2.7"] and isinstance(unknown, str)  # type: ignore[union-attr]
 
 
 def test_another_leader_has_to_answer_several_times_in_a_row() -> None:

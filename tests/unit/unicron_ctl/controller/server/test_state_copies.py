@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sqlite3
 import stat
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -20,7 +23,7 @@ from unicron.ctl.controller.core.state_snapshot import freeze, read_state
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.log.store import Store
-from unicron.ctl.controller.log.term import LOG_FILE, claim
+from unicron.ctl.controller.log.term import LOG_FILE, RESTORING, claim
 from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.model.fold import fold, replay
 from unicron.ctl.controller.server.state_copies import BESIDE, backup, restore
@@ -65,6 +68,22 @@ def test_a_backup_while_unicrond_runs_has_all_that_was_stored(folder: Path, tmp_
     running.close()
 
 
+def test_a_controller_that_cannot_write_meanwhile_waits_for_no_other_disk(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite locks the log until the copy is on the disk: the lease would end with the patience of a slow one."""
+    pairs = list[list[str]]()
+
+    class Watched(sqlite3.Connection):
+        def backup(self, target: sqlite3.Connection, **more: Any) -> None:
+            pairs.append([Path(one.execute("PRAGMA database_list").fetchone()[2]).name for one in (self, target)])
+            super().backup(target, **more)
+
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Watched))
+    assert backup(folder, tmp_path / "copy").events == 10
+    assert pairs == [[LOG_FILE, ""], ["", LOG_FILE]]
+
+
 def test_a_backup_overwrites_nothing_and_needs_a_state_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
     with pytest.raises(UserError, match="exists"):
@@ -95,6 +114,46 @@ def test_a_restore_keeps_what_was_there_and_goes_on_above_it(folder: Path, tmp_p
     ids = [e.id for e in again.store.replay()]
     assert ids == [*range(1, 11), 51], "whoever follows the events sees the next ones"
     again.close()
+
+
+@pytest.mark.parametrize("moves", range(6))
+def test_a_restore_that_is_killed_is_done_again_before_unicrond_starts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int
+) -> None:
+    """After each of its moves: unicrond must not begin with an empty log, nor with another key."""
+    copy = tmp_path / "a copy"
+    backup(folder, copy)
+    (folder / "address").write_text("tcp://here:1")
+    secret = (folder / SECRET_FILE).read_text()
+    (folder / SECRET_FILE).write_text("another")
+    counted, move = [0], os.replace
+
+    def killed(source: Any, target: Any) -> None:
+        if Path(target).name != RESTORING:
+            counted[0] += 1
+            if counted[0] > moves:
+                raise SystemError("killed")
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    try:
+        restore(copy, folder)
+        assert moves >= 5, "so many moves there are"
+        return
+    except SystemError:
+        monkeypatch.undo()
+    (folder / ".restore-left").mkdir()
+    with pytest.raises(UserError, match=r"a restore was cut off.*run `unicronctl restore '.*/a copy'`"):
+        claim(folder, False)
+    restore(copy, folder)
+    again = claim(folder, False)
+    ids = [e.id for e in again.store.replay()]
+    again.close()
+    assert ids[:10] == list(range(1, 11)) and ids[10] > 10 and (folder / SECRET_FILE).read_text() == secret
+    kept = [path for one in folder.iterdir() if one.is_dir() for path in one.iterdir()]
+    assert {path.name for path in kept} == {LOG_FILE, SECRET_FILE, "address"}, "what was there before is all kept"
+    assert "another" in [path.read_text() for path in kept if path.name == SECRET_FILE]
+    assert all(one.is_file() or one.name.startswith("before-restore-") for one in folder.iterdir())
 
 
 def test_a_restore_into_an_empty_folder_and_over_a_damaged_log(folder: Path, tmp_path: Path) -> None:

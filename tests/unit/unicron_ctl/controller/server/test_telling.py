@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import is_alive, wait_for
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.notices import Message, Notice, compose
 from unicron.ctl.controller.log.records import Event, Record
 from unicron.ctl.controller.server import notify_targets
-from unicron.ctl.controller.server.notify_targets import NotTold, post, run_hook, send_mail
+from unicron.ctl.controller.server.notify_targets import Hooks, NotTold, post, send_mail
 from unicron.ctl.controller.server.telling import DAY, FIRST_RETRY, Telling
 from unicron.ctl.settings.config import all_problems
 from unicron.ctl.settings.config_file import parse_sections
@@ -171,12 +172,31 @@ def test_a_hanging_hook_delays_no_turn_of_the_loop(tmp_path: Path) -> None:
     results.close()
 
 
+def test_no_hook_outlives_the_controller(tmp_path: Path) -> None:
+    mark = tmp_path / "pids"
+    text = f"sleep 300 & echo $$ $! > {mark}.new; mv {mark}.new {mark}; wait"
+    config = NotifyConfig(hook=hook(tmp_path, text), digest_seconds=0.0, timeout=60.0)
+    results: Mailbox[Callable[[], None]] = Mailbox()
+    telling = Telling(results, lambda record: None)
+    telling.configure(config, {"hook": 0}, 0)
+    telling.note(lost(11, 100.0, "n1"))
+    telling.work(101.0)
+    wait_for(mark.exists, "the hook runs", 20.0)
+    telling.close()
+    for pid in mark.read_text().split():
+        wait_for(lambda pid=pid: not is_alive(int(pid)), "it has ended", 20.0)
+    wait_for(lambda: results.take_all(), "its thread has ended", 20.0)
+    with pytest.raises(NotTold, match="unicrond ends"):
+        telling.targets["hook"].deliver(MESSAGE)
+    results.close()
+
+
 # ---------------------------------------------------------------- targets
 def test_the_hook_gets_json_and_nothing_of_the_controllers_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SMTP_PASSWORD", "hunter2")
-    run_hook(hook(tmp_path, f"cat > {tmp_path}/said; env > {tmp_path}/environment"), 20.0, MESSAGE)
+    Hooks().run(hook(tmp_path, f"cat > {tmp_path}/said; env > {tmp_path}/environment"), 20.0, MESSAGE)
     said = json.loads((tmp_path / "said").read_text())
     assert said["notices"] == [NOTICE.as_dict()] and said["controller"] == "tcp://head:7451"
     assert "hunter2" not in (tmp_path / "environment").read_text()
@@ -190,7 +210,7 @@ def test_a_hook_that_fails_or_that_others_can_write_is_said(tmp_path: Path, text
     path = hook(tmp_path, text)
     os.chmod(path, mode)
     with pytest.raises(NotTold, match=says):
-        run_hook(path, 20.0, MESSAGE)
+        Hooks().run(path, 20.0, MESSAGE)
 
 
 class Web(BaseHTTPRequestHandler):
@@ -224,7 +244,7 @@ def web() -> Iterator[tuple[str, type[Web]]]:
 def test_a_webhook_gets_the_notices_and_slack_gets_text(web: tuple[str, type[Web]]) -> None:
     url, served = web
     secrets = Secrets(slack=url, webhook=url, webhook_token="t0ken")
-    found = notify_targets.targets(NotifyConfig(), secrets)
+    found = notify_targets.targets(NotifyConfig(), secrets, Hooks())
     assert sorted(found) == ["slack", "webhook"]
     found["webhook"](MESSAGE)
     found["slack"](MESSAGE)
@@ -239,7 +259,7 @@ def test_no_secret_is_in_what_is_said_of_a_server_that_refuses_and_no_redirectio
     url, served = web
     served.status = status
     with pytest.raises(NotTold, match=f"status {status}") as error:
-        notify_targets.targets(NotifyConfig(), Secrets(webhook=url))["webhook"](MESSAGE)
+        notify_targets.targets(NotifyConfig(), Secrets(webhook=url), Hooks())["webhook"](MESSAGE)
     assert "topsecret" not in str(error.value) and len(served.got) == 1
 
 
