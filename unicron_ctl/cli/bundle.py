@@ -226,7 +226,9 @@ def _tail(path: Path, owner: int | None) -> str:
     with os.fdopen(descriptor, "rb") as file:
         size = found.st_size
         file.seek(max(0, size - TAIL_BYTES))
-        return file.read(TAIL_BYTES).decode(errors="replace")
+        text = file.read(TAIL_BYTES).decode(errors="replace")
+    # A line without its beginning may be a secret without its name.
+    return re.sub(r"\A[^\r\n]*[\r\n]+", "", text) if size > TAIL_BYTES else text
 
 
 def _configuration(left_out: list[str]) -> Iterator[tuple[str, str]]:
