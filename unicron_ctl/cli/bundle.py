@@ -28,6 +28,7 @@ from unicron.ctl.settings.config_file import search_path, understood
 from unicron.ctl.settings.notify import load_secrets
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.redaction import redacted, secret_values, without_secrets
+from unicron.detector.words import counted
 
 TAIL_BYTES = 64 << 10  # of each file of output
 MOST_FILES = 64  # ranks whose output is in it, those with failures first
@@ -189,7 +190,7 @@ def _logs(explained: Mapping[str, Any], job: str, user: str, left_out: list[str]
         except OSError as error:
             left_out.append(f"{path}: {error.strerror}")
     if len(order) > MOST_FILES:
-        left_out.append(f"the output of {len(order) - MOST_FILES} ranks")
+        left_out.append(f"the output of {counted(len(order) - MOST_FILES, 'rank')}")
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from unicron.ctl.system.errors import FAILURE, FOUND, WRONG_USE, UserError
+from unicron.detector.words import counted
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.formats import convert, opening, own, verify
 from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
@@ -103,9 +104,8 @@ def show(folder: Path, as_json: bool) -> None:
         return
     size = sum(tensor.nbytes for tensor in index.tensors.values())
     layout = f", written by {index.layout}" if index.layout else ""
-    click.echo(
-        f"{index.format}, iteration {index.iteration}{layout}: {len(index.tensors)} tensors, {size / 1e9:.3f} GB"
-    )
+    tensors = f"{counted(len(index.tensors), 'tensor')}, {size / 1e9:.3f} GB"
+    click.echo(f"{index.format}, iteration {index.iteration}{layout}: {tensors}")
     if index.common.unread:
         click.echo(f"not shown: {index.common.unread}", err=True)
     for tensor in index.tensors.values():
@@ -124,8 +124,10 @@ def verify_command(folder: Path) -> int:
         click.echo(line, err=True)
     if wrong or index is None:
         return FOUND if index is not None else FAILURE
-    known = "are whole" if index.format != "safetensors" else "have their lengths (this format has no checksums)"
-    click.echo(f"{folder}: {index.format}, iteration {index.iteration}: all {len(index.tensors)} tensors {known}")
+    known = "all whole" if index.format != "safetensors" else "of the right length (this format has no checksums)"
+    click.echo(
+        f"{folder}: {index.format}, iteration {index.iteration}: {counted(len(index.tensors), 'tensor')}, {known}"
+    )
     return 0
 
 

@@ -15,6 +15,7 @@ from unicron.ctl.lab.cluster.cluster_layout import Layout, default_state_dir
 from unicron.ctl.lab.cluster.cluster_status import LinksStatus
 from unicron.ctl.lab.cluster.link_faults import share_of
 from unicron.ctl.system.columns import Listing, show
+from unicron.detector.words import counted
 
 _state_dir = click.option(
     "--state-dir",
@@ -75,7 +76,8 @@ def up(
         if fresh:
             protection.stop(layout)
         raise
-    click.echo(f"{nodes} nodes are up; reach them with: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
+    are_up = "is up; reach it" if nodes == 1 else "are up; reach them"
+    click.echo(f"{counted(nodes, 'node')} {are_up} with: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
     if protected:
         click.echo('Unicron is on them: eval "$(unicronctl cluster env)", then sbatch --unicron ...')
 

@@ -11,6 +11,7 @@ import click
 
 from unicron.ctl.system.columns import show
 from unicron.ctl.system.errors import UserError
+from unicron.detector.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +51,7 @@ def command(json_path: Path | None, keep: bool) -> None:
 
 def _size(job: DemoJob) -> str:
     ranks = f" of {job.ranks_per_node} ranks" if job.ranks_per_node > 1 else ""
-    return f"up to {job.elements} nodes{ranks}"
+    return f"up to {counted(job.elements, 'node')}{ranks}"
 
 
 def console() -> Console:

@@ -16,6 +16,7 @@ from unicron.ctl.doctor.verdicts import GOOD, PROBLEM
 from unicron.ctl.protocol.printable import printable
 from unicron.ctl.slurm.host_lists import folded
 from unicron.ctl.system.errors import FOUND, UserError
+from unicron.detector.words import counted
 
 if TYPE_CHECKING:
     from unicron.ctl.doctor.examination import Result
@@ -156,7 +157,7 @@ def _print(hosts: list[HostFacts], results: list[Result], verbose: bool) -> None
     from unicron.ctl.doctor.examination import by_weight, summary
 
     everybody = [host.name for host in hosts]
-    what = hosts[0].role if len(hosts) == 1 else f"{hosts[0].role}, and {len(hosts) - 1} nodes"
+    what = hosts[0].role if len(hosts) == 1 else f"{hosts[0].role}, and {counted(len(hosts) - 1, 'node')}"
     click.echo(f"{hosts[0].name} ({what}), Unicron {hosts[0].release}")
     for result in by_weight(results):
         if result.verdict == GOOD and not verbose:

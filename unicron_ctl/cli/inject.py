@@ -19,6 +19,7 @@ from unicron.ctl.protocol.answer_schema import Injected
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.detector.chaos.inject import EXCEPTIONS, FAULTS, InjectError, parse
+from unicron.detector.words import counted
 
 DEFAULT_FAULTS = (
     "rank-kill,exception:python,exception:nccl,hang-stop,slow:1.5,full-disk,corrupt-message,corrupt-checkpoint"
@@ -189,9 +190,12 @@ def punish(
     finally:
         _restore(off, state_dir, float("inf"))
     if not as_json:
-        words = (f", {idle} times nobody trained" if idle else "") + (f", {refused} not injected" if refused else "")
+        words = (f", {counted(idle, 'time')} nobody trained" if idle else "") + (
+            f", {refused} not injected" if refused else ""
+        )
         click.echo(
-            f"{count} faults in {minutes:g} minutes (seed {seed}){words}; `unicronctl status` shows what became of them"
+            f"{counted(count, 'fault')} in {minutes:g} minutes (seed {seed}){words}; "
+            "`unicronctl status` shows what became of them"
         )
 
 

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from unicron.ctl.system.columns import Listing, show
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.detector.words import counted
 from unicron.planner.problem.objective import PlanError
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _replay_trace(options: Options) -> None:
     if path := options.save_trace:
         _write_file(path, lambda: write(trace, path))
     results = [simulate(cluster, trace, each) for each in policies]
-    title = f"{trace.name}: {cluster.nodes} nodes, {len(cluster.jobs)} jobs"
+    title = f"{trace.name}: {counted(cluster.nodes, 'node')}, {counted(len(cluster.jobs), 'job')}"
     if options.figure:
         from unicron.planner.simulate.figure import draw
 
@@ -191,8 +192,9 @@ def _history_text(found: History, costs: Costs) -> Iterator[str]:
     told = found.to_dict()
     hours = told["node_hours"] or 1.0
     causes = ", ".join(f"{count} {name}" for name, count in told["causes"].items())
-    yield f"{found.runs} runs of {costs.least_nodes} nodes or more: {told['node_hours']:.1f} node-hours"
-    yield f"{len(found.failures)} failures after which the job went on{f' ({causes})' if causes else ''}"
+    runs = f"{counted(found.runs, 'run')} of {counted(costs.least_nodes, 'node')} or more"
+    yield f"{runs}: {told['node_hours']:.1f} node-hours"
+    yield f"{counted(len(found.failures), 'failure')} after which the job went on{f' ({causes})' if causes else ''}"
     rows = (
         ("lost as it was", "lost_node_hours"),
         ("  of it waiting", "waiting_node_hours"),

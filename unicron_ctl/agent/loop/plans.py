@@ -7,17 +7,13 @@ from functools import partial
 from typing import NamedTuple
 
 from unicron.ctl.protocol import shared_plans, structs, wire
+from unicron.detector.words import counted
 from unicron.transition.snapshot.image_format import SHARD, Key
 
 PLANS_HELD = 4  # the ranks are in one of the last
 AT_WORK = frozenset({"entering", "running"})  # states of ranks
 RESTING = frozenset({"starting", "waiting"})  # of those that begin anew
 LONG_WAIT_SECONDS = 60.0  # without a world, after which the job's log says where to ask why
-
-
-def counted(count: int, what: str) -> str:
-    """ "1 node", "2 nodes"."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def wait_long(statuses: Sequence[structs.RankStatus], now: float) -> bool:
