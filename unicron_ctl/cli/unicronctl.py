@@ -14,6 +14,7 @@ from unicron.ctl.system.release import version_option
 # name -> ("module:click command", one line for `unicronctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
     "backup": ("unicron.ctl.cli.backup:command", "Copy unicrond's state folder into a file."),
+    "check-folder": ("unicron.ctl.cli.check_folder:command", "Say whether two hosts can share a state folder."),
     "checkpoint": ("unicron.ctl.cli.checkpoint:command", "Show, convert and verify checkpoints."),
     "classify": ("unicron.ctl.cli.classify:command", "Name the failure and severity of a log or message."),
     "cluster": ("unicron.ctl.cli.cluster:command", "Run a private Slurm cluster on this machine."),
