@@ -21,7 +21,7 @@ from tests.support.web_page import ROOT, Site, busy_world
 from unicron.ctl.cli.web.page_source import STATUS
 from unicron.ctl.controller.api import answers
 from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.printable import clean
+from unicron.ctl.system.printable import clean
 
 VISITS, ANSWERS, JOBS = 7, 15, 16
 FIGURES = """({

@@ -9,6 +9,7 @@ import click
 from unicron.ctl.cli.times import moment
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.settings.places import state_dir
+from unicron.ctl.system.printable import say
 from unicron.detector.words import counted
 
 STATE_OPTION = click.option(
@@ -28,9 +29,7 @@ def command(file: Path, state: Path | None) -> None:
 
     found = backup(state or state_dir(load()), file)
     key = "and the key" if found.key else "no key (auth = none)"
-    click.echo(
-        f"{file}: {counted(found.events, 'event')} up to {found.last} of {_clock(found.at)}, {key}; read again: sound"
-    )
+    say(f"{file}: {counted(found.events, 'event')} up to {found.last} of {_clock(found.at)}, {key}; read again: sound")
 
 
 @click.command(name="restore")
@@ -46,10 +45,10 @@ def restore(file: Path, state: Path | None) -> None:
 
     folder = state or state_dir(load())
     found, kept = put_back(file, folder)
-    click.echo(f"{folder}: {counted(found.events, 'event')} up to {_clock(found.at)}")
+    say(f"{folder}: {counted(found.events, 'event')} up to {_clock(found.at)}")
     if kept is not None:
-        click.echo(f"what was there is in {kept}")
-    click.echo("start unicrond, look at `unicronctl status` and `unicronctl nodes`, then `unicronctl resume`")
+        say(f"what was there is in {kept}")
+    say("start unicrond, look at `unicronctl status` and `unicronctl nodes`, then `unicronctl resume`")
 
 
 def _clock(at: float) -> str:

@@ -4,6 +4,7 @@ controller; torch only to write `torch_dist` and `dcp`."""
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import click
 import msgspec
 
 from unicron.ctl.system.errors import FAILURE, FOUND, WRONG_USE, UserError
+from unicron.ctl.system.printable import say
 from unicron.detector.words import counted
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.formats import convert, opening, own, verify
@@ -100,16 +102,16 @@ def show(folder: Path, as_json: bool) -> None:
     """List the tensors of the newest checkpoint in FOLDER. None is read."""
     index = _opened(folder)
     if as_json:
-        click.echo(msgspec.json.encode(report(index)).decode())
+        say(json.dumps(msgspec.to_builtins(report(index))))
         return
     size = sum(tensor.nbytes for tensor in index.tensors.values())
     layout = f", written by {index.layout}" if index.layout else ""
     tensors = f"{counted(len(index.tensors), 'tensor')}, {size / 1e9:.3f} GB"
-    click.echo(f"{index.format}, iteration {index.iteration}{layout}: {tensors}")
+    say(f"{index.format}, iteration {index.iteration}{layout}: {tensors}")
     if index.common.unread:
-        click.echo(f"not shown: {index.common.unread}", err=True)
+        say(f"not shown: {index.common.unread}", err=True)
     for tensor in index.tensors.values():
-        click.echo(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
+        say(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
 
 
 @command.command("verify")
@@ -121,13 +123,11 @@ def verify_command(folder: Path) -> int:
     """
     index, wrong = verify.problems(folder)
     for line in wrong:
-        click.echo(line, err=True)
+        say(line, err=True)
     if wrong or index is None:
         return FOUND if index is not None else FAILURE
     known = "all whole" if index.format != "safetensors" else "of the right length (this format has no checksums)"
-    click.echo(
-        f"{folder}: {index.format}, iteration {index.iteration}: {counted(len(index.tensors), 'tensor')}, {known}"
-    )
+    say(f"{folder}: {index.format}, iteration {index.iteration}: {counted(len(index.tensors), 'tensor')}, {known}")
     return 0
 
 
@@ -151,10 +151,10 @@ def export(
     of_job = not folder.exists() and source.replace("_", "").isdigit()
     try:
         with _tidy(), _of_job(source, saves or _folder_of(source), wait) if of_job else _of_folder(folder) as index:
-            convert.export(index, out, form, names, config, dtype, lambda line: click.echo(line, err=True))
+            convert.export(index, out, form, names, config, dtype, lambda line: say(line, err=True))
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
-    click.echo(f"{out}: {form}, iteration {index.iteration}")
+    say(f"{out}: {form}, iteration {index.iteration}")
 
 
 @command.command("import")
@@ -169,10 +169,10 @@ def import_command(folder: Path, out: Path, names: str, config: Path | None) -> 
     """
     try:
         with _tidy(), _of_folder(folder) as index:
-            at = convert.import_(index, out, names, config, lambda line: click.echo(line, err=True))
+            at = convert.import_(index, out, names, config, lambda line: say(line, err=True))
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
-    click.echo(f"{at}: written")
+    say(f"{at}: written")
 
 
 # ------------------------------------------------------------ from a running job

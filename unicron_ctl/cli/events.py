@@ -18,6 +18,7 @@ from unicron.ctl.protocol.answer_schema import ASKED_TOO_MUCH, CUT, READ
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.columns import show, terminal_width
 from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.printable import say
 
 POLL_SECONDS = 0.5
 PAGE, MOST = 1000, 5000  # events in one answer when following, and at most
@@ -66,7 +67,7 @@ def command(
         found, earlier = (grouped(log.later(after, limit)), False) if after else log.newest(limit, grouped)
         _print(found, as_json, folds)
         if earlier and "since" in filters:
-            click.echo(f"unicronctl: there are earlier ones: -n {min(MOST, 10 * limit)} shows more", err=True)
+            say(f"unicronctl: there are earlier ones: -n {min(MOST, 10 * limit)} shows more", err=True)
         after = log.read
         while follow:
             time.sleep(POLL_SECONDS)
@@ -78,7 +79,7 @@ def command(
                 problem = f"unicronctl: {error} (still trying)"
             _print(grouped(fresh), as_json, folds)
             if problem:
-                click.echo(problem, err=True)
+                say(problem, err=True)
             after = log.read
     except KeyboardInterrupt:
         return
@@ -136,6 +137,6 @@ def _print(groups: list[Group], as_json: bool, folds: bool) -> None:
     if as_json:
         for group in groups:
             for event in group:
-                click.echo(json.dumps(event))
+                say(json.dumps(event))
     else:
         show(line_of(group) if folds else line(group[0]) for group in groups)
