@@ -9,7 +9,7 @@ import click
 from unicron.ctl.cli.times import moment
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.settings.places import state_dir
-from unicron.ctl.system.printable import say
+from unicron.ctl.system.printable import print_text
 from unicron.detector.words import counted
 
 STATE_OPTION = click.option(
@@ -29,7 +29,9 @@ def command(file: Path, state: Path | None) -> None:
 
     found = backup(state or state_dir(load()), file)
     key = "and the key" if found.key else "no key (auth = none)"
-    say(f"{file}: {counted(found.events, 'event')} up to {found.last} of {_clock(found.at)}, {key}; read again: sound")
+    print_text(
+        f"{file}: {counted(found.events, 'event')} up to {found.last} of {_clock(found.at)}, {key}; read again: sound"
+    )
 
 
 @click.command(name="restore")
@@ -45,10 +47,10 @@ def restore(file: Path, state: Path | None) -> None:
 
     folder = state or state_dir(load())
     found, kept = put_back(file, folder)
-    say(f"{folder}: {counted(found.events, 'event')} up to {_clock(found.at)}")
+    print_text(f"{folder}: {counted(found.events, 'event')} up to {_clock(found.at)}")
     if kept is not None:
-        say(f"what was there is in {kept}")
-    say("start unicrond, look at `unicronctl status` and `unicronctl nodes`, then `unicronctl resume`")
+        print_text(f"what was there is in {kept}")
+    print_text("start unicrond, look at `unicronctl status` and `unicronctl nodes`, then `unicronctl resume`")
 
 
 def _clock(at: float) -> str:

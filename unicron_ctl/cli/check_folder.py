@@ -21,7 +21,7 @@ from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.log.store import Holder, Store
 from unicron.ctl.controller.log.term import LEASE_SECONDS
 from unicron.ctl.system.errors import FOUND, WRONG_USE, UserError
-from unicron.ctl.system.printable import say
+from unicron.ctl.system.printable import print_text
 
 TIMES = 300
 LIMIT = 30.0  # seconds for another process
@@ -50,14 +50,14 @@ def command(folder: Path) -> int:
         raise UserError(f"{error.filename or folder}: {error.strerror}: run it as unicrond's user", WRONG_USE) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"{folder}: another process had no answer within {LIMIT:g} s: is it mounted?") from None
-    say(f"{'ms: median, p99':<22}{'one host (WAL)':>20}{'several hosts':>20}")
+    print_text(f"{'ms: median, p99':<22}{'one host (WAL)':>20}{'several hosts':>20}")
     for name in alone:
-        say(row(name, [alone[name], several[name]]))
+        print_text(row(name, [alone[name], several[name]]))
     slowest = max(max(times) for times in several.values()) / 1e3
     if slowest > LEASE_SECONDS / 2:
         found.append(f"a transaction took {slowest:.1f} s: a lease of {LEASE_SECONDS:g} s would end")
     for line in found:
-        say(f"{folder}: {line}", err=True)
+        print_text(f"{folder}: {line}", err=True)
     return FOUND if found else 0
 
 

@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from unicron.ctl.system.errors import FAILURE, FOUND, WRONG_USE, UserError
-from unicron.ctl.system.printable import say
+from unicron.ctl.system.printable import print_text
 from unicron.detector.words import counted
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.formats import convert, opening, own, verify
@@ -102,16 +102,16 @@ def show(folder: Path, as_json: bool) -> None:
     """List the tensors of the newest checkpoint in FOLDER. None is read."""
     index = _opened(folder)
     if as_json:
-        say(json.dumps(msgspec.to_builtins(report(index))))
+        print_text(json.dumps(msgspec.to_builtins(report(index))))
         return
     size = sum(tensor.nbytes for tensor in index.tensors.values())
     layout = f", written by {index.layout}" if index.layout else ""
     tensors = f"{counted(len(index.tensors), 'tensor')}, {size / 1e9:.3f} GB"
-    say(f"{index.format}, iteration {index.iteration}{layout}: {tensors}")
+    print_text(f"{index.format}, iteration {index.iteration}{layout}: {tensors}")
     if index.common.unread:
-        say(f"not shown: {index.common.unread}", err=True)
+        print_text(f"not shown: {index.common.unread}", err=True)
     for tensor in index.tensors.values():
-        say(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
+        print_text(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
 
 
 @command.command("verify")
@@ -123,11 +123,13 @@ def verify_command(folder: Path) -> int:
     """
     index, wrong = verify.problems(folder)
     for line in wrong:
-        say(line, err=True)
+        print_text(line, err=True)
     if wrong or index is None:
         return FOUND if index is not None else FAILURE
     known = "all whole" if index.format != "safetensors" else "of the right length (this format has no checksums)"
-    say(f"{folder}: {index.format}, iteration {index.iteration}: {counted(len(index.tensors), 'tensor')}, {known}")
+    print_text(
+        f"{folder}: {index.format}, iteration {index.iteration}: {counted(len(index.tensors), 'tensor')}, {known}"
+    )
     return 0
 
 
@@ -151,10 +153,10 @@ def export(
     of_job = not folder.exists() and source.replace("_", "").isdigit()
     try:
         with _tidy(), _of_job(source, saves or _folder_of(source), wait) if of_job else _of_folder(folder) as index:
-            convert.export(index, out, form, names, config, dtype, lambda line: say(line, err=True))
+            convert.export(index, out, form, names, config, dtype, lambda line: print_text(line, err=True))
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
-    say(f"{out}: {form}, iteration {index.iteration}")
+    print_text(f"{out}: {form}, iteration {index.iteration}")
 
 
 @command.command("import")
@@ -169,10 +171,10 @@ def import_command(folder: Path, out: Path, names: str, config: Path | None) -> 
     """
     try:
         with _tidy(), _of_folder(folder) as index:
-            at = convert.import_(index, out, names, config, lambda line: say(line, err=True))
+            at = convert.import_(index, out, names, config, lambda line: print_text(line, err=True))
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
-    say(f"{at}: written")
+    print_text(f"{at}: written")
 
 
 # ------------------------------------------------------------ from a running job

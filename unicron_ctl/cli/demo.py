@@ -11,7 +11,7 @@ import click
 
 from unicron.ctl.system.columns import show
 from unicron.ctl.system.errors import UserError
-from unicron.ctl.system.printable import say
+from unicron.ctl.system.printable import print_text
 from unicron.detector.words import counted
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def play(stage: Stage, console: Console, json_path: Path | None) -> None:
     found = report.problems(result)
     if found:
         raise UserError("; ".join(found))
-    say(EXPLANATION, lines=True)
+    print_text(EXPLANATION, lines=True)
 
 
 EXPLANATION = """

@@ -18,7 +18,7 @@ from unicron.ctl.protocol.answer_schema import ASKED_TOO_MUCH, CUT, READ
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.columns import show, terminal_width
 from unicron.ctl.system.errors import UserError
-from unicron.ctl.system.printable import say
+from unicron.ctl.system.printable import print_text
 
 POLL_SECONDS = 0.5
 PAGE, MOST = 1000, 5000  # events in one answer when following, and at most
@@ -67,7 +67,7 @@ def command(
         found, earlier = (grouped(log.later(after, limit)), False) if after else log.newest(limit, grouped)
         _print(found, as_json, folds)
         if earlier and "since" in filters:
-            say(f"unicronctl: there are earlier ones: -n {min(MOST, 10 * limit)} shows more", err=True)
+            print_text(f"unicronctl: there are earlier ones: -n {min(MOST, 10 * limit)} shows more", err=True)
         after = log.read
         while follow:
             time.sleep(POLL_SECONDS)
@@ -79,7 +79,7 @@ def command(
                 problem = f"unicronctl: {error} (still trying)"
             _print(grouped(fresh), as_json, folds)
             if problem:
-                say(problem, err=True)
+                print_text(problem, err=True)
             after = log.read
     except KeyboardInterrupt:
         return
@@ -137,6 +137,6 @@ def _print(groups: list[Group], as_json: bool, folds: bool) -> None:
     if as_json:
         for group in groups:
             for event in group:
-                say(json.dumps(event))
+                print_text(json.dumps(event))
     else:
         show(line_of(group) if folds else line(group[0]) for group in groups)

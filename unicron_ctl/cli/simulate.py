@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from unicron.ctl.system.columns import Listing, show
 from unicron.ctl.system.errors import WRONG_USE, UserError
-from unicron.ctl.system.printable import say
+from unicron.ctl.system.printable import print_text
 from unicron.detector.words import counted
 from unicron.planner.problem.objective import PlanError
 
@@ -165,7 +165,7 @@ def _replay_trace(options: Options) -> None:
         listed = [msgspec.convert(result.to_dict(), PolicyResult) for result in results]
         for one, each in zip(listed, policies, strict=True):
             one.sources = list(each.sources) if options.sources else UNSET
-        say(json.dumps(msgspec.to_builtins(listed), indent=2), lines=True)
+        print_text(json.dumps(msgspec.to_builtins(listed), indent=2), lines=True)
     else:
         _show(results, policies if options.sources else ())
 
@@ -185,7 +185,9 @@ def _judge_history(path: str, options: Options) -> None:
     found = history.judge(history.load(path), costs)
     if options.figure:
         draw_history(found, options.figure, f"{Path(path).name}: node-hours lost to failures")
-    say(json.dumps(found.to_dict(), indent=2) if options.json else "\n".join(_history_text(found, costs)), lines=True)
+    print_text(
+        json.dumps(found.to_dict(), indent=2) if options.json else "\n".join(_history_text(found, costs)), lines=True
+    )
 
 
 def _history_text(found: History, costs: Costs) -> Iterator[str]:
@@ -265,6 +267,6 @@ def _show(results: Sequence[Result], policies: Sequence[Policy]) -> None:
     if bound:
         table.add_note("bound: of what the bound reaches")
     show([table])
-    say(f"ideal {flops_text(results[0].ideal_waf)}; all shares are of the ideal")
+    print_text(f"ideal {flops_text(results[0].ideal_waf)}; all shares are of the ideal")
     for each in policies:
-        say(f"{each.name}: {'; '.join(each.sources)}")
+        print_text(f"{each.name}: {'; '.join(each.sources)}")

@@ -8,7 +8,7 @@ import sys
 import click
 from click.shell_completion import CompletionItem
 
-from unicron.ctl.system.printable import say
+from unicron.ctl.system.printable import print_text
 from unicron.ctl.system.program import run
 from unicron.ctl.system.release import version_option
 
@@ -87,7 +87,7 @@ class LazyGroup(click.Group):
 def unicronctl(ctx: click.Context) -> None:
     """Self-healing large-model training on Slurm."""
     if ctx.invoked_subcommand is None:
-        say(ctx.get_help(), lines=True)
+        print_text(ctx.get_help(), lines=True)
 
 
 def main() -> None:

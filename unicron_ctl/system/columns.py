@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from unicron.ctl.system.printable import printable, say
+from unicron.ctl.system.printable import print_text, printable
 
 WIDTH = 80  # that every table fits
 LEAST, LEAST_NAME, LEAST_LAST = 8, 12, 24  # characters of a cell, of one that is cut, of the last one
@@ -165,4 +165,4 @@ def lines_of(parts: Iterable[Listing | Cell], width: int | None) -> list[Text]:
 def show(parts: Iterable[Listing | Cell]) -> None:
     """Prints listings and lines of text: as wide as the terminal, or whole on a pipe."""
     for line in lines_of(parts, terminal_width()):
-        say(line.plain)
+        print_text(line.plain)

@@ -18,7 +18,7 @@ def printable(text: str, lines: bool = False) -> str:
     return (_OF_LINES if lines else _OF_ONE).sub(_shown, text)
 
 
-def say(text: object, *, lines: bool = False, err: bool = False, nl: bool = True) -> None:
+def print_text(text: object, *, lines: bool = False, err: bool = False, nl: bool = True) -> None:
     """Prints text in which anything may come from strangers: one line, or several with `lines`. The commands print by
     nothing else."""
     click.echo(printable(str(text), lines), err=err, nl=nl)  # noqa: TID251

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import click
 
 from unicron.ctl.system.errors import FAILURE, WRONG_USE, UserError, one_line
-from unicron.ctl.system.printable import say
+from unicron.ctl.system.printable import print_text
 
 
 def run(program: str, command: click.Command, arguments: Sequence[str] | None = None, mark: str = "") -> int:
@@ -53,5 +53,5 @@ def _reader_is_gone() -> bool:
 def _report(program: str, message: str, status: int) -> int:
     if os.environ.get("UNICRON_DEBUG") == "1":
         traceback.print_exc()
-    say(f"{program}: {one_line(message)}", err=True)
+    print_text(f"{program}: {one_line(message)}", err=True)
     return status

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from unicron.ctl.cli.unicronctl import unicronctl
 from unicron.ctl.system import columns
-from unicron.ctl.system.printable import clean, printable, say
+from unicron.ctl.system.printable import clean, print_text, printable
 
 TEXTS = st.text(alphabet=st.characters(), max_size=30)
 
@@ -69,8 +69,8 @@ def test_tables_and_texts_are_escaped_and_keep_their_lines(capsys: pytest.Captur
     table.add_row(EVIL, Text(EVIL))
     table.add_note(EVIL)
     columns.show([table, f"one\n{EVIL}"])
-    say("one\ntwo")
-    say("one\ntwo", lines=True)
+    print_text("one\ntwo")
+    print_text("one\ntwo", lines=True)
     shown = capsys.readouterr().out
     assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown) and shown.count("\\x1b]0;owned") == 4
     assert shown.endswith("one two\none\ntwo\n")
