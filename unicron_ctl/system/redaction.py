@@ -45,7 +45,7 @@ def _string(group: str) -> str:
 _BARE = r"(?:\\ |[^\s,;\"'`}\])]|[,;\"'}\])](?=[^\s,;:\"'`}\])]))+"
 # Strings that stand together are one (pprint, a shell); a string whose end is missing goes to the end of the line.
 _VALUE = (
-    rf"(?:{_string('quote')}(?:\s{{0,80}}{_string('more')}){{0,50}}"
+    rf"(?:{_string('quote')}(?:(?:\s|\\\r?\n){{0,80}}{_string('more')}){{0,50}}"
     rf"|{_QUOTE}[^\n]*|[\[({{][^\])}}]{{0,2000}}[\])}}]|{_BARE})"
 )
 _GAP = r"(?:\s|\\\r?\n){1,80}"  # between words of a command, that goes on in the next line, too
@@ -55,7 +55,7 @@ _NEXT = rf"(?:\s{{0,80}},\s{{0,80}}|[ \t]{{0,80}}\n[ \t]{{0,80}}-[ \t]{{1,80}}|{
 _OPTION = rf"(?<![\w-])--?+(?!password-stdin){_NAME}(?:{_QUOTE})?{_NEXT}"
 _CONTAINERS = "docker|podman|nerdctl|buildah|skopeo|helm|oc|az|apptainer|singularity"
 
-_DEEPER = r"\n(?P=deep)(?(item)[ \t]{3}|[ \t])[^\n]*"
+_DEEPER = r"\n(?:[ \t]{0,80}\n){0,3}(?P=deep)(?(item)[ \t]{3}|[ \t])[^\n]*"
 
 
 def _option_of(programs: str, options: str, gap: str = r"(?:[\"']?[\s,]{1,80}|=)?") -> str:
@@ -106,7 +106,7 @@ _HEADED = tuple(
         (r"(?i:(?<![\w.-])(?:[\w-]{0,40}[_-])?pwd[\"']?\s{0,80}[:=]\s{0,80}(?![\"']?/))", _VALUE),
         (rf"(?i:(?<![\w.-])pass(?:[\"']\s{{0,80}}[:=]\s{{0,80}}|=|\s{{0,80}}[:=]\s{{0,80}}(?={_QUOTE})))", _VALUE),
         # Words of text: a prompt, .netrc, "the password is x1".
-        (r"(?i:\bpass(?:word|phrase|code)\b[^\n:=]{1,60}[:=]\s{0,80})", _VALUE),
+        (r"(?i:\bpass(?:word|phrase|code)\b(?: for '[^'\n]{1,200}'|[^\n:=\"',\[\]{}]{1,60})[:=]\s{0,80})", _VALUE),
         (r"(?im:\blogin\s{1,80}\S{1,200}\s{1,80}password\s{1,80}|^[ \t]{0,80}password[ \t]{1,80})", _VALUE),
         (
             r"(?i:\b(?:password|passphrase|secret|token|api[ _-]?key)\s{1,80}(?:is|was)[:\s]\s{0,80})",
