@@ -51,7 +51,7 @@ fi
 if [ "$what" = deb ]; then # what builds the packages, of this system's own Python
     has dh || need debhelper
     dpkg -s build-essential >/dev/null 2>&1 || need build-essential
-    /usr/bin/python3 -c 'import ensurepip, venv' >/dev/null 2>&1 || need python3-venv
+    dpkg -s python3-venv >/dev/null 2>&1 || need python3-venv
 fi
 prometheus=
 if [ "$what" = wide ]; then # a browser for the page of `unicronctl web`; the programs for metrics and alert rules

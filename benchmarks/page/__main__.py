@@ -26,7 +26,7 @@ from benchmarks.scale.agents import JOB
 from benchmarks.scale.lines import Failed, Sockets
 from benchmarks.scale.process import REPOSITORY, Controller, allow_descriptors, cores
 from benchmarks.scale.simulation import Simulation, names
-from unicron.ctl.cli.web.page_source import EXPLAIN_SECONDS, SCENARIO_SECONDS, STATUS_SECONDS
+from unicron.ctl.cli.web.page_source import EXPLAIN_SECONDS, SCENARIO_SECONDS, STATUS, STATUS_SECONDS
 
 WATCHERS = 10
 FORM_SECONDS, SETTLE_SECONDS, PAINT_SECONDS, BESIDE_SECONDS = 120.0, 60.0, 240.0, 120.0  # limits
@@ -134,7 +134,7 @@ def beside(folder: Path, options: argparse.Namespace) -> tuple[float, dict[str, 
     rig = Rig(folder, options)
     try:
         answers, every = rig.watched(rig.form())
-        questions = {"kind": "status", "brief": True}, {"kind": "explain", "job": JOB}, {"kind": "scenario"}
+        questions = STATUS, {"kind": "explain", "job": JOB}, {"kind": "scenario"}
         cpu = {str(question["kind"]): rig.cost(question) for question in questions}
     finally:
         rig.close()

@@ -18,9 +18,10 @@ from typing import Any
 
 from tests.support.browser import Browser
 from tests.support.web_page import ROOT, Site, busy_world
+from unicron.ctl.cli.web.page_source import STATUS
 from unicron.ctl.controller.api import answers
 from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.printable import clean
+from unicron.ctl.system.printable import clean
 
 VISITS, ANSWERS, JOBS = 7, 15, 16
 FIGURES = """({
@@ -73,7 +74,7 @@ def main() -> None:
             finally:
                 browser.close()
             job = next(iter(world.core.state.jobs))
-            questions = {"kind": "status", "brief": True}, {"kind": "explain", "job": job}, {"kind": "scenario"}
+            questions = STATUS, {"kind": "explain", "job": job}, {"kind": "scenario"}
             cpu = {question["kind"]: answered(site, question) for question in questions}
             print(json.dumps({"visits": visits, "cpu": cpu}))
         finally:

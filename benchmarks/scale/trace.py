@@ -14,7 +14,6 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 import tempfile
 from collections import Counter
@@ -26,8 +25,9 @@ from typing import Any
 
 from benchmarks.scale.lines import Failed
 from benchmarks.scale.observed import PARTS
+from benchmarks.scale.observing import observed_controller
 from benchmarks.scale.process import Controller, NotStarted, allow_descriptors, cores
-from benchmarks.scale.traced import Hosts, Traced, schedule
+from benchmarks.scale.traced import Traced, schedule
 from benchmarks.scale.verdict import Judged, judge
 from unicron.ctl.controller.log.store import Store
 from unicron.planner.simulate.generate import LLAMA3_COUNTS, LLAMA3_PER_NODE_DAY, poisson
@@ -65,35 +65,12 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
     """All figures. Raises Failed, NotStarted, OSError."""
     rate = LLAMA3_PER_NODE_DAY * FULL / options.agents  # as many failures, however many agents there are
     trace = poisson(options.agents, options.seconds * options.speed, rate, LLAMA3_COUNTS, options.seed, "llama3")
-    hosts, cpus = Hosts(options.nodes), cores()[0]
-    door = folder / "slurm"
-    about = {
-        "nodes": options.nodes,
-        "elements": options.agents,
-        "port": hosts.port,
-        "simulator": str(door),
-        "speed": options.speed,
-        "figures": str(folder / "figures.json"),
-    }
-    (folder / "observed.json").write_text(json.dumps(about))
-    program = ("-m", "benchmarks.scale.observed", str(folder / "observed.json"))
-    controller = Controller(folder, cpus, metrics=10.0, slurm="command", program=program)
-    try:
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(door))
-            listening.listen(1)
-            controller.start()
-            slurm, _ = listening.accept()
-        with slurm:
-            simulation = Traced(controller.endpoint, slurm, hosts, options.nodes, options.agents, options.ranks)
-            figures = _live(simulation, controller, options, schedule(trace, options.speed))
-        controller.stop()
-        times = json.loads((folder / "figures.json").read_text())
-        figures["parts"] = {name: _spread(times[name]) for name in PARTS}
-        return figures | _judged(simulation, controller, options)
-    finally:
-        controller.kill()
-        hosts.close()
+    with observed_controller(folder, options.nodes, options.agents, options.ranks, options.speed) as seen:
+        controller, simulation = seen
+        figures = _live(simulation, controller, options, schedule(trace, options.speed))
+    times = json.loads((folder / "figures.json").read_text())
+    figures["parts"] = {name: _spread(times[name]) for name in PARTS}
+    return figures | _judged(simulation, controller, options)
 
 
 def _live(simulation: Traced, controller: Controller, options: Options, dues: list[Any]) -> dict[str, Any]:
@@ -117,7 +94,6 @@ def _live(simulation: Traced, controller: Controller, options: Options, dues: li
         memory = controller.peak_mib()
     finally:
         gc.enable()
-        simulation.close()
     whole = [one.whole - one.at for one in simulation.injected]
     entered = [one.entered - one.at for one in simulation.injected]
     return {

@@ -14,14 +14,12 @@ import gzip
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -30,8 +28,8 @@ from prometheus_client.openmetrics.exposition import generate_latest
 
 from benchmarks.marks import print_figure
 from benchmarks.scale.lines import Failed
-from benchmarks.scale.process import REPOSITORY, Controller, NotStarted, allow_descriptors, cores
-from benchmarks.scale.traced import Hosts, Traced
+from benchmarks.scale.observing import observed_controller
+from benchmarks.scale.process import REPOSITORY, NotStarted, allow_descriptors, cores
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron.ctl.controller.server.metric_counts import Recorded
 from unicron.ctl.controller.server.metric_gauges import Kept, present
@@ -109,39 +107,14 @@ def measure_core(nodes: int, jobs: int) -> None:
 
 
 # ---------------------------------------------------------------- a real unicrond
-@contextmanager
-def controller_of(folder: Path, nodes: int, ranks: int, port: int) -> Iterator[tuple[Controller, Traced]]:
-    """One with a job that has all nodes."""
-    hosts, door = Hosts(nodes), folder / "slurm"
-    about = {"nodes": nodes, "elements": nodes, "port": hosts.port, "simulator": str(door), "speed": 1.0}
-    (folder / "observed.json").write_text(json.dumps(about | {"figures": str(folder / "figures.json")}))
-    program = ("-m", "benchmarks.scale.observed", str(folder / "observed.json"))
-    lines = f'metrics = "127.0.0.1:{port}"\n'
-    controller = Controller(folder, cores()[0], metrics=10.0, slurm="command", program=program, lines=lines)
-    try:
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(door))
-            listening.listen(1)
-            controller.start()
-            slurm, _ = listening.accept()
-        with slurm:
-            simulation = Traced(controller.endpoint, slurm, hosts, nodes, nodes, ranks)
-            try:
-                yield controller, simulation
-            finally:
-                simulation.close()
-    finally:
-        controller.kill()
-        hosts.close()
-
-
 def measure_real(nodes: int, ranks: int, seconds: float, turns: int) -> None:
     """Prints how long scrapes take while all train. Raises Failed, NotStarted, OSError."""
     port = ports.choose(1, str(os.getpid()))[0]
     took: list[float] = []
     shares: dict[bool, list[float]] = {False: [], True: []}
     with tempfile.TemporaryDirectory(prefix="unicron-scrape-") as name:
-        with controller_of(Path(name), nodes, ranks, port) as (controller, simulation):
+        lines = f'metrics = "127.0.0.1:{port}"\n'
+        with observed_controller(Path(name), nodes, nodes, ranks, lines=lines) as (controller, simulation):
             simulation.until(simulation.complete, FORM_SECONDS, "all ranks train for the first time")
             simulation.run(CALM_SECONDS)
             for turn in range(2 * turns):

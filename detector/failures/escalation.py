@@ -30,6 +30,7 @@ from unicron.detector.failures.fault_history import (
     is_quick,
 )
 from unicron.detector.failures.severity import REPORT, Severity, Verdict
+from unicron.detector.words import counted
 
 SEVERITY_OF_ACTION = {
     NOTHING: Severity.SEV3,
@@ -185,14 +186,16 @@ def own_bug(history: History, fault: Fault, job_nodes: int = 1, stays: bool = Fa
     quick = _quick_deaths(mine, policy)
     if len(quick) >= policy.quick_deaths:
         nodes = stuck.quick | {fault.node}
-        died = f"slot {fault.slot} died {len(quick)} times within {policy.quick_seconds:g} s of its start"
+        died = f"slot {fault.slot} died {counted(len(quick), 'time')} within {policy.quick_seconds:g} s of its start"
         if len(nodes) >= policy.own_bug_nodes:
             return f"{died}, and ranks died so on {len(nodes)} nodes without an iteration: the job's own error"
         if (stays or job_nodes <= 1) and all(other.scope == "application" for other in quick):
             return f"{died} by an error of the program ({fault.cause}) and never finished an iteration"
     own = [other for other in mine if other.scope in ("application", "unknown")]
     if len(own) >= policy.stuck_faults:
-        return f"slot {fault.slot} failed {len(own)} times and the job has not finished an iteration in between"
+        return (
+            f"slot {fault.slot} failed {counted(len(own), 'time')} and the job has not finished an iteration in between"
+        )
     return ""
 
 
@@ -214,10 +217,8 @@ def _never_began(history: History, fault: Fault, job_nodes: int) -> str:
     if job_nodes <= 1 and fault.scope not in ("application", "network"):
         return ""
     where = f"on all {job_nodes} nodes" if job_nodes > 1 else "on the job's only node"
-    return (
-        f"slot {fault.slot} died {deaths} times of {fault.cause} before the job's first iteration, and ranks died so "
-        f"{where}: the script's own failure, whatever its words"
-    )
+    died = f"slot {fault.slot} died {counted(deaths, 'time')} of {fault.cause} before the job's first iteration"
+    return f"{died}, and ranks died so {where}: the script's own failure, whatever its words"
 
 
 def _quick_deaths(mine: list[Fault], policy: Policy) -> list[Fault]:
@@ -232,7 +233,7 @@ def _bad_node(history: History, fault: Fault) -> str:
     quick = [other for other in _quick_deaths(mine, policy) if other.node == fault.node]
     if len(quick) < policy.quick_deaths:
         return ""
-    died = f"slot {fault.slot} died {len(quick)} times within {policy.quick_seconds:g} s of its start"
+    died = f"slot {fault.slot} died {counted(len(quick), 'time')} within {policy.quick_seconds:g} s of its start"
     return f"{died}, and on {fault.node} only: it is tried on another node"
 
 
@@ -244,7 +245,7 @@ def _flaps(history: History, fault: Fault) -> str:
     times = history.node_moments(fault.node, fault.time, fault)
     if times >= policy.flap_faults:
         hours = policy.flap_window / 3600
-        return f"node {fault.node} has failed {times} times in {hours:g} h: it flaps"
+        return f"node {fault.node} has failed {counted(times, 'time')} in {hours:g} h: it flaps"
     return ""
 
 

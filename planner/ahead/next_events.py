@@ -48,7 +48,7 @@ def after(scenario: Scenario, event: Event, queue: Iterable[Job] = ()) -> Scenar
         lost = set(event[1:])
         for name in lost:
             if scenario.job(name).nodes < event[1:].count(name):
-                raise PlanError(f"job {name} has only {scenario.job(name).nodes} nodes to lose")
+                raise PlanError(f"job {name} has no more than {scenario.job(name).nodes} to lose")
         jobs = tuple(_robbed(job, event[1:].count(job.name)) if job.name in lost else job for job in scenario.jobs)
         return _resized(replace(scenario, jobs=jobs), 1 - len(event))
     if kind == "spare":

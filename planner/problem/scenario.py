@@ -93,7 +93,7 @@ def _flops(value: object, what: str) -> dict[int, Any]:
         except (TypeError, ValueError):
             raise PlanError(f"{what}: {key!r} is not a node count") from None
         if size in out:
-            raise PlanError(f"{what}: {size} nodes is listed twice")
+            raise PlanError(f"{what}: the node count {size} is listed twice")
         out[size] = rate
     return out
 

@@ -49,7 +49,10 @@ NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=17102 CPUs=2 RealMemory=3
 PartitionName=gpu Nodes=n1,n2 Default=YES State=UP OverSubscribe=EXCLUSIVE
 X
 echo 'include /etc/slurm/plugstack.conf.d/*' >/etc/slurm/plugstack.conf
-echo 'CgroupPlugin=disabled' >/etc/slurm/cgroup.conf
+case $(slurmd -V) in # a plugin that nothing here uses: 22.05 has no other way to be without
+*" 22."*) echo 'CgroupPlugin=cgroup/v1' ;;
+*) echo 'CgroupPlugin=disabled' ;;
+esac >/etc/slurm/cgroup.conf
 echo 'Name=gpu File=/dev/zero' >/etc/slurm/gres.conf
 cat >/etc/systemd/system/slurmd@.service <<X
 [Unit]

@@ -9,8 +9,7 @@ import pytest
 
 from tests.support.controller import Controller
 from tests.support.jobs import SLEEPS, Job, scripted
-from tests.support.munged import Munged
-from tests.support.processes import outside_slurm
+from tests.support.munged import controller_in, own_realm
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.addresses import join, split
 
@@ -32,19 +31,14 @@ class Everywhere(Controller):
 
 @pytest.fixture
 def munged(monkeypatch):
-    """The test's own process is in its realm, too."""
-    started = Munged()
-    for name, value in started.environment.items():
-        monkeypatch.setenv(name, value)
-    yield started
-    started.close()
+    with own_realm(monkeypatch) as started:
+        yield started
 
 
 @pytest.fixture
 def controller(munged, tmp_path):
-    started = Everywhere(tmp_path, 'auth = "munge"\n', outside_slurm() | munged.environment)
-    yield started
-    started.close()
+    with controller_in(munged, tmp_path, Everywhere) as started:
+        yield started
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -17,7 +17,7 @@ import zmq
 
 from tests.support.controller import Controller, is_alive
 from tests.support.jobs import SLEEPS, Job, scripted
-from tests.support.munged import STRANGER, Munged
+from tests.support.munged import MUNGE, STRANGER, Munged, controller_in
 from tests.support.processes import outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent, form
 from unicron.ctl.agent.start.agent_main import REGISTER_TIMEOUT
@@ -31,7 +31,6 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can act for another user"),
 ]
-MUNGE = 'auth = "munge"\n'
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +43,14 @@ def munged():
 @pytest.fixture
 def realm(munged, monkeypatch):
     """The test's own process is in munged's realm, too."""
-    for name, value in munged.environment.items():
-        monkeypatch.setenv(name, value)
+    munged.enter(monkeypatch)
     return munged
 
 
 @pytest.fixture
 def controller(realm, tmp_path):
-    started = Controller(tmp_path, MUNGE, outside_slurm() | realm.environment)
-    yield started
-    started.close()
+    with controller_in(realm, tmp_path, Controller) as started:
+        yield started
 
 
 def key_of(controller: Controller) -> str:

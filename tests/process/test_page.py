@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.browser import PHONE, Browser
 from tests.support.controller import Controller
-from tests.support.munged import STRANGER, Munged
-from tests.support.processes import LIMIT, UNICRONCTL, outside_slurm
+from tests.support.munged import STRANGER, Munged, controller_in, own_realm
+from tests.support.processes import LIMIT, UNICRONCTL
 from tests.support.scripted import ScriptedAgent, form
 from tests.support.web_page import HOSTILE, Site, busy_world, hurt
 from unicron.ctl.cli.web.page_server import HALF
@@ -32,19 +32,14 @@ pytestmark = [
 
 @pytest.fixture
 def realm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Munged]:
-    """A munged, in whose realm the test's own process is."""
-    munged = Munged()
-    for name, value in munged.environment.items():
-        monkeypatch.setenv(name, value)
-    yield munged
-    munged.close()
+    with own_realm(monkeypatch) as munged:
+        yield munged
 
 
 @pytest.fixture
 def controller(realm: Munged, tmp_path: Path) -> Iterator[Controller]:
-    started = Controller(tmp_path, 'auth = "munge"\n', outside_slurm() | realm.environment)
-    yield started
-    started.close()
+    with controller_in(realm, tmp_path, Controller) as started:
+        yield started
 
 
 @pytest.fixture

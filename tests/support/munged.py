@@ -7,11 +7,19 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
-from tests.support.processes import wait_for
+import pytest
+
+from tests.support.controller import Controller
+from tests.support.processes import outside_slurm, wait_for
 
 STRANGER = 65534  # nobody(7): another user than any that runs these tests
+MUNGE = 'auth = "munge"\n'
+AController = TypeVar("AController", bound=Controller)
 
 
 class Munged:
@@ -36,6 +44,11 @@ class Munged:
         )
         wait_for(self._answers, "munged answers")
 
+    def enter(self, patch: pytest.MonkeyPatch) -> None:
+        """The test's own process is in its realm, too, as long as the patch lasts."""
+        for name, value in self.environment.items():
+            patch.setenv(name, value)
+
     def stop(self) -> None:
         """munged is away."""
         self._process.terminate()
@@ -54,3 +67,24 @@ class Munged:
     def _answers(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
             return probe.connect_ex(str(self.socket)) == 0
+
+
+@contextmanager
+def own_realm(patch: pytest.MonkeyPatch) -> Iterator[Munged]:
+    """A munged, in whose realm the test's own process is."""
+    munged = Munged()
+    try:
+        munged.enter(patch)
+        yield munged
+    finally:
+        munged.close()
+
+
+@contextmanager
+def controller_in(munged: Munged, folder: Path, kind: type[AController]) -> Iterator[AController]:
+    """A unicrond that asks this munged who is who."""
+    started = kind(folder, MUNGE, outside_slurm() | munged.environment)
+    try:
+        yield started
+    finally:
+        started.close()

@@ -9,6 +9,8 @@ import click
 from unicron.ctl.cli.times import moment
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.settings.places import state_dir
+from unicron.ctl.system.printable import print_text
+from unicron.detector.words import counted
 
 STATE_OPTION = click.option(
     "--state-dir", "state", type=click.Path(path_type=Path), help="unicrond's state folder [default: configuration]."
@@ -27,7 +29,9 @@ def command(file: Path, state: Path | None) -> None:
 
     found = backup(state or state_dir(load()), file)
     key = "and the key" if found.key else "no key (auth = none)"
-    click.echo(f"{file}: {found.events} events up to {found.last} of {_clock(found.at)}, {key}; read again: sound")
+    print_text(
+        f"{file}: {counted(found.events, 'event')} up to {found.last} of {_clock(found.at)}, {key}; read again: sound"
+    )
 
 
 @click.command(name="restore")
@@ -43,10 +47,10 @@ def restore(file: Path, state: Path | None) -> None:
 
     folder = state or state_dir(load())
     found, kept = put_back(file, folder)
-    click.echo(f"{folder}: {found.events} events up to {_clock(found.at)}")
+    print_text(f"{folder}: {counted(found.events, 'event')} up to {_clock(found.at)}")
     if kept is not None:
-        click.echo(f"what was there is in {kept}")
-    click.echo("start unicrond, look at `unicronctl status` and `unicronctl nodes`, then `unicronctl resume`")
+        print_text(f"what was there is in {kept}")
+    print_text("start unicrond, look at `unicronctl status` and `unicronctl nodes`, then `unicronctl resume`")
 
 
 def _clock(at: float) -> str:

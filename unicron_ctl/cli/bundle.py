@@ -28,6 +28,7 @@ from unicron.ctl.settings.notify import load_secrets
 from unicron.ctl.settings.places import program
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.redaction import redacted, secret_values, without_secrets
+from unicron.detector.words import counted
 
 TAIL_BYTES = 64 << 10  # of each file of output
 MOST_FILES = 64  # ranks whose output is in it, those with failures first
@@ -188,7 +189,7 @@ def _logs(explained: Mapping[str, Any], job: str, user: str, left_out: list[str]
         except OSError as error:
             left_out.append(f"{path}: {error.strerror}")
     if len(order) > MOST_FILES:
-        left_out.append(f"the output of {len(order) - MOST_FILES} ranks")
+        left_out.append(f"the output of {counted(len(order) - MOST_FILES, 'rank')}")
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -225,7 +226,9 @@ def _tail(path: Path, owner: int | None) -> str:
     with os.fdopen(descriptor, "rb") as file:
         size = found.st_size
         file.seek(max(0, size - TAIL_BYTES))
-        return file.read(TAIL_BYTES).decode(errors="replace")
+        text = file.read(TAIL_BYTES).decode(errors="replace")
+    # A line without its beginning may be a secret without its name.
+    return re.sub(r"\A[^\r\n]*[\r\n]+", "", text) if size > TAIL_BYTES else text
 
 
 def _configuration(left_out: list[str]) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ controller; torch only to write `torch_dist` and `dcp`."""
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import msgspec
 
 from unicron.ctl.cli.options import Number
 from unicron.ctl.system.errors import FAILURE, FOUND, WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
+from unicron.detector.words import counted
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.formats import convert, opening, own, verify
 from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
@@ -100,17 +103,16 @@ def show(folder: Path, as_json: bool) -> None:
     """List the tensors of the newest checkpoint in FOLDER. None is read."""
     index = _opened(folder)
     if as_json:
-        click.echo(msgspec.json.encode(report(index)).decode())
+        print_text(json.dumps(msgspec.to_builtins(report(index))))
         return
     size = sum(tensor.nbytes for tensor in index.tensors.values())
     layout = f", written by {index.layout}" if index.layout else ""
-    click.echo(
-        f"{index.format}, iteration {index.iteration}{layout}: {len(index.tensors)} tensors, {size / 1e9:.3f} GB"
-    )
+    tensors = f"{counted(len(index.tensors), 'tensor')}, {size / 1e9:.3f} GB"
+    print_text(f"{index.format}, iteration {index.iteration}{layout}: {tensors}")
     if index.common.unread:
-        click.echo(f"not shown: {index.common.unread}", err=True)
+        print_text(f"not shown: {index.common.unread}", err=True)
     for tensor in index.tensors.values():
-        click.echo(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
+        print_text(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
 
 
 @command.command("verify")
@@ -122,11 +124,13 @@ def verify_command(folder: Path) -> int:
     """
     index, wrong = verify.problems(folder)
     for line in wrong:
-        click.echo(line, err=True)
+        print_text(line, err=True)
     if wrong or index is None:
         return FOUND if index is not None else FAILURE
-    known = "are whole" if index.format != "safetensors" else "have their lengths (this format has no checksums)"
-    click.echo(f"{folder}: {index.format}, iteration {index.iteration}: all {len(index.tensors)} tensors {known}")
+    known = "all whole" if index.format != "safetensors" else "of the right length (this format has no checksums)"
+    print_text(
+        f"{folder}: {index.format}, iteration {index.iteration}: {counted(len(index.tensors), 'tensor')}, {known}"
+    )
     return 0
 
 
@@ -152,10 +156,10 @@ def export(
     of_job = not folder.exists() and source.replace("_", "").isdigit()
     try:
         with _tidy(), _of_job(source, saves or _folder_of(source), wait) if of_job else _of_folder(folder) as index:
-            convert.export(index, out, form, names, config, dtype, lambda line: click.echo(line, err=True))
+            convert.export(index, out, form, names, config, dtype, lambda line: print_text(line, err=True))
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
-    click.echo(f"{out}: {form}, iteration {index.iteration}")
+    print_text(f"{out}: {form}, iteration {index.iteration}")
 
 
 @command.command("import")
@@ -170,10 +174,10 @@ def import_command(folder: Path, out: Path, names: str, config: Path | None) -> 
     """
     try:
         with _tidy(), _of_folder(folder) as index:
-            at = convert.import_(index, out, names, config, lambda line: click.echo(line, err=True))
+            at = convert.import_(index, out, names, config, lambda line: print_text(line, err=True))
     except (BadCheckpoint, OSError) as error:
         raise UserError(str(error)) from None
-    click.echo(f"{at}: written")
+    print_text(f"{at}: written")
 
 
 # ------------------------------------------------------------ from a running job

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from unicron.ctl.settings.config_file import load
+from unicron.ctl.system.printable import print_text
 from unicron.detector.failures.severity import Verdict
 
 
@@ -98,7 +99,7 @@ def _print(verdict: Verdict, as_json: bool, line: str | None = None) -> None:
     if as_json:
         found = msgspec.convert(verdict, Classified, from_attributes=True)
         found.text = UNSET if line is None else line
-        click.echo(json.dumps(msgspec.to_builtins(found)))
+        print_text(json.dumps(msgspec.to_builtins(found)))
         return
-    click.echo(f"SEV{int(verdict.severity)} {verdict.cause} -> {verdict.action}  [rule {verdict.rule}]")
-    click.echo(f"  {verdict.reason}")
+    print_text(f"SEV{int(verdict.severity)} {verdict.cause} -> {verdict.action}  [rule {verdict.rule}]")
+    print_text(f"  {verdict.reason}")

@@ -15,6 +15,8 @@ from unicron.ctl.lab.cluster.cluster_layout import Layout, default_state_dir
 from unicron.ctl.lab.cluster.cluster_status import LinksStatus
 from unicron.ctl.lab.cluster.link_faults import share_of
 from unicron.ctl.system.columns import Listing, show
+from unicron.ctl.system.printable import print_text
+from unicron.detector.words import counted
 
 _state_dir = click.option(
     "--state-dir",
@@ -75,9 +77,10 @@ def up(
         if fresh:
             protection.stop(layout)
         raise
-    click.echo(f"{nodes} nodes are up; reach them with: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
+    are_up = "is up; reach it" if nodes == 1 else "are up; reach them"
+    print_text(f"{counted(nodes, 'node')} {are_up} with: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
     if protected:
-        click.echo('Unicron is on them: eval "$(unicronctl cluster env)", then sbatch --unicron ...')
+        print_text('Unicron is on them: eval "$(unicronctl cluster env)", then sbatch --unicron ...')
 
 
 @command.command()
@@ -89,7 +92,7 @@ def env(state_dir: Path) -> None:
     if address := protection.address(cluster.layout):
         words["UNICRON_CONTROLLER"] = address
     for name, value in words.items():
-        click.echo(f"export {name}={shlex.quote(value)}")
+        print_text(f"export {name}={shlex.quote(value)}")
 
 
 @command.command()
@@ -99,7 +102,7 @@ def down(state_dir: Path) -> None:
     cluster = LocalCluster(state_dir)
     protection.stop(cluster.layout)
     cluster.down()
-    click.echo("the cluster is down")
+    print_text("the cluster is down")
 
 
 @command.command()
@@ -109,11 +112,11 @@ def status(as_json: bool, state_dir: Path) -> None:
     """Show the daemons and what Slurm says of each node."""
     state = LocalCluster.load(state_dir).status()
     if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(state), indent=1))
+        print_text(json.dumps(msgspec.to_builtins(state), indent=1), lines=True)
         return
-    click.echo(f"cluster  {state.state}  in {state.state_dir}  port {state.port}  auth {state.auth}")
+    print_text(f"cluster  {state.state}  in {state.state_dir}  port {state.port}  auth {state.auth}")
     if state.links:
-        click.echo(f"network  {state.links.network}  {_wrong(state.links) or 'all links are whole'}")
+        print_text(f"network  {state.links.network}  {_wrong(state.links) or 'all links are whole'}")
     table = Listing("node", "slurmd", "tasks", "state")
     for node in state.nodes:
         said = "+".join(node.states) or "unknown"
@@ -157,7 +160,7 @@ def cut(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
     if not hosts[0]:
         raise click.UsageError("name a node, or head")
     LocalCluster.load(state_dir).links.cut(*hosts)
-    click.echo(f"{','.join(hosts[0])} {'and ' + ','.join(hosts[1]) + ' are cut apart' if hosts[1] else 'cut off'}")
+    print_text(f"{','.join(hosts[0])} {'and ' + ','.join(hosts[1]) + ' are cut apart' if hosts[1] else 'cut off'}")
 
 
 @command.command()
@@ -166,7 +169,7 @@ def cut(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
 def heal(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
     """Mend all links, or those of HOSTS, or those between two groups. A node without power stays off."""
     LocalCluster.load(state_dir).links.heal(*hosts)
-    click.echo("healed")
+    print_text("healed")
 
 
 @command.command()
@@ -176,7 +179,7 @@ def heal(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
 def loss(hosts: list[str], share: float, state_dir: Path) -> None:
     """Lose SHARE (10%) of the packets to and from each of HOSTS, at random; 0% ends it."""
     LocalCluster.load(state_dir).links.loss(hosts, share)
-    click.echo(f"{','.join(hosts)} loses {100 * share:.4g}% of all packets")
+    print_text(f"{','.join(hosts)} loses {100 * share:.4g}% of all packets")
 
 
 @command.command(context_settings={"ignore_unknown_options": True})
@@ -196,7 +199,7 @@ def run(host: str, words: tuple[str, ...], state_dir: Path) -> None:
 def power_off(node: str, state_dir: Path) -> None:
     """Kill everything that runs on NODE at once, as a power failure would."""
     victims = LocalCluster.load(state_dir).power_off(node)
-    click.echo(f"{node} is off: {len(victims)} process{'es' if len(victims) != 1 else ''} killed")
+    print_text(f"{node} is off: {len(victims)} process{'es' if len(victims) != 1 else ''} killed")
 
 
 @command.command("power-on")
@@ -205,4 +208,4 @@ def power_off(node: str, state_dir: Path) -> None:
 def power_on(node: str, state_dir: Path) -> None:
     """Start NODE again. If Slurm set it down, or never noticed that it was gone, it stays down until it is resumed."""
     LocalCluster.load(state_dir).power_on(node)
-    click.echo(f"{node} is on")
+    print_text(f"{node} is on")

@@ -14,6 +14,7 @@ from unicron.ctl.settings.partitions import ACT, DEFAULT, PERMISSIONS
 from unicron.ctl.slurm import CommandLineClient, PartitionInfo, SlurmError
 from unicron.ctl.system.columns import Listing, show
 from unicron.ctl.system.errors import FOUND
+from unicron.ctl.system.printable import print_text
 
 BY_ITSELF = 2
 RETURNS = (
@@ -79,14 +80,14 @@ def check(path: str | None, as_json: bool) -> int:
         ]
     if as_json:
         report = ConfigReport(file=config.path, problems=problems, warnings=warnings, slurm=error, partitions=found)
-        click.echo(json.dumps(msgspec.to_builtins(report)))
+        print_text(json.dumps(msgspec.to_builtins(report)))
         return FOUND if problems else 0
-    click.echo(config.path or "no file: the defaults")
+    print_text(config.path or "no file: the defaults")
     show([table(found)])
     if error:
-        click.echo(f"Slurm's partitions are not known: {error}", err=True)
+        print_text(f"Slurm's partitions are not known: {error}", err=True)
     for problem in (*warnings, *problems):
-        click.echo(problem, err=True)
+        print_text(problem, err=True)
     return FOUND if problems else 0
 
 

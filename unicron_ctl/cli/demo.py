@@ -13,6 +13,8 @@ import click
 
 from unicron.ctl.system.columns import show
 from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.printable import print_text
+from unicron.detector.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +63,7 @@ def command(json_path: Path | None, python: Path, keep: bool) -> None:
 
 def _size(job: DemoJob) -> str:
     ranks = f" of {job.ranks_per_node} ranks" if job.ranks_per_node > 1 else ""
-    return f"up to {job.elements} nodes{ranks}"
+    return f"up to {counted(job.elements, 'node')}{ranks}"
 
 
 def console() -> Console:
@@ -98,7 +100,7 @@ def play(stage: Stage, console: Console, json_path: Path | None) -> None:
     found = report.problems(result)
     if found:
         raise UserError("; ".join(found))
-    click.echo(EXPLANATION)
+    print_text(EXPLANATION, lines=True)
 
 
 EXPLANATION = """

@@ -13,9 +13,10 @@ import msgspec
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.doctor.facts import COMPUTE, HostFacts, Ports, Question, Role, SiteFacts
 from unicron.ctl.doctor.verdicts import GOOD, PROBLEM
-from unicron.ctl.protocol.printable import printable
 from unicron.ctl.slurm.host_lists import folded
-from unicron.ctl.system.errors import FOUND, UserError, counted
+from unicron.ctl.system.errors import FOUND, UserError
+from unicron.ctl.system.printable import print_text
+from unicron.detector.words import counted
 
 if TYPE_CHECKING:
     from unicron.ctl.doctor.examination import Result
@@ -106,7 +107,7 @@ def command(
             hosts=[host.name for host in hosts],
             results=[DoctorResult(**msgspec.structs.asdict(result)) for result in results],
         )
-        click.echo(json.dumps(msgspec.to_builtins(report), indent=1))
+        print_text(json.dumps(msgspec.to_builtins(report), indent=1), lines=True)
     else:
         _print(hosts, results, verbose)
     return FOUND if any(result.verdict == PROBLEM for result in results) else 0
@@ -157,7 +158,7 @@ def _print(hosts: list[HostFacts], results: list[Result], verbose: bool) -> None
 
     everybody = [host.name for host in hosts]
     what = hosts[0].role if len(hosts) == 1 else f"{hosts[0].role}, and {counted(len(hosts) - 1, 'node')}"
-    click.echo(f"{hosts[0].name} ({what}), Unicron {hosts[0].release}")
+    print_text(f"{hosts[0].name} ({what}), Unicron {hosts[0].release}")
     for result in by_weight(results):
         if result.verdict == GOOD and not verbose:
             continue
@@ -169,7 +170,7 @@ def _print(hosts: list[HostFacts], results: list[Result], verbose: bool) -> None
             else folded(result.hosts)
         )
         text = f"{result.verdict:8} {result.check}{f' ({where})' if where else ''}: {result.text}"
-        click.echo(printable(text))  # a node that somebody has taken over may say anything
+        print_text(text)  # a node that somebody has taken over may say anything
         if result.do:
-            click.echo(printable(f"{'':8} > {result.do}"))
-    click.echo(summary(results))
+            print_text(f"{'':8} > {result.do}")
+    print_text(summary(results))

@@ -11,18 +11,19 @@ from typing import Any
 
 import click
 
+from unicron.ctl.cli.event_groups import Event, Group, alone, line, line_of, together
 from unicron.ctl.cli.filter_options import Filters, filter_options
 from unicron.ctl.cli.options import controller_option
-from unicron.ctl.cli.times import moment
 from unicron.ctl.protocol.answer_schema import ASKED_TOO_MUCH, CUT, READ
 from unicron.ctl.protocol.client import ask_controller
+from unicron.ctl.system.columns import show, terminal_width
 from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.printable import print_text
 
 POLL_SECONDS = 0.5
 PAGE, MOST = 1000, 5000  # events in one answer when following, and at most
 QUIET = "step timing ranks_ready"  # too many to be read
 BUSY_SECONDS, BUSY_TRIES = 1.0, 60  # the controller's quota fills up again
-Event = dict[str, Any]
 
 
 @click.command(name="events")
@@ -38,7 +39,7 @@ Event = dict[str, Any]
     type=click.IntRange(1, MOST),
     default=100,
     show_default=True,
-    help="Show at most so many old events.",
+    help="Show at most so many old events; on a terminal lines.",
 )
 @click.option("--steps", is_flag=True, help="Show optimizer steps, too (JSON always has them).")
 @controller_option()
@@ -53,24 +54,32 @@ def command(
     steps: bool,
     controller: str | None,
 ) -> None:
-    """Show the event log, the last events of those that are chosen."""
+    """Show the event log, the last events of those that are chosen.
+
+    On a terminal equal events of several nodes are one line.
+    """
+    folds = not as_json and terminal_width() is not None
+    grouped = together if folds else alone
     quiet = "" if as_json or steps or kinds else QUIET
     chosen = {"kinds": " ".join(kinds).replace(",", " "), "without": quiet, "job": job, **filters}
     log = Log({"kind": "events", **chosen}, lambda question: ask_controller(question, controller))
     try:
-        found, earlier = (list(log.later(after, limit)), False) if after else log.newest(limit)
-        for event in found:
-            _print(event, as_json)
+        found, earlier = (grouped(log.later(after, limit)), False) if after else log.newest(limit, grouped)
+        _print(found, as_json, folds)
         if earlier and "since" in filters:
-            click.echo(f"unicronctl: there are earlier ones: -n {min(MOST, 10 * limit)} shows more", err=True)
+            print_text(f"unicronctl: there are earlier ones: -n {min(MOST, 10 * limit)} shows more", err=True)
         after = log.read
         while follow:
             time.sleep(POLL_SECONDS)
+            fresh, problem = list[Event](), ""
             try:
                 for event in log.later(after, PAGE):
-                    _print(event, as_json)
+                    fresh.append(event)
             except UserError as error:
-                click.echo(f"unicronctl: {error} (still trying)", err=True)
+                problem = f"unicronctl: {error} (still trying)"
+            _print(grouped(fresh), as_json, folds)
+            if problem:
+                print_text(problem, err=True)
             after = log.read
     except KeyboardInterrupt:
         return
@@ -84,18 +93,21 @@ class Log:
         self.read = 0
         """The id of the event up to which the log was read."""
 
-    def newest(self, limit: int) -> tuple[list[Event], bool]:
-        """The last events, oldest first, and whether there are earlier ones. Raises UserError."""
+    def newest(self, limit: int, grouped: Callable[[list[Event]], list[Group]] = alone) -> tuple[list[Group], bool]:
+        """The last groups of events, oldest first, and whether there are earlier ones. Raises UserError."""
         found: list[Event] = []
+        groups: list[Group] = []
         before, more = 0, True
-        while more and len(found) <= limit:
-            piece = self._ask_for_events(before=before, limit=limit + 1 - len(found))
+        while more and len(groups) <= limit and len(found) <= MOST:
+            most = limit + 1 - len(groups) if len(groups) == len(found) else PAGE
+            piece = self._ask_for_events(before=before, limit=most)
             if piece and piece[-1]["kind"] == READ:
                 self.read = max(self.read, piece.pop()["id"])
-            if more := bool(piece) and piece[0]["kind"] == CUT:
-                before = piece.pop(0)["id"]
-            found = piece + found
-        return found[-limit:], len(found) > limit
+            more = len(piece) >= most or (bool(piece) and piece[0]["kind"] == CUT)
+            before = piece[0]["id"] if piece else before
+            found = [event for event in piece if event["kind"] != CUT] + found
+            groups = grouped(found)
+        return groups[-limit:], more or len(groups) > limit
 
     def later(self, after: int, limit: int) -> Iterator[Event]:
         """The next events. Raises UserError."""
@@ -121,17 +133,10 @@ class Log:
             time.sleep(BUSY_SECONDS)
 
 
-def _print(event: Event, as_json: bool) -> None:
-    click.echo(json.dumps(event) if as_json else _line(event))
-
-
-def _line(event: Event) -> str:
-    """One event on one line."""
-    job = f" job {event['job']}" if event["job"] else ""
-    generation = f" g{event['generation']}" if event["generation"] else ""
-    rest = (
-        event.get("reason")
-        or event.get("text")
-        or ", ".join(f"{k}={v}" for k, v in event.items() if k not in ("id", "time", "job", "generation", "kind"))
-    )
-    return f"{moment(event['time'])} {event['kind']}{job}{generation}: {' '.join(str(rest).split())}"
+def _print(groups: list[Group], as_json: bool, folds: bool) -> None:
+    if as_json:
+        for group in groups:
+            for event in group:
+                print_text(json.dumps(event))
+    else:
+        show(line_of(group) if folds else line(group[0]) for group in groups)

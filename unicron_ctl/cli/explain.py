@@ -12,6 +12,7 @@ from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Explanation
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import show
+from unicron.ctl.system.printable import print_text
 
 
 def alternative(scenario: Any, job: str) -> Any:
@@ -37,6 +38,6 @@ def command(job: str, as_json: bool, controller: str | None) -> None:
         None if data["ended"] else alternative(ask_controller({"kind": "scenario"}, controller), data["job"])
     )
     if as_json:
-        click.echo(json.dumps(data, indent=2))
+        print_text(json.dumps(data, indent=2), lines=True)
     else:
         show(status_tables.explanation(as_struct(data, Explanation)))

@@ -18,7 +18,9 @@ from unicron.ctl.lab.cluster.cluster_layout import default_state_dir
 from unicron.ctl.protocol.answer_schema import Injected
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
 from unicron.detector.chaos.inject import EXCEPTIONS, FAULTS, InjectError, parse
+from unicron.detector.words import counted
 
 DEFAULT_FAULTS = (
     "rank-kill,exception:python,exception:nccl,hang-stop,slow:1.5,full-disk,corrupt-message,corrupt-checkpoint"
@@ -48,11 +50,11 @@ def _checked(fault: str) -> str:
 
 def _print(done: Injected, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(done)))
+        print_text(json.dumps(msgspec.to_builtins(done)))
         return
     verb = "would inject" if done.dry_run else "injected"
     lasts = f" for {done.seconds:g} s" if done.seconds else ""
-    click.echo(f"{verb} {done.fault} into job {done.job}, slot {done.slot} on {done.node}{lasts}")
+    print_text(f"{verb} {done.fault} into job {done.job}, slot {done.slot} on {done.node}{lasts}")
 
 
 def _order(order: InjectOrder, controller: str | None) -> Injected:
@@ -181,7 +183,7 @@ def punish(
                     done = _order(order, controller)
             except UserError as error:  # the rank may have died meanwhile
                 refused += 1
-                click.echo(f"not injected: {error}", err=True)
+                print_text(f"not injected: {error}", err=True)
                 continue
             count += 1
             _print(done, as_json)
@@ -189,9 +191,12 @@ def punish(
     finally:
         _restore(off, state_dir, float("inf"))
     if not as_json:
-        words = (f", {idle} times nobody trained" if idle else "") + (f", {refused} not injected" if refused else "")
-        click.echo(
-            f"{count} faults in {minutes:g} minutes (seed {seed}){words}; `unicronctl status` shows what became of them"
+        words = (f", {counted(idle, 'time')} nobody trained" if idle else "") + (
+            f", {refused} not injected" if refused else ""
+        )
+        print_text(
+            f"{counted(count, 'fault')} in {minutes:g} minutes (seed {seed}){words}; "
+            "`unicronctl status` shows what became of them"
         )
 
 

@@ -12,6 +12,7 @@ from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Job
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import show, terminal_width
+from unicron.ctl.system.printable import print_text
 
 
 @click.command(name="jobs")
@@ -22,7 +23,7 @@ def command(as_json: bool, filters: Filters, controller: str | None) -> None:
     """List protected jobs. With --since: those that have run since then."""
     data = ask_controller({"kind": "jobs", **filters}, controller)
     if as_json:
-        click.echo(json.dumps(data, indent=2))
+        print_text(json.dumps(data, indent=2), lines=True)
     else:
         folded, chosen = terminal_width() is not None, bool(filters)
         show([status_tables.jobs(as_struct(data, list[Job]), folded, chosen)])

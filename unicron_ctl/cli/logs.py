@@ -15,6 +15,7 @@ import msgspec
 from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
 
 POLL_SECONDS = 0.3
 TIME = len("2026-11-26T13:11:12.123")
@@ -91,7 +92,7 @@ def command(
     try:
         while True:
             for line in merged(files):
-                click.echo(json.dumps(msgspec.to_builtins(line)) if as_json else _shown(line, rank))
+                print_text(json.dumps(msgspec.to_builtins(line)) if as_json else _shown(line, rank), lines=True)
             if not follow:
                 return
             time.sleep(POLL_SECONDS)

@@ -12,6 +12,7 @@ from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Node
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import show, terminal_width
+from unicron.ctl.system.printable import print_text
 
 
 @click.command(name="nodes")
@@ -22,6 +23,6 @@ def command(as_json: bool, filters: Filters, controller: str | None) -> None:
     """List nodes and who uses them. With --user: those on which that user's jobs run."""
     data = ask_controller({"kind": "nodes", **filters}, controller)
     if as_json:
-        click.echo(json.dumps(data, indent=2))
+        print_text(json.dumps(data, indent=2), lines=True)
     else:
         show([status_tables.nodes(as_struct(data, list[Node]), folded=terminal_width() is not None)])

@@ -13,6 +13,7 @@ import msgspec
 from unicron.ctl.cli.options import Number, controller_option
 from unicron.ctl.system.columns import Listing, show
 from unicron.ctl.system.errors import FOUND, UserError
+from unicron.ctl.system.printable import print_text
 from unicron.detector.health.pair_probe import BACKENDS
 
 if TYPE_CHECKING:
@@ -108,20 +109,20 @@ def command(
     if dry_run:
         by_name = {node.name: node for node in known}
         for group in pairs.pairs(tested, helpers):
-            click.echo(shlex.join(pairs.command(group, by_name, wish, "TOKEN")))
+            print_text(shlex.join(pairs.command(group, by_name, wish, "TOKEN")))
         for name, why in left_out.items():
-            click.echo(f"{name} is not tested: {why}", err=True)
+            print_text(f"{name} is not tested: {why}", err=True)
         return 0
     if not tested:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no node is idle"
         raise UserError(f"nothing to test: {why}")
-    runner = pairs.Runner(known, wish, environment, lambda text: None if as_json else click.echo(text, err=True))
+    runner = pairs.Runner(known, wish, environment, lambda text: None if as_json else print_text(text, err=True))
     found = runner.play(tested, helpers)
     found.left_out = {**left_out, **found.left_out}
     drained = _drain(client, found) if drain else {}
     told = _report_verdicts(found, controller)
     if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(report_of(found, drained)), indent=2))
+        print_text(json.dumps(msgspec.to_builtins(report_of(found, drained)), indent=2), lines=True)
     else:
         _print(found, drained, told)
     return FOUND if found.judgement.bad else 0
@@ -202,19 +203,19 @@ def _print(found: Findings, drained: dict[str, str], told: str) -> None:
     judgement = found.judgement
     show([table(found)])
     for name in judgement.bad:
-        click.echo(f"{name} is bad: {found.why_bad(name)}")
+        print_text(f"{name} is bad: {found.why_bad(name)}")
         if name not in drained:
-            click.echo(f"  to take it out of service: unicronctl pair-test --nodes {name} --drain")
+            print_text(f"  to take it out of service: unicronctl pair-test --nodes {name} --drain")
     for text in drained.values():
-        click.echo(f"  {text}")
+        print_text(f"  {text}")
     for word, nodes in (("is slow (for 1 GB)", judgement.slow), ("is not cleared", judgement.unknown)):
         for name, why in nodes.items():
-            click.echo(f"{name} {word}: {why}")
+            print_text(f"{name} {word}: {why}")
     for name, why in found.left_out.items():
-        click.echo(f"{name} was not tested: {why}")
+        print_text(f"{name} was not tested: {why}")
     if sum(test.round == 1 and test.bandwidth is not None for test in found.tests) < pairs.PAIRS_WANTED:
-        click.echo(f"fewer than {pairs.PAIRS_WANTED} pairs passed round 1: no speeds were compared")
+        print_text(f"fewer than {pairs.PAIRS_WANTED} pairs passed round 1: no speeds were compared")
     if judgement.good:
-        click.echo(f"good: {' '.join(judgement.good)}")
+        print_text(f"good: {' '.join(judgement.good)}")
     if told:
-        click.echo(f"the controller was not told: {told}", err=True)
+        print_text(f"the controller was not told: {told}", err=True)

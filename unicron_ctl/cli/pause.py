@@ -11,6 +11,7 @@ from unicron.ctl.cli.options import DURATION, controller_option
 from unicron.ctl.protocol.answer_schema import Paused
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
 
 LONGEST = 365 * 86400.0  # as the controller's own limit
 
@@ -43,12 +44,12 @@ def resume(partition: str, as_json: bool, controller: str | None) -> None:
 def _show(order: dict[str, object], as_json: bool, controller: str | None) -> None:
     answer = ask_controller(order, controller)
     if as_json:
-        click.echo(json.dumps(answer))
+        print_text(json.dumps(answer))
         return
     told = as_struct(answer, Paused)
     for line in paused_lines(told.until) or ["nothing is paused"]:
-        click.echo(line)
-    click.echo(", ".join(f"{name}: {mode}" for name, mode in told.modes.items()))
+        print_text(line)
+    print_text(", ".join(f"{name}: {mode}" for name, mode in told.modes.items()))
 
 
 def paused_lines(until: dict[str, float]) -> list[str]:

@@ -11,6 +11,7 @@ from unicron.ctl.protocol.client import ask_and_see
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.settings.places import controller_address
 from unicron.ctl.system.addresses import named
+from unicron.ctl.system.printable import print_text
 
 
 @click.command(name="ping")
@@ -21,4 +22,4 @@ def command(seconds: float, controller: str | None) -> None:
     began = time.monotonic()
     _, target = ask_and_see({"kind": "ping"}, controller, timeout=seconds)
     took = time.monotonic() - began
-    click.echo(f"{named(controller_address(controller, load()), target)} answers after {1e3 * took:.1f} ms")
+    print_text(f"{named(controller_address(controller, load()), target)} answers after {1e3 * took:.1f} ms")

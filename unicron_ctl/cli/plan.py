@@ -13,6 +13,7 @@ from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.answer_schema import Ahead, Alternative, Assignment
 from unicron.ctl.system.columns import Listing, show
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
 from unicron.planner.problem.objective import PlanError, Scenario
 
 
@@ -116,7 +117,7 @@ def _run(
         table = Lookahead(scenario, pairs=False)
         out.ahead = [Ahead(event=list(event), assignment=each.assignment) for event, each in table.entries.items()]
     if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(out), indent=2))
+        print_text(json.dumps(msgspec.to_builtins(out), indent=2), lines=True)
     else:
         _show(scenario, out, names)
 
@@ -129,9 +130,9 @@ def _show(scenario: Scenario, out: Assignment, names: Mapping[str, str]) -> None
     for job in scenario.jobs:
         table.add_row(labels[job.name], str(job.nodes), str(out.assignment[job.name]), out.reasons[job.name])
     show([table])
-    click.echo(f"{nodes_text(scenario.nodes)}, {out.spares} spare; {flops_text(out.waf)} weighted")
+    print_text(f"{nodes_text(scenario.nodes)}, {out.spares} spare; {flops_text(out.waf)} weighted")
     if out.explanation:
-        click.echo(out.explanation.text)
+        print_text(out.explanation.text, lines=True)
     for row in out.ahead or ():
         changed = [f"{name} {count}" for name, count in row.assignment.items()]
-        click.echo(f"if {' '.join(row.event)}: {', '.join(changed)}")
+        print_text(f"if {' '.join(row.event)}: {', '.join(changed)}")

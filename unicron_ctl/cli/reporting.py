@@ -11,8 +11,8 @@ import msgspec
 from unicron.ctl.cli.options import DURATION, controller_option
 from unicron.ctl.protocol.answer_schema import Report
 from unicron.ctl.protocol.client import as_struct, ask_controller
-from unicron.ctl.protocol.printable import printable
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
 
 WEEK = 604800.0
 
@@ -54,9 +54,9 @@ def week(seconds: float, as_html: bool, as_json: bool, send: bool, path: str | N
     if send:
         _send(found, path)
     elif as_json:
-        click.echo(json.dumps(answer, indent=2))
+        print_text(json.dumps(answer, indent=2), lines=True)
     else:
-        click.echo(week_report.page(found) if as_html else week_report.text(found), nl=False)
+        print_text(week_report.page(found) if as_html else week_report.text(found), lines=True, nl=False)
 
 
 def _send(report: Report, path: str | None) -> None:
@@ -100,5 +100,5 @@ def job(job: str, output: Path | None, no_logs: bool, controller: str | None) ->
 
     path, left_out = pack(job, output, not no_logs, controller)
     for line in left_out:
-        click.echo(printable(f"unicronctl: left out: {line}"), err=True)
-    click.echo(path)
+        print_text(f"unicronctl: left out: {line}", err=True)
+    print_text(path)

@@ -6,9 +6,9 @@ import click
 
 from unicron.ctl.nodes.leftovers import leftovers, take_all_back
 from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.protocol.printable import printable
 from unicron.ctl.slurm.slurm_client import SlurmError
 from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.printable import print_text
 
 SECONDS = 20.0  # for one call of Slurm's
 
@@ -31,9 +31,9 @@ def command(dry_run: bool, yes: bool) -> None:
     except SlurmError as error:
         raise UserError(f"Slurm did not answer, and nothing was changed: {error}") from None
     for what in found:
-        click.echo(printable(what.line()))
+        print_text(what.line())
     if not found:
-        click.echo("nothing of Unicron's is left in Slurm")
+        print_text("nothing of Unicron's is left in Slurm")
     if dry_run or not found:
         return
     _refuse_beside_a_controller()

@@ -9,6 +9,7 @@ import msgspec
 
 from unicron.ctl.protocol import answer_schema
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
 
 
 def _types() -> dict[str, object]:
@@ -56,8 +57,8 @@ def command(words: tuple[str, ...]) -> None:
     """
     types, name = _types(), " ".join(words)
     if not name:
-        click.echo("\n".join(types))
+        print_text("\n".join(types), lines=True)
     elif name in types:
-        click.echo(json.dumps(msgspec.json.schema(types[name]), indent=2))
+        print_text(json.dumps(msgspec.json.schema(types[name]), indent=2), lines=True)
     else:
         raise UserError(f"{name} has no schema: there are {', '.join(types)}", WRONG_USE)

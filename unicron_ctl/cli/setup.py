@@ -13,6 +13,7 @@ import click
 
 from unicron.ctl.doctor.setting_up import UNIT_USER
 from unicron.ctl.system.errors import FOUND, WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
 from unicron.ctl.system.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -49,12 +50,12 @@ def command(path: str, host: str | None, user: str, marked: tuple[str, ...], dry
     client = CommandLineClient(env={"PATH": search_path()["PATH"]})
     settings = client.settings()
     wish = _wish(client, settings, host, user, marked)
-    click.echo(_write(Path(path), unicron_toml(wish), dry_run, force))
+    print_text(_write(Path(path), unicron_toml(wish), dry_run, force), lines=True)
     site, problems = _site(client, settings, wish, user, path)
-    click.echo(_write(Path(site.plugstack), plugstack_conf(site), dry_run, force))
+    print_text(_write(Path(site.plugstack), plugstack_conf(site), dry_run, force), lines=True)
     _print_rest(site)
     for problem in problems:
-        click.echo(f"{path}: {problem}", err=True)
+        print_text(f"{path}: {problem}", err=True)
     return FOUND if problems else 0
 
 
@@ -150,11 +151,11 @@ def _print_rest(site: Site) -> None:
     from unicron.ctl.doctor.setting_up import slurm_conf_lines, steps
 
     if lines := slurm_conf_lines(site.settings):
-        click.echo("\n---- slurm.conf: add these lines, or change what is there\n" + "\n".join(lines))
+        print_text("\n---- slurm.conf: add these lines, or change what is there\n" + "\n".join(lines), lines=True)
     else:
-        click.echo("\n---- slurm.conf has all that is needed")
+        print_text("\n---- slurm.conf has all that is needed", lines=True)
     if site.found is not None and site.found.line:
-        click.echo(f"\n---- plugstack.conf has the plugin already\n{site.found.line}")
-    click.echo("\n---- then, in this order")
+        print_text(f"\n---- plugstack.conf has the plugin already\n{site.found.line}", lines=True)
+    print_text("\n---- then, in this order", lines=True)
     for place, step in enumerate(steps(site), 1):
-        click.echo(f"{place}. {step}")
+        print_text(f"{place}. {step}")

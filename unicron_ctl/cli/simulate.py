@@ -15,6 +15,8 @@ from msgspec import UNSET, UnsetType
 from unicron.ctl.cli.options import Number
 from unicron.ctl.system.columns import Listing, show
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
+from unicron.detector.words import counted
 from unicron.planner.problem.objective import PlanError
 
 if TYPE_CHECKING:
@@ -152,7 +154,7 @@ def _replay_trace(options: Options) -> None:
     if path := options.save_trace:
         _write_file(path, lambda: write(trace, path))
     results = [simulate(cluster, trace, each) for each in policies]
-    title = f"{trace.name}: {cluster.nodes} nodes, {len(cluster.jobs)} jobs"
+    title = f"{trace.name}: {counted(cluster.nodes, 'node')}, {counted(len(cluster.jobs), 'job')}"
     if options.figure:
         from unicron.planner.simulate.figure import draw
 
@@ -166,7 +168,7 @@ def _replay_trace(options: Options) -> None:
         listed = [msgspec.convert(result.to_dict(), PolicyResult) for result in results]
         for one, each in zip(listed, policies, strict=True):
             one.sources = list(each.sources) if options.sources else UNSET
-        click.echo(json.dumps(msgspec.to_builtins(listed), indent=2))
+        print_text(json.dumps(msgspec.to_builtins(listed), indent=2), lines=True)
     else:
         _show(results, policies if options.sources else ())
 
@@ -186,7 +188,9 @@ def _judge_history(path: str, options: Options) -> None:
     found = history.judge(history.load(path), costs)
     if options.figure:
         draw_history(found, options.figure, f"{Path(path).name}: node-hours lost to failures")
-    click.echo(json.dumps(found.to_dict(), indent=2) if options.json else "\n".join(_history_text(found, costs)))
+    print_text(
+        json.dumps(found.to_dict(), indent=2) if options.json else "\n".join(_history_text(found, costs)), lines=True
+    )
 
 
 def _history_text(found: History, costs: Costs) -> Iterator[str]:
@@ -194,8 +198,9 @@ def _history_text(found: History, costs: Costs) -> Iterator[str]:
     told = found.to_dict()
     hours = told["node_hours"] or 1.0
     causes = ", ".join(f"{count} {name}" for name, count in told["causes"].items())
-    yield f"{found.runs} runs of {costs.least_nodes} nodes or more: {told['node_hours']:.1f} node-hours"
-    yield f"{len(found.failures)} failures after which the job went on{f' ({causes})' if causes else ''}"
+    runs = f"{counted(found.runs, 'run')} of {counted(costs.least_nodes, 'node')} or more"
+    yield f"{runs}: {told['node_hours']:.1f} node-hours"
+    yield f"{counted(len(found.failures), 'failure')} after which the job went on{f' ({causes})' if causes else ''}"
     rows = (
         ("lost as it was", "lost_node_hours"),
         ("  of it waiting", "waiting_node_hours"),
@@ -265,6 +270,6 @@ def _show(results: Sequence[Result], policies: Sequence[Policy]) -> None:
     if bound:
         table.add_note("bound: of what the bound reaches")
     show([table])
-    click.echo(f"ideal {flops_text(results[0].ideal_waf)}; all shares are of the ideal")
+    print_text(f"ideal {flops_text(results[0].ideal_waf)}; all shares are of the ideal")
     for each in policies:
-        click.echo(f"{each.name}: {'; '.join(each.sources)}")
+        print_text(f"{each.name}: {'; '.join(each.sources)}")

@@ -16,6 +16,7 @@ from unicron.ctl.protocol.answer_schema import Status
 from unicron.ctl.protocol.client import as_struct, ask_controller
 from unicron.ctl.system.columns import show, terminal_width
 from unicron.ctl.system.errors import FOUND, WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
 
 INTERVAL = 2.0  # seconds
 
@@ -40,7 +41,7 @@ def command(as_json: bool, watch: bool, filters: Filters, controller: str | None
         return 0
     data = ask_controller({"kind": "status", **filters}, controller)
     if as_json:
-        click.echo(json.dumps(data, indent=2))
+        print_text(json.dumps(data, indent=2), lines=True)
     else:
         show(status_tables.status(as_struct(data, Status), terminal_width() is not None, bool(filters)))
     return FOUND if data["attention"] else 0

@@ -26,6 +26,7 @@ from unicron.ctl.protocol.answer_schema import (
 from unicron.ctl.slurm.host_lists import folded as fold
 from unicron.ctl.slurm.host_lists import natural
 from unicron.ctl.system.columns import Listing
+from unicron.detector.words import counted
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _HEALTHS = {"bad": "red"}
@@ -146,7 +147,7 @@ def job_notes(job: Job) -> list[str]:
     if job.waits:
         found.append(f"{job.waits}: see `unicronctl explain {job.job}`")
     for one in job.barred:
-        found.append(f"{len(one.elements)} elements cannot start: {one.reason} ({one.words})")
+        found.append(f"{counted(len(one.elements), 'element')} cannot start: {one.reason} ({one.words})")
     found += filter(None, (replicas(job), spares(job), blocks(job)))
     if job.silent:
         found.append(f"silent, not lost: element {', '.join(job.silent)}")
@@ -158,10 +159,12 @@ def job_notes(job: Job) -> list[str]:
         found.append(said)
     starts = [rank.start for element in job.elements for rank in element.ranks]
     if not job.ended and (cold := sum(start.startswith("cold") for start in starts)):
-        found.append(f"{cold} of {len(starts)} ranks started cold: see `unicronctl explain {job.job}`")
+        found.append(f"{cold} of {counted(len(starts), 'rank')} started cold: see `unicronctl explain {job.job}`")
     ranks = [rank for element in job.elements for rank in element.ranks]
     if not job.ended and (forgets := sum(bool(rank.forgets) for rank in ranks)):
-        found.append(f"{forgets} of {len(ranks)} ranks keep no state in memory: see `unicronctl explain {job.job}`")
+        found.append(
+            f"{forgets} of {counted(len(ranks), 'rank')} keep no state in memory: see `unicronctl explain {job.job}`"
+        )
     if said := not_finite(job):
         found.append(said)
     if not job.ended and (slow := _slow(job)):
@@ -180,10 +183,10 @@ def replicas(job: JobBase) -> str:
     count, standbys = job.replicas, job.standbys
     named = f"{job.layout}: " if job.layout else ""
     waiting = f", standbys: slots {_few(standbys)}" if standbys else ""
-    size = f"{job.replica} rank{'s' if job.replica != 1 else ''}"
+    size = counted(job.replica, "rank")
     planned = job.planned_layout or job.layout
     also = f"; goes on as {planned}" if planned != job.layout else f"; or {', '.join(others)}" if others else ""
-    return f"{named}{count} replica{'s' if count != 1 else ''} of {size}{waiting}{also}"
+    return f"{named}{counted(count, 'replica')} of {size}{waiting}{also}"
 
 
 def goodput(job: JobBase) -> str:
@@ -424,7 +427,7 @@ def obstacles(data: Explanation) -> list[str]:
     if data.bounds:
         lines.append(f"bounds: {data.bounds}")
     if data.plan_reason and data.planned_nodes is not None:
-        lines.append(f"plan: {data.planned_nodes} nodes; {data.plan_reason} ({data.plan_trigger})")
+        lines.append(f"plan: {counted(data.planned_nodes, 'node')}; {data.plan_reason} ({data.plan_trigger})")
     if data.alternative:
         lines.append(f"now: {data.alternative.text}")
     return lines

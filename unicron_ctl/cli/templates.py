@@ -9,6 +9,7 @@ import click
 
 import unicron
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
 
 FOLDER = Path(unicron.__file__).parent / "sbatch_templates"
 # name -> (the file, its neighbours, one line)
@@ -59,13 +60,13 @@ def command(name: str | None, folder: Path | None) -> None:
     """
     if name is None:
         for known, (file, _, line) in TEMPLATES.items():
-            click.echo(f"{known:10} {file:20} {line}")
+            print_text(f"{known:10} {file:20} {line}")
         return
     if name not in TEMPLATES:
         raise UserError(f"no template {name!r}: there are {', '.join(TEMPLATES)}", WRONG_USE)
     file, neighbours, _ = TEMPLATES[name]
     if folder is None:
-        click.echo((FOLDER / file).read_text(), nl=False)
+        print_text((FOLDER / file).read_text(), lines=True, nl=False)
         return
     folder.mkdir(parents=True, exist_ok=True)
     there = [each for each in (file, *neighbours) if (folder / each).exists()]
@@ -73,4 +74,4 @@ def command(name: str | None, folder: Path | None) -> None:
         raise UserError(f"{folder / there[0]} is there already: remove it, or choose another folder", WRONG_USE)
     for each in (file, *neighbours):
         shutil.copyfile(FOLDER / each, folder / each)
-        click.echo(folder / each)
+        print_text(folder / each)

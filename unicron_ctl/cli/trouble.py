@@ -47,11 +47,11 @@ def needs_an_admin(listed: Iterable[Attention], together: bool) -> list[str]:
     return [f"needs an admin: {named(said, names)}" for said, names in groups.items()]
 
 
-def nameless(text: str, node: str) -> str:
+def nameless(text: str, node: str, mark: str = _MARK) -> str:
     """The text with a mark in place of the node's name."""
-    return re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", _MARK, text) if node and node in text else text
+    return re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", mark, text) if node and node in text else text
 
 
-def named(text: str, nodes: Sequence[str]) -> str:
+def named(text: str, nodes: Sequence[str], mark: str = _MARK) -> str:
     """The text with these nodes' names, as a host list, where the mark is."""
-    return text.replace(_MARK, folded(nodes)) if _MARK in text else text
+    return text.replace(mark, folded(nodes)) if mark in text else text

@@ -8,12 +8,14 @@ import sys
 import click
 from click.shell_completion import CompletionItem
 
+from unicron.ctl.system.printable import print_text
 from unicron.ctl.system.program import run
 from unicron.ctl.system.release import version_option
 
 # name -> ("module:click command", one line for `unicronctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
     "backup": ("unicron.ctl.cli.backup:command", "Copy unicrond's state folder into a file."),
+    "check-folder": ("unicron.ctl.cli.check_folder:command", "Say whether two hosts can share a state folder."),
     "checkpoint": ("unicron.ctl.cli.checkpoint:command", "Show, convert and verify checkpoints."),
     "classify": ("unicron.ctl.cli.classify:command", "Name the failure and severity of a log or message."),
     "cluster": ("unicron.ctl.cli.cluster:command", "Run a private Slurm cluster on this machine."),
@@ -85,7 +87,7 @@ class LazyGroup(click.Group):
 def unicronctl(ctx: click.Context) -> None:
     """Self-healing large-model training on Slurm."""
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        print_text(ctx.get_help(), lines=True)
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ from unicron.ctl.system import descriptors
 from unicron.ctl.system.addresses import endpoint
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.one_thread import one_thread
+from unicron.ctl.system.printable import print_text
 from unicron.ctl.system.program import run
 from unicron.ctl.system.release import version_option
 from unicron.ctl.system.whole_file import write_whole
@@ -100,7 +101,7 @@ def unicrond(
     refuse(config.path, found)
     folder = Path(state) if state else state_dir(config)
     if make_key:
-        click.echo(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
+        print_text(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
         return 0
     notifier = SystemdNotifier()
     client = slurm_client(config)  # Slurm may not answer for a while: no lease waits for it
@@ -138,12 +139,12 @@ def report(config: Config, found: list[str]) -> int:
     except UserError as error:
         found = [*found, str(error).removeprefix(f"{config.path}: ")]
     for line in found:
-        click.echo(f"{PROGRAM}: {where}: {line}", err=True)
+        print_text(f"{PROGRAM}: {where}: {line}", err=True)
     if found:
         return WRONG_USE
     for line in limits.rule_lines(rule_values(config.controller, os.environ)[0], config.controller.slurm != "none"):
-        click.echo(line)
-    click.echo(f"{where}: no problem found")
+        print_text(line)
+    print_text(f"{where}: no problem found")
     return 0
 
 

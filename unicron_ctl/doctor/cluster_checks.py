@@ -10,6 +10,7 @@ from unicron.ctl.doctor.verdicts import Case, Finding, advice, good, problem, un
 from unicron.ctl.settings.limits import PLANNED_SECONDS, number
 from unicron.ctl.settings.partitions import ACT, DEFAULT
 from unicron.ctl.slurm.slurm_settings import NO_LIMIT, SlurmSettings
+from unicron.detector.words import counted
 
 SUPER_USER = "root"
 PROLOG_REST = 4  # seconds: all that prolog.d/50-unicron does besides the admission checks, at most
@@ -24,7 +25,7 @@ def slurm(case: Case) -> Iterator[Finding]:
             "see `scontrol ping`; a host without slurm.conf needs sackd, slurmd or SLURM_CONF",
         )
     else:
-        yield good(f"Slurm {case.site.settings.release}, {len(case.site.nodes)} nodes")
+        yield good(f"Slurm {case.site.settings.release}, {counted(len(case.site.nodes), 'node')}")
 
 
 def auth_type(case: Case) -> Iterator[Finding]:

@@ -25,10 +25,10 @@ import msgspec
 from unicron.ctl.doctor.facts import COMPUTE, HostFacts, Question
 from unicron.ctl.nodes.pairs import why_not_idle
 from unicron.ctl.nodes.steps import END_SECONDS, Steps
-from unicron.ctl.protocol.printable import printable
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.addresses import listen_at, reason_of
 from unicron.ctl.system.errors import one_line
+from unicron.ctl.system.printable import printable
 
 MARK = "unicron-doctor:"
 PIECE = 600  # characters

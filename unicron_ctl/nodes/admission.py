@@ -26,6 +26,7 @@ from unicron.ctl.settings.config_file import understood
 from unicron.ctl.slurm.slurm_client import NodeInfo, SlurmClient, slurms_own
 from unicron.ctl.system.errors import UserError, one_line
 from unicron.detector.health import Report, Result, Settings, checks_of, run
+from unicron.detector.words import counted
 
 OURS = "unicron"  # as in controller.plan.placement, which is too much to import at every check
 PROVEN_BAD = 100
@@ -100,7 +101,8 @@ def _leave_room(nodes: Sequence[NodeInfo], name: str, most: int) -> None:
     others = sum(node.name != name and drained_by_check(node) for node in nodes)
     most = max(most, len(nodes) // 10)
     if others >= most:
-        raise TooMany(f"{others} nodes are drained by their checks, and no more than {most} may be")
+        drained = f"{counted(others, 'node')} {'is' if others == 1 else 'are'} drained by checks"
+        raise TooMany(f"{drained}, and no more than {most} may be")
 
 
 def drained_by_check(node: NodeInfo) -> bool:

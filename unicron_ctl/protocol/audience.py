@@ -21,6 +21,7 @@ from unicron.ctl.protocol.answer_schema import (
     redacted,
 )
 
+LAST_FAILURES = 100  # that an answer tells
 JOBS, NODES = "jobs", "nodes"  # of PrivateData
 
 
@@ -57,7 +58,7 @@ class Viewer:
 class Sight:
     """Cuts the answers that an admin was given down to what the controller would tell a viewer.
 
-    status: with its `sharing`. viewer: None where there is one user (auth = "none").
+    status: with its `sharing`, and each user's last failures. viewer: None where there is one user (auth = "none").
     """
 
     def __init__(self, status: Status, sharing: Sharing, viewer: Viewer | None) -> None:
@@ -73,7 +74,7 @@ class Sight:
         """The answer of `unicronctl status` to this viewer."""
         whole, sharing = self._whole, self._sharing
         if self.admin:
-            return whole
+            return replace(whole, failures=whole.failures[-LAST_FAILURES:])
         private = sharing.private
         jobs = [
             job if job.job in self.mine else job_for_others(job, sharing.names.get(job.job))
@@ -85,7 +86,7 @@ class Sight:
             controller=whole.controller,
             jobs=jobs,
             nodes=nodes,
-            failures=[failure for failure in whole.failures if failure.job in self.mine],
+            failures=[failure for failure in whole.failures if failure.job in self.mine][-LAST_FAILURES:],
             attention=[],
             observed=[],
             waf=sum(job.waf for job in jobs),

@@ -11,12 +11,12 @@ import msgspec
 
 from unicron.ctl.protocol import claims, wire
 from unicron.ctl.protocol.munge import MungeError, make_credential
-from unicron.ctl.protocol.printable import clean, printable
 from unicron.ctl.protocol.reach import first_open
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.settings.places import controller_address, is_guess
 from unicron.ctl.system.addresses import Target
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.printable import clean, printable
 
 if TYPE_CHECKING:
     from unicron.ctl.protocol.controller_discovery import Hello

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
+from unicron.ctl.system.printable import print_text, printable
+
 WIDTH = 80  # that every table fits
 LEAST, LEAST_NAME, LEAST_LAST = 8, 12, 24  # characters of a cell, of one that is cut, of the last one
 INDENT = "    "  # of a note's further lines
@@ -116,7 +118,7 @@ def _flat(cell: Cell) -> Text:
 
 def plain(cell: Cell) -> str:
     """A cell's text on one line."""
-    return " ".join(str(cell).split())
+    return printable(" ".join(str(cell).split()))
 
 
 def broken(text: Text, width: int) -> list[Text]:
@@ -155,6 +157,7 @@ def lines_of(parts: Iterable[Listing | Cell], width: int | None) -> list[Text]:
             found += part.styled(width)
         else:
             text = part if isinstance(part, Text) else Text(part)
+            text = Text(printable(text.plain, lines=True), text.style)
             found += [piece for line in text.plain.splitlines() for piece in wrapped(Text(line, text.style), width)]
     return found
 
@@ -162,4 +165,4 @@ def lines_of(parts: Iterable[Listing | Cell], width: int | None) -> list[Text]:
 def show(parts: Iterable[Listing | Cell]) -> None:
     """Prints listings and lines of text: as wide as the terminal, or whole on a pipe."""
     for line in lines_of(parts, terminal_width()):
-        print(line.plain)
+        print_text(line.plain)

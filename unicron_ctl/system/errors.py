@@ -25,11 +25,6 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def counted(count: int, what: str) -> str:
-    """Returns "1 node", "2 nodes"."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
 def shortened(text: str, most: int) -> str:
     """The text, or the beginning and the end of a text that is longer than `most` characters."""
     if len(text) <= most:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 import click
 
 from unicron.ctl.system.errors import FAILURE, WRONG_USE, UserError, one_line
+from unicron.ctl.system.printable import print_text
 
 
 def tell_people(program: str, text: str) -> None:
     """Writes one line on standard error."""
-    click.echo(f"{program}: {text}", err=True)
+    print_text(f"{program}: {text}", err=True)
 
 
 def run(

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from unicron.ctl.system.printable import print_text
+
 DISTRIBUTION = "unicron-slurm"
 UNKNOWN = "0+unknown"  # run from a copy that nobody has installed
 
@@ -34,7 +36,7 @@ def work_together(one: str, other: str) -> bool:
 
 def _show(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        click.echo(f"{ctx.find_root().info_name} {release()}")
+        print_text(f"{ctx.find_root().info_name} {release()}")
         ctx.exit()
 
 

@@ -7,6 +7,7 @@ from itertools import product
 
 from unicron.ctl.protocol import ranges
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.detector.words import counted
 from unicron.transition.generations.layout import Stated, stated
 
 LAYOUTS, MODEL = "UNICRON_LAYOUTS", "UNICRON_MODEL"
@@ -60,7 +61,9 @@ def misfit(one: Stated, per_node: int, nodes: int, model: Mapping[str, int]) -> 
     """Why no number of nodes can run it; empty where one can."""
     size = one.layout.size
     if size > per_node * nodes:
-        return f"needs {size} ranks, and the job has at most {per_node * nodes} ({nodes} nodes of {per_node})"
+        return (
+            f"needs {size} ranks, and the job has at most {per_node * nodes} ({counted(nodes, 'node')} of {per_node})"
+        )
     if size % per_node and per_node % size:
         return f"is a replica of {size} ranks, which neither fills nodes of {per_node} ranks nor shares one evenly"
     for name, parts in (("heads", one.layout.tensor), ("layers", one.layout.pipeline * one.virtual)):
@@ -90,7 +93,9 @@ def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int])
     found = [_read(f"TP{tp} PP{pp}") for tp, pp in product(tensor, range(1, most.layout.pipeline + 1))]
     fit = [one for one in found if not misfit(one, per_node, nodes, model)]
     if not fit:
-        raise _wrong(LAYOUTS, f"no layout up to {most.text} fits this model and {nodes} nodes", "name the layouts")
+        raise _wrong(
+            LAYOUTS, f"no layout up to {most.text} fits this model and {counted(nodes, 'node')}", "name the layouts"
+        )
     return sorted(fit, key=lambda one: one.layout.size)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from unicron.ctl.agent.launchers.commands import NotTaken
 from unicron.ctl.agent.launchers.readers import Taken
+from unicron.detector.words import counted
 
 
 def count_ranks(taken: Taken, environment: Mapping[str, str], nodes: int, cpus: int, devices: int) -> int:
@@ -42,8 +43,8 @@ def fewest_nodes(taken: Taken, elements: int, block: int, spares: int, array: bo
         return 0  # the launchers of each node, or element, were told of it alone
     if least == most and most not in (nodes, nodes - spares):
         raise NotTaken(
-            f"{taken.launcher} was told of {most} nodes, and the job has {nodes}: write --nnodes {nodes}, or leave "
-            "the option out"
+            f"{taken.launcher} was told of {counted(most, 'node')}, and the job has {nodes}: "
+            f"write --nnodes {nodes}, or leave the option out"
         )
     if least > nodes:
         raise NotTaken(f"{taken.launcher} needs {least} nodes, and the job has {nodes}: ask Slurm for more")
@@ -53,7 +54,7 @@ def fewest_nodes(taken: Taken, elements: int, block: int, spares: int, array: bo
 
 def describe(taken: Taken, ranks: int) -> str:
     """The line in the job's log that says what was taken over."""
-    told = f"{taken.launcher} is left out: the agent starts {ranks} rank{'s' if ranks > 1 else ''} on each node"
+    told = f"{taken.launcher} is left out: the agent starts {counted(ranks, 'rank')} on each node"
     if taken.replaced:
         told += f"; Unicron has its own way of {', '.join(taken.replaced)}"
     if taken.lost:

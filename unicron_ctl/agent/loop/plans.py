@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from unicron.ctl.protocol import shared_plans, structs, wire
-from unicron.ctl.system.errors import counted
+from unicron.detector.words import counted
 from unicron.transition.snapshot.image_format import SHARD, Key
 
 PLANS_HELD = 4  # the ranks are in one of the last

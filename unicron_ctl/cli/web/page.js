@@ -38,6 +38,7 @@ function clock(at) {
   return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}`;
 }
 
+const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
 const percent = (share) => share === null ? "-" : `${(100 * share).toFixed(1)} %`;
 
 // ---------------------------------------------------------------- asking
@@ -167,13 +168,13 @@ function map(view) {
   nodes = found;
   if (!same) fill($("map"), ...order);
   $("map").classList.toggle("few", view.nodes.length <= 400);
-  $("map").setAttribute("aria-label", `${view.nodes.length} nodes`);
+  $("map").setAttribute("aria-label", counted(view.nodes.length, "node"));
   const legend = Object.entries(LOOKS).filter(([look]) => counts[look]).map(([look, words]) => key(look, `${counts[look]} ${words}`));
   if (suspects) legend.push(key("idle suspect", `${suspects} suspect`));
   fill($("legend"), ...legend);
   const telling = view.nodes.filter((node) => node[5]);
   $("remarks").hidden = !telling.length;
-  $("remarks").firstElementChild.textContent = `${telling.length} nodes with a remark`;
+  $("remarks").firstElementChild.textContent = `${counted(telling.length, "node")} with a remark`;
   fill($("remarks").lastElementChild, ...telling.slice(0, 500).map((node) => make("li", `${node[0]}: ${node[5]}`)));
 }
 
@@ -283,7 +284,7 @@ async function explain(job, body, panel) {
   parts.push(make("h3", "Why"), list([...told.lines, ...(told.plan ? [told.plan] : [])]));
   if (told.second.length) {
     const names = new Map(last.jobs.map((one) => [one.job, one.name]));
-    parts.push(make("h3", "Second-best plan"), list(told.second.map(([id, count]) => `${id} ${names.get(id) || ""}: ${count} nodes`)));
+    parts.push(make("h3", "Second-best plan"), list(told.second.map(([id, count]) => `${id} ${names.get(id) || ""}: ${counted(count, "node")}`)));
   }
   if (told.failures.length) parts.push(make("h3", "Failures"), failures(told.failures));
   if (told.decisions.length) {
@@ -353,7 +354,7 @@ async function plan() {
     return;
   }
   const rows = told.jobs.map((job) => [`${job.job} ${job.name}`, `${job.nodes} -> ${job.planned}`, job.reason]);
-  const sum = `${told.nodes} nodes, ${told.spares} spare; ${told.waf} weighted. A job's own entry has its second-best plan.`;
+  const sum = `${counted(told.nodes, "node")}, ${told.spares} spare; ${told.waf} weighted. A job's own entry has its second-best plan.`;
   fill(body, rows.length ? table(["job", "nodes", "why"], rows) : make("p", "no job is planned for", "soft"), make("p", sum, "soft"));
 }
 

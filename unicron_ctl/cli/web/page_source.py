@@ -16,6 +16,7 @@ from unicron.ctl.system.errors import UserError
 
 Ask = Callable[[Mapping[str, Any]], Any]
 Answer = TypeVar("Answer")
+STATUS = {"kind": "status", "brief": True, "each": True}  # what each viewer is told is cut from the answer
 # Seconds. A question that takes long is asked less often: the controller is to spend at most 2 % of its core on it.
 STATUS_SECONDS, EXPLAIN_SECONDS, SCENARIO_SECONDS, LONGEST_SECONDS = 2.0, 5.0, 20.0, 20.0
 TIMES_ITS_LENGTH = 50.0  # from one question to the next, counted without what the page itself makes of the answer
@@ -83,7 +84,7 @@ class Source:
 
     def __init__(self, ask: Ask, clock: Callable[[], float] = time.monotonic) -> None:
         self._ask, self._clock = ask, clock
-        self._status = Kept(lambda: as_struct(ask({"kind": "status", "brief": True}), Status), STATUS_SECONDS, clock)
+        self._status = Kept(lambda: as_struct(ask(STATUS), Status), STATUS_SECONDS, clock)
         self._scenario = Kept(lambda: as_struct(ask({"kind": "scenario"}), Scenario), SCENARIO_SECONDS, clock)
         self._jobs: OrderedDict[str, Kept[Explanation]] = OrderedDict()
         self._lock = threading.Lock()

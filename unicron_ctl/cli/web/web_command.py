@@ -18,6 +18,7 @@ from unicron.ctl.settings.config import web_url_problem
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.system.addresses import is_loopback, split
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
 
 LISTEN = "127.0.0.1:7454"
 
@@ -61,7 +62,7 @@ def link(url: str) -> None:
         credential = make_credential(claims.of_viewer(origin))
     except MungeError as error:
         raise UserError(f"no link without munge: {error}") from None
-    click.echo(f"{origin}/#{credential}")
+    print_text(f"{origin}/#{credential}")
 
 
 def _configured_url() -> str:
@@ -104,7 +105,7 @@ def _serve(listen: str, url: str, controller: str | None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: threading.Thread(target=server.stop).start())
     shown = url or next(iter(sorted(server.origins)))
-    click.echo(f"unicronctl web: {shown}" + ("" if one_user else " (open it with the link of `unicronctl web link`)"))
+    print_text(f"unicronctl web: {shown}" + ("" if one_user else " (open it with the link of `unicronctl web link`)"))
     sys.stdout.flush()
     try:
         server.serve()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -34,9 +34,11 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.naming import KINDS_WITH_NODES
 from unicron.ctl.controller.log.store import Store, Wanted
 from unicron.ctl.controller.model.asker import Asker
+from unicron.ctl.controller.model.job_state import Failure
 from unicron.ctl.controller.model.view import Outcome
 from unicron.ctl.controller.nodes import isolation, readmission
 from unicron.ctl.protocol import answer_schema as schema
+from unicron.ctl.protocol.audience import LAST_FAILURES
 from unicron.ctl.settings.partitions import DEFAULT
 from unicron.ctl.system.release import release
 
@@ -62,20 +64,32 @@ def status(core: Core, store: Store, wanted: StatusQuestion, asker: Asker) -> sc
     all_jobs, all_nodes = visible_jobs(core, asker, wanted.brief), visible_nodes(core, asker, wanted.brief)
     listed = filters.jobs(all_jobs, wanted, names, all_nodes)
     mine = [job for job in core.state.jobs.values() if asker.may_order(job)]
-    failures = sorted((f for job in mine for f in job.failures), key=lambda failure: failure.id)
-    last = filters.failures(map(failure_answer, reversed(failures)), wanted, names, listed)
+    failures = sorted((f for job in mine for f in job.failures), key=lambda failure: -failure.id)
+    last = _last(core, filters.failures(failures, wanted, names, listed), wanted.each)
     report = core.state.plan_report
     return schema.Status(
         controller=_controller(core),
         jobs=listed,
         nodes=filters.nodes(all_nodes, wanted, names, all_jobs),
-        failures=list(islice(last, 100))[::-1],
+        failures=[failure_answer(failure) for failure in reversed(last)],
         attention=[plain(item, schema.Attention) for item in isolation.attention(core.view)] if asker.admin else [],
         observed=observed_lines(core, store) if asker.admin else [],
         waf=sum(item.waf for item in listed),
         plan=plain(report, schema.PlanReport) if report and asker.admin else schema.PlanReport(),
         sharing=privacy.sharing(core.view) if asker.admin else None,
     )
+
+
+def _last(core: Core, newest_first: Iterable[Failure], each: bool) -> list[Failure]:
+    """The last failures of all, or of each user."""
+    told, counts = list[Failure](), Counter[object]()
+    for failure in newest_first:
+        job = core.state.jobs[failure.job]
+        owner = (job.uid, job.settings.user) if each else None
+        if counts[owner] < LAST_FAILURES:
+            counts[owner] += 1
+            told.append(failure)
+    return told
 
 
 def _controller(core: Core) -> schema.Controller:

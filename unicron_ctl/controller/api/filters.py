@@ -16,6 +16,7 @@ from unicron.ctl.controller.api.questions import Filters
 from unicron.ctl.controller.core.core import Core
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.asker import Asker
+from unicron.ctl.controller.model.job_state import Failure
 from unicron.ctl.protocol import answer_schema as schema
 from unicron.ctl.slurm.host_lists import hosts
 
@@ -106,12 +107,12 @@ def nodes(
 
 
 def failures(
-    listed: Iterable[schema.Failure], wanted: Filters, names: Collection[str] | None, jobs: Iterable[schema.Job]
-) -> Iterator[schema.Failure]:
+    listed: Iterable[Failure], wanted: Filters, names: Collection[str] | None, jobs: Iterable[schema.Job]
+) -> Iterator[Failure]:
     """Chooses the failures that are asked for. names: of nodes; None for all. jobs: those that are asked for."""
     chosen = {job.job for job in jobs}
     for failure in listed:
-        here = names is None or failure.node in names
+        here = names is None or failure.record.node in names
         if here and failure.detected_at >= wanted.since:
             if failure.job in chosen or not (wanted.user or wanted.partition):
                 yield failure

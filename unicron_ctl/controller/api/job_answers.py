@@ -16,6 +16,7 @@ from unicron.ctl.controller.model.job_state import AgentRecord, Failure, JobStat
 from unicron.ctl.controller.plan.inputs import bounds, fixed, waiting, weight
 from unicron.ctl.controller.plan.stranded import shortage
 from unicron.ctl.protocol import answer_schema as schema
+from unicron.detector.words import counted
 
 
 def visible_jobs(core: Core, asker: Asker, brief: bool = False) -> list[schema.Job]:
@@ -98,7 +99,8 @@ def explanation(core: Core, state: JobState) -> schema.Explanation:
 
 def _bounds(core: Core, state: JobState) -> str:
     if why := fixed(core.view, state):
-        return f"its {state.settings.max_nodes} nodes are one allocation, which the plan leaves as it is: {why}"
+        nodes = counted(state.settings.max_nodes, "node")
+        return f"it is one allocation, of {nodes}, which the plan leaves as it is: {why}"
     if state.settings.allocation:
         least = state.settings.min_nodes
         return f"it is one allocation: the plan may take nodes from it, down to {least}, and cannot give it any"

@@ -27,9 +27,11 @@ class Filters(msgspec.Struct, kw_only=True):
 
 
 class StatusQuestion(Filters, kw_only=True):
-    """Everything at a glance. brief: without what each rank says, and what nodes have measured."""
+    """Everything at a glance. brief: without what each rank says, and what nodes have measured. each: the last failures
+    of each user and not of all together, for a page that cuts the answer for those who look at it."""
 
     brief: bool = False
+    each: bool = False
 
 
 class EventsQuestion(Filters, kw_only=True):

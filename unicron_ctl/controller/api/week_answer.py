@@ -17,12 +17,9 @@ from unicron.ctl.settings.config import ControllerConfig
 def report(core: Core, store: Store, question: ReportQuestion, asker: Asker) -> Report:
     """Failures by cause, what they cost and what healing saved, in the last `seconds`."""
     since = core.now - question.seconds
-    found = store.since(KINDS, since)
-    events = found.events
-    if not asker.admin:
-        own = {job.job for job in core.state.jobs.values() if asker.owns(job)}
-        events = [event for event in events if event.job in own]
-    told = week(events, since, core.now, spared_seconds(core.config))
+    own = None if asker.admin else {job.job for job in core.state.jobs.values() if asker.owns(job)}
+    found = store.since(KINDS, since, jobs=own)
+    told = week(found.events, since, core.now, spared_seconds(core.config))
     if asker.admin:
         told = replace(told, observed=observed_lines(core, store))
     else:

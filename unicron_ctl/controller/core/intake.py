@@ -24,6 +24,7 @@ from unicron.ctl.protocol import datagrams, structs, wire
 from unicron.ctl.settings.partitions import OFF
 from unicron.ctl.slurm.slurm_client import ElementInfo
 from unicron.ctl.system.throttle import Throttle
+from unicron.detector.words import counted
 
 PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
 HINT_SECONDS = 0.5  # between two questions to one agent that hints lead to
@@ -237,7 +238,7 @@ class Intake:
         job = self._view.state.jobs[message.job]
         if info is not None and seen is not None and info.restarts != job.nodes_of_restart and job.nodes:
             nodes, restarts = confirmation.nodes(seen, message.job)
-            reason = f"Slurm has requeued job {job.job} on {len(nodes)} nodes"
+            reason = f"Slurm has requeued job {job.job} on {counted(len(nodes), 'node')}"
             self._carry_out(Outcome([(job.job, 0, records.Reallocated(nodes=nodes, restarts=restarts, reason=reason))]))
         known = job.agents.get(message.element)
         if known is None or known.agent != message.agent:

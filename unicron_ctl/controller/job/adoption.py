@@ -29,6 +29,7 @@ from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.replication.cuts import behind
 from unicron.ctl.protocol import shared_plans, wire
+from unicron.detector.words import all_of
 
 SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebody
 MISSED_SAID = 16  # elements of one generation that are said to be missed
@@ -201,7 +202,7 @@ def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
     crews, missing = found
     whole = not missing and all(job.inside(slot, generation) for crew in crews for slot in crew.slots)
     if whole:
-        reason = f"all {len(plan.members)} members run in generation {generation}, which this log did not hold"
+        reason = f"{all_of(len(plan.members), 'member', 'run')} in generation {generation}, which this log did not hold"
     else:
         lost = f" without slots {missing[:20]}" if missing else ""
         reason = f"generation {generation}, which this log did not hold, is not complete{lost}: it is broken"

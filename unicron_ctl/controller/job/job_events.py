@@ -29,6 +29,7 @@ from unicron.ctl.controller.plan.job_layouts import lost_seconds
 from unicron.ctl.controller.replication.forming import formed
 from unicron.ctl.controller.sense import fencing
 from unicron.ctl.controller.sense.progress import ENTER_TRIES, offer_ignored, offer_taken
+from unicron.detector.words import all_of, counted
 
 FEW = 64  # elements that are looked through at each turn; many are now and then
 START_SECONDS = 60.0  # of a process, on a file system that is busy
@@ -110,7 +111,9 @@ def _strayed(view: View, job: JobView) -> Happening | None:
     """The members took an offer while it was being withdrawn."""
     if not job.live.strayed:
         return None
-    return Happening(Event.FAULT, f"{len(job.live.strayed)} members took an offer that was withdrawn: all try again")
+    return Happening(
+        Event.FAULT, f"{counted(len(job.live.strayed), 'member')} took an offer that was withdrawn: all try again"
+    )
 
 
 # ---------------------------------------------------------------- forming
@@ -207,7 +210,7 @@ def _entered(view: View, job: JobView) -> Happening | None:
     plan = job.state.offer or job.state.plan
     if plan is None or job.live.awaited:
         return None
-    return Happening(Event.ENTERED, f"all {len(plan.members)} members run in generation {plan.generation}")
+    return Happening(Event.ENTERED, f"{all_of(len(plan.members), 'member', 'run')} in generation {plan.generation}")
 
 
 def _enter_timeout(view: View, job: JobView) -> Happening | None:

@@ -23,6 +23,7 @@ from unicron.ctl.controller.model.state_machine import Event
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.replication.script_states import newest_saved
 from unicron.ctl.settings.config import ControllerConfig
+from unicron.detector.words import counted
 
 STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven
 MOST_RESTARTS = 16  # after losses, in a row without progress in between
@@ -155,10 +156,10 @@ def _proof(job: JobView, age: float) -> records.Steady | None:
     before it had when they broke. A world that fails at the same iteration again and again saves none."""
     ranks, saved = len(job.state.members), newest_saved(job)
     if saved is not None and saved.iteration > job.state.reached:
-        reason = f"the world of {ranks} ranks has saved the state of iteration {saved.iteration}"
+        reason = f"the world of {counted(ranks, 'rank')} has saved the state of iteration {saved.iteration}"
         return records.Steady(reason=reason)
     if age >= STEADY_SECONDS:
-        return records.Steady(reason=f"the world of {ranks} ranks has run for {STEADY_SECONDS:.0f} s")
+        return records.Steady(reason=f"the world of {counted(ranks, 'rank')} has run for {STEADY_SECONDS:.0f} s")
     return None
 
 

@@ -28,6 +28,7 @@ from unicron.ctl.protocol import ranges, wire
 from unicron.ctl.protocol.encryption import is_key
 from unicron.ctl.protocol.structs import Settings
 from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron.detector.words import counted
 
 # Jobs, and agents of them, that are taken in while Slurm does not say whose they are.
 OF_A_USER = 20, 4096
@@ -120,7 +121,8 @@ def _too_many(view: View, message: wire.Register, asker: Asker) -> wire.Refused 
         agents = sum(len(one.agents) for one in jobs) + (len(job.agents) if job is not None and job.submitted else 0)
         if len(jobs) + new > most_jobs or agents >= most_agents:
             reason = (
-                f"Slurm has not confirmed {len(jobs)} jobs with {agents} agents: job {message.job} waits for its word"
+                f"Slurm has not confirmed {counted(len(jobs), 'job')} with {counted(agents, 'agent')}: "
+                f"job {message.job} waits for its word"
             )
             return wire.Refused(reason=reason)
     return None
@@ -246,7 +248,7 @@ def begin_job(
 def _as_text(settings: Settings) -> str:
     """The job for the event log and unicrond's log."""
     most = settings.max_nodes
-    nodes = f"{settings.min_nodes} to {most} nodes" if settings.min_nodes < most else f"{most} node{'s' * (most > 1)}"
+    nodes = f"{settings.min_nodes} to {most} nodes" if settings.min_nodes < most else f"{counted(most, 'node')}"
     return f"{settings.name} of {settings.user}, {nodes}, {settings.mode} mode: {settings.mode_reason}"
 
 
@@ -314,10 +316,10 @@ def _problem(message: wire.Register, job: JobState | None) -> str:
         return ""
     if per_node != job.settings.ranks_per_node:
         had = job.settings.ranks_per_node
-        return f"job {message.job} has {had} ranks per node, this agent {per_node}: they must be the same"
+        return f"job {message.job} has {counted(had, 'rank')} per node, this agent {per_node}: they must be the same"
     if message.settings.block != job.settings.block:
         had, here = job.settings.block, message.settings.block
-        return f"job {message.job} has elements of {had} nodes, this one {here}: give sbatch --nodes={had}"
+        return f"job {message.job} has elements of {counted(had, 'node')}, this one {here}: give sbatch --nodes={had}"
     if message.settings.mode != job.settings.mode:
         had_mode, other, why = job.settings.mode, message.settings.mode, message.settings.mode_reason
         differs = f"job {message.job} is healed in {had_mode} mode, this agent would be in {other} mode ({why})"

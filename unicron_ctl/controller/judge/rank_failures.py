@@ -17,6 +17,7 @@ from unicron.ctl.protocol.structs import Exit
 from unicron.detector.failures.escalation_table import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART
 from unicron.detector.failures.fault_history import WHOLE_JOB, Decision
 from unicron.detector.failures.severity import REPORT, Severity, Verdict
+from unicron.detector.words import counted
 
 NETWORK_ERROR = "other_network_error"
 
@@ -209,7 +210,9 @@ def _same_time_out(view: View, job: JobView, finding: Finding) -> str:
         known = evidence.known_fault(view.classifier, status.fault) if status and status.fault else None
         if known is None or known.cause != "nccl_timeout":
             return ""
-    return f"{len(finding.slots)} ranks stopped because a collective took too long, and none of them says why"
+    return (
+        f"{counted(len(finding.slots), 'rank')} stopped because a collective took too long, and none of them says why"
+    )
 
 
 def hang(view: View, job: JobView, finding: Finding) -> Outcome:

@@ -7,7 +7,7 @@ import heapq
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -328,22 +328,26 @@ class Store:
         marks = ", ".join("?" * len(names))
         return self._select(f"SELECT * FROM event WHERE id > ? AND kind IN ({marks}) ORDER BY id", (after, *names))
 
-    def since(self, kinds: Iterable[type[Record]], time: float, limit: int = SINCE_RECORDS) -> Tail:
-        """The events of these kinds from `time` (seconds since the epoch) on, oldest first: the newest `limit` of them,
-        and no more than SINCE_BYTES."""
-        query = "SELECT id, time, kind, length(payload) FROM event WHERE kind = ? ORDER BY id DESC"
+    def since(
+        self, kinds: Iterable[type[Record]], time: float, jobs: Set[str] | None = None, limit: int = SINCE_RECORDS
+    ) -> Tail:
+        """The events of these kinds, of these jobs or all, from `time` (seconds since the epoch) on, oldest first: the
+        newest `limit` and SINCE_BYTES of them, among the newest TAIL_ROWS."""
+        query = "SELECT id, time, job, length(payload) FROM event WHERE kind = ? ORDER BY id DESC"
         cursors = [self._db.execute(query, (_tag(kind),)) for kind in kinds]
         chosen, size = list[tuple[int, int]](), 0
         cut: tuple[int, float] | None = None
         try:
-            for number, at, _, length in heapq.merge(*cursors, key=lambda row: -row[0]):
+            for looked, (number, at, job, length) in enumerate(heapq.merge(*cursors, key=lambda row: -row[0])):
                 if at < time:
                     break
-                size += length
-                if len(chosen) >= limit or size > SINCE_BYTES:
+                counts = jobs is None or job in jobs
+                size += length if counts else 0
+                if looked >= TAIL_ROWS or size > SINCE_BYTES or (counts and len(chosen) >= limit):
                     cut = number, at
                     break
-                chosen.append((number, length))
+                if counts:
+                    chosen.append((number, length))
         except sqlite3.Error as error:
             raise _explained(self.path, error) from None
         finally:

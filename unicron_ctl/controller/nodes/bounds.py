@@ -15,6 +15,7 @@ from unicron.ctl.controller.model.cluster_state import GIVES_BACK, Mark
 from unicron.ctl.controller.model.requests import Action
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.settings.config import ControllerConfig
+from unicron.detector.words import counted
 
 MINUTE = 60.0  # seconds in which requeues and holds of all jobs are counted
 
@@ -115,18 +116,19 @@ class Bounds:
         view, window = self._view, self._view.config.isolation_window_seconds
         known = view.state.jobs.get(job)
         most = max(view.config.max_requeues_per_job, len(known.agents) if known else 0)
-        return _limit(f"of job {job} were requeued", self._requeued[job], window, most, "max_requeues_per_job")
+        return _limit(f" of job {job}", "requeued", self._requeued[job], window, most, "max_requeues_per_job")
 
     def _of_all(self, actions: tuple[str, ...], name: str) -> str:
-        done = "were held" if actions == ("hold",) else "were requeued"
+        done = "held" if actions == ("hold",) else "requeued"
         most: int = getattr(self._view.config, name)
-        return _limit(done, sum(self._minute[action] for action in actions), MINUTE, most, name)
+        return _limit("", done, sum(self._minute[action] for action in actions), MINUTE, most, name)
 
 
-def _limit(done: str, count: int, seconds: float, most: int, name: str) -> str:
+def _limit(whose: str, done: str, count: int, seconds: float, most: int, name: str) -> str:
     if count < most:
         return ""
-    return f"{count} elements {done} within {seconds:g} s, and no more than {most} may be ({name})"
+    taken = f"{counted(count, 'element')}{whose} {'was' if count == 1 else 'were'} {done}"
+    return f"{taken} within {seconds:g} s, and no more than {most} may be ({name})"
 
 
 def within_limits(view: View, actions: Collection[Action], out: Outcome) -> list[Action]:

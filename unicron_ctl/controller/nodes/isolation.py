@@ -27,6 +27,7 @@ from unicron.ctl.controller.nodes import bounds, readmission
 from unicron.ctl.slurm.admin_comment import HELD
 from unicron.ctl.slurm.slurm_client import OCCUPIES, NodeInfo
 from unicron.ctl.system.errors import one_line
+from unicron.detector.words import counted
 
 HEALTH = f"{OURS}[health]"
 REASON_LENGTH = 200  # characters of a node's reason in Slurm
@@ -103,7 +104,7 @@ def _needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> str:
     spare = any(other != agent.element and other not in job.inside for other in view.live.jobs[job.job].ready)
     why = _must_stay(view, job, agent.node, suspect or spare)
     if not why and not spare and len(job.inside) <= max(1, job.settings.min_nodes):
-        why = f"the job has {len(job.inside)} nodes, and needs {job.settings.min_nodes}"
+        why = f"the job has {counted(len(job.inside), 'node')}, and needs {job.settings.min_nodes}"
     return why
 
 

@@ -20,6 +20,7 @@ from unicron.ctl.settings.partitions import ACT
 from unicron.ctl.slurm import pending_reasons
 from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, ElementInfo
 from unicron.ctl.slurm.squeue import nodes_of
+from unicron.detector.words import counted
 from unicron.planner.problem.gpus import BEST
 from unicron.planner.solver.plan import flops_text
 from unicron.planner.solver.solve import Plan
@@ -352,7 +353,7 @@ def bounds(view: View, job: JobState, jobs: Sequence[JobState]) -> str:
     for one in waiting(view, job):
         if not one.starts:
             count = len(one.elements)
-            said.append(f"{count} element{'s' if count != 1 else ''} cannot start: {one.reason} ({one.words})")
+            said.append(f"{counted(count, 'element')} cannot start: {one.reason} ({one.words})")
     if within.barred:
         barred = sorted(within.barred.items(), key=lambda item: (-item[1], item[0]))
         said.append("out of reach: " + ", ".join(f"{count} {why}" for why, count in barred[:5]))

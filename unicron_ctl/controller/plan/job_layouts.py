@@ -15,6 +15,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.plan.planning import UNMEASURED, JobInput
 from unicron.ctl.protocol.structs import Settings
+from unicron.detector.words import counted
 from unicron.planner.problem import layouts as planner
 from unicron.planner.problem.gpus import gpu_memory, gpu_peak
 from unicron.planner.problem.layouts import Known, Split
@@ -158,7 +159,7 @@ def first(view: View, settings: Settings, node: str) -> tuple[str, str]:
         return name, f"{name}, the first that it states: by the model, none fits into the GPUs' memory"
     best = max(found, key=lambda name: found[name][most])
     others = f" of {', '.join(settings.layouts)}" if len(settings.layouts) > 1 else ""
-    return best, f"{best}, the best{others} on {most} node{'s' if most > 1 else ''}"
+    return best, f"{best}, the best{others} on {counted(most, 'node')}"
 
 
 def wishes(view: View, jobs: Sequence[JobState]) -> Outcome:

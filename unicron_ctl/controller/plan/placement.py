@@ -20,6 +20,7 @@ from unicron.ctl.slurm.admin_comment import HELD
 from unicron.ctl.slurm.pending_reasons import Bar
 from unicron.ctl.slurm.slurm_client import OCCUPIES, WORKS, ElementInfo, NodeInfo
 from unicron.ctl.slurm.squeue import names_of, nodes_of
+from unicron.detector.words import counted
 
 REQUEUE_SECONDS = 30.0  # between two requeues of an element that ended before its agent came
 KICK_SECONDS = 3.0  # a pinned element that still waits is told to start again
@@ -270,7 +271,7 @@ def _hold(work: _Place, need: Need, wanted: Collection[int]) -> None:
     """
     soon = max(0, _missing(work, need)) if not need.avoid else 0
     kept = {*wanted, *(e.element for e in _candidates(work, need, soon))}
-    why = f"the plan gives {need.job} {need.size} nodes and they are taken"
+    why = f"the plan gives {counted(need.size, 'node')} to job {need.job}, and no more"
     _hold_some(work, need, (number for number in work.groups[need.job]["waiting"] if number not in kept), why)
 
 
@@ -352,7 +353,7 @@ def _give_free_nodes(work: _Place, needs: Sequence[Need]) -> None:
             if not node:
                 continue
             free = [name for name in free if name not in names_of(node)]
-            work.start(e, node, f"{need.job} is to have {need.size} nodes and {node} is free")
+            work.start(e, node, f"job {need.job} is to have {counted(need.size, 'node')} and {node} is free")
             work.act("start_now", e, node, "no need to wait: the node is free")
             work.started[need.job].add(e.element)
 
@@ -455,7 +456,7 @@ def _hand_over(
     for need, gifts in donors:
         donor, names = gifts[0], [name for e in gifts for name in nodes_of(e)]
         node = ",".join(names)
-        why = f"the plan gives {need.job} {need.size} nodes" + (f": {need.why}" if need.why else "")
+        why = f"the plan gives {counted(need.size, 'node')} to job {need.job}" + (f": {need.why}" if need.why else "")
         if need.allocation:
             staying = ",".join(name for name in need.allocation if name not in names)
             work.act("shrink", replace(donor, element=0), node, why, staying)

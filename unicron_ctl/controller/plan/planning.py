@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from unicron.detector.words import counted
 from unicron.planner.problem.objective import Job, Scenario
 from unicron.planner.problem.throughput import Throughput
 from unicron.planner.solver.solve import Plan, best, by_owner, plan_of
@@ -193,4 +194,4 @@ def _with_fixed(found: Plan, fixed: Mapping[str, int], jobs: Sequence[JobInput],
 
 
 def _kept(count: int) -> str:
-    return f"keeps {count} node{'s' if count != 1 else ''}: its training state lives there and nowhere else"
+    return f"keeps {counted(count, 'node')}: its training state lives there and nowhere else"

@@ -41,6 +41,7 @@ from unicron.ctl.slurm.admin_comment import HELD, own_part
 from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, WORKS, ElementInfo
 from unicron.ctl.slurm.squeue import nodes_of
 from unicron.ctl.system.throttle import Throttle
+from unicron.detector.words import counted
 
 HURRY_SECONDS = 0.1
 EARLY = 1.0, 3.0  # early listings a second, and at once: whatever happens, Slurm has other work
@@ -384,7 +385,7 @@ def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState])
     plan, _ = plan_for(view, found, Aheads())
     for job in jobs:
         nodes, name = plan.assignment[job.job], job.job
-        would = f"give {name} {nodes} nodes"
+        would = f"give {counted(nodes, 'node')} to job {name}"
         why = permission.of_job(view, name).refusal("requeue_hold")
         reason = f"would {would}: {plan.reasons[name]}; not done, for {why}"
         out.record(job, records.Observed(would=would, action="plan", nodes=nodes, reason=reason))

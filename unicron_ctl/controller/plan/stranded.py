@@ -10,6 +10,7 @@ from unicron.ctl.controller.model.requests import Action
 from unicron.ctl.controller.model.view import View
 from unicron.ctl.controller.plan.inputs import ended_in_allocation, unit_of
 from unicron.ctl.controller.sense import fencing
+from unicron.detector.words import counted
 
 QUIET_SECONDS = 120.0  # after its agent's last word, a node that was judged lost does not come back
 REFUSED_SECONDS = 600.0  # a job without a world ends after that, where Slurm does not requeue it for a passing reason
@@ -41,7 +42,7 @@ def shortage(view: View, job: JobState) -> Shortage | None:
         return None
     lasting = sum(element not in ended or not _stays_away(view, job, element) for element in listed)
     final = lasting < needs and not fencing.holds(view, view.job(job))
-    return Shortage(f"it needs {needs} nodes, has {has}, and an allocation gets no other", final)
+    return Shortage(f"it needs {counted(needs, 'node')}, has {has}, and an allocation gets no other", final)
 
 
 def _stays_away(view: View, job: JobState, element: int) -> bool:

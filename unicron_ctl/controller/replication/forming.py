@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from unicron.ctl.consensus.survivors_plan import newest_state
 from unicron.ctl.protocol.structs import RankStatus
+from unicron.detector.words import counted
 from unicron.transition.generations import layout
 
 
@@ -42,7 +43,9 @@ def formed(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
     saved = _from_files(reports, size)
     if saved is None or (found is not None and found.iteration >= saved.iteration):
         return found
-    missing = f"the nodes' memory has only a part of the state after {held} steps" if found is None else found.why
+    missing = (
+        f"the nodes' memory has only a part of the state after {counted(held, 'step')}" if found is None else found.why
+    )
     return replace(saved, why=f"{missing}: all go on from what ranks start with, iteration {saved.iteration}")
 
 
@@ -113,7 +116,7 @@ def _from_shards(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
     sources = [replica for replica in first if holders.issuperset(replica)]
     joiners = sorted(slot for slot in members if slot not in holders or slot in anew)
     kept = any(_has_been_in(status) for status in reports.values())
-    why = "" if kept else f"the nodes' memory has the state after {state[1]} steps"
+    why = "" if kept else f"the nodes' memory has the state after {counted(state[1], 'step')}"
     return Formed(members, joiners, min(sources)[0] if sources else None, state[1], state, why)
 
 

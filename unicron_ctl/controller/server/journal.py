@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TextIO
 
-from unicron.ctl.protocol.printable import printable
 from unicron.ctl.system.errors import one_line
+from unicron.ctl.system.printable import printable
 from unicron.ctl.system.program import tell_people
 from unicron.detector.processes.log_format import log_line
 

@@ -48,6 +48,7 @@ from unicron.ctl.slurm.slurm_client import SlurmClient
 from unicron.ctl.system.addresses import canonical, origin
 from unicron.ctl.system.mailbox import Mailbox
 from unicron.detector.failures.classify import Classifier
+from unicron.detector.words import counted
 
 log = logging.getLogger("unicron.controller")
 TICK_SECONDS, PAUSE_SECONDS = 0.05, 0.2  # between two ticks: from begin to begin at least, from end to begin at most
@@ -183,7 +184,7 @@ class Server:
     def started(self) -> None:
         """Records the start, once the controller can be reached."""
         jobs = sum(1 for job in self.core.state.jobs.values() if not job.ended)
-        reason = f"controller started with {jobs} jobs from its log"
+        reason = f"controller started with {counted(jobs, 'job')} from its log"
         self.core.append("", 0, records.Started(pid=os.getpid(), address=self.address, jobs=jobs, reason=reason))
 
     def stop(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.world import FakeSlurm, World
-from unicron.ctl.cli import events
+from unicron.ctl.cli import event_groups, events
 from unicron.ctl.cli.times import SINCE, duration, moment, short
 from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.log import records
@@ -23,6 +23,7 @@ from unicron.ctl.controller.log.store import Store
 from unicron.ctl.controller.model.asker import EVERYBODY
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.answer_schema import ASKED_TOO_MUCH
+from unicron.ctl.system import columns
 from unicron.ctl.system.errors import UserError
 
 STEP = records.Step(
@@ -75,6 +76,76 @@ def test_so_many_lines_as_were_asked_for(log: Store) -> None:
     assert len(shown("-n", "12")) == 12 and all(" steady job 1: works" in line for line in shown("-n", "12"))
     assert len(shown()) == 40
     assert len(shown("-n", "12", "--steps")) == 12 and " step" in shown("-n", "12", "--steps")[-1]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard output is one, of 80 columns."""
+    for module in (events, columns):
+        monkeypatch.setattr(module, "terminal_width", lambda: 80)
+
+
+def storm(store: Store, nodes: int = 500) -> None:
+    """One failure on so many nodes, within a second, and what was done about it, interleaved."""
+    usual = {"kind_of_failure": "rank", "severity": 1, "cause": "ecc_error", "action": "isolate", "detected_by": "exit"}
+    happened: list[Event] = []
+    for n in range(nodes):
+        about = {"element": n, "node": f"gpu{n + 1:03}"}
+        kinds: list[records.Record] = [
+            records.FailureDetected(slots=[n], reason="exited with 1: ecc_error", source="agent", **usual, **about),  # type: ignore[arg-type]
+            records.FailureAction(failure=401 + 4 * n, text=f"move 1_{n} off gpu{n + 1:03}"),
+            records.SlurmAction(action="drain", reason=f"drain gpu{n + 1:03} for job 1", **about),  # type: ignore[arg-type]
+            records.Break(number=n, lost=[(n, "a", 0)], reason=f"slot {n} exited with 1"),
+        ]
+        happened += [Event(401 + 4 * n + k, 2000.0 + n / nodes, "1", 3, kind) for k, kind in enumerate(kinds)]
+    store.append(happened)
+
+
+def test_on_a_terminal_one_failure_of_500_nodes_is_one_line(log: Store, terminal: None) -> None:
+    """Defect: it was 500, of which 100 were shown."""
+    storm(log)
+    lines = shown("-n", "5")
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines).replace("\n    ", " ").splitlines()
+    assert [line.split(" ", 1)[1] for line in text] == [
+        "steady job 1: works (2 times)",
+        "failure_detected job 1 g3 on gpu[001-500]: exited with 1: ecc_error (500 times)",
+        "failure_action job 1 g3: move 1_[0-499] off gpu[001-500] (500 times)",
+        "slurm_action job 1 g3: drain gpu[001-500] for job 1 (500 times)",
+        "break job 1 g3: slot [0-499] exited with 1 (500 times)",
+    ]
+    assert text[1].split()[0] == moment(2000.0)
+    assert len(ids("-n", "5")) == 5, "JSON stays event by event"
+
+
+def test_on_a_pipe_nothing_is_folded(log: Store) -> None:
+    storm(log, 3)
+    assert [line.split(" ", 1)[1] for line in shown("--kind", "break")] == [
+        f"break job 1 g3: slot {n} exited with 1" for n in range(3)
+    ]
+
+
+def test_what_is_not_equal_or_long_ago_is_a_line_of_its_own() -> None:
+    def event(time: float, **more: Any) -> dict[str, Any]:
+        return {"id": 1, "time": time, "job": "7", "generation": 0, "kind": "node_lost", **more}
+
+    found = [
+        event(0.0, node="n1", reason="n1 is lost"),
+        event(1.0, node="n2", reason="n2 is lost: slurmd is away"),
+        event(2.0, node="n3", reason="n3 is lost"),
+        event(11.0, node="n4", reason="n4 is lost"),
+        event(12.0, node="n5", reason="n5 is lost", job="8"),
+        event(13.0, kind="told", nodes=["n1", "n2", "n3"], reason="to n1, n2, n3"),
+        event(14.0, kind="most_silent", nodes=3, silent=2),
+    ]
+    assert [event_groups.line_of(group).partition(" ")[2] for group in event_groups.together(found)] == [
+        "node_lost job 7: n[1,3] is lost (2 times)",
+        "node_lost job 7: n2 is lost: slurmd is away",
+        "node_lost job 7: n4 is lost",
+        "node_lost job 8: n5 is lost",
+        "told job 7: to n[1-3]",
+        "most_silent job 7: nodes=3, silent=2",
+    ]
 
 
 def test_a_line_begins_with_the_date_and_the_offset(log: Store) -> None:

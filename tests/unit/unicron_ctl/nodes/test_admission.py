@@ -227,6 +227,6 @@ def test_no_more_nodes_drain_themselves_than_the_limit_allows() -> None:
         if allowed:
             assert "is drained" in admission.drain(cluster, "n1", "memory", most=3)
         else:
-            with pytest.raises(admission.TooMany, match=f"{drained} nodes are drained by their checks"):
+            with pytest.raises(admission.TooMany, match=f"{drained} nodes? (is|are) drained by checks"):
                 admission.drain(cluster, "n1", "memory", most=3)
         assert cluster.asked == ["n1"] * allowed

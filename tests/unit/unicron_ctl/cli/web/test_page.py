@@ -20,8 +20,9 @@ from tests.support.world import World
 from unicron.ctl.cli.web import page_server, page_sessions, page_source
 from unicron.ctl.cli.web.page_sessions import Refused, Sessions
 from unicron.ctl.cli.web.page_source import Busy, Kept, Source
+from unicron.ctl.controller.api import answers
 from unicron.ctl.controller.model.asker import Asker
-from unicron.ctl.protocol import claims, munge
+from unicron.ctl.protocol import audience, claims, munge
 from unicron.ctl.protocol.answer_schema import Scenario, Status
 from unicron.ctl.protocol.audience import Sight, Viewer
 from unicron.ctl.protocol.client import as_struct
@@ -65,13 +66,21 @@ def site(served: Site) -> Site:
 def test_the_page_tells_each_viewer_what_the_controller_would(site: Site, viewer: Viewer, private, monkeypatch) -> None:
     monkeypatch.setattr(site.world.core.view.slurm, "private", frozenset(private))
     asker = Asker(viewer.uid, viewer.user, viewer.uid == 0 or viewer.user in site.world.core.config.admins)
-    whole = as_struct(site.ask({"kind": "status", "brief": True}), Status)
+    whole = as_struct(site.ask(page_source.STATUS), Status)
     assert whole.sharing is not None and whole.failures and whole.attention
     sight = Sight(whole, whole.sharing, viewer)
     told_them = as_struct(told(site.world.core, "status", asker, site.store, brief=True), Status)
     assert sight.admin is asker.admin and sight.status() == told_them
     scenario = as_struct(site.ask({"kind": "scenario"}), Scenario)
     assert sight.scenario(scenario) == as_struct(told(site.world.core, "scenario", asker, site.store), Scenario)
+
+
+def test_others_failures_do_not_push_a_users_own_off_the_page(site: Site, monkeypatch) -> None:
+    for module in (answers, audience):
+        monkeypatch.setattr(module, "LAST_FAILURES", 1)
+    for viewer, job in ((ANN, "4200"), (BOB, "4201"), (ROOT, "4201")):
+        _, answer, _ = site.get("/view", site.token(Viewer(viewer.uid, viewer.user), monkeypatch))
+        assert [failure["job"] for failure in answer["failures"]] == [job], viewer
 
 
 def test_an_owner_reads_why_and_others_do_not(site: Site, monkeypatch) -> None:

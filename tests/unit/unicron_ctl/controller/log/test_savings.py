@@ -84,7 +84,9 @@ def test_a_job_that_is_only_observed_is_summed_up_in_status(tmp_path: Path) -> N
 
 def test_a_short_pause_in_which_nothing_was_left_undone_is_no_line(tmp_path: Path) -> None:
     world = World()
-    world.core.append("1", 0, records.Observed(would="give 1 2 nodes", action=savings.PLAN, nodes=2, reason="a test"))
+    world.core.append(
+        "1", 0, records.Observed(would="give 2 nodes to job 1", action=savings.PLAN, nodes=2, reason="a test")
+    )
     store = Store(tmp_path / "events.sqlite")
     store.append(world.core.events)
     world.core.now = world.core.state.observed_since + 10.0

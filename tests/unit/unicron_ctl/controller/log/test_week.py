@@ -93,6 +93,8 @@ def test_a_look_back_takes_the_newest_in_order_and_says_where_it_was_cut(tmp_pat
     kinds = (records.FailureDetected, records.JobEnded)
     found = store.since(kinds, 9.0)
     assert [event.time for event in found.events] == [10.0, 30.0, 31.0, 40.0, 99.0] and found.cut is None
+    of_one = store.since(kinds, 9.0, {"7"}, limit=1)
+    assert [event.id for event in of_one.events] == [2] and of_one.cut is None, "others' events do not count"
     found = store.since(kinds, 9.0, limit=2)
     assert [event.time for event in found.events] == [40.0, 99.0] and found.cut == (8, 31.0)
     store.close()

@@ -72,7 +72,7 @@ def test_requeues_count_within_their_windows():
     world.core.state.taken.append(Take(world.now - 40.0, "requeue", "1", 0))
     bounds = Bounds(world.core.view)
     assert bounds._of_job("1") == "", "its window is shorter than a minute"
-    assert "elements were requeued within 60 s" in bounds._of_all(REQUEUES, "max_requeues_per_minute")
+    assert "1 element was requeued within 60 s" in bounds._of_all(REQUEUES, "max_requeues_per_minute")
     world.core.state.taken[0] = Take(world.now - 30.0, "requeue", "1", 0)
     assert Bounds(world.core.view)._of_job("1") == ""
     world.core.state.taken[0] = Take(world.now - 29.0, "requeue", "1", 0)
@@ -88,7 +88,7 @@ def test_a_refusal_is_recorded_once_a_minute():
         out = Outcome()
         kept = within_limits(world.core.view, asked, out)
         assert len(kept) == 1
-        assert all(generation == 0 and "1 elements were held" in record.reason for _, generation, record in out.records)
+        assert all(generation == 0 and "1 element was held" in record.reason for _, generation, record in out.records)
         return len(out.records)
 
     assert recorded() == 1

@@ -166,7 +166,7 @@ def test_where_the_admin_observes_the_job_is_healed_and_slurm_is_asked_nothing()
         agent.ready()
     world.run(4.0)
     assert world.job().phase == "running" and slurm.calls == []
-    assert [e.record.would for e in world.log if e.kind == "observed"] == ["give 1 3 nodes", "hold 1_3"]
+    assert [e.record.would for e in world.log if e.kind == "observed"] == ["give 3 nodes to job 1", "hold 1_3"]
     power_off(world, "n2")
     world.run(4.0)
     assert world.job().phase == "running" and world.job().plan.members == [0, 2] and slurm.calls == []

@@ -200,7 +200,7 @@ def test_a_job_is_left_as_it_is_where_its_owner_srun_slurm_or_the_admin_does_not
     assert why in fixed(world.core.view, world.job())
     assert world.core.state.assignment == {"2": 1} and not world.job().leaving and not asked(world)
     bounds = told(world.core, "explain", job="1")["bounds"]
-    assert bounds.startswith("its 3 nodes are one allocation, which the plan leaves as it is: ") and why in bounds
+    assert bounds.startswith("it is one allocation, of 3 nodes, which the plan leaves as it is: ") and why in bounds
 
 
 def test_in_a_partition_that_is_only_watched_it_is_said_and_not_done():
@@ -209,7 +209,7 @@ def test_in_a_partition_that_is_only_watched_it_is_said_and_not_done():
     boundary(world, agents)
     assert not asked(world) and len(world.job().members) == 3
     would = [event.record.would for event in world.log if event.kind == "observed"]
-    assert "give 1 2 nodes" in would
+    assert "give 2 nodes to job 1" in would
 
 
 def test_the_plan_never_gives_it_more_nodes_than_it_has():

@@ -274,6 +274,6 @@ def test_a_loss_that_shows_the_job_to_fail_by_its_own_bug_ends_it():
     job = world.job()
     world.core.state.history.policy = Policy(stuck_faults=1)
     agents[1].set(1, state="waiting", incarnation=1)
-    assert job.ended.code == 1 and "failed 1 times" in job.ended.reason
+    assert job.ended.code == 1 and "failed 1 time " in job.ended.reason
     agents[0].set(0, state="waiting", incarnation=1)
     assert len(job.failures) == 1 and "break" not in world.kinds(), "nothing happens to a job that has ended"

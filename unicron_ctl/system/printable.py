@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from typing import Any
 
+import click
+
 LONG_TEXTS = ("text", "where", "input", "traceback")  # fields that may have several lines
+_OF_ONE, _OF_LINES = re.compile(r"[^ -~]"), re.compile(r"[^ -~\n\t]")  # characters that are looked at
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format (which turns the writing direction), line ends
 
 
 def printable(text: str, lines: bool = False) -> str:
     """The text with its control characters written out ("\\\\x1b"); line ends are spaces, or kept with `lines`."""
-    if text.isascii() and text.isprintable():
-        return text
-    kept = "\n\t" if lines else ""
-    return "".join(_shown(char, kept) for char in text)
+    return (_OF_LINES if lines else _OF_ONE).sub(_shown, text)
 
 
-def _shown(char: str, kept: str) -> str:
-    if char in kept or unicodedata.category(char) not in _HIDDEN:
+def print_text(text: object, *, lines: bool = False, err: bool = False, nl: bool = True) -> None:
+    """Prints text in which anything may come from strangers: one line, or several with `lines`. The commands print by
+    nothing else."""
+    click.echo(printable(str(text), lines), err=err, nl=nl)  # noqa: TID251
+
+
+def _shown(match: re.Match[str]) -> str:
+    char = match[0]
+    if unicodedata.category(char) not in _HIDDEN:
         return char
     return " " if char in "\n\t\r" else char.encode("unicode_escape", "replace").decode()
 

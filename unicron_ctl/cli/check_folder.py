@@ -1,15 +1,8 @@
-"""``python -m benchmarks.shared_folder FOLDER``: whether a folder can be the state folder of a controller and its
-standby, and what the event log costs there. Run it on the file system that both hosts are to share.
-
-It asks for locks that hold between processes, and for a transaction that another process sees at once. Then it times
-transactions as unicrond makes them: one record, twenty records, a renewal of the lease; with the journal for one host
-(WAL) and with the one for several. Times are milliseconds: the median, and the 99th percentile. At last a backup of a
-large log is made while a controller renews its lease. Exit status 1 where the folder does not do.
-"""
+"""`unicronctl check-folder`: whether a folder can be the state folder of a controller and its standby, and what the
+event log costs there."""
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import os
 import sqlite3
@@ -22,11 +15,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import quantiles
 
+import click
+
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.log.store import Holder, Store
 from unicron.ctl.controller.log.term import LEASE_SECONDS, LOG_FILE, RENEW_SECONDS
 from unicron.ctl.controller.server.state_copies import backup
+from unicron.ctl.system.errors import FOUND, WRONG_USE, UserError
+from unicron.ctl.system.printable import print_text
 
 TIMES = 300
 LARGE_BYTES = 130_000_000  # the largest log
@@ -38,17 +35,45 @@ OTHERS_READ = (
 )
 
 
-def other(program: str, path: Path) -> subprocess.CompletedProcess[str]:
-    """A program in another process."""
-    command = [sys.executable, "-c", program, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+@click.command(name="check-folder")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def command(folder: Path) -> int:
+    """Say whether unicrond and a standby can share the state folder FOLDER.
+
+    Run it as unicrond's user, on the file system that both hosts are to mount. It asks for locks that hold between
+    processes, and for a transaction that another process sees at once. Then it times transactions as unicrond makes
+    them, with the journal for one host (WAL) and with the one for several: milliseconds, the median and the 99th
+    percentile. At last a backup of a large log is made while a controller renews its lease; all files, 300 MB at the
+    most, are gone when it ends. The exit status is 3 if the folder does not do.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="unicron-check-", dir=folder) as place:
+            found = problems(Path(place))
+            alone, several = costs(Path(place), False), costs(Path(place), True)
+            longest = longest_renewal(Path(place))
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: {error.strerror}: run it as unicrond's user", WRONG_USE) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{folder}: another process had no answer within {LIMIT:g} s: is it mounted?") from None
+    print_text(f"{'ms: median, p99':<22}{'one host (WAL)':>20}{'several hosts':>20}")
+    for name in alone:
+        print_text(row(name, [alone[name], several[name]]))
+    print_text(f"a renewal while a log of {LARGE_BYTES / 1e6:.0f} MB is backed up: {longest:.2f} s at most")
+    if longest > LEASE_SECONDS - RENEW_SECONDS:
+        print_text("a backup may end the lease: take it while the controller is stopped")
+    slowest = max(max(times) for times in several.values()) / 1e3
+    if slowest > LEASE_SECONDS / 2:
+        found.append(f"a transaction took {slowest:.1f} s: a lease of {LEASE_SECONDS:g} s would end")
+    for line in found:
+        print_text(f"{folder}: {line}", err=True)
+    return FOUND if found else 0
 
 
 def problems(folder: Path) -> list[str]:
-    """Why the folder does not do."""
+    """Why the folder does not do. Raises OSError, subprocess.TimeoutExpired."""
     found = []
     lock = folder / "lock"
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not other(OTHERS_LOCK, lock).returncode:
@@ -72,6 +97,12 @@ def problems(folder: Path) -> list[str]:
     return found
 
 
+def other(program: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """A program in another process. Raises subprocess.TimeoutExpired."""
+    command = [sys.executable, "-I", "-c", program, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
 def event(number: int) -> Event:
     """One as long as a step, of which there are most."""
     step = records.Steady(reason="x" * 220)
@@ -89,9 +120,9 @@ def timed(work: Callable[[int], object]) -> list[float]:
 
 
 def costs(folder: Path, shared: bool) -> dict[str, list[float]]:
-    """Times of each kind of transaction."""
+    """Milliseconds of each kind of transaction: one record, twenty, one that must last, a renewal of the lease."""
     store = Store(folder / f"{'shared' if shared else 'alone'}.sqlite", shared)
-    store.begin_term(Holder(1, "benchmark", LEASE_SECONDS), Holder())
+    store.begin_term(Holder(1, "check-folder", LEASE_SECONDS), Holder())
     asked = records.SlurmAction(action="hold", element=1, node="")
     found = {
         "one record": timed(lambda n: store.append([event(n + 1)])),
@@ -128,30 +159,3 @@ def row(name: str, cells: Sequence[list[float]]) -> str:
     """The name, and median and 99th percentile of each cell."""
     told = "".join(f"{(cut := quantiles(cell, n=100))[49]:>12.2f}{cut[98]:>8.2f}" for cell in cells)
     return f"{name:<22}{told}"
-
-
-def main() -> int:
-    """0 where the folder does."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.shared_folder", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="unicron-shared-", dir=options.folder) as place:
-        found = problems(Path(place))
-        alone, several = costs(Path(place), False), costs(Path(place), True)
-        longest = longest_renewal(Path(place))
-    print(f"{'ms: median, p99':<22}{'one host (WAL)':>20}{'several hosts':>20}")
-    for name in alone:
-        print(row(name, [alone[name], several[name]]))
-    print(f"a renewal while a log of {LARGE_BYTES / 1e6:.0f} MB is backed up: {longest:.2f} s at most")
-    if longest > LEASE_SECONDS - RENEW_SECONDS:
-        print("a backup may end the lease: take it while the controller is stopped")
-    slowest = max(max(times) for times in several.values()) / 1e3
-    if slowest > LEASE_SECONDS / 2:
-        found.append(f"a transaction took {slowest:.1f} s: a lease of {LEASE_SECONDS:g} s would end")
-    for line in found:
-        print(f"{options.folder}: {line}", file=sys.stderr)
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

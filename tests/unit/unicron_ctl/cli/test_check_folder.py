@@ -1,0 +1,70 @@
+"""`unicronctl check-folder`: what a state folder that two hosts share must bear."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from unicron.ctl.cli import check_folder
+from unicron.ctl.cli.unicronctl import unicronctl
+from unicron.ctl.system.errors import FOUND, UserError
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_folder, "TIMES", 3)
+
+
+def run(folder: Path) -> Any:
+    return CliRunner().invoke(unicronctl, ["check-folder", str(folder)], standalone_mode=False)
+
+
+def test_a_folder_that_does_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert (done.return_value, done.stderr) == (0, ""), done.exception
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:]] == [
+        "one record",
+        "twenty records",
+        "one that must last",
+        "a renewal",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "instead", "said"),
+    [
+        ("OTHERS_LOCK", "pass", "flock(2) does not hold between processes"),
+        ("OTHERS_WRITE", "pass", "two could write the log"),
+        ("OTHERS_READ", "print(0)", "another process does not see what was written"),
+    ],
+)
+def test_what_does_not_hold_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, instead: str, said: str
+) -> None:
+    monkeypatch.setattr(check_folder, program, instead)
+    done = run(tmp_path)
+    assert done.return_value == FOUND and said in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_folder_does_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_folder, "LEASE_SECONDS", 1e-9)
+    done = run(tmp_path)
+    assert done.return_value == FOUND and "a lease of 1e-09 s would end" in done.stderr
+
+
+def test_a_folder_without_room_for_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(check_folder.tempfile, "TemporaryDirectory", refused)
+    assert str(run(tmp_path).exception) == f"{tmp_path}: Permission denied: run it as unicrond's user"
+    monkeypatch.undo()
+    monkeypatch.setattr(check_folder, "LIMIT", 0.5)
+    monkeypatch.setattr(check_folder, "OTHERS_LOCK", "import time; time.sleep(60)")
+    done = run(tmp_path)
+    assert isinstance(done.exception, UserError) and "is it mounted?" in str(done.exception), sys.exc_info()
