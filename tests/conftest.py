@@ -1,5 +1,6 @@
 """For all tests: Hypothesis tries the same cases on every machine, and a busy one is no failure; the garbage collector
-leaves alone what the imports have made, torch's above all, over which it would go a thousand times."""
+leaves alone what the imports have made, torch's above all, over which it would go a thousand times, and looks seldom
+at the rest: the worlds of pure tests have many objects and few circles."""
 
 from __future__ import annotations
 
@@ -47,6 +48,7 @@ def pytest_collection_finish() -> None:
     """The files of the tests are imported."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
 

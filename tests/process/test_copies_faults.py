@@ -21,6 +21,7 @@ def drafts(job: Halves, node: str) -> list[Path]:
     return list(job.memory(node).glob("copy-*.new"))
 
 
+@pytest.mark.wide  # as in test_remembered_shards, where both holders of a shard are lost
 def test_where_all_who_had_a_part_of_the_state_are_lost_the_job_goes_on_from_the_file_and_says_so(
     tmp_path: Path,
 ) -> None:

@@ -4,6 +4,7 @@ to another, bit for bit."""
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -31,13 +32,13 @@ def run(ranks: int, what: str, folder: Path, out: Path, **settings: str) -> None
         port = free.getsockname()[1]
     told = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONWARNINGS": "ignore"}
     words = [sys.executable, str(SCRIPT), what, str(folder), str(out)]
-    started = [subprocess.Popen(words, env=os.environ | told | settings | {"RANK": str(rank)}) for rank in range(ranks)]
+    process = subprocess.Popen(words, env=os.environ | told | settings, start_new_session=True)
     try:
-        assert [each.wait(LIMIT) for each in started] == [0] * ranks
+        assert process.wait(LIMIT) == 0
     finally:
-        for each in started:
-            each.kill()
-            each.wait()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def whole(out: Path) -> dict[tuple[str, str], torch.Tensor]:

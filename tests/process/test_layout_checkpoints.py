@@ -123,6 +123,8 @@ def test_a_rank_lost_in_a_save_costs_that_checkpoint_alone(tmp_path, undisturbed
     assert whole(saves) == [6, 2], "the other replica's ranks came by iteration 4 before they had to write"
 
 
+# test_checkpoints has all ranks lost, and test_training_script a newest checkpoint that is not sound.
+@pytest.mark.wide
 @pytest.mark.parametrize("layout", ["1 2 1", pytest.param("2 1 1", marks=pytest.mark.long)])
 def test_all_ranks_lost_in_a_save_go_on_from_the_checkpoint_before(tmp_path, undisturbed, layout):
     saves = tmp_path / "saves"

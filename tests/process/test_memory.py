@@ -167,6 +167,8 @@ def test_a_plain_module_with_its_buffers_and_schedule(tmp_path):
     assert trained(tmp_path, wanted) == max(kept)
 
 
+# test_remembered_shards has ranks without room, and test_checkpoints a job that goes on from the file.
+@pytest.mark.wide
 def test_where_there_is_no_room_it_is_said_once_and_the_training_goes_on_and_falls_back_to_the_file(tmp_path, losses):
     """The files of the ranks may not be larger than 256 KiB, so the kernel refuses the room for an image."""
     saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "4"}

@@ -185,6 +185,7 @@ def test_a_spoiled_image_is_seen_and_the_other_holders_is_used(tmp_path, memory,
     same_training(tmp_path, undisturbed("dp"), "dp")
 
 
+@pytest.mark.wide  # as in the test of survivors, who go back with the others
 def test_both_holders_of_a_shard_are_lost_and_the_state_before_it_is_whole(tmp_path, memory, undisturbed):
     """One iteration is done again."""
     first_life(tmp_path, memory)

@@ -1,5 +1,5 @@
-"""One rank of a small GPT that saves or loads its state with megatron-core's own `dist_checkpointing`, as Megatron-LM's
-`save_checkpoint` and `load_checkpoint` do.
+"""A small GPT that saves or loads its state with megatron-core's own `dist_checkpointing`, as Megatron-LM's
+`save_checkpoint` and `load_checkpoint` do. Its WORLD_SIZE ranks are forks of one process, which imports for all.
 
     megatron_saves.py save|load|begin FOLDER OUT
 
@@ -13,6 +13,7 @@ The layout is tiny_gpt's TINY_LAYOUT, and so on.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,11 @@ from tests.support import tiny_gpt  # noqa: E402
 
 FORMAT = os.environ.get("SAVES_FORMAT", "torch_dist")
 SHARDING = os.environ.get("SAVES_SHARDING", "fully_reshardable")
+IMPORTED = (  # once for all ranks
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.optimizer.distrib_optimizer",
+    "unicron.transition.snapshot.migrate",
+)
 ITERATIONS, MORE = 2, int(os.environ.get("SAVES_MORE", "0"))
 
 
@@ -232,5 +238,17 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def fork_rank(rank: int) -> int:
+    """Starts one rank, which ends in here; returns its process id."""
+    if pid := os.fork():
+        return pid
+    os.environ["RANK"] = str(rank)
     main()
+    sys.exit()  # not os._exit: Megatron-core's own children end with the interpreter
+
+
+if __name__ == "__main__":
+    for module in IMPORTED:
+        importlib.import_module(module)
+    ranks = [fork_rank(rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from msgspec.structs import replace
@@ -553,6 +554,7 @@ class World:
         self.cuts: set[frozenset[str]] = set()
         """Pairs of nodes that cannot reach each other; "" is the controller's."""
         self._busy = False
+        self._reading = False
 
     def restart(self) -> None:
         """The controller is gone, and another one starts from its log."""
@@ -585,6 +587,18 @@ class World:
 
     def to_core(self, agent: FakeAgent, message: wire.Message) -> None:
         self.core.receive(agent.route, message, self.now, asker=agent.asker)
+        if not self._reading:
+            self._settle()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What comes in here the server reads before the core goes on."""
+        self._reading = True
+        yield
+        self._reading = False
+        self._settle()
+
+    def _settle(self) -> None:
         self.core.advance_jobs()
         self.deliver()
 
@@ -657,13 +671,14 @@ class World:
         """Time passes; living agents send their heartbeats. In long spans the controller has a look less often."""
         turns, step = round(seconds / 0.05), 0.05
         if seconds > 2.0:
-            turns //= 5 if seconds > 5.0 else 2
+            turns //= 8 if seconds > 10.0 else 5 if seconds > 5.0 else 2
             step = seconds / turns
         for turn in range(turns):
             self.now += step
             if heartbeats and turn % round(0.5 / step) == 0:
-                for agent in list(self.agents):
-                    agent.status()
+                with self.at_once():
+                    for agent in list(self.agents):
+                        agent.status()
             self.core.tick(self.now)
             self.deliver()
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 
 import msgspec
 import pytest
@@ -99,6 +100,15 @@ def constants(home: str) -> Iterator[tuple[str, float]]:
                     continue  # no number, or made of others
 
 
+@cache
+def constants_of(home: str) -> dict[str, set[float]]:
+    """The constants there by name, with all values that they have."""
+    found: dict[str, set[float]] = {}
+    for name, value in constants(home):
+        found.setdefault(name, set()).add(value)
+    return found
+
+
 def in_a_file(home: str, name: str) -> float | None:
     """A constant of C, of a shell script or of a systemd unit."""
     found = re.search(rf"^(?:#define )?{name}[ =]([\d.]+)L?$", (ROOT / home).read_text(), re.MULTILINE)
@@ -115,9 +125,9 @@ def value_of(name: str) -> float:
         found = in_a_file(home, constant)
         assert found is not None, f"{home} has no {constant}"
         return found
-    values = {value for known, value in constants(home) if known == constant}
+    values = constants_of(home).get(constant, set())
     assert len(values) == 1, f"{name}: {home} has {values or 'no such constant'}"
-    return values.pop()
+    return next(iter(values))
 
 
 @pytest.mark.parametrize(("low", "high", "why"), FIXED_RULES, ids=lambda text: text if "." in text else "")

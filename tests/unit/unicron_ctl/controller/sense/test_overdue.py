@@ -43,9 +43,10 @@ def test_many_that_are_started_at_once_are_looked_at_later_and_no_limit_is_lost(
     monkeypatch.setattr(overdue, "lacking", lambda *args: looked.append(args[1]) or real(*args))
     world = World(restart_seconds=20.0)
     agents = world.start_job(nodes=60, ranks=4)
-    for agent in agents:
-        for slot in agent.slots:
-            agent.die(slot)
+    with world.at_once():
+        for agent in agents:
+            for slot in agent.slots:
+                agent.die(slot)
     world.run(0.5)
     assert not looked, "what has just begun is not looked at"
     world.run(24.0)

@@ -132,7 +132,10 @@ def stopped_rank() -> None:
     world.start_job()
     train(world, 3)
     world.agents[1].set(1, state="stopped", broken=1)
-    world.run(5.0)
+    world.agents[2].silent = True
+    world.run(0.5)
+    world.agents[2].silent = False
+    world.run(4.5)
 
 
 def odd_node() -> None:
