@@ -5,6 +5,7 @@ The four folders beside this one are its parts: `detector`, `transition`, `plann
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -18,11 +19,18 @@ _HOMES = {
 }
 _MODULES = ("data", "loggers", "memory")
 __all__ = [*_HOMES, *_MODULES]
+_WHEELS = {"msgpack": "msgpack", "xxhash": "xxhash", "zmq": "pyzmq"}  # what ranks need beside torch: module -> wheel
 
 
 def __getattr__(name: str) -> Any:  # lazy: agents and commands import this package without torch
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return import_module(f"unicron.{name}")
+    try:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        if name in _MODULES:
+            return import_module(f"unicron.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in _WHEELS:
+            raise
+        text = f"unicron needs {error.name} here: {sys.executable} -m pip install {' '.join(_WHEELS.values())}"
+        raise ModuleNotFoundError(text, name=error.name) from None
     raise AttributeError(f"module 'unicron' has no attribute '{name}'")

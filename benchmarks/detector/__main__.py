@@ -14,7 +14,8 @@ from pathlib import Path
 
 from unicron.detector.failures.classify import Classifier, default_classifier
 from unicron.detector.failures.severity import Severity, load_table
-from unicron.detector.health import Settings, run
+from unicron.detector.health.checks import Settings
+from unicron.detector.health.runner import run
 from unicron.detector.iterations.culprit import OWN_PHASES, slowest
 from unicron.detector.iterations.iteration_monitor import Health, IterationMonitor
 from unicron.detector.iterations.peer_metrics import PeerWatch

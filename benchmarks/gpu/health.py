@@ -6,13 +6,14 @@ import subprocess
 import sys
 
 from benchmarks.gpu.rows import on_card, row
-from unicron.detector import health
+from unicron.detector.health.checks import Settings
+from unicron.detector.health.runner import run
 
 
 def main() -> int:
     for expected in (1, 2) if on_card() else (None,):
         with row(f"health checks, {expected or 'no'} GPU{'s' if expected == 2 else ''} expected") as saw:
-            report = health.run(health.Settings(gpus=expected, kernel_state="/tmp/unicron-gpu-health"))
+            report = run(Settings(gpus=expected, kernel_state="/tmp/unicron-gpu-health"))
             gpu = next(each for each in report.results if each.name == "gpu")
             wanted = {1: ("good", "warning"), 2: ("bad",), None: ("good", "unknown")}[expected]
             text = f"gpu {gpu.verdict} ({gpu.reason}) in {gpu.seconds:.2f} s; all {report.verdict}: {report.reason}"

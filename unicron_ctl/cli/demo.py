@@ -31,7 +31,7 @@ PIPE_COLUMNS = 170
     type=click.Path(dir_okay=False, path_type=Path),
     default=sys.executable,
     show_default="this program's",
-    help="The Python that trains. It needs torch and Megatron-core.",
+    help="The Python that trains. It needs torch, Megatron-core, msgpack, pyzmq, xxhash.",
 )
 @click.option("--keep", is_flag=True, help="Keep the folder with logs, metrics and the event log.")
 def command(json_path: Path | None, python: Path, keep: bool) -> None:

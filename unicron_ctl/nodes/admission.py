@@ -25,7 +25,8 @@ from unicron.ctl.settings.config import Config, skip_problem
 from unicron.ctl.settings.config_file import understood
 from unicron.ctl.slurm.slurm_client import NodeInfo, SlurmClient, slurms_own
 from unicron.ctl.system.errors import UserError, one_line
-from unicron.detector.health import Report, Result, Settings, checks_of, run
+from unicron.detector.health.checks import Settings, checks_of
+from unicron.detector.health.runner import Report, Result, run
 from unicron.detector.words import counted
 
 OURS = "unicron"  # as in controller.plan.placement, which is too much to import at every check

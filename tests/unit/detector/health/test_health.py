@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from unicron.detector.health import CHECKS, Settings, run
 from unicron.detector.health import checks as module
 from unicron.detector.health.checks import (
+    CHECKS,
+    Settings,
     check_clock,
     check_file_system,
     check_gpu,
@@ -20,6 +21,7 @@ from unicron.detector.health.checks import (
     check_nic,
     judge_gpus,
 )
+from unicron.detector.health.runner import run
 
 
 def tree(root: Path, files: dict[str, str]) -> Settings:

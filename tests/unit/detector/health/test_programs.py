@@ -10,8 +10,9 @@ import pytest
 
 from unicron.ctl.settings.config import HealthConfig, problems
 from unicron.ctl.settings.config_file import parse_sections
-from unicron.detector.health import Settings, checks_of, run
+from unicron.detector.health.checks import Settings, checks_of
 from unicron.detector.health.programs import HealthProgram, check_program, judge
+from unicron.detector.health.runner import run
 
 HEALTHY = """\
 +---------------------------+----------------------------------------------------------+

@@ -14,7 +14,7 @@ from unicron.ctl.controller.nodes.readmission import Report
 from unicron.ctl.nodes import admission
 from unicron.ctl.slurm.slurm_client import NodeInfo
 from unicron.ctl.system.errors import UserError
-from unicron.detector.health import Settings
+from unicron.detector.health.checks import Settings
 
 
 def info(*states: str, reason: str = "") -> NodeInfo:

@@ -1,0 +1,51 @@
+"""What ranks import beside torch and Megatron: three wheels and no more, for they run by the user's Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import unicron
+
+ALL = """
+import sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in ("msgspec", "click", "rich", "prometheus_client") or name == "unicron.ctl":
+            raise AssertionError(f"a rank imports {name}")
+
+sys.meta_path.insert(0, Refused())
+import unicron
+for name in unicron.__all__:
+    getattr(unicron, name)
+import unicron.detector.processes.zygote
+import unicron.transition.megatron_lm
+print("all")
+"""
+
+
+def test_they_need_nothing_of_the_agents():
+    done = subprocess.run([sys.executable, "-P", "-c", ALL], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "all\n", done.stderr
+
+
+def test_a_wheel_that_is_missing_is_named_with_the_command(monkeypatch):
+    def without_zmq(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'zmq'", name="zmq")
+
+    monkeypatch.setattr(unicron, "import_module", without_zmq)
+    with pytest.raises(ModuleNotFoundError, match=r"needs zmq here: .* -m pip install msgpack xxhash pyzmq"):
+        _ = unicron.Session
+
+
+def test_what_else_is_missing_stays_as_it_is(monkeypatch):
+    def without_torch(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(unicron, "import_module", without_torch)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'torch'"):
+        _ = unicron.data
