@@ -24,7 +24,9 @@ def test_one_that_trains_passes():
 
 def test_what_it_lacks_is_said(tmp_path):
     bare = program(tmp_path, f'exec {sys.executable} -I -S "$@"')
-    with pytest.raises(UserError, match=r"lacks megatron, msgpack, numpy, torch, xxhash, zmq: choose one that trains with --python"):
+    with pytest.raises(
+        UserError, match=r"lacks megatron, msgpack, numpy, torch, xxhash, zmq: choose one that trains with --python"
+    ):
         check_python(bare)
 
 
