@@ -48,4 +48,4 @@ def test_what_else_is_missing_stays_as_it_is(monkeypatch):
 
     monkeypatch.setattr(unicron, "import_module", without_torch)
     with pytest.raises(ModuleNotFoundError, match="No module named 'torch'"):
-        _ = unicron.data
+        _ = unicron.Session
