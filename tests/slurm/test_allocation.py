@@ -55,7 +55,7 @@ def test_an_allocation_is_one_world_and_goes_on_without_a_lost_node(site: Site) 
     explained = call(
         "unicronctl", "explain", number, "--controller", site.controller.address, environment=site.environment
     )
-    assert "one allocation, which the plan leaves as it is" in explained.stdout, explained
+    assert "it is one allocation, of 3 nodes, which the plan leaves as it is" in explained.stdout, explained
     asked = [event["action"] for event in site.controller.events("slurm_action")]
     assert not {"requeue", "requeue_hold", "hold", "release", "pin", "down"} & set(asked), asked
 
