@@ -1,8 +1,8 @@
 """Unicron's part of an element's AdminComment, beside what others have written there. Pure.
 
 One of the parts between `" | "` is Unicron's: the one that begins with OURS. Whatever others wrote stays as it is.
-jobstats writes `JS1:` and base64 there, and reads it from the first byte on: behind that, Unicron's part may stand only
-where base64 ends with its padding, for what follows that is not decoded.
+jobstats writes `JS1:` and base64 there, and reads it from the first byte to the last: what stands behind it ends its
+reader, since Python 3.13.5 behind base64's padding, too. So Unicron writes nothing beside that.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def with_own(text: str, own: str, first: bool = False) -> str:
     elif first or not others.startswith(JOBSTATS):
         found = f"{own}{BETWEEN}{others}"
     else:
-        found = f"{others}{BETWEEN}{own}" if others.endswith("=") else text
+        found = others
     return found if len(found.encode(errors="surrogateescape")) <= MOST else text

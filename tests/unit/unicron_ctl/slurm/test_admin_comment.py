@@ -40,13 +40,11 @@ def test_only_unicrons_part_changes() -> None:
     assert own_part("unicronish") == own_part("see unicron: x") == ""
 
 
-@pytest.mark.parametrize("length", range(40))
-def test_jobstats_reads_its_own_beside_unicrons(length: int) -> None:
+@pytest.mark.parametrize("length", range(4))
+def test_jobstats_reads_its_own_where_unicron_writes(length: int) -> None:
     comment = jobstats("n" * length)
-    found = with_own(comment, OWN)
-    assert read_by_jobstats(found) == "n" * length
-    assert found == (f"{comment} | {OWN}" if comment.endswith("=") else comment)
-    assert read_by_jobstats(with_own(found, "unicron: other")) == "n" * length
+    assert with_own(comment, OWN) == comment and read_by_jobstats(comment) == "n" * length
+    assert with_own(f"{comment} | {OWN}", "unicron: other") == comment, "an older Unicron's part goes"
 
 
 def test_jobstats_words_for_nothing_are_left_as_they_are() -> None:
