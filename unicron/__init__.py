@@ -19,7 +19,7 @@ _HOMES = {
 }
 _MODULES = ("data", "loggers", "memory")
 __all__ = [*_HOMES, *_MODULES]
-_WHEELS = {"msgpack": "msgpack", "xxhash": "xxhash", "zmq": "pyzmq"}  # what ranks need beside torch: module -> wheel
+WHEELS = {"msgpack": "msgpack", "xxhash": "xxhash", "zmq": "pyzmq"}  # what ranks need beside torch: module -> wheel
 
 
 def __getattr__(name: str) -> Any:  # lazy: agents and commands import this package without torch
@@ -29,8 +29,8 @@ def __getattr__(name: str) -> Any:  # lazy: agents and commands import this pack
         if name in _MODULES:
             return import_module(f"unicron.{name}")
     except ModuleNotFoundError as error:
-        if error.name not in _WHEELS:
+        if error.name not in WHEELS:
             raise
-        text = f"unicron needs {error.name} here: {sys.executable} -m pip install {' '.join(_WHEELS.values())}"
+        text = f"unicron needs {error.name} here: {sys.executable} -m pip install {' '.join(WHEELS.values())}"
         raise ModuleNotFoundError(text, name=error.name) from None
     raise AttributeError(f"module 'unicron' has no attribute '{name}'")

@@ -139,7 +139,7 @@ def longest_renewal(folder: Path) -> float:
     state = folder / "state"
     state.mkdir()
     store = Store(state / LOG_FILE, shared=True)
-    store.begin_term(Holder(1, "benchmark", LEASE_SECONDS), Holder())
+    store.begin_term(Holder(1, "check-folder", LEASE_SECONDS), Holder())
     step = records.Steady(reason="x" * 4000)
     for first in range(1, LARGE_BYTES // 4096, 1000):
         store.append([Event(first + n, 1e9, "1", 1, step) for n in range(1000)])

@@ -248,7 +248,7 @@ def begin_job(
 def _as_text(settings: Settings) -> str:
     """The job for the event log and unicrond's log."""
     most = settings.max_nodes
-    nodes = f"{settings.min_nodes} to {most} nodes" if settings.min_nodes < most else f"{counted(most, 'node')}"
+    nodes = f"{settings.min_nodes} to {most} nodes" if settings.min_nodes < most else counted(most, "node")
     return f"{settings.name} of {settings.user}, {nodes}, {settings.mode} mode: {settings.mode_reason}"
 
 

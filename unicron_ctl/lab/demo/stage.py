@@ -45,7 +45,7 @@ MODEL_OPTIONS = (
 MICRO_BATCH_SECONDS = 0.25
 REFERENCE_SECONDS = 0.03  # about what it takes
 TRAIN_ITERATIONS = 5000  # of the learning-rate schedule; the demo ends the jobs when its story is over
-NEEDED = ("megatron", "msgpack", "numpy", "torch", "xxhash", "zmq")
+NEEDED = sorted(("megatron", "numpy", "torch", *unicron.WHEELS))
 FRESH_SECONDS = 0.25
 ANSWER_SECONDS = 20.0  # the cores are busy with ten processes that import torch
 
