@@ -68,7 +68,7 @@ class Running:
 def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     users = {"ann": 1001, "mallory": 1000}
     monkeypatch.setattr(
-        credentials, "asker_of", lambda credential, claim, admins: Asker(users.get(credential, 0), credential)
+        credentials, "asker_of", lambda credential, claim, roles: Asker(users.get(credential, 0), credential)
     )
     started = Running(tmp_path)
     yield started

@@ -12,11 +12,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-OWNER = Meta(extra_json_schema={"audience": "the job's owner and admins"})
+OWNER = Meta(extra_json_schema={"audience": "the job's owner, readers and admins"})
 CUT = "cut"  # the kind of an item that stands for events that were too much for one answer
 READ = "read"  # the kind of an item with the id up to which the log was read, for one who follows it
 ASKED_TOO_MUCH = "the controller is asked too much at once: try again"
-ADMIN = Meta(extra_json_schema={"audience": "admins"})
+ADMIN = Meta(extra_json_schema={"audience": "readers and admins"})
 
 
 class Ending(msgspec.Struct, kw_only=True):
@@ -358,8 +358,8 @@ class Sharing(msgspec.Struct, kw_only=True):
     """By what rules others are told less than admins, for `unicronctl web`, which asks once for all who look.
 
     auth: how users prove who they are. uid: the controller's own user, an admin as root is. admins: further ones, by
-    name. private: Slurm's PrivateData, kinds of things that users see of their own only. owners: job -> uid, null where
-    only a name is known. names: job -> its name in Slurm, where that shows it.
+    name; readers: users who are told as much. private: Slurm's PrivateData, kinds of things that users see of their own
+    only. owners: job -> uid, null where only a name is known. names: job -> its name in Slurm, where that shows it.
     """
 
     auth: str
@@ -368,6 +368,7 @@ class Sharing(msgspec.Struct, kw_only=True):
     private: list[str]
     owners: dict[str, int | None]
     names: dict[str, str]
+    readers: list[str] = []
 
 
 class Status(msgspec.Struct, kw_only=True):

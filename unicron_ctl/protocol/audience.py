@@ -1,5 +1,5 @@
-"""Who is told what: owners and admins all of a job; others what squeue would show them, or nothing where Slurm's
-PrivateData says so (slurm.conf(5)). The controller cuts its answers by these rules, and so does the page, which asks
+"""Who is told what: owners, readers and admins all of a job; others what squeue would show them, or nothing where
+Slurm's PrivateData says so (slurm.conf(5)). The controller cuts its answers by these rules, and so does the page, which asks
 once for all who look at it (docs/design/trust.md)."""
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ class Sight:
 
     def __init__(self, status: Status, sharing: Sharing, viewer: Viewer | None) -> None:
         self._whole, self._sharing, self._viewer = status, sharing, viewer
-        self.admin = viewer is None or viewer.uid in (0, sharing.uid) or viewer.user in sharing.admins
-        self.mine = frozenset(job.job for job in status.jobs if self.admin or self._owns(job))
+        self.reads_all = (
+            viewer is None or viewer.uid in (0, sharing.uid) or viewer.user in (*sharing.admins, *sharing.readers)
+        )
+        self.mine = frozenset(job.job for job in status.jobs if self.reads_all or self._owns(job))
 
     def _owns(self, job: Job) -> bool:
         who = self._viewer
@@ -73,7 +75,7 @@ class Sight:
     def status(self) -> Status:
         """The answer of `unicronctl status` to this viewer."""
         whole, sharing = self._whole, self._sharing
-        if self.admin:
+        if self.reads_all:
             return replace(whole, failures=whole.failures[-LAST_FAILURES:])
         private = sharing.private
         jobs = [
@@ -95,7 +97,7 @@ class Sight:
 
     def scenario(self, whole: Scenario) -> Scenario:
         """The planner's input as this viewer is told it."""
-        if self.admin:
+        if self.reads_all:
             return whole
         shown = [job for job in whole.job if job.name in self.mine or JOBS not in self._sharing.private]
         return replace(whole, job=[job if job.name in self.mine else replace(job, node_names=[]) for job in shown])

@@ -70,6 +70,8 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Where people open the page of `unicronctl web`: https://HOST; by default http://127.0.0.1:7454."""
     admins: list[str] = []
     """Users who may do what a job's owner may, besides root."""
+    readers: list[str] = []
+    """Users who are told what admins are told, and may order nothing: whoever runs `unicronctl web` for all."""
     heartbeat_period: Annotated[float, HEARTBEATS] = 1.0
     """Between two messages of an agent that has no news."""
     lease_periods: Annotated[float, Range(1.1, 100.0, why="one late heartbeat must not look like a lost node")] = 1.8

@@ -123,7 +123,10 @@ class Page:
         sharing = seen.answer.sharing
         if sharing is None:  # the page was told no more than any user, so it is for its own user alone
             if viewer is None or viewer.uid != os.geteuid():
-                raise NotFor(403, "this page's own user is not one of [controller] admins, so it serves that user only")
+                raise NotFor(
+                    403,
+                    "this page's own user is not one of [controller] readers or admins, so it serves that user only",
+                )
             sharing = Sharing(auth="munge", uid=os.geteuid(), admins=[], private=[], owners={}, names={})
         elif viewer is None and sharing.auth != "none":
             raise NotFor(403, 'the controller has auth = "munge": give `unicronctl web` its unicron.toml')
@@ -131,10 +134,10 @@ class Page:
 
     def _view(self, viewer: Viewer | None, _: str) -> Body:
         seen, sight = self._sight(viewer)
-        key = ("view", None if sight.admin else viewer)
+        key = ("view", None if sight.reads_all else viewer)
 
         def make() -> Body:
-            shown = page_view.overview(sight.status(), sight.admin)
+            shown = page_view.overview(sight.status(), sight.reads_all)
             data = shown | {"problem": seen.problem, "session": self.sessions is not None}
             assert seen.answer is not None
             return json_body({**data, "time": seen.answer.controller.time}, seen.every, data)
@@ -158,7 +161,7 @@ class Page:
         if scenario.answer is None:
             return None
         whole = scenario.answer
-        key = ("alternative", job, None if sight.admin else viewer)
+        key = ("alternative", job, None if sight.reads_all else viewer)
         return self._plans.get(
             key, scenario.number, lambda: alternative(msgspec.to_builtins(sight.scenario(whole)), job)
         )
@@ -180,5 +183,5 @@ class Page:
             except PlanError as error:
                 return {"jobs": [], "why": str(error)}
 
-        data = self._plans.get(("plan", None if sight.admin else viewer), found.number, make)
+        data = self._plans.get(("plan", None if sight.reads_all else viewer), found.number, make)
         return json_body(data, found.every)

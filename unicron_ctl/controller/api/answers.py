@@ -63,7 +63,7 @@ def status(core: Core, store: Store, wanted: StatusQuestion, asker: Asker) -> sc
     names = filters.checked(core, wanted, asker, _partitions(core))
     all_jobs, all_nodes = visible_jobs(core, asker, wanted.brief), visible_nodes(core, asker, wanted.brief)
     listed = filters.jobs(all_jobs, wanted, names, all_nodes)
-    mine = [job for job in core.state.jobs.values() if asker.may_order(job)]
+    mine = [job for job in core.state.jobs.values() if asker.may_read(job)]
     failures = sorted((f for job in mine for f in job.failures), key=lambda failure: -failure.id)
     last = _last(core, filters.failures(failures, wanted, names, listed), wanted.each)
     report = core.state.plan_report
@@ -72,11 +72,11 @@ def status(core: Core, store: Store, wanted: StatusQuestion, asker: Asker) -> sc
         jobs=listed,
         nodes=filters.nodes(all_nodes, wanted, names, all_jobs),
         failures=[failure_answer(failure) for failure in reversed(last)],
-        attention=[plain(item, schema.Attention) for item in isolation.attention(core.view)] if asker.admin else [],
-        observed=observed_lines(core, store) if asker.admin else [],
+        attention=[plain(item, schema.Attention) for item in isolation.attention(core.view)] if asker.reads_all else [],
+        observed=observed_lines(core, store) if asker.reads_all else [],
         waf=sum(item.waf for item in listed),
-        plan=plain(report, schema.PlanReport) if report and asker.admin else schema.PlanReport(),
-        sharing=privacy.sharing(core.view) if asker.admin else None,
+        plan=plain(report, schema.PlanReport) if report and asker.reads_all else schema.PlanReport(),
+        sharing=privacy.sharing(core.view) if asker.reads_all else None,
     )
 
 
@@ -158,12 +158,12 @@ def _wanted(core: Core, question: EventsQuestion, asker: Asker) -> Wanted:
     name = _job_id(core, question.job, asker) if question.job else None
     names = filters.checked(core, question, asker, _partitions(core))
     jobs = privacy.visible(core.view, asker)
-    if question.user and not any(asker.may_order(job) for job in jobs if job.settings.user == question.user):
-        raise Unanswerable(f"{asker} may not read events of {question.user}'s jobs: only they and admins")
+    if question.user and not any(asker.may_read(job) for job in jobs if job.settings.user == question.user):
+        raise Unanswerable(f"{asker} may not read events of {question.user}'s jobs: only they, readers and admins")
     mine = {
         job.job
         for job in jobs
-        if asker.may_order(job)
+        if asker.may_read(job)
         and name in (None, job.job)
         and question.user in ("", job.settings.user)
         and (not question.partition or question.partition in partitions(core, job, asker))
@@ -174,7 +174,7 @@ def _wanted(core: Core, question: EventsQuestion, asker: Asker) -> Wanted:
         seen = core.view.slurm.seen
         inside = {node.name for node in (seen.nodes if seen else ()) if question.partition in node.partitions}
         of_no_job = inside if names is None else inside & names
-    every = asker.admin and not (name or question.user)
+    every = asker.reads_all and not (name or question.user)
     if every and question.partition:
         mine.add("")
     return Wanted(
@@ -189,10 +189,10 @@ def _wanted(core: Core, question: EventsQuestion, asker: Asker) -> Wanted:
 
 
 def explain(core: Core, store: Store, question: ExplainQuestion, asker: Asker) -> schema.Explanation:
-    """Why a job is treated as it is; for its owner and admins."""
+    """Why a job is treated as it is; for its owner, readers and admins."""
     state = core.state.jobs[_job_id(core, question.job, asker)]
-    if not asker.may_order(state):
-        raise Unanswerable(f"{asker} may not read this: only the job's owner and admins")
+    if not asker.may_read(state):
+        raise Unanswerable(f"{asker} may not read this: only the job's owner, readers and admins")
     return explanation(core, state)
 
 

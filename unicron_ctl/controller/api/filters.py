@@ -66,11 +66,11 @@ def near(word: str, known: Collection[str], what: str) -> str:
 def known_nodes(core: Core, asker: Asker) -> set[str]:
     """The names of all nodes of which the asker may know; for admins also of those that Slurm has no more."""
     if not privacy.sees_nodes(core.view, asker):
-        jobs = (job for job in core.state.jobs.values() if asker.may_order(job))
+        jobs = (job for job in core.state.jobs.values() if asker.may_read(job))
         return {agent.node for job in jobs for agent in job.agents.values()}
     seen = core.view.slurm.seen
     names = {*(seen.by_name if seen else ()), *(view.node for view in core.view.live.agents())}
-    return names | set(core.state.nodes) if asker.admin else names
+    return names | set(core.state.nodes) if asker.reads_all else names
 
 
 def jobs(

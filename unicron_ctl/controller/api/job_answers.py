@@ -27,7 +27,7 @@ def visible_jobs(core: Core, asker: Asker, brief: bool = False) -> list[schema.J
 
 def job_answer(core: Core, state: JobState, asker: Asker, brief: bool = False) -> schema.Job:
     """One job. What takes long and is not for the asker is not even made. brief: without what its ranks say."""
-    full = asker.may_order(state)
+    full = asker.may_read(state)
     nodes_now = len(state.inside) if not state.ended else 0
     flops = state.measured.get(nodes_now, 0.0)
     counts = weight(core.view, state)
@@ -73,7 +73,7 @@ def partitions(core: Core, job: JobState, asker: Asker) -> list[str]:
     not for others."""
     seen = core.view.slurm.seen
     shown = seen.partitions(job.job) if seen else frozenset()
-    if shown or seen is None or not asker.may_order(job):
+    if shown or seen is None or not asker.may_read(job):
         return sorted(shown)
     infos = (seen.by_name.get(agent.node) for agent in job.agents.values())
     return sorted({name for info in infos if info is not None for name in info.partitions})

@@ -31,7 +31,7 @@ def scenario(core: Core, store: Store, question: NoArguments, asker: Asker) -> S
 
 
 def _job(core: Core, i: planning.JobInput, usual: float, asker: Asker) -> ScenarioJob:
-    full = asker.may_order(core.state.jobs[i.job])
+    full = asker.may_read(core.state.jobs[i.job])
     job = ScenarioJob(
         name=i.job,
         weight=i.weight,

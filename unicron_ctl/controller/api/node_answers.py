@@ -28,13 +28,13 @@ def visible_nodes(core: Core, asker: Asker, brief: bool = False) -> list[schema.
     over = {job.job for job in core.state.jobs.values() if job.ended}  # nobody hears how their agents end
     agents = {view.node: view for view in core.view.live.agents() if view.alive and view.job not in over}
     names = seen.by_name if seen else {}
-    odd = _anomalies_of_nodes(core) if asker.admin else {}
+    odd = _anomalies_of_nodes(core) if asker.reads_all else {}
     mine = privacy.own_jobs(core.view, asker)
     waiting, asked = _waiting(core), core.view.suspicions.nodes()
     listed = []
     for name in sorted({*names, *agents}):
         info, view, known = names.get(name), agents.get(name), core.state.nodes.get(name)
-        checks = readmission.shown(core.view, core.slurm.gate, name) if asker.admin else schema.NodeChecks()
+        checks = readmission.shown(core.view, core.slurm.gate, name) if asker.reads_all else schema.NodeChecks()
         node = schema.Node(
             node=name,
             partitions=list(info.partitions) if info else [],
@@ -48,8 +48,8 @@ def visible_nodes(core: Core, asker: Asker, brief: bool = False) -> list[schema.
             asked_since=asked.get(name),
             anomalies=odd.get(name, []),
             spare_of=waiting.get(name, {}),
-            metrics=_metrics(core, view.job, view.element) if view and asker.admin and not brief else {},
-            last_event=_last_event(known) if asker.admin else None,
+            metrics=_metrics(core, view.job, view.element) if view and asker.reads_all and not brief else {},
+            last_event=_last_event(known) if asker.reads_all else None,
             **asdict(checks),
         )
         listed.append(privacy.of_node(core.view, node, asker, mine))

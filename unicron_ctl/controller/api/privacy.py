@@ -1,5 +1,5 @@
-"""Who is told what: owners and admins all of a job; others what squeue would show them, or nothing where Slurm's
-PrivateData says so (slurm.conf(5)). The fields that are not for others are marked in `protocol.answer_schema`, and
+"""Who is told what: owners, readers and admins all of a job; others what squeue would show them, or nothing where
+Slurm's PrivateData says so (slurm.conf(5)). The fields that are not for others are marked in `protocol.answer_schema`, and
 `protocol.audience` cuts an answer."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unicron.ctl.protocol.answer_schema import Job, Node, Sharing
 
 def hidden(view: View, job: JobState, asker: Asker) -> bool:
     """The asker is not even told that there is such a job."""
-    return not asker.may_order(job) and audience.JOBS in view.slurm.private
+    return not asker.may_read(job) and audience.JOBS in view.slurm.private
 
 
 def visible(view: View, asker: Asker) -> list[JobState]:
@@ -27,7 +27,7 @@ def visible(view: View, asker: Asker) -> list[JobState]:
 
 def of_job(view: View, job: JobState, answer: Job, asker: Asker) -> Job:
     """A job as far as it is for the asker; for others with its name in Slurm."""
-    if asker.may_order(job):
+    if asker.may_read(job):
         return answer
     return audience.job_for_others(answer, listed_name(view, job))
 
@@ -41,19 +41,19 @@ def listed_name(view: View, job: JobState) -> str | None:
 
 def own_jobs(view: View, asker: Asker) -> set[str]:
     """The ids of the jobs of which the asker is told all."""
-    return {name for name, job in view.state.jobs.items() if asker.may_order(job)}
+    return {name for name, job in view.state.jobs.items() if asker.may_read(job)}
 
 
 def of_node(view: View, answer: Node, asker: Asker, mine: Collection[str]) -> Node:
     """A node as far as it is for the asker, who has the jobs `mine`."""
-    if asker.admin:
+    if asker.reads_all:
         return answer
     return audience.node_for_users(answer, mine, view.slurm.private)
 
 
 def sees_nodes(view: View, asker: Asker) -> bool:
     """Whether sinfo would show this asker any node."""
-    return asker.admin or audience.NODES not in view.slurm.private
+    return asker.reads_all or audience.NODES not in view.slurm.private
 
 
 def sharing(view: View) -> Sharing:
@@ -64,6 +64,7 @@ def sharing(view: View) -> Sharing:
         auth=view.config.auth,
         uid=os.geteuid(),
         admins=list(view.config.admins),
+        readers=list(view.config.readers),
         private=sorted(view.slurm.private),
         owners={job.job: job.uid for job in jobs},
         names={job: name for job, name in names.items() if name is not None},

@@ -17,10 +17,10 @@ from unicron.ctl.settings.config import ControllerConfig
 def report(core: Core, store: Store, question: ReportQuestion, asker: Asker) -> Report:
     """Failures by cause, what they cost and what healing saved, in the last `seconds`."""
     since = core.now - question.seconds
-    own = None if asker.admin else {job.job for job in core.state.jobs.values() if asker.owns(job)}
+    own = None if asker.reads_all else {job.job for job in core.state.jobs.values() if asker.owns(job)}
     found = store.since(KINDS, since, jobs=own)
     told = week(found.events, since, core.now, spared_seconds(core.config))
-    if asker.admin:
+    if asker.reads_all:
         told = replace(told, observed=observed_lines(core, store))
     else:
         told = replace(told, nodes=[])

@@ -8,11 +8,11 @@ import os
 import pwd
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from unicron.ctl.controller.model.asker import Asker
+from unicron.ctl.controller.model.asker import Asker, Roles
 from unicron.ctl.controller.server.worker import Worker
 from unicron.ctl.protocol import claims, datagrams, wire
 from unicron.ctl.protocol.munge import MungeError, make_credential, unmunge
@@ -41,14 +41,14 @@ USED = Unproven("this munge credential was used before")
 
 
 class Verifier:
-    """Verifies credentials in threads. admins: names of users who may do what a job's owner may.
+    """Verifies credentials in threads. roles: the users whom the configuration names, as it is now.
 
     The threads serve machines, their addresses and their connections in turn, so a peer that sends many credentials
     delays only itself. A credential that was used, or is invalid, is not shown to munge again.
     """
 
-    def __init__(self, worker: Worker, admins: Callable[[], Sequence[str]]) -> None:
-        self._worker, self._admins = worker, admins
+    def __init__(self, worker: Worker, roles: Callable[[], Roles]) -> None:
+        self._worker, self._roles = worker, roles
         self._spent = Spent()
 
     def verify(
@@ -60,10 +60,10 @@ class Verifier:
         if (spent := self._spent.get(credential)) is not None:
             then(spent)
             return True
-        admins = self._admins()
+        roles = self._roles()
 
         def work() -> Asker | Unproven:
-            return self._spent.get(credential) or asker_of(credential, claim, admins)  # a copy may have come first
+            return self._spent.get(credential) or asker_of(credential, claim, roles)  # a copy may have come first
 
         def done(found: Asker | Unproven | None) -> None:
             found = found or Unproven("the controller could not look at the munge credential: see its log", "outage")
@@ -103,7 +103,7 @@ def _digest(credential: str) -> bytes:
     return hashlib.blake2b(credential.encode(), digest_size=16).digest()
 
 
-def asker_of(credential: str, claim: str, admins: Sequence[str]) -> Asker | Unproven:
+def asker_of(credential: str, claim: str, roles: Roles) -> Asker | Unproven:
     """The user who made the credential, if it holds this claim and nobody has used it before."""
     try:
         found = unmunge(credential)
@@ -118,7 +118,8 @@ def asker_of(credential: str, claim: str, admins: Sequence[str]) -> Asker | Unpr
         user = _names.run(lambda: pwd.getpwuid(found.uid).pw_name)
     except (KeyError, TimeoutError):  # the name service may be away: who it is, the number says
         user = ""
-    return Asker(found.uid, user, found.uid in (0, os.geteuid()) or user in admins)
+    admin = found.uid in (0, os.geteuid()) or user in roles.admins
+    return Asker(found.uid, user, admin, user in roles.readers)
 
 
 class Introducer:

@@ -25,7 +25,7 @@ from unicron.ctl.controller.core.state_snapshot import read_state
 from unicron.ctl.controller.log import notices, records
 from unicron.ctl.controller.log.store import Progress, Store, StoreError, nothing
 from unicron.ctl.controller.log.term import Tenure
-from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
+from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker, Roles
 from unicron.ctl.controller.model.quotas import Quotas, cost
 from unicron.ctl.controller.server import event_lines
 from unicron.ctl.controller.server.complaints import Complaints
@@ -98,7 +98,7 @@ class Server:
         self._asked, self._answered = Asked(), Answered()
         self._received_at, self._settled_in = float("-inf"), 0.0  # the last turn's
         self._answer_at = 0.0  # questions wait until then
-        self._verifier = Verifier(self.worker, lambda: self.config.controller.admins)
+        self._verifier = Verifier(self.worker, self._roles)
         self._began_with, self._munge = config.controller, config.controller.auth == "munge"
         self._verifying: set[tuple[str, str]] = set()
         keys, self.key = self._keys(config.controller, store.path.parent)
@@ -324,6 +324,9 @@ class Server:
 
     def _complain(self, record: records.BadMessage | records.RegistrationRefused) -> None:
         self._complaints.add(record, self.now())
+
+    def _roles(self) -> Roles:
+        return Roles(self.config.controller.admins, self.config.controller.readers)
 
     def _verify_registration(self, route: Route, message: wire.Register, key: str, address: str) -> None:
         """Verifies who the agent's user is before the core gets the registration."""

@@ -29,7 +29,7 @@ from unicron.ctl.protocol.client import as_struct
 from unicron.ctl.system.errors import UserError
 
 ANN, BOB, EVE, NOBODY = Viewer(1000, "ann"), Viewer(1001, "bob"), Viewer(1002, "eve"), Viewer(65534, "nobody")
-CAROL, OWN = Viewer(1003, "carol"), Viewer(os.geteuid(), "own")
+CAROL, WEB, OWN = Viewer(1003, "carol"), Viewer(1004, "web"), Viewer(os.geteuid(), "own")
 LINE = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 
 
@@ -37,6 +37,7 @@ LINE = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 def world() -> World:
     made = busy_world(24, 3, 1)
     made.core.config.admins.append("carol")
+    made.core.config.readers.append("web")
     hurt(made, "4200", 3, LINE)
     hurt(made, "4201", 1, f"ValueError: {HOSTILE}")
     owner = made.core.state.jobs["4202"]
@@ -62,15 +63,18 @@ def site(served: Site) -> Site:
 
 # ---------------------------------------------------------------- who sees what
 @pytest.mark.parametrize("private", [(), ("jobs",), ("nodes",), ("jobs", "nodes")], ids=str)
-@pytest.mark.parametrize("viewer", [ANN, BOB, EVE, NOBODY, CAROL, Viewer(1000, ""), Viewer(0, "root")], ids=str)
+@pytest.mark.parametrize("viewer", [ANN, BOB, EVE, NOBODY, CAROL, WEB, Viewer(1000, ""), Viewer(0, "root")], ids=str)
 def test_the_page_tells_each_viewer_what_the_controller_would(site: Site, viewer: Viewer, private, monkeypatch) -> None:
     monkeypatch.setattr(site.world.core.view.slurm, "private", frozenset(private))
-    asker = Asker(viewer.uid, viewer.user, viewer.uid == 0 or viewer.user in site.world.core.config.admins)
+    config = site.world.core.config
+    asker = Asker(
+        viewer.uid, viewer.user, viewer.uid == 0 or viewer.user in config.admins, viewer.user in config.readers
+    )
     whole = as_struct(site.ask(page_source.STATUS), Status)
     assert whole.sharing is not None and whole.failures and whole.attention
     sight = Sight(whole, whole.sharing, viewer)
     told_them = as_struct(told(site.world.core, "status", asker, site.store, brief=True), Status)
-    assert sight.admin is asker.admin and sight.status() == told_them
+    assert sight.reads_all is asker.reads_all and sight.status() == told_them
     scenario = as_struct(site.ask({"kind": "scenario"}), Scenario)
     assert sight.scenario(scenario) == as_struct(told(site.world.core, "scenario", asker, site.store), Scenario)
 

@@ -168,7 +168,9 @@ def test_a_hidden_user_and_one_who_has_no_job_are_refused_in_the_same_words(site
 
 
 def test_of_anothers_job_it_is_said_who_may_read_its_events(site: Site) -> None:
-    with pytest.raises(answers.Unanswerable, match="bob may not read events of ann's jobs: only they and admins"):
+    with pytest.raises(
+        answers.Unanswerable, match="bob may not read events of ann's jobs: only they, readers and admins"
+    ):
         ask(site, "events", BOB, user="ann")
     assert ask(site, "events", ROOT, user="ann", partition="other") == []
 

@@ -17,6 +17,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.nodes import readmission
 
 ANN, BOB, ROOT = Asker(1000, "ann"), Asker(1001, "bob"), Asker(0, "root", admin=True)
+READER = Asker(1002, "web", reader=True)
 SECRET = "s3cret"
 STRANGERS = pytest.mark.parametrize("asker", [BOB, NOBODY], ids=["another user", "nobody"])
 
@@ -45,8 +46,8 @@ def ask(site, what, asker, **args):
     return told(world.core, what, asker, store, **args)
 
 
-@pytest.mark.parametrize("asker", [ANN, ROOT], ids=["owner", "root"])
-def test_owner_and_admins_read_all(site, asker):
+@pytest.mark.parametrize("asker", [ANN, ROOT, READER], ids=["owner", "root", "reader"])
+def test_owner_readers_and_admins_read_all(site, asker):
     assert SECRET in json.dumps(ask(site, "jobs", asker)) and SECRET in json.dumps(ask(site, "explain", asker, job="1"))
     assert SECRET in json.dumps(ask(site, "events", asker, job="1")) and ask(site, "status", asker)["failures"]
 
@@ -61,8 +62,28 @@ def test_others_are_told_what_squeue_shows(site, asker):
     shown = json.dumps([ask(site, what, asker) for what in ("status", "jobs", "nodes", "events", "scenario")])
     assert SECRET not in shown and "1-0-n1-0" not in shown and "127.0.0.1" not in shown
     assert ask(site, "events", asker) == [] and ask(site, "status", asker)["failures"] == []
-    with pytest.raises(answers.Unanswerable, match="only the job's owner and admins"):
+    with pytest.raises(answers.Unanswerable, match="only the job's owner, readers and admins"):
         ask(site, "explain", asker, job="1")
+
+
+@pytest.mark.parametrize("private", [(), ("jobs", "nodes")], ids=str)
+def test_a_reader_is_told_what_an_admin_is_and_orders_nothing(site, private):
+    site[0].core.view.slurm.private = frozenset(private)
+    for what in ("status", "jobs", "nodes", "events", "scenario", "report"):
+        assert ask(site, what, READER) == ask(site, what, ROOT), what
+    before = site[0].core.state.last_event
+    orders = {
+        "inject": {"job": "1", "fault": "rank-kill"},
+        "pause": {},
+        "resume": {},
+        "health": {"node": "n1", "good": False},
+    }
+    for what, arguments in orders.items():
+        with pytest.raises(answers.Unanswerable, match="web may not"):
+            ask(site, what, READER, **arguments)
+    assert site[0].core.state.last_event == before
+    ask(site, "pause", ROOT)
+    assert site[0].core.state.last_event > before, "an admin may"
 
 
 @STRANGERS

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.processes import wait_for
 from tests.support.world import World
-from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker
+from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker, Roles
 from unicron.ctl.controller.server import credentials
 from unicron.ctl.controller.server.credentials import Introducer, Unproven, Verifier, asker_of
 from unicron.ctl.controller.server.worker import VERIFIERS, Worker
@@ -57,15 +57,15 @@ def test_who_asks_is_a_number_first(monkeypatch: pytest.MonkeyPatch) -> None:
     job = world.job()
     job.uid = 1000
     munged(monkeypatch, Credential(1000, b"claim"), {})
-    asker = asker_of("c", "claim", ["ann"])
+    asker = asker_of("c", "claim", Roles(["ann"]))
     assert asker == Asker(1000, "", False) and asker.owns(job) and asker.may_order(job)
     munged(monkeypatch, Credential(1001, b"claim"), {1001: "ann"})
-    other = asker_of("c", "claim", [])
+    other = asker_of("c", "claim", Roles())
     assert other == Asker(1001, "ann", False) and not other.owns(job), "the name alone does not make an owner"
     munged(monkeypatch, Credential(0, b"claim"), {0: "root"})
-    assert asker_of("c", "claim", []).admin
+    assert asker_of("c", "claim", Roles()).admin
     munged(monkeypatch, Credential(1001, b"claim"), {1001: "ann"})
-    assert asker_of("c", "claim", ["ann"]).admin
+    assert asker_of("c", "claim", Roles(["ann"])).admin
 
 
 def test_a_name_service_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_name_service_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monk
     monkeypatch.setattr(credentials, "_names", TimeLimit(0.05, 2, "test-names"))
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: go_on.wait(60.0))
     for _ in range(20):
-        assert asker_of("c", "claim", []) == Asker(1000, "", False)
+        assert asker_of("c", "claim", Roles()) == Asker(1000, "", False)
     assert sum(thread.name == "test-names" for thread in threading.enumerate()) == 2
     go_on.set()
 
@@ -92,7 +92,7 @@ def test_a_credential_that_does_not_count(
     monkeypatch: pytest.MonkeyPatch, found: Credential | MungeError, told: str
 ) -> None:
     munged(monkeypatch, found, {1000: "ann"})
-    asker = asker_of("c", "claim", [])
+    asker = asker_of("c", "claim", Roles())
     assert isinstance(asker, Unproven) and told in asker.reason
 
 
@@ -117,7 +117,7 @@ def test_a_newcomer_overtakes_strangers_that_wait_for_munge(monkeypatch: pytest.
     monkeypatch.setattr(credentials, "unmunge", unmunge)
     worker = Worker(None, 1.0)
     try:
-        verifier, found = Verifier(worker, lambda: []), list[Asker | Unproven]()
+        verifier, found = Verifier(worker, Roles), list[Asker | Unproven]()
         taken = [
             verifier.verify(f"bad {number}", "claim", "k", f"10.0.0.{number % 60}", found.append)
             for number in range(6000)
@@ -146,7 +146,7 @@ def test_a_spent_credential_is_not_shown_to_munge_again(
     """Defect: munge was asked about one credential as often as strangers sent it."""
     munged(monkeypatch, first, {1000: "ann"})
     later, found = Later(), list[Asker | Unproven]()
-    verifier = Verifier(later, lambda: [])  # type: ignore[arg-type]
+    verifier = Verifier(later, Roles)  # type: ignore[arg-type]
     assert verifier.verify("c", "claim", "k", "10.0.0.1", found.append)
     later.run()
     for _ in range(100):
@@ -159,7 +159,7 @@ def test_a_spent_credential_is_not_shown_to_munge_again(
 def test_a_credential_that_munge_could_not_read_may_be_good_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     munged(monkeypatch, MungeError("munge: Socket communication error", outage=True), {1000: "ann"})
     later, found = Later(), list[Asker | Unproven]()
-    verifier = Verifier(later, lambda: [])  # type: ignore[arg-type]
+    verifier = Verifier(later, Roles)  # type: ignore[arg-type]
     verifier.verify("c", "claim", "k", "10.0.0.1", found.append)
     later.run()
     munged(monkeypatch, Credential(1000, b"claim"), {1000: "ann"})
