@@ -107,7 +107,9 @@ def unicrond(
     client = slurm_client(config)  # Slurm may not answer for a while: no lease waits for it
     if len(config.controller.addresses) < 2:
         section = config.controller
-        claimed, ports = claim_with_ports(folder, False, lambda: bind(section.listen, section.metrics))
+        claimed, ports = claim_with_ports(
+            folder, False, lambda: bind(section.listen, section.metrics, section.addresses)
+        )
     else:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it reads the configuration again when it leads
         claimed, ports = wait_for_claim(folder, config.controller, notifier.waiting)

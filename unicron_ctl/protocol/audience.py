@@ -1,6 +1,6 @@
 """Who is told what: owners, readers and admins all of a job; others what squeue would show them, or nothing where
-Slurm's PrivateData says so (slurm.conf(5)). The controller cuts its answers by these rules, and so does the page, which asks
-once for all who look at it (docs/design/trust.md)."""
+Slurm's PrivateData says so (slurm.conf(5)). The controller cuts its answers by these rules, and so does the page, which
+asks once for all who look at it (docs/design/trust.md)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +23,7 @@ from unicron.ctl.protocol.answer_schema import Sharing, Status
 from unicron.ctl.protocol.audience import Sight, Viewer
 
 PATIENCE_SECONDS = 4.0  # for what is made for somebody else
+MOST_OF_ONE = 8  # questions of one viewer that wait for an answer at the same time
 MOST_KEPT = 64
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -106,6 +107,23 @@ class Page:
             "/plan": self._plan,
         }
         self._views, self._plans = Once(), Once()
+        self._waiting: Counter[Viewer | None] = Counter()
+        self._lock = threading.Lock()
+
+    def answer(self, path: str, token: str, given: str) -> Body:
+        """The answer to one of `questions`. Raises NotFor, and Busy where this viewer alone would keep
+        others waiting."""
+        viewer = self.who(token)
+        with self._lock:
+            if self._waiting[viewer] >= MOST_OF_ONE:
+                raise Busy("you ask for too much at once: try again")
+            self._waiting[viewer] += 1
+        try:
+            return self.questions[path](viewer, given)
+        finally:
+            with self._lock:
+                self._waiting[viewer] -= 1
+                self._waiting = +self._waiting
 
     def who(self, token: str) -> Viewer | None:
         """The viewer with this token; None for the only user. Raises NotFor."""

@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
-import socketserver
-import threading
-import time
+import re
 from collections.abc import Callable, Collection
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -20,11 +16,11 @@ from unicron.ctl.cli.web.page_sessions import SESSION_SECONDS, Refused
 from unicron.ctl.cli.web.page_source import Busy
 from unicron.ctl.protocol.munge import MOST_BYTES
 from unicron.ctl.system.addresses import resolve
+from unicron.ctl.system.bounded_server import BoundedServer
 from unicron.ctl.system.errors import UserError
 
 log = logging.getLogger("unicron.web")
-MOST_OPEN = 256  # connections; one more closes the oldest that has not asked yet
-IDLE_SECONDS, WHOLE_SECONDS, SWEEP_SECONDS = 5.0, 15.0, 0.5  # for one read or write, and for a connection in all
+IDLE_SECONDS = 5.0  # for one read or write
 HEAD_BYTES = 16384
 HALF = "Unicron-Session"  # half of a token: browsers send cookies to all ports of a host, and this to the page alone
 HEADERS = (
@@ -42,14 +38,11 @@ HEADERS = (
 )
 
 
-class Server(socketserver.TCPServer):
+class Server(BoundedServer):
     """Listens at host:port. origins: the addresses by which browsers may know the page, beside those of this socket.
 
     Raises UserError where nothing can listen there.
     """
-
-    allow_reuse_address = True
-    request_queue_size = 128
 
     def __init__(self, host: str, port: int, page: Callable[[Collection[str]], Page], origins: Collection[str]) -> None:
         try:
@@ -62,79 +55,6 @@ class Server(socketserver.TCPServer):
         self.origins = frozenset({*origins, *own_origins(host, target.host, self.port)})
         self.hosts = frozenset(urlsplit(origin).netloc.lower() for origin in self.origins)
         self.page = page(self.origins)
-        self._open: dict[socket.socket, float] = {}
-        self._asked: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-
-    def serve(self) -> None:
-        """Serves until `stop`."""
-        threading.Thread(target=self._sweep, name="unicron-sweep", daemon=True).start()
-        self.serve_forever(poll_interval=0.1)
-
-    def stop(self) -> None:
-        """Ends `serve`. Any other thread may call this."""
-        self._ended.set()
-        self.shutdown()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers in a thread of the connection's own."""
-        with self._lock:
-            if len(self._open) >= MOST_OPEN and not self._close_oldest():
-                self.shutdown_request(request)
-                return
-            self._open[request] = time.monotonic()
-        try:
-            threading.Thread(target=self._answer, args=(request, client_address), daemon=True).start()
-        except RuntimeError:  # the system grants no more threads
-            self._forget(request)
-
-    def _answer(self, request: socket.socket, client_address: Any) -> None:
-        try:
-            self.finish_request(request, client_address)
-        except OSError:  # the client is gone, or too slow
-            pass
-        except Exception:
-            log.exception("a request has failed")
-        finally:
-            self._forget(request)
-
-    def _forget(self, request: socket.socket) -> None:
-        with self._lock:
-            self._open.pop(request, None)
-            self._asked.discard(request)
-        self.shutdown_request(request)
-
-    def note_asked(self, request: socket.socket) -> None:
-        """The client has sent its whole request."""
-        with self._lock:
-            self._asked.add(request)
-
-    def _close_oldest(self) -> bool:
-        """Closes the oldest connection that has not asked yet. False when all have."""
-        for request in self._open:
-            if request not in self._asked:
-                self._cut(request)
-                del self._open[request]
-                return True
-        return False
-
-    def _sweep(self) -> None:
-        """Closes what is open for too long."""
-        while not self._ended.wait(SWEEP_SECONDS):
-            with self._lock:
-                for request, since in self._open.items():
-                    if time.monotonic() - since > WHOLE_SECONDS:
-                        self._cut(request)
-
-    @staticmethod
-    def _cut(request: socket.socket) -> None:
-        """Ends the connection under its thread, which then closes it."""
-        with contextlib.suppress(OSError):
-            request.shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: no client's doing is worth a line."""
 
 
 def own_origins(host: str, numeric: str, port: int) -> list[str]:
@@ -220,10 +140,10 @@ class Handler(BaseHTTPRequestHandler):
         page, (path, _, query) = self.server.page, self.path.partition("?")
         if path in page.files:
             return page.files[path]
-        if (question := page.questions.get(path)) is None:
+        if path not in page.questions:
             raise NotFor(404, "there is no such page")
         given = unquote(query.removeprefix("id=")) if query.startswith("id=") else ""
-        return question(page.who(self._token()), given)
+        return page.answer(path, self._token(), given)
 
     def _order(self) -> tuple[str, str]:
         """Begins or ends a session; the cookie to set, and the half of the token that is not in it."""
@@ -233,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
         if sessions is None or self.path not in ("/session", "/leave"):
             raise NotFor(404, "there is no such page")
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdecimal()) or int(length) > MOST_BYTES:
+        if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > MOST_BYTES:
             raise NotFor(413, "this is no link to a page")
         text = self.rfile.read(int(length)).decode("ascii", "replace")
         self.server.note_asked(self.connection)
@@ -250,11 +170,11 @@ class Handler(BaseHTTPRequestHandler):
         return f"unicron{self.server.port}"
 
     def _token(self) -> str:
-        try:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie)
-        except CookieError:
-            return ""
-        return f"{found.value}.{self.headers.get(HALF, '')}" if found is not None else ""
+        for cookie in self.headers.get("Cookie", "").split(";"):
+            name, _, value = cookie.strip().partition("=")
+            if name == self._cookie:
+                return f"{value}.{self.headers.get(HALF, '')}"
+        return ""
 
     def _refuse(self, status: int, reason: str) -> None:
         self._send(status, json_body({"error": reason}))

@@ -1,6 +1,6 @@
 """Who is told what: owners, readers and admins all of a job; others what squeue would show them, or nothing where
-Slurm's PrivateData says so (slurm.conf(5)). The fields that are not for others are marked in `protocol.answer_schema`, and
-`protocol.audience` cuts an answer."""
+Slurm's PrivateData says so (slurm.conf(5)). The fields that are not for others are marked in `protocol.answer_schema`,
+and `protocol.audience` cuts an answer."""
 
 from __future__ import annotations
 

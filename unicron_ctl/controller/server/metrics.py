@@ -7,14 +7,13 @@ makes the text. Names follow https://prometheus.io/docs/practices/naming/.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -22,7 +21,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import Metric
 
 from unicron.ctl.controller.server.metric_counts import Recorded
-from unicron.ctl.system.addresses import split
+from unicron.ctl.system.addresses import is_numeric, split
+from unicron.ctl.system.bounded_server import BoundedServer
 from unicron.ctl.system.errors import UserError
 from unicron.ctl.system.mailbox import Mailbox
 
@@ -31,65 +31,40 @@ LOOPBACK = "127.0.0.1"
 SCRAPE_SECONDS = 5.0  # for the loop to answer
 REQUEST_SECONDS = 10.0  # for a request to arrive, the wait for the loop, and the answer to be taken, in all
 FRESH_SECONDS = 0.5  # whoever asks sooner gets the same answer: the loop's time is not for those who ask often
-MOST_REQUESTS = 16  # at once; further connections are closed
+MOST_REQUESTS = 64  # at once
+MISDIRECTED = "ask by an address of this host, or by a name that stands in [controller] metrics or address\n"
 BEHIND = f"the controller's loop has not answered for {SCRAPE_SECONDS:g} s"
 
 
 class _Handler(WSGIRequestHandler):
+    server: _Server
     timeout = REQUEST_SECONDS
+
+    def get_environ(self) -> dict[str, Any]:
+        """What WSGI is told of the request, which has come whole."""
+        self.server.note_asked(self.connection)
+        return super().get_environ()
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: a request is no event."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each request, and no more than MOST_REQUESTS of them."""
+class _Server(BoundedServer, WSGIServer):
+    """Serves within REQUEST_SECONDS, however slowly the client sends and takes."""
 
-    daemon_threads = True
-
-    def __init__(self, *arguments: Any) -> None:
-        self._free = threading.BoundedSemaphore(MOST_REQUESTS)
-        super().__init__(*arguments)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:  # the system grants no more threads
-            self._free.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers within the time, however slowly the client sends and takes: a byte now and then holds nothing."""
-        limit = threading.Timer(REQUEST_SECONDS, _cut, (request,))
-        limit.daemon = True
-        try:
-            limit.start()
-            super().process_request_thread(request, client_address)
-        finally:
-            limit.cancel()
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: whoever asked is gone, or was too slow."""
-
-
-def _cut(request: socket.socket) -> None:
-    """Ends a connection under its thread, which then closes it."""
-    with contextlib.suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
+    most_open = MOST_REQUESTS
+    whole_seconds = REQUEST_SECONDS
 
 
 class Exporter:
-    """Answers Prometheus at `place`, HOST:PORT, or :PORT for loopback. asked: what the loop is to answer, from the
-    thread of an HTTP request.
+    """Answers Prometheus at `place`, HOST:PORT, or :PORT for loopback. names: what clients may call this host beside
+    its addresses. asked: what the loop is to answer, from the thread of an HTTP request.
 
     Raises UserError where nothing can listen there.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, names: Collection[str] = ()) -> None:
+        self._names = {name.lower() for name in (*names, metrics_place(place)[0], socket.gethostname(), "localhost")}
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.recorded = Recorded(self.registry)
@@ -100,11 +75,14 @@ class Exporter:
         self._server = _serve(place, self._respond)
         self.address, self.port = self._server.server_address[:2]
         self._pages = make_wsgi_app(self.registry)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="unicron-metrics", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve, name="unicron-metrics", daemon=True)
         self._thread.start()
         log.info("metrics are at http://%s:%d/metrics", place.rpartition(":")[0] or LOOPBACK, self.port)
 
     def _respond(self, environ: Any, start_response: Any) -> Iterable[bytes]:
+        if not self._is_named(environ.get("HTTP_HOST", "")):
+            start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
+            return [MISDIRECTED.encode()]
         try:
             pages: Iterable[bytes] = self._pages(environ, start_response)
             return pages
@@ -114,6 +92,11 @@ class Exporter:
             log.exception("metrics: could not answer")
         start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
         return [f"{BEHIND}, or could not: see its log\n".encode()]
+
+    def _is_named(self, host: str) -> bool:
+        """Whether the client meant this host: a page of another site can lead its own name here (DNS rebinding)."""
+        name = re.sub(r":[0-9]*$", "", host.strip().lower())
+        return name in self._names or is_numeric(name)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the registry would ask the loop for it before the loop runs."""
@@ -149,7 +132,7 @@ class Exporter:
 
     def close(self) -> None:
         """No more requests."""
-        self._server.shutdown()
+        self._server.stop()
         self._server.server_close()
         self._thread.join(SCRAPE_SECONDS)
         self.asked.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from unicron.ctl.controller.server.metrics import Exporter, cannot_serve, metrics_place
 from unicron.ctl.protocol.listener import QUEUE, listening
-from unicron.ctl.system.addresses import canonical, join, reason_of, split
+from unicron.ctl.system.addresses import canonical, endpoint, join, reason_of, split
 from unicron.ctl.system.errors import UserError
 
 TRIES = 5  # to find a port that is free for TCP and for UDP
@@ -37,11 +37,12 @@ class Ports:
             self.exporter.close()
 
 
-def bind(listen: str, metrics: str = "") -> Ports:
-    """Listens at the addresses `listen` and `metrics`, as the configuration has them. Raises CannotListen."""
+def bind(listen: str, metrics: str = "", known_as: Sequence[str] = ()) -> Ports:
+    """Listens at the addresses `listen` and `metrics`, as the configuration has them. known_as: where others reach the
+    controller. Raises CannotListen."""
     ports = _bound(listen, QUEUE)
     try:
-        ports.exporter = Exporter(metrics) if metrics else None
+        ports.exporter = Exporter(metrics, [endpoint(one)[0] for one in known_as]) if metrics else None
     except UserError as error:
         ports.close()
         raise CannotListen(str(error)) from None

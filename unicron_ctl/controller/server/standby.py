@@ -72,7 +72,7 @@ def wait_for_claim(
     def bound() -> Ports:
         if problem:
             raise CannotListen(problem)
-        return bind(section.listen, section.metrics)
+        return bind(section.listen, section.metrics, section.addresses)
 
     while True:
         if says := clock() - last >= SAY_SECONDS:

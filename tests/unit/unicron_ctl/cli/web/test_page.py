@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from tests.support.questions import told
 from tests.support.web_page import HOSTILE, ROOT, Site, busy_world, hurt
 from tests.support.world import World
-from unicron.ctl.cli.web import page_server, page_sessions, page_source
+from unicron.ctl.cli.web import page, page_server, page_sessions, page_source
 from unicron.ctl.cli.web.page_sessions import Refused, Sessions
 from unicron.ctl.cli.web.page_source import Busy, Kept, Source
 from unicron.ctl.controller.api import answers
@@ -359,7 +360,7 @@ def test_a_hundred_slow_clients_keep_nobody_waiting(site: Site) -> None:
 
 
 def test_one_connection_too_many_closes_the_oldest_that_has_not_asked(site: Site, monkeypatch) -> None:
-    monkeypatch.setattr(page_server, "MOST_OPEN", 3)
+    monkeypatch.setattr(site.server, "most_open", 3)
     clients = [slow(site) for _ in range(3)]
     try:
         deadline = time.monotonic() + 5.0
@@ -373,8 +374,49 @@ def test_one_connection_too_many_closes_the_oldest_that_has_not_asked(site: Site
             client.close()
 
 
+def test_where_all_have_asked_the_oldest_gives_way(site: Site, monkeypatch) -> None:
+    """Who asks and reads nothing, or waits for the controller, keeps nobody out."""
+    monkeypatch.setattr(site.server, "most_open", 3)
+    entered, go_on = threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr(
+        site.server.page, "answer", lambda *_: (entered.release(), go_on.wait(20)) and page.json_body({})
+    )
+    request = f"GET /view HTTP/1.0\r\nHost: {site.host}\r\n\r\n".encode()
+    clients = [slow(site, request) for _ in range(3)]
+    try:
+        assert all(entered.acquire(timeout=20) for _ in clients)
+        assert site.get("/")[0] == 200
+        clients[0].settimeout(5)
+        assert clients[0].recv(1) == b"", "it had waited longest"
+    finally:
+        go_on.set()
+        for client in clients:
+            client.close()
+
+
+def test_one_viewer_with_many_questions_keeps_no_other_waiting(site: Site, monkeypatch) -> None:
+    monkeypatch.setattr(page, "MOST_OF_ONE", 2)
+    ann, bob = (site.token(viewer, monkeypatch) for viewer in (ANN, BOB))
+    entered, go_on = threading.Semaphore(0), threading.Event()
+
+    def wait(viewer: Viewer | None, _: str) -> page.Body:
+        if viewer == ANN:
+            entered.release()
+            go_on.wait(20)
+        return page.json_body({})
+
+    monkeypatch.setitem(site.server.page.questions, "/view", wait)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(site.get, "/view", ann) for _ in range(2)]
+        assert entered.acquire(timeout=20) and entered.acquire(timeout=20)
+        assert site.get("/view", ann)[0] == 503 and site.get("/view", bob)[0] == 200
+        go_on.set()
+        assert [one.result()[0] for one in waiting] == [200, 200]
+    assert site.get("/view", ann)[0] == 200
+
+
 def test_a_client_that_drips_is_closed_in_the_end(site: Site, monkeypatch) -> None:
-    monkeypatch.setattr(page_server, "WHOLE_SECONDS", 0.2)
+    monkeypatch.setattr(site.server, "whole_seconds", 0.2)
     with slow(site) as client:
         client.settimeout(5)
         assert client.recv(1) == b""
@@ -390,6 +432,16 @@ def test_what_is_no_request_gets_no_word_of_it_back(site: Site, request_: bytes)
         answer = client.makefile("rb").read()
     assert answer.split()[1][:1] in (b"4", b"5") and b"nonsense" not in answer and b"BREW" not in answer
     assert site.get("/")[0] == 200
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "\u00b2", "-1", "1e3", "4097"])
+def test_a_length_that_is_none_is_refused_without_a_traceback(site: Site, length: str, caplog) -> None:
+    head = (
+        f"POST /session HTTP/1.0\r\nHost: {site.host}\r\nOrigin: http://{site.host}\r\nContent-Length: {length}\r\n\r\n"
+    )
+    with slow(site, head.encode("latin-1")) as client:
+        assert b" 413 " in client.makefile("rb").readline()
+    assert "Traceback" not in caplog.text
 
 
 def test_a_head_without_end_is_cut(site: Site) -> None:

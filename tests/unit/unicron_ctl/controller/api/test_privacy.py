@@ -76,7 +76,7 @@ def test_a_reader_is_told_what_an_admin_is_and_orders_nothing(site, private):
         "inject": {"job": "1", "fault": "rank-kill"},
         "pause": {},
         "resume": {},
-        "health": {"node": "n1", "good": False},
+        "health": {"node": "n1", "source": "prolog", "verdict": "bad", "at": 0.0},
     }
     for what, arguments in orders.items():
         with pytest.raises(answers.Unanswerable, match="web may not"):

@@ -1,0 +1,101 @@
+"""A TCP server that a crowd cannot keep others out of: a thread and a time limit for each connection, and a bound on
+all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import socketserver
+import threading
+import time
+from typing import Any
+
+log = logging.getLogger("unicron.http")
+SWEEP_SECONDS = 0.5
+
+
+class BoundedServer(socketserver.TCPServer):
+    """Answers each connection in a thread of its own.
+
+    most_open: connections at once. One more closes the oldest that has not sent its request yet, else the oldest.
+    whole_seconds: how long a connection may take in all, however it sends and reads.
+    """
+
+    allow_reuse_address = True
+    request_queue_size = 128
+    most_open = 256
+    whole_seconds = 15.0
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: dict[socket.socket, float] = {}
+        self._asked: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        super().__init__(*arguments)
+
+    def serve(self) -> None:
+        """Serves until `stop`."""
+        threading.Thread(target=self._sweep, name="unicron-sweep", daemon=True).start()
+        self.serve_forever(poll_interval=0.1)
+
+    def stop(self) -> None:
+        """Ends `serve`. Any other thread may call this."""
+        self._ended.set()
+        self.shutdown()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers in a thread of the connection's own."""
+        with self._lock:
+            if len(self._open) >= self.most_open:
+                self._close_one()
+            self._open[request] = time.monotonic()
+        try:
+            threading.Thread(target=self._answer, args=(request, client_address), daemon=True).start()
+        except RuntimeError:  # the system grants no more threads
+            self._forget(request)
+
+    def _answer(self, request: socket.socket, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        except OSError:  # the client is gone, or too slow
+            pass
+        except Exception:
+            log.exception("a request has failed")
+        finally:
+            self._forget(request)
+
+    def _forget(self, request: socket.socket) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+            self._asked.discard(request)
+        self.shutdown_request(request)
+
+    def note_asked(self, request: socket.socket) -> None:
+        """The client has sent its whole request."""
+        with self._lock:
+            self._asked.add(request)
+
+    def _close_one(self) -> None:
+        """Closes the oldest connection that has not asked yet; where all have, the oldest, for its client reads slowly
+        or has waited longest."""
+        request = next((request for request in self._open if request not in self._asked), next(iter(self._open)))
+        self._cut(request)
+        del self._open[request]
+
+    def _sweep(self) -> None:
+        """Closes what is open for too long."""
+        while not self._ended.wait(SWEEP_SECONDS):
+            with self._lock:
+                for request, since in self._open.items():
+                    if time.monotonic() - since > self.whole_seconds:
+                        self._cut(request)
+
+    @staticmethod
+    def _cut(request: socket.socket) -> None:
+        """Ends the connection under its thread, which then closes it."""
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: no client's doing is worth a line."""
