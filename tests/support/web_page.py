@@ -111,7 +111,7 @@ class Site:
         assert sessions is not None
         with monkeypatch.context() as patch:
             patch.setattr(sessions, "_viewer", lambda credential: viewer)
-            return sessions.open_session("")
+            return sessions.open_session("")[0]
 
     @property
     def host(self) -> str:

@@ -88,17 +88,18 @@ def _send(report: Report, path: str | None) -> None:
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="[default: here, by name]"
 )
-@click.option("--no-logs", is_flag=True, help="Leave the output of the ranks out.")
+@click.option("--with-logs", is_flag=True, help="Add the end of the ranks' output, which may hold anything.")
 @controller_option()
-def job(job: str, output: Path | None, no_logs: bool, controller: str | None) -> None:
-    """Pack what is known of JOB (an id or a name) into a file for support, without secrets.
+def job(job: str, output: Path | None, with_logs: bool, controller: str | None) -> None:
+    """Pack what is known of JOB (an id or a name) into a file for support.
 
-    In it: why the job was treated as it was, its events, the end of its ranks' output, the configuration, versions, and
-    what `unicronctl doctor` finds. You get only what you may see. Look through it before you send it.
+    In it: why the job was treated as it was, its events, the configuration, versions, and what `unicronctl doctor`
+    finds. You get only what you may see. What looks like a secret is taken out, but no list of forms is complete: look
+    through it before you send it.
     """
     from unicron.ctl.cli.bundle import pack
 
-    path, left_out = pack(job, output, not no_logs, controller)
+    path, left_out = pack(job, output, with_logs, controller)
     for line in left_out:
         print_text(f"unicronctl: left out: {line}", err=True)
     print_text(path)

@@ -43,17 +43,17 @@ const percent = (share) => share === null ? "-" : `${(100 * share).toFixed(1)} %
 
 // ---------------------------------------------------------------- asking
 // Half of the session, which only this origin has: the other half, a cookie, goes to every port of the host.
-function half(value) {
+function kept(name, value) {
   try {
-    if (value !== undefined) localStorage.setItem("half", value);
-    return localStorage.getItem("half") || "";
+    if (value !== undefined) localStorage.setItem(name, value);
+    return localStorage.getItem(name) || "";
   } catch (error) {
     return "";
   }
 }
 
 async function ask(path, known = "") {
-  const given = { cache: "no-store", credentials: "same-origin", redirect: "error", headers: { "Unicron-Session": half() } };
+  const given = { cache: "no-store", credentials: "same-origin", redirect: "error", headers: { "Unicron-Session": kept("half") } };
   if (known) given.headers["If-None-Match"] = known;
   given.signal = AbortSignal.timeout(12000);
   return fetch(path, given);
@@ -110,7 +110,9 @@ async function begin() {
       refused((await answer.json()).error);
       return live("not live", "bad");
     }
-    half((await answer.json()).half);
+    const session = await answer.json();
+    kept("half", session.half);
+    kept("user", session.user);
   }
   return poll();
 }
@@ -121,6 +123,7 @@ function show(view) {
   shift = view.time - Date.now() / 1000;
   $("main").hidden = false;
   $("leave").hidden = !view.session;
+  $("leave").textContent = `End session of ${kept("user")}`;
   fill($("alarms"), ...view.alarms.map((text) => make("p", text)));
   fill($("notes"), ...view.notes.map((text) => make("li", text)));
   totals(view);
@@ -368,9 +371,10 @@ $("map").addEventListener("click", (event) => {
   repaint();
 });
 $("leave").addEventListener("click", async () => {
-  const headers = { "Unicron-Session": half() };
+  const headers = { "Unicron-Session": kept("half") };
   await fetch("/leave", { method: "POST", body: "", credentials: "same-origin", headers });
-  half("");
+  kept("half", "");
+  kept("user", "");
   location.reload();
 });
 document.addEventListener("visibilitychange", () => document.hidden ? clearTimeout(timer) : poll());

@@ -106,8 +106,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer(self._order)
 
-    def _answer(self, make: Callable[[], Body | tuple[str, str]]) -> None:
-        """Sends what `make` returns: an answer, or the cookie to set and the half that the page keeps."""
+    def _answer(self, make: Callable[[], Body | tuple[str, dict[str, str]]]) -> None:
+        """Sends what `make` returns: an answer, or the cookie to set and what the page keeps of a session."""
         try:
             self._check_host()
             made = make()
@@ -122,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(500, "the page could not answer: see the log of `unicronctl web`")
         else:
             if isinstance(made, tuple):
-                self._send(200, json_body({"half": made[1]}), made[0])
+                self._send(200, json_body(made[1]), made[0])
             elif made.tag in self.headers.get("If-None-Match", ""):
                 self._send(304, made)
             else:
@@ -145,8 +145,9 @@ class Handler(BaseHTTPRequestHandler):
         given = unquote(query.removeprefix("id=")) if query.startswith("id=") else ""
         return page.answer(path, self._token(), given)
 
-    def _order(self) -> tuple[str, str]:
-        """Begins or ends a session; the cookie to set, and the half of the token that is not in it."""
+    def _order(self) -> tuple[str, dict[str, str]]:
+        """Begins or ends a session; the cookie to set, and what the page keeps: the half of the token that is not in
+        the cookie, and whose session it is."""
         sessions = self.server.page.sessions
         if self.headers.get("Origin") not in self.server.origins:
             raise NotFor(403, "only the page itself begins a session")
@@ -161,9 +162,10 @@ class Handler(BaseHTTPRequestHandler):
         rules = f"Path=/; HttpOnly; SameSite=Strict{secure}"
         if self.path == "/leave":
             sessions.end(self._token())
-            return f"{self._cookie}=; Max-Age=0; {rules}", ""
-        half, _, other = sessions.open_session(text.strip()).partition(".")
-        return f"{self._cookie}={half}; Max-Age={SESSION_SECONDS:.0f}; {rules}", other
+            return f"{self._cookie}=; Max-Age=0; {rules}", {"half": "", "user": ""}
+        token, user = sessions.open_session(text.strip())
+        half, _, other = token.partition(".")
+        return f"{self._cookie}={half}; Max-Age={SESSION_SECONDS:.0f}; {rules}", {"half": other, "user": user}
 
     @property
     def _cookie(self) -> str:

@@ -18,6 +18,8 @@ from unicron.ctl.system.time_limit import TimeLimit
 
 SESSION_SECONDS = 8 * 3600.0
 OF_ONE, OF_ALL = 20, 2000  # sessions that are kept
+LINK_SECONDS = 3600.0  # the longest life that munged gives a credential (MUNGE_MAXIMUM_TTL)
+LINKS_OF_ONE = 200  # that one user opens in this time
 VERIFYING = 4  # credentials at once
 NEW_LINK = "make a new link with `unicronctl web link`"
 _names = TimeLimit(1.0, 4, "unicron-names")
@@ -43,11 +45,13 @@ class Sessions:
         self._claims = {claims.of_viewer(origin).encode() for origin in origins}
         self._clock = clock
         self._known: OrderedDict[bytes, _Session] = OrderedDict()
+        self._used: dict[int, dict[bytes, float]] = {}
+        """uid -> links that were used, by digest, and until when they have to be known."""
         self._lock = threading.Lock()
         self._verifying = threading.BoundedSemaphore(VERIFYING)
 
-    def open_session(self, credential: str) -> str:
-        """The token of a new session, in two halves with a point between. Raises Refused."""
+    def open_session(self, credential: str) -> tuple[str, str]:
+        """The token of a new session, in two halves with a point between, and the user's name. Raises Refused."""
         if not self._verifying.acquire(timeout=2.0):
             raise Refused("too many links are opened at once: try again")
         try:
@@ -60,7 +64,7 @@ class Sessions:
             self._forget(lambda session: session.viewer.uid == viewer.uid, OF_ONE - 1)
             self._forget(lambda session: True, OF_ALL - 1)
             self._known[_digest(token)] = _Session(viewer, self._clock() + SESSION_SECONDS)
-        return token
+        return token, viewer.user or f"uid {viewer.uid}"
 
     def _viewer(self, credential: str) -> Viewer:
         if not credential.startswith("MUNGE:") or not credential.isascii():
@@ -69,7 +73,7 @@ class Sessions:
             found = unmunge(credential)
         except MungeError as error:
             raise Refused(f"{error}: {NEW_LINK}") from None
-        if found.replayed:
+        if found.replayed or not self._first_use(credential, found.uid):
             raise Refused(f"this link was used before: {NEW_LINK}")
         if found.payload not in self._claims:
             raise Refused(f"this link is for another address: {NEW_LINK} and --url with the address that you open")
@@ -78,6 +82,17 @@ class Sessions:
         except (KeyError, TimeoutError):  # the name service may be away: who it is, the number says
             user = ""
         return Viewer(found.uid, user)
+
+    def _first_use(self, credential: str, uid: int) -> bool:
+        """Notes that a link is used. munged forgets which it has seen when it is started again. Raises Refused."""
+        now, digest = self._clock(), _digest(credential)
+        with self._lock:
+            used = {seen: until for seen, until in self._used.get(uid, {}).items() if now < until}
+            if len(used) >= LINKS_OF_ONE:
+                raise Refused("too many links were opened within the hour: try again later")
+            first = digest not in used
+            self._used[uid] = used | {digest: now + LINK_SECONDS}
+        return first
 
     def _forget(self, which: Callable[[_Session], bool], kept: int) -> None:
         """Forgets the oldest of these sessions but for so many."""

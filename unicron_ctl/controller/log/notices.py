@@ -135,7 +135,7 @@ class Notices:
         last, quiet = self._last.get(notice.key), QUIET[notice.kind]
         if quiet:
             self._last = {key: at for key, at in self._last.items() if event.time - at < max(QUIET.values())}
-            if last is not None and event.time - last < quiet:
+            if last is not None and 0 <= event.time - last < quiet:  # the clock may have stepped back
                 return None
             self._last[notice.key] = event.time
         return notice
@@ -143,8 +143,9 @@ class Notices:
 
 def compose(notices: Sequence[Notice], left_out: int, where: str) -> Message:
     """One message of these. left_out: how many more there were. where: the controller's address."""
-    listed, more = notices[:LISTED], len(notices[LISTED:]) + left_out
-    first = min(notices, key=lambda notice: (list(QUIET).index(notice.kind), notice.id))
+    ordered = sorted(notices, key=lambda notice: (list(QUIET).index(notice.kind), notice.id))
+    first, more = ordered[0], len(ordered[LISTED:]) + left_out
+    listed = sorted(ordered[:LISTED], key=lambda notice: notice.id)
     others = len(notices) + left_out - 1
     subject = f"Unicron: {TITLES[first.kind]}: {shortened(first.text, 100)}" + (f" (+{others})" if others else "")
     lines = []

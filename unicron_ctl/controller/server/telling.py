@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.notices import Message, Notice, Notices, compose
+from unicron.ctl.controller.log.notices import ADMIN, Message, Notice, Notices, compose
 from unicron.ctl.controller.log.records import Event, Record
 from unicron.ctl.controller.server.notify_targets import Deliver, Hooks, NotTold, targets
 from unicron.ctl.settings.notify import NotifyConfig, Secrets, load_secrets
@@ -25,43 +25,9 @@ from unicron.ctl.system.mailbox import Mailbox
 log = logging.getLogger("unicron.controller.telling")
 HOUR, DAY = 3600.0, 86400.0
 FIRST_RETRY, LONGEST_RETRY = 30.0, 3600.0  # seconds; twice as long each time
+GIVE_UP = 6.0  # times the section's time limit: a message that takes longer is told again
+MOST_LOST = 8  # messages of one target that were given up and whose threads still hang
 MOST_WAITING = 1000  # notices of one target; the oldest go first, and are counted
-
-
-@dataclass
-class Target:
-    """One target. upto: the last event of which it has heard. left_out: notices that it will not get."""
-
-    name: str
-    deliver: Deliver
-    upto: int
-    waiting: deque[Notice] = field(default_factory=deque)
-    left_out: int = 0
-    busy: bool = False
-    tries: int = 0
-    retry_at: float = 0.0
-    sent: deque[float] = field(default_factory=deque)
-
-    def add(self, notice: Notice) -> None:
-        """Queues a notice."""
-        self.waiting.append(notice)
-        while len(self.waiting) > MOST_WAITING:
-            self.waiting.popleft()
-            self.left_out += 1
-
-    def is_due(self, now: float, config: NotifyConfig) -> bool:
-        """Whether a message should go out now."""
-        while self.sent and now - self.sent[0] >= HOUR:
-            self.sent.popleft()
-        if self.busy or not self.waiting or now < self.retry_at or len(self.sent) >= config.most_per_hour:
-            return False
-        return now - self.waiting[0].time >= config.digest_seconds
-
-    def forget_old(self, now: float) -> None:
-        """Drops what is too old to be of use."""
-        while self.waiting and now - self.waiting[0].time >= DAY:
-            self.waiting.popleft()
-            self.left_out += 1
 
 
 class Sending(NamedTuple):
@@ -72,6 +38,55 @@ class Sending(NamedTuple):
     notices: int
     left_out: int
     began: float
+    urgent: bool
+
+
+@dataclass
+class Target:
+    """One target. upto: the last event of which it has heard. left_out: notices that it will not get. sending: what is
+    on its way. lost: messages that were given up while their threads still hang. sent: when messages went out in the
+    last hour, and whether with something that needs an admin."""
+
+    name: str
+    deliver: Deliver
+    upto: int
+    waiting: deque[Notice] = field(default_factory=deque)
+    left_out: int = 0
+    sending: Sending | None = None
+    tries: int = 0
+    retry_from: float = 0.0
+    retry_after: float = 0.0
+    lost: int = 0
+    sent: list[tuple[float, bool]] = field(default_factory=list)
+
+    def add(self, notice: Notice) -> None:
+        """Queues a notice. Of too many the oldest goes that needs no admin, else the oldest."""
+        self.waiting.append(notice)
+        while len(self.waiting) > MOST_WAITING:
+            del self.waiting[next((i for i, one in enumerate(self.waiting) if one.kind != ADMIN), 0)]
+            self.left_out += 1
+
+    def is_due(self, now: float, config: NotifyConfig) -> bool:
+        """Whether a message should go out now. What needs an admin has a number of messages of its own, so that it
+        waits behind no others. A time that is not over yet is of a clock that has stepped back, and counts as over."""
+        self.sent = [(at, urgent) for at, urgent in self.sent if 0 <= now - at < HOUR]
+        if self.sending or not self.waiting or 0 <= now - self.retry_from < self.retry_after:
+            return False
+        urgent = self.has_urgent()
+        if sum(one == urgent for _, one in self.sent) >= config.most_per_hour:
+            return False
+        first = next(notice for notice in self.waiting if notice.kind == ADMIN or not urgent)
+        return not 0 <= now - first.time < config.digest_seconds
+
+    def has_urgent(self) -> bool:
+        """Whether something that needs an admin waits."""
+        return any(notice.kind == ADMIN for notice in self.waiting)
+
+    def forget_old(self, now: float) -> None:
+        """Drops what is too old to be of use."""
+        while self.waiting and now - self.waiting[0].time >= DAY:
+            self.waiting.popleft()
+            self.left_out += 1
 
 
 class Telling:
@@ -135,15 +150,17 @@ class Telling:
     def work(self, now: float) -> None:
         """Begins to tell whoever is due; returns at once."""
         for target in self.targets.values():
-            if target.waiting and not target.busy:
+            if target.waiting and not target.sending:
                 target.forget_old(now)
+            self._give_up(target, now)
             if target.is_due(now, self._config):
                 self._start(target, now)
 
     def _start(self, target: Target, now: float) -> None:
-        notices, target.busy = list(target.waiting), True
+        notices = list(target.waiting)
         message = compose(notices, target.left_out, self.where)
-        sending = Sending(message, notices[-1].id, len(notices), target.left_out, now)
+        sending = Sending(message, notices[-1].id, len(notices), target.left_out, now, target.has_urgent())
+        target.sending = sending
         threading.Thread(
             target=self._deliver, args=(target, sending), name=f"unicron-{target.name}", daemon=True
         ).start()
@@ -157,12 +174,22 @@ class Telling:
             error = str(reason)
         self._results.put(lambda: self._done(target, sending, error))
 
+    def _give_up(self, target: Target, now: float) -> None:
+        """Waits no longer for a server that sends a byte now and then. Its thread hangs on, and few may."""
+        sending, limit = target.sending, GIVE_UP * self._config.timeout
+        if sending is not None and not 0 <= now - sending.began < limit and target.lost < MOST_LOST:
+            self._done(target, sending, f"it did not end within {limit:g} s")
+            target.lost += 1
+
     def _done(self, target: Target, sending: Sending, error: str) -> None:
-        target.busy = False
-        target.sent.append(sending.began)
+        if target.sending is not sending:  # it was given up
+            target.lost -= 1
+            return
+        target.sending = None
+        target.sent.append((sending.began, sending.urgent))
         if error:
             wait = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(20, target.tries))
-            target.tries, target.retry_at = target.tries + 1, sending.began + wait
+            target.tries, target.retry_from, target.retry_after = target.tries + 1, sending.began, wait
             text = "%s was not told of %d notices, and is again in %.0f s: %s"
             log.warning(text, target.name, sending.notices, wait, error)
             return

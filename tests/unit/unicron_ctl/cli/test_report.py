@@ -80,7 +80,7 @@ def contents(path: Path) -> dict[str, str]:
 
 def test_no_secret_of_any_kind_is_in_the_bundle(asked: Asked, tmp_path: Path) -> None:
     path = tmp_path / "out.tar.gz"
-    status, said = run("7", "-o", str(path))
+    status, said = run("7", "--with-logs", "-o", str(path))
     assert status == 0, said
     found = contents(path)
     for kind, (_, secret) in SECRETS.items():
@@ -92,7 +92,7 @@ def test_no_secret_of_any_kind_is_in_the_bundle(asked: Asked, tmp_path: Path) ->
 
 def test_the_bundle_has_what_support_needs_and_is_for_its_maker_alone(asked: Asked, tmp_path: Path) -> None:
     path = tmp_path / "out.tar.gz"
-    assert run("job", "7", "-o", str(path))[0] == 0
+    assert run("job", "7", "--with-logs", "-o", str(path))[0] == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     found = contents(path)
     assert {"README.txt", "explain.json", "events.jsonl", "job.json", "nodes.json", "unicron.toml"} <= found.keys()
@@ -104,6 +104,12 @@ def test_the_bundle_has_what_support_needs_and_is_for_its_maker_alone(asked: Ask
     assert "of another" not in str(found) and "n2" not in found["nodes.json"]
 
 
+def test_the_ranks_output_is_in_a_bundle_only_where_it_is_asked_for(asked: Asked, tmp_path: Path) -> None:
+    """No list of the forms of secrets is complete, and a program prints what it likes."""
+    assert run("7", "-o", str(tmp_path / "out.tar.gz"))[0] == 0
+    assert not [name for name in contents(tmp_path / "out.tar.gz") if name.startswith("logs/")]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(asked: Asked, tmp_path: Path) -> None:
     owner, secret = pwd.getpwnam("nobody"), tmp_path / "munge.key"
@@ -113,7 +119,7 @@ def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(asked:
     os.mkfifo(asked.log_dir / "rank-5.log")
     os.chown(asked.log_dir / "rank-0.log", owner.pw_uid, owner.pw_gid)
     asked.user = owner.pw_name
-    status, _ = run("7", "-o", str(tmp_path / "out.tar.gz"))
+    status, _ = run("7", "--with-logs", "-o", str(tmp_path / "out.tar.gz"))
     found = contents(tmp_path / "out.tar.gz")
     assert status == 0 and [name for name in found if name.startswith("logs/")] == ["logs/rank-0.log"]
     assert "of root's alone" not in str(found) and "rank-3.log: not a file of the job's owner" in found["README.txt"]
@@ -123,21 +129,21 @@ def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(asked:
 def test_a_bundle_overwrites_nothing(asked: Asked, tmp_path: Path) -> None:
     path = tmp_path / "out.tar.gz"
     path.symlink_to(tmp_path / "elsewhere")
-    status, said = run("7", "-o", str(path))
+    status, said = run("7", "--with-logs", "-o", str(path))
     assert status != 0 and "exists" in said and not (tmp_path / "elsewhere").exists()
 
 
 def test_of_a_job_that_is_not_the_askers_there_is_no_bundle(asked: Asked, tmp_path: Path) -> None:
     asked.refused = "bob may not read this: only the job's owner and admins"
     path = tmp_path / "out.tar.gz"
-    status, said = run("7", "-o", str(path))
+    status, said = run("7", "--with-logs", "-o", str(path))
     assert status != 0 and "only the job's owner" in said and not path.exists()
 
 
 def test_without_a_controller_it_has_what_there_is(asked: Asked, tmp_path: Path) -> None:
     asked.away = True
     path = tmp_path / "out.tar.gz"
-    status, said = run("7", "-o", str(path))
+    status, said = run("7", "--with-logs", "-o", str(path))
     assert status == 0 and "no controller answers" in said
     assert {"README.txt", "unicron.toml", "versions.txt"} <= contents(path).keys()
 

@@ -6,12 +6,14 @@ import gzip
 import http.client
 import json
 import os
+import pwd
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -171,6 +173,7 @@ def post(site: Site, path: str, body: str, **headers: str) -> tuple[int, dict[st
 
 def test_a_link_begins_a_session_for_who_made_it(site: Site, monkeypatch) -> None:
     known = Munge(monkeypatch).known
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="ann"))
     good = claims.of_viewer(f"http://{site.host}").encode()
     known |= {
         "MUNGE:good:": munge.Credential(1000, good),
@@ -191,6 +194,7 @@ def test_a_link_begins_a_session_for_who_made_it(site: Site, monkeypatch) -> Non
     status, answer, headers = post(site, "/session", "MUNGE:good:")
     cookie = headers["Set-Cookie"]
     assert status == 200 and {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(cookie.split("; "))
+    assert answer["user"] == "ann", "the page says whose session it is: the link may be somebody else's"
     half = cookie.split(";")[0].partition("=")[2]
     token = f"{half}.{answer['half']}"
     assert site.get("/view", token)[1]["failures"], "it is ann's"
@@ -209,14 +213,47 @@ def test_only_the_page_itself_begins_a_session(site: Site) -> None:
     assert post(site, "/session", "x" * 5000)[0] == 413
 
 
+def test_a_link_works_once_also_where_munged_was_started_again(monkeypatch) -> None:
+    """munged keeps what it has seen in memory."""
+    now, origin = [0.0], "http://127.0.0.1:7454"
+    known = Munge(monkeypatch).known
+    good = claims.of_viewer(origin).encode()
+    known |= {f"MUNGE:{n}:": munge.Credential(1000, good) for n in range(4)} | {
+        "MUNGE:b:": munge.Credential(1001, good)
+    }
+    sessions = Sessions([origin], lambda: now[0])
+    sessions.open_session("MUNGE:0:")
+    now[0] = page_sessions.LINK_SECONDS - 1.0
+    with pytest.raises(Refused, match="used before"):
+        sessions.open_session("MUNGE:0:")
+    monkeypatch.setattr(page_sessions, "LINKS_OF_ONE", 2)
+    sessions.open_session("MUNGE:1:")
+    with pytest.raises(Refused, match="too many links"):
+        sessions.open_session("MUNGE:2:")
+    sessions.open_session("MUNGE:b:")
+    now[0] += 2 * page_sessions.LINK_SECONDS
+    sessions.open_session("MUNGE:3:")
+
+
+@pytest.mark.parametrize(
+    ("url", "secure"), [("https://unicron.example.org", True), ("http://unicron.example.org", False)]
+)
+def test_a_page_behind_tls_gives_its_cookie_to_tls_alone(site: Site, monkeypatch, url: str, secure: bool) -> None:
+    monkeypatch.setattr(site.server, "origins", frozenset({*site.server.origins, url}))
+    monkeypatch.setattr(site.server.page, "sessions", Sessions([url]))
+    Munge(monkeypatch).known["MUNGE:good:"] = munge.Credential(1000, claims.of_viewer(url).encode())
+    status, _, headers = post(site, "/session", "MUNGE:good:", Origin=url)
+    assert status == 200 and ("Secure" in headers["Set-Cookie"].split("; ")) is secure
+
+
 def test_sessions_end_and_are_bounded(monkeypatch) -> None:
     now, sessions = [0.0], Sessions([], lambda: now[0])
     monkeypatch.setattr(sessions, "_viewer", lambda credential: ANN)
-    first = sessions.open_session("")
-    more = [sessions.open_session("") for _ in range(page_sessions.OF_ONE)]
+    first, _ = sessions.open_session("")
+    more = [sessions.open_session("")[0] for _ in range(page_sessions.OF_ONE)]
     assert sessions.viewer(first) is None and all(sessions.viewer(token) == ANN for token in more)
     monkeypatch.setattr(sessions, "_viewer", lambda credential: BOB)
-    bobs = sessions.open_session("")
+    bobs, _ = sessions.open_session("")
     assert sessions.viewer(bobs) == BOB and sessions.viewer(more[0]) == ANN, "one user ends no other's session"
     now[0] = page_sessions.SESSION_SECONDS
     assert sessions.viewer(bobs) is None

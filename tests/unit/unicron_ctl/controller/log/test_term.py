@@ -228,8 +228,9 @@ def test_a_controller_that_is_killed_in_a_transaction_leaves_a_sound_log(tmp_pat
         if child == 0:
             try:
                 mine = claim(tmp_path, True)
+                mine.store.append([event(last + 1)])
                 os.write(begins, b".")
-                for number in range(last + 1, last + 10_000):
+                for number in range(last + 2, last + 10_000):
                     mine.store.append([event(number)])
             finally:
                 os._exit(1)

@@ -3,14 +3,18 @@ HTTP and the one of mail are real."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import smtplib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +24,7 @@ from unicron.ctl.controller.log.notices import Message, Notice, compose
 from unicron.ctl.controller.log.records import Event, Record
 from unicron.ctl.controller.server import notify_targets
 from unicron.ctl.controller.server.notify_targets import Hooks, NotTold, post, send_mail
-from unicron.ctl.controller.server.telling import DAY, FIRST_RETRY, Telling
+from unicron.ctl.controller.server.telling import DAY, FIRST_RETRY, GIVE_UP, MOST_WAITING, Telling
 from unicron.ctl.settings.config import all_problems
 from unicron.ctl.settings.config_file import parse_sections
 from unicron.ctl.settings.notify import NotifyConfig, Secrets, load_secrets, notify_problems
@@ -64,7 +68,7 @@ class Desk:
     def work(self, now: float) -> None:
         self.telling.work(now)
         until = time.monotonic() + 20.0
-        while any(target.busy for target in self.telling.targets.values()):
+        while any(target.sending for target in self.telling.targets.values()):
             assert time.monotonic() < until
             for result in self.results.take_all():
                 result()
@@ -120,7 +124,7 @@ def test_a_target_that_fails_is_tried_again_later_and_later_and_misses_nothing(
     target = desk.telling.targets["hook"]
     assert target.tries == 1
     desk.work(100.0 + FIRST_RETRY)
-    assert target.tries == 2 and target.retry_at == 100.0 + 3 * FIRST_RETRY
+    assert target.tries == 2 and target.retry_from + target.retry_after == 100.0 + 3 * FIRST_RETRY
     fails[0] = False
     desk.telling.note(lost(12, 140.0, "n2"))
     desk.work(100.0 + 3 * FIRST_RETRY)
@@ -142,6 +146,100 @@ def test_notices_that_come_together_are_one_message_and_messages_are_bounded_by_
     assert heard == [11, 11]
     desk.work(3700.0 + 10)
     assert heard == [11, 11, 18]
+
+
+def heard_of(message: Message) -> list[int]:
+    return [one["id"] for one in message.data["notices"]]
+
+
+def test_what_needs_an_admin_waits_behind_no_healed_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[list[int]] = []
+    desk = Desk(monkeypatch, lambda message: heard.append(heard_of(message)), most_per_hour=2)
+    for number in range(5):
+        desk.telling.note(lost(11 + number, 100.0 + number, f"n{number}"))
+        desk.work(100.0 + number)
+    assert heard == [[11], [12]], "the hour's messages are used up"
+    desk.telling.note(Event(20, 110.0, "", 0, records.NeedsAdmin(key="slurm", reason="")))
+    desk.work(110.0)
+    assert heard[2:] == [[13, 14, 15, 20]]
+    for number in range(2):
+        desk.telling.note(Event(21 + number, 120.0, "", 0, records.NeedsAdmin(key=f"take {number}", reason="")))
+        desk.work(121.0 + number)
+    assert len(heard) == 4, "this is bounded, too"
+
+
+def test_among_thousands_what_needs_an_admin_is_kept_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[list[int]] = []
+    desk = Desk(monkeypatch, lambda message: heard.append(heard_of(message)), digest_seconds=10.0)
+    desk.telling.note(Event(1, 100.0, "", 0, records.NeedsAdmin(key="slurm", reason="")))
+    for number in range(MOST_WAITING + 10):
+        desk.telling.note(lost(2 + number, 100.0, f"n{number}"))
+    desk.work(110.0)
+    assert len(heard) == 1 and 1 in heard[0] and len(heard[0]) < MOST_WAITING
+
+
+@pytest.mark.parametrize("back", [30.0, 6 * 3600.0])
+def test_a_clock_that_steps_back_silences_nobody(monkeypatch: pytest.MonkeyPatch, back: float) -> None:
+    heard: list[list[int]] = []
+    fails = [True]
+
+    def deliver(message: Message) -> None:
+        if fails.pop():
+            raise NotTold("it is away")
+        heard.append(heard_of(message))
+
+    desk = Desk(monkeypatch, deliver, digest_seconds=10.0, most_per_hour=1)
+    start = 100_000.0
+    desk.telling.note(Event(1, start, "", 0, records.NeedsAdmin(key="slurm", reason="")))
+    desk.work(start + 10.0)
+    fails.append(False)
+    desk.telling.note(Event(2, start - back, "", 0, records.NeedsAdmin(key="slurm", reason="")))
+    desk.work(start + 10.0 - back)
+    assert heard == [[1, 2]]
+
+
+def test_a_server_that_drips_is_given_up_and_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte begins the time limit of a socket anew."""
+    came = threading.Semaphore(0)
+    answers, ended = [b"", b"HTTP/1.0 200 OK\r\n\r\n"], threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(20.0)
+
+    def serve() -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            came.release()
+            threading.Thread(target=drip, args=(connection, answer)).start()
+
+    def drip(connection: socket.socket, answer: bytes) -> None:
+        with connection:
+            connection.recv(65536)
+            connection.sendall(answer or b"HTTP/1.0 200 OK\r\nX: ")
+            while not answer and not ended.wait(0.05):
+                connection.sendall(b"a")
+
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    desk = Desk(monkeypatch, lambda message: post(url, message.data, 1.0), timeout=1.0)
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        desk.telling.note(lost(11, 100.0, "n1"))
+        desk.telling.work(100.0)
+        assert came.acquire(timeout=20.0)
+        target = desk.telling.targets["hook"]
+        desk.telling.work(100.0 + GIVE_UP - 1.0)
+        assert target.sending is not None
+        desk.telling.work(100.0 + GIVE_UP)
+        assert target.sending is None and target.tries == 1 and target.lost == 1
+        desk.work(100.0 + FIRST_RETRY)
+        assert desk.told == {"hook": 11}
+        ended.set()
+        wait_for(lambda: [result() for result in desk.results.take_all()], "its thread has ended", 20.0)
+        assert target.lost == 0
+    finally:
+        ended.set()
+        server.join(20.0)
+        listener.close()
 
 
 def test_what_is_a_day_old_is_not_told_and_kinds_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +400,49 @@ def test_mail_is_sent() -> None:
     assert "To: ops@example.org" in server.mail and "n3 is a suspect" in server.mail.partition("\r\n\r\n")[2]
 
 
+class GuardedMailServer(MailServer):
+    """A mail server that says which words it was sent. certificate: of its STARTTLS; it offers none without one."""
+
+    def __init__(self, certificate: Path | None) -> None:
+        super().__init__()
+        self.certificate, self.words = certificate, list[bytes]()
+
+    def run(self) -> None:
+        connection, _ = self.listener.accept()
+        with contextlib.suppress(OSError), connection:
+            self._talk(connection)
+
+    def _talk(self, connection: socket.socket) -> None:
+        lines = connection.makefile("rwb", buffering=0)
+        lines.write(b"220 here\r\n")
+        while line := lines.readline():
+            self.words.append(line.split()[0].upper())
+            offers = b"STARTTLS" if self.certificate else b"HELP"
+            said = b"250-here\r\n250-AUTH PLAIN LOGIN\r\n250 %s\r\n" % offers
+            lines.write({b"EHLO": said, b"QUIT": b"221 bye\r\n"}.get(self.words[-1], b"220 go on\r\n"))
+            if self.words[-1] == b"STARTTLS" and self.certificate:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(self.certificate)
+                self._talk(context.wrap_socket(connection, server_side=True))
+                return
+
+
+@pytest.mark.parametrize("certificate", [None, Path(__file__).parents[4] / "data" / "tls" / "self-signed.pem"], ids=str)
+def test_a_password_goes_to_no_mail_server_that_proves_nothing(certificate: Path | None) -> None:
+    """Whoever sits between could say that there is no encryption, or encrypt himself."""
+    server = GuardedMailServer(certificate)
+    server.start()
+    config = NotifyConfig(
+        mail=["ops@example.org"], smtp=f"127.0.0.1:{server.port}", mail_from="u@example.org", timeout=10.0
+    )
+    with pytest.raises((ssl.SSLCertVerificationError, smtplib.SMTPNotSupportedError)):
+        send_mail(config, Secrets(smtp_user="unicron", smtp_password="hunter2"), MESSAGE)
+    server.join(20.0)
+    server.listener.close()
+    assert server.words and not {b"AUTH", b"MAIL", b"DATA"} & set(server.words)
+    assert (b"STARTTLS" in server.words) is (certificate is not None)
+
+
 # ---------------------------------------------------------------- the section
 @pytest.mark.parametrize(
     ("section", "says"),
@@ -320,12 +461,19 @@ def test_a_wrong_section_is_said(section: dict[str, object], says: str) -> None:
     assert any(says in line for line in found + all_problems(config))
 
 
-def test_secrets_are_read_from_a_file_that_nobody_else_can_read(tmp_path: Path) -> None:
+def test_secrets_are_read_from_a_file_that_nobody_else_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "secrets"
     path.write_text('slack = "https://hooks.slack.com/services/T/B/topsecret"\n')
     path.chmod(0o600)
     config = NotifyConfig(secrets=str(path))
     assert load_secrets(config).slack.endswith("topsecret") and notify_problems(config) == []
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr("os.stat", lambda one: SimpleNamespace(st_mode=0o100600, st_uid=os.getuid() + 2))
+    (problem,) = notify_problems(config)
+    assert "or own it" in problem, "its owner could make it readable"
+    monkeypatch.undo()
     path.chmod(0o640)
     (problem,) = notify_problems(config)
     assert "others can read it" in problem and "topsecret" not in problem
