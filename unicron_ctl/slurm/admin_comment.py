@@ -33,7 +33,9 @@ def with_own(text: str, own: str, first: bool = False) -> str:
     """The comment with `own` as Unicron's part, and all else as it was; the comment itself where there is no place for
     it. first: it has to come first: listings show only the beginning of a long comment."""
     own = own.replace(BETWEEN, " / ")[:OWN_MOST]
-    others = BETWEEN.join(part for part in text.split(BETWEEN) if part and not part.startswith(OURS))
+    parts = text.split(BETWEEN)
+    ours = next((place for place, part in enumerate(parts) if part.startswith(OURS)), None)
+    others = BETWEEN.join(parts[:ours] + parts[ours + 1 :]) if ours is not None else text  # byte for byte
     if not own or not others:
         found = own or others
     elif first or not others.startswith(JOBSTATS):

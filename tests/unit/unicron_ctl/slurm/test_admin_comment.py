@@ -40,6 +40,12 @@ def test_only_unicrons_part_changes() -> None:
     assert own_part("unicronish") == own_part("see unicron: x") == ""
 
 
+@pytest.mark.parametrize("text", ["a |  | b", "note | ", " | x", " | ", "  spaced  ", "a | unicronish", "|"])
+def test_what_others_wrote_stays_to_the_byte(text: str) -> None:
+    assert with_own(with_own(text, OWN), "") == text
+    assert with_own(with_own(with_own(text, OWN), "unicron: 3 failures healed"), "") == text
+
+
 @pytest.mark.parametrize("length", range(4))
 def test_jobstats_reads_its_own_where_unicron_writes(length: int) -> None:
     comment = jobstats("n" * length)
