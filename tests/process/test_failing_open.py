@@ -141,7 +141,12 @@ def test_where_tmpdir_is_full_another_place_is_taken_and_without_any_the_command
     end.touch()
     said = process.communicate(timeout=60)[0].decode()
     assert "/tmp/unicron-30-" in said and "unprotected" not in said, said
-    mounts = f"{mount}; mount --bind {full} /dev/shm; mount --bind {full} /tmp"
+    below = ROOT.relative_to("/tmp") if ROOT.is_relative_to("/tmp") else "nothing"  # the checkout has to be found still
+    mounts = (
+        f"mount -t tmpfs -o nr_inodes=64 none {full}; mkdir -p {full}/{below}; mount --bind {ROOT} {full}/{below}; "
+        f"n=0; while touch {full}/$n 2>/dev/null; do n=$((n + 1)); done; "
+        f"mount --rbind {full} /dev/shm; mount --rbind {full} /tmp"
+    )
     environment["TMPDIR"] = "/tmp"
     done = call(*PRIVATE_MOUNTS, "bash", "-c", f"{mounts}; exec {agent()}", environment=environment)
     assert done.returncode == CODE and done.stdout == "ran 0\n", done
