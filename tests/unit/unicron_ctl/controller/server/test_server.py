@@ -213,11 +213,11 @@ def test_a_controller_that_is_behind_goes_on_hearing_and_answers_before_all_is_h
         asker = context.socket(zmq.DEALER)
         asker.connect(server.address)
         loop.start()
-        wait_for(lambda: heard[0], "the first message is heard", 20.0)
+        wait_for(lambda: heard[0], "the first message is heard", 120.0)
         asker.send(wire.encode(wire.Ask(what="ping")))
-        assert asker.poll(20_000), "no answer"
+        assert asker.poll(120_000), "no answer"
         assert heard[0] < peers * each / 2
-        wait_for(lambda: heard[0] == peers * each, "all are heard", 20.0)
+        wait_for(lambda: heard[0] == peers * each, "all are heard", 120.0)
         assert spent["tick"] < 2 * spent["receive"]
 
 
@@ -242,9 +242,9 @@ def test_where_a_turn_takes_long_more_is_heard_before_it(server: Server, monkeyp
     with crowded(server, peers, each) as (_, loop):
         time.sleep(0.5)
         loop.start()
-        wait_for(lambda: heard[0], "the first message is heard", 20.0)
+        wait_for(lambda: heard[0], "the first message is heard", 120.0)
         before, at = hearing[0], settled[0]
-        wait_for(lambda: heard[0] == peers * each, "all are heard", 20.0)
+        wait_for(lambda: heard[0] == peers * each, "all are heard", 120.0)
         # In seconds, not messages: a busy machine takes longer for each.
         assert (hearing[0] - before) / (settled[0] - at) > 0.05, "a turn heard for 30 ms"
 
