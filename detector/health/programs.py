@@ -8,6 +8,7 @@ nothing of the node: a missing program is a warning, and one that hangs or is ki
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pwd
 import re
@@ -26,6 +27,8 @@ from unicron.detector.health.program_output import MOST_BYTES, Output, TooMuchOu
 LINE = 300  # characters of what a program said
 GRACE_SECONDS = 0.2  # before the check's own time is over: the program has to be ended before that
 ENVIRONMENT = ("PATH", "LC_ALL", "LANG", "SLURMD_NODENAME", "SLURM_CONF", "SLURM_JOB_ID", "HOME")
+MOST_INTERPRETERS = 5  # that the kernel follows from one to the next
+MOST_LINKS = 40  # ... and symbolic links
 USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -133,24 +136,76 @@ def _unfit(command: Sequence[str], user: str) -> str:
             pwd.getpwnam(user)
         except KeyError:
             return f"there is no user {user!r} here"
-    return f"{command[0]}: {why}" if (why := untrusted(command[0])) else ""
+    return untrusted(command[0])
 
 
 def untrusted(program: str) -> str:
     """Why this process must not run the program, and what to do; empty when it may. Only root and this process's user
-    may have written it: a sticky bit keeps the names in a folder, but not what is in a file."""
-    path = os.path.realpath(program)
+    may have written it, and whatever its path leads through: links, all folders up to /, the interpreters of a script.
+    Then nobody else can change what the path names, and it can be run by that path, which a script may look at."""
+    for _ in range(MOST_INTERPRETERS):
+        try:
+            path, why = _followed(program)
+            if why:
+                return why
+            if not stat.S_ISREG(os.stat(path).st_mode) or not os.access(path, os.X_OK):
+                return f"no program: `chmod u+x {path}`"
+            program = _interpreter(path)
+        except OSError as error:
+            return f"{program}: {error.strerror}: install it, or take its line out of unicron.toml"
+        if not program:
+            return ""
+    return f"{program} is an interpreter of an interpreter: name one program"
+
+
+def _followed(program: str) -> tuple[str, str]:
+    """Where a path leads, step by step from the root, and who but root and this user may change that; empty for nobody.
+    Each step is looked at when all before it are known to stay. Raises OSError."""
+    at, rest = "/", program.split("/")[::-1]
+    links = 0
+    if not program.startswith("/"):
+        return program, f"{program} is no absolute path: write one"
+    if why := _changeable("/", os.lstat("/")):
+        return "/", why
+    while rest:
+        name = rest.pop()
+        if name in ("", ".", ".."):
+            at = os.path.dirname(at) if name == ".." else at
+            continue
+        here = os.path.join(at, name)
+        status = os.lstat(here)
+        if why := _changeable(here, status):
+            return here, why
+        if not stat.S_ISLNK(status.st_mode):
+            at = here
+            continue
+        links += 1
+        if links > MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        target = os.readlink(here)
+        at = "/" if target.startswith("/") else at
+        rest += target.split("/")[::-1]
+    return at, ""
+
+
+def _changeable(path: str, status: os.stat_result) -> str:
+    """How others may change what is there, and what to do; empty when they cannot. A sticky bit keeps the names in a
+    folder, but not what is in a file. A link has no mode of its own."""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{path} has to be root's or this user's own: `chown root {path}`"
+    kept = stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)
+    return f"others can write {path}: `chmod go-w {path}`" if status.st_mode & 0o022 and not kept else ""
+
+
+def _interpreter(path: str) -> str:
+    """What the kernel starts for a script; empty for another program. Raises OSError."""
     try:
-        status, folder = os.stat(path), os.stat(os.path.dirname(path))
-    except OSError as error:
-        return f"{error.strerror}: install it, or take its line out of unicron.toml"
-    if not stat.S_ISREG(status.st_mode) or not os.access(path, os.X_OK):
-        return f"no program: `chmod u+x {path}`"
-    if not {status.st_uid, folder.st_uid} <= {0, os.geteuid()}:
-        return f"it and its folder have to be root's or this user's own: `chown root {path}`"
-    if status.st_mode & 0o022 or (folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX):
-        return f"others can write it or its folder: `chmod go-w {path}`"
-    return ""
+        with open(path, "rb") as file:
+            line = file.read(256).split(b"\n")[0]
+    except PermissionError:  # a script could not be run either: its interpreter would have to read it
+        return ""
+    words = line[2:].split(None, 1) if line.startswith(b"#!") else []
+    return os.fsdecode(words[0]) if words else ""
 
 
 def _run(command: Sequence[str], user: str, timeout: float) -> tuple[int, bytes]:

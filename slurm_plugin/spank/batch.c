@@ -112,28 +112,6 @@ static bool read_script(spank_t sp, struct script *script)
 	return (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) == ESPANK_SUCCESS && argc > 0 && argv != NULL && script_read(argv[0], script));
 }
 
-/* Tells what is not protected: what the script doesn't start by srun, and the runs of a sweep, whose agents hear of it. */
-static void look_at_script(spank_t sp)
-{
-	char text[32];
-	struct script script;
-
-	if (!read_script(sp, &script))
-		return;
-	if (!script.step)
-		dprintf(STDERR_FILENO, "unicron: nothing protects this job, for no srun in its script starts a training: "
-			"write `srun %s ...`\n", script.word[0] != '\0' ? script.word : "python train.py");
-	if (script.sweep[0] != '\0' && spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) == ESPANK_SUCCESS &&
-	    spank_getenv(sp, SWEEP, text, sizeof(text)) == ESPANK_ENV_NOEXIST)    /* 0 is the user's own word */
-		inherit_set(sp, SWEEP, script.sweep);
-}
-
-void batch_prepare(spank_t sp)
-{
-	look_at_script(sp);
-	use_up_steps(sp);
-}
-
 /* The Epilog removes it, too, where the end of the script has not. */
 static bool mark(spank_t sp, const char *controller, char path[64])
 {
@@ -146,13 +124,42 @@ static bool mark(spank_t sp, const char *controller, char path[64])
 	return (true);
 }
 
-void batch_await_step(spank_t sp, const char *controller)
+static void await_step(spank_t sp, const char *controller)
 {
-	struct script script;
 	char path[64];
 
-	if (read_script(sp, &script) && script.step && !script.agent && mark(sp, controller, path))
+	if (mark(sp, controller, path))
 		close(open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+}
+
+/*
+ * Tells what is not protected: what the script doesn't start by srun, and the runs of a sweep, whose agents hear of it. A user chooses
+ * what there is to read, and where: so the script's own process does it, in which it holds up nothing but this job.
+ */
+static void look_at_script(spank_t sp, const char *controller)
+{
+	char text[32];
+	struct script script;
+
+	if (!read_script(sp, &script))
+		return;
+	if (script.step && !script.agent && !script.cut)
+		await_step(sp, controller);
+	if (script.cut && !script.step)
+		dprintf(STDERR_FILENO, "unicron: this job's script names more files than are read: make sure that it starts its training "
+			"by srun, for nothing else is protected\n");
+	else if (!script.step)
+		dprintf(STDERR_FILENO, "unicron: nothing protects this job, for no srun in its script starts a training: "
+			"write `srun %s ...`\n", script.word[0] != '\0' ? script.word : "python train.py");
+	if (script.sweep[0] != '\0' && spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) == ESPANK_SUCCESS &&
+	    spank_getenv(sp, SWEEP, text, sizeof(text)) == ESPANK_ENV_NOEXIST)    /* 0 is the user's own word */
+		inherit_set(sp, SWEEP, script.sweep);
+}
+
+void batch_prepare(spank_t sp, const char *controller)
+{
+	look_at_script(sp, controller);
+	use_up_steps(sp);
 }
 
 void batch_step_came(spank_t sp, const char *controller)

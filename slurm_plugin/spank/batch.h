@@ -15,16 +15,17 @@ static inline bool is_batch_step(spank_t sp)
 /* In slurmstepd, as the user: variables of the script. */
 void batch_set_variables(spank_t sp);
 
-/* In the script's process, before the script. */
-void batch_prepare(spank_t sp);
-
 /*
- * Its text says what it may run, not what it has run. So a mark is on the node from its start until one of the job's steps is
- * protected, or has said why not; all in slurmstepd. A protected step has all nodes of the job, so it comes by.
- * controller: as configured; of several clusters on one machine, as in tests, each has its own.
+ * In the script's process, before the script, whose text it reads. That says what it may run, not what it has run. So a mark is on the
+ * node from its start until one of the job's steps is protected, or has said why not. A protected step has all nodes of the job, so it
+ * comes by. controller: as configured; of several clusters on one machine, as in tests, each has its own.
  */
-void batch_await_step(spank_t sp, const char *controller);
+void batch_prepare(spank_t sp, const char *controller);
+
+/* In a step's task. */
 void batch_step_came(spank_t sp, const char *controller);
+
+/* In slurmstepd, when the script has ended. */
 void batch_end(spank_t sp, const char *controller);
 
 #endif

@@ -5,6 +5,7 @@
  */
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "agent.h"
 #include "args.h"
@@ -29,7 +30,7 @@ const char plugin_release[] = "unicron " UNICRON_VERSION ", built for Slurm " UN
 static struct plugin_config config;
 static enum { UNREAD, USABLE, UNUSABLE } config_state = UNREAD;
 static struct plugin_choice choice;
-static enum step_verdict verdict;      /* of a regular step of a job with Unicron, from user_init on */
+static int unshared = STEP_UNJUDGED, *agreed = &unshared;    /* the verdict of a regular step; its tasks and slurmstepd share it */
 static char reason[UNICRON_REASON_MAX];
 static bool tasks_failed;
 static bool submitter_asked;           /* this submission comes from a job that asked for Unicron */
@@ -73,10 +74,13 @@ static void hand_on(spank_t sp)
 }
 
 /* Here, for slurmd's contain_spank runs the later callbacks in a process whose descriptors the tasks do not inherit. */
-static void open_tasks(spank_t sp)
+static void join_tasks(spank_t sp)
 {
 	uint32_t tasks = 0;
+	void *page = mmap(NULL, sizeof(*agreed), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 
+	if (page != MAP_FAILED)
+		agreed = page;
 	if (choice.spoken && spank_get_item(sp, S_JOB_LOCAL_TASK_COUNT, &tasks) == ESPANK_SUCCESS && tasks > 1)
 		tasks_failed = tasks_open(tasks) < 0;
 }
@@ -109,7 +113,7 @@ CALLBACK slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 		if (spank_getenv(sp, "UNICRON_CONTROLLER", address, sizeof(address)) != ESPANK_SUCCESS)
 			strcpy(address, config.controller);
 		notify_set_controller(address);
-		open_tasks(sp);
+		join_tasks(sp);
 	}
 	return (0);
 }
@@ -125,10 +129,14 @@ CALLBACK slurm_spank_local_user_init(spank_t sp, int ac, char **av)
 	return (0);
 }
 
-/* The step that is about to start, judged once, with its whole environment. */
-static void judge_step(spank_t sp)
+/*
+ * The step that is about to start, with its whole environment. Its command's script is read for that, and nobody but the user knows how
+ * large it is and where: each task does it in its own process, not slurmstepd. The first one's verdict is that of all on this node.
+ */
+static enum step_verdict judge_step(spank_t sp)
 {
 	struct step step;
+	int verdict, before = STEP_UNJUDGED;
 
 	step_read(sp, &step);
 	verdict = step_judge(&step, choice.spoken, reason);
@@ -136,6 +144,22 @@ static void judge_step(spank_t sp)
 		verdict = STEP_UNPROTECTED;
 		strcpy(reason, "there aren't enough descriptors to join its tasks: raise the limit of slurmd");
 	}
+	if (__atomic_compare_exchange_n(agreed, &before, verdict, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+		return (verdict);
+	if (before != verdict)
+		strcpy(reason, "its script was changed while its tasks started: start it again");
+	return (before);
+}
+
+static void set_variables(spank_t sp)
+{
+	hand_on(sp);
+	if (!choice.spoken)
+		inherit_set(sp, "UNICRON_BY_DEFAULT", "1");
+	if (config.controller[0] != '\0')
+		spank_setenv(sp, "UNICRON_CONTROLLER", config.controller, 0);
+	if (config.file[0] != '\0')
+		spank_setenv(sp, "UNICRON_CONFIG", config.file, 0);
 }
 
 /* The batch script gets what the user said, too: it may call the agent by hand. A step that is left alone by default gets nothing. */
@@ -148,36 +172,29 @@ CALLBACK slurm_spank_user_init(spank_t sp, int ac, char **av)
 			hand_on(sp);
 		return (0);
 	}
-	if (is_regular_step(sp))
-		judge_step(sp);
-	else if (choice.spoken && is_batch_step(sp)) {
+	if (choice.spoken && is_batch_step(sp))
 		batch_set_variables(sp);
-		batch_await_step(sp, config.controller);
-	}
-	if (is_regular_step(sp) && verdict != STEP_UNTOUCHED)
-		batch_step_came(sp, config.controller);
-	if (!choice.spoken && (!is_regular_step(sp) || verdict != STEP_PROTECTED))
-		return (0);
-	hand_on(sp);
-	if (!choice.spoken)
-		inherit_set(sp, "UNICRON_BY_DEFAULT", "1");
-	if (config.controller[0] != '\0')
-		spank_setenv(sp, "UNICRON_CONTROLLER", config.controller, 0);
-	if (config.file[0] != '\0')
-		spank_setenv(sp, "UNICRON_CONFIG", config.file, 0);
+	if (choice.spoken)
+		set_variables(sp);
 	return (0);
 }
 
 CALLBACK slurm_spank_task_init(spank_t sp, int ac, char **av)
 {
 	uint32_t task = 0, local = 0;
+	enum step_verdict verdict;
 
 	if (!usable(ac, av) || !choice.enabled)
 		return (0);
 	if (choice.spoken && is_batch_step(sp))
-		batch_prepare(sp);
+		batch_prepare(sp, config.controller);
 	if (!is_regular_step(sp))
 		return (0);
+	verdict = judge_step(sp);
+	if (verdict != STEP_UNTOUCHED)
+		batch_step_came(sp, config.controller);
+	if (verdict == STEP_PROTECTED && !choice.spoken)
+		set_variables(sp);
 	if (verdict == STEP_PROTECTED && spank_get_item(sp, S_TASK_ID, &local) == ESPANK_SUCCESS)
 		agent_wrap(sp, config.agent, local);
 	else if (verdict == STEP_UNPROTECTED && (spank_get_item(sp, S_TASK_GLOBAL_ID, &task) != ESPANK_SUCCESS || task == 0))
@@ -205,7 +222,7 @@ CALLBACK slurm_spank_task_exit(spank_t sp, int ac, char **av)
 		return (0);
 	if (choice.spoken && is_batch_step(sp))
 		batch_end(sp, config.controller);
-	if (!is_regular_step(sp) || verdict != STEP_PROTECTED)
+	if (!is_regular_step(sp) || *agreed != STEP_PROTECTED)
 		return (0);
 	if (spank_get_item(sp, S_TASK_EXIT_STATUS, &notice.status) != ESPANK_SUCCESS)
 		return (0);

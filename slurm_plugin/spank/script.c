@@ -8,6 +8,10 @@
 #include "script.h"
 #include "shell_text.h"
 
+#define MOST_NAMES 256    /* that are known as heard; a name that comes again behind them is read again */
+
+struct names { const char *names[MOST_NAMES]; int count; };
+
 static void note_word(char kept[64], const char *word)
 {
 	if (kept[0] == '\0')
@@ -39,12 +43,12 @@ static bool is_training_step(char *const words[])
 /* Whether a variable may stand for srun: SRUN=srun, LAUNCH="/usr/bin/srun -n 2", $SRUN; not so HOST=$(srun hostname). */
 static bool names_variable(const char *text)
 {
-	for (const char *at = text; (at = strcasestr(at, "srun")) != NULL; ++at) {
-		const char *before = at;
+	const char *begin = text;    /* of the name that goes on at `at` */
 
-		while (before > text && (isalnum((unsigned char) before[-1]) || strchr("_/.\"'", before[-1]) != NULL))
-			--before;
-		if (before > text && strchr("=${", before[-1]) != NULL)
+	for (const char *at = text; *at != '\0'; ++at) {
+		if (!isalnum((unsigned char) *at) && strchr("_/.\"'", *at) == NULL)
+			begin = at + 1;
+		else if (begin > text && strchr("=${", begin[-1]) != NULL && strncasecmp(at, "srun", 4) == 0)
 			return (true);
 	}
 	return (false);
@@ -108,7 +112,20 @@ static void hear_file(struct script *script, const char *path)
 	free(text);
 }
 
-static void hear_batch_command(struct script *script, char *const words[], bool may_mean)
+/* Whether a word may name a file that has not been heard yet. Its names are those of the words. */
+static bool is_new_name(struct names *heard, const char *word)
+{
+	if (strchr("-$", word[0]) != NULL || word[strspn(word, "0123456789")] == '\0')
+		return (false);
+	for (int i = 0; i < heard->count; ++i)
+		if (strcmp(heard->names[i], word) == 0)
+			return (false);
+	if (heard->count < MOST_NAMES)
+		heard->names[heard->count++] = word;
+	return (true);
+}
+
+static void hear_batch_command(struct script *script, char *const words[], bool may_mean, struct names *heard)
 {
 	char sourced[64];
 	bool step = false;
@@ -116,9 +133,10 @@ static void hear_batch_command(struct script *script, char *const words[], bool 
 	script->step = script->step || starts_step(words, may_mean);
 	for (int i = 0; words[i] != NULL; ++i) {
 		step = step || strcmp(base_name(words[i]), "srun") == 0;
-		hear_file(script, words[i]);
+		if (is_new_name(heard, words[i]))
+			hear_file(script, words[i]);
 	}
-	if (step || command_of(words, false).kind != COMMAND_TRAINS)
+	if (step || script->word[0] != '\0' || command_of(words, false).kind != COMMAND_TRAINS)
 		return;
 	snprintf(sourced, sizeof(sourced), "bash %.50s", words[1] != NULL ? words[1] : "");
 	note_word(script->word, strcmp(words[0], "source") == 0 || strcmp(words[0], ".") == 0 ? sourced : words[0]);
@@ -126,11 +144,14 @@ static void hear_batch_command(struct script *script, char *const words[], bool 
 
 bool script_read(const char *path, struct script *script)
 {
-	char *text = read_beginning(path), *words[MOST_WORDS + 1], *rest = NULL;
+	char *text, *words[MOST_WORDS + 1], *rest = NULL;
+	struct names heard = { .count = 0 };
 	bool may_mean;
 	int count;
 
 	memset(script, 0, sizeof(*script));
+	reading_begin();
+	text = read_beginning(path);
 	if (text == NULL)
 		return (false);
 	if (is_python_text("", text)) {
@@ -143,8 +164,9 @@ bool script_read(const char *path, struct script *script)
 		blank_syntax(text);
 		for (count = next_command(text, &rest, words); count >= 0; count = next_command(NULL, &rest, words))
 			if (count > 0)
-				hear_batch_command(script, words, may_mean);
+				hear_batch_command(script, words, may_mean, &heard);
 	}
 	free(text);
+	script->cut = reading_is_cut();
 	return (true);
 }

@@ -8,6 +8,7 @@
 struct script {
 	bool step;          /* an srun that may train, or something that may call one */
 	bool agent;         /* unicron-agent, which a script may call by itself */
+	bool cut;           /* there are more files than are read: what they say is not known */
 	char word[64];      /* of the first training without srun; empty for none */
 	char sweep[64];     /* what names SLURM_ARRAY_TASK_ID; empty for nothing */
 };

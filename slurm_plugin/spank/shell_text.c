@@ -8,7 +8,13 @@
 
 #include "shell_text.h"
 
-#define SCRIPT_BYTES 65536    /* that are read of a script */
+#define SCRIPT_BYTES 65536        /* that are read of a script */
+#define MOST_OPENED 2048          /* files, those that are not there included */
+#define MOST_READ (256 * 1024)    /* bytes of all files: some 30 ms to judge */
+
+static int may_open = MOST_OPENED;
+static size_t may_read = MOST_READ;
+static bool cut;
 
 /* Words of a shell's behind which a command begins. */
 static const char *const keywords[] = { "!", "do", "elif", "else", "exec", "if", "then", "time", "until", "while" };
@@ -16,7 +22,7 @@ static const char *const keywords[] = { "!", "do", "elif", "else", "exec", "if",
 bool is_one_of(const char *word, const char *const *list, size_t count)
 {
 	for (size_t i = 0; i < count; ++i)
-		if (strcmp(word, list[i]) == 0)
+		if (word[0] == list[i][0] && strcmp(word, list[i]) == 0)    /* scripts have many words */
 			return (true);
 	return (false);
 }
@@ -35,18 +41,37 @@ bool ends_with(const char *word, const char *end)
 	return (length > of_end && strcmp(word + length - of_end, end) == 0);
 }
 
+void reading_begin(void)
+{
+	may_open = MOST_OPENED;
+	may_read = MOST_READ;
+	cut = false;
+}
+
+bool reading_is_cut(void)
+{
+	return (cut);
+}
+
 char *read_beginning(const char *path)
 {
 	struct stat about;
 	char *text = NULL;
 	ssize_t got = -1;
-	int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+	size_t most = may_read < SCRIPT_BYTES ? may_read : SCRIPT_BYTES;
+	int fd;
 
+	cut = cut || may_open == 0 || most == 0;
+	if (cut)
+		return (NULL);
+	--may_open;
+	fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
 	if (fd < 0)
 		return (NULL);
 	if (fstat(fd, &about) == 0 && S_ISREG(about.st_mode) && (text = malloc(SCRIPT_BYTES + 1)) != NULL)
-		got = read(fd, text, SCRIPT_BYTES);
+		got = read(fd, text, most);
 	close(fd);
+	may_read -= got > 0 ? (size_t) got : 0;
 	if (got < 0 || memchr(text, '\0', (size_t) got) != NULL) {
 		free(text);
 		return (NULL);

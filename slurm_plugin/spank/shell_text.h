@@ -14,8 +14,14 @@ bool is_one_of(const char *word, const char *const *list, size_t count);
 const char *base_name(const char *path);
 bool ends_with(const char *word, const char *end);
 
-/* The beginning of a file, to be freed; NULL when it is no ordinary file that can be read. */
+/*
+ * The beginning of a file, to be freed; NULL when it is no ordinary file that can be read. A user chooses how many files a text names
+ * and how large they are: from reading_begin() on only so many are opened, and so many bytes of all of them are read. reading_is_cut():
+ * whether there was more.
+ */
 char *read_beginning(const char *path);
+void reading_begin(void);
+bool reading_is_cut(void);
 
 /* Comments, and the ends of lines that go on in the next, become blanks. */
 void blank_comments(char *text);

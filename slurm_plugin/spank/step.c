@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "shell_text.h"
 #include "step.h"
 #include "submit.h"
 
@@ -46,8 +47,12 @@ void step_read(spank_t sp, struct step *step)
 
 	memset(step, 0, sizeof(*step));
 	step->command.kind = COMMAND_MAY_TRAIN;
+	reading_begin();
 	if (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) == ESPANK_SUCCESS && argc > 0 && argv != NULL)
 		step->command = command_of(argv, true);
+	/* What was not read may train. The agent sees. */
+	if (reading_is_cut() && step->command.kind != COMMAND_TRAINS)
+		step->command.kind = COMMAND_MAY_TRAIN;
 	step->tasks = 1;
 	/* A list that was cut short still tells of its beginning, and this node's own count is known in any case. */
 	rc = spank_getenv(sp, "SLURM_STEP_TASKS_PER_NODE", text, sizeof(text));

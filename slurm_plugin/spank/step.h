@@ -24,6 +24,7 @@ struct step {
 };
 
 enum step_verdict {
+	STEP_UNJUDGED,
 	STEP_PROTECTED,
 	STEP_UNTOUCHED,       /* nobody meant it to be protected */
 	STEP_UNPROTECTED,     /* somebody may have meant it: `reason` says why it is not */
@@ -32,7 +33,7 @@ enum step_verdict {
 /* Pure. asked: the user said --unicron in some way; else the administrator's default=on did. */
 enum step_verdict step_judge(const struct step *step, bool asked, char reason[UNICRON_REASON_MAX]);
 
-/* What Slurm tells of the step at hand: in a remote context, as the user. */
+/* What Slurm tells of the step at hand, and its command's script: in the task's own process, as the user. */
 void step_read(spank_t sp, struct step *step);
 
 #endif

@@ -495,6 +495,19 @@ def test_a_batch_script_learns_what_it_lacks(bench: Bench) -> None:
         assert done.returncode == 0 and said in done.stderr, done.stderr
 
 
+def test_a_script_that_names_one_large_file_for_ever_harms_no_node(bench: Bench) -> None:
+    """Reading that file for each of the script's 10,000 words took an hour, in slurmstepd and before the job had a
+    process, and the node was drained when the job was cancelled. A batch script, and the script that a step runs."""
+    (bench.folder / "large").write_text("srun" * 16300)
+    (bench.folder / "words").write_text("#!/bin/sh\n" + (": " + "large " * 10 + "\n") * 1000 + "echo end\n")
+    output = bench.folder / "words.out"
+    done = bench.call("sbatch", "--parsable", "--unicron", "-N1", "-o", output.name, "words")
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: output.exists() and "end\n" in output.read_text(), "the script runs")
+    done = bench.call("srun", "--unicron", "-N1", "sh", "words")
+    assert done.returncode == 0 and done.stdout == "end\n", done.stderr
+
+
 def test_exit_codes_of_untouched_steps_come_through(bench: Bench) -> None:
     bench.load(bench.line("default=on"))
     for command, code in ((["false"], 1), (["sh", "-c", "exit 7"], 7)):

@@ -7,12 +7,14 @@
 #undef NDEBUG
 #include <arpa/inet.h>
 #include <assert.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -23,6 +25,7 @@
 #include "msgpack.h"
 #include "notify.h"
 #include "script.h"
+#include "shell_text.h"
 #include "step.h"
 #include "submit.h"
 
@@ -131,6 +134,23 @@ void slurm_hostlist_destroy(hosts list) { free(list); }
 void slurm_error(const char *format, ...) { (void) format; errors++; }
 void slurm_spank_log(const char *format, ...) { (void) format; messages++; }
 void slurm_verbose(const char *format, ...) { (void) format; }
+
+/* The plugin's own opens and reads, counted. */
+static size_t opened, bytes_read;
+
+int open(const char *path, int flags, ...)
+{
+	opened++;
+	return ((int) syscall(SYS_openat, AT_FDCWD, path, flags, 0600));
+}
+
+ssize_t read(int fd, void *data, size_t size)
+{
+	ssize_t got = syscall(SYS_read, fd, data, size);
+
+	bytes_read += got > 0 ? (size_t) got : 0;
+	return (got);
+}
 
 /* ---- the tests ---- */
 static void print_hex(const char *name, const unsigned char *data, size_t length)
@@ -477,6 +497,7 @@ static void test_commands(void)
 			words[count++] = word;
 		}
 		words[count] = NULL;
+		reading_begin();
 		found = command_of(words, true);
 		if (found.kind != cases[i].kind) {
 			fprintf(stderr, "%s: kind %d\n", cases[i].line, found.kind);
@@ -570,6 +591,63 @@ static void test_batch_scripts(void)
 	}
 	assert(!script_read("/nonexistent", &found));
 	assert(unlink(path) == 0 && unlink("names_srun") == 0 && unlink("speaks_of_it") == 0 && unlink("says.py") == 0 && chdir("/") == 0 && rmdir(folder) == 0);
+}
+
+static void write_file(const char *path, const char *beginning, const char *line, size_t times, size_t names)
+{
+	FILE *file = fopen(path, "w");
+
+	assert(file != NULL && fputs(beginning, file) >= 0);
+	for (size_t i = 0; i < times; ++i)
+		assert(fprintf(file, line, (int) (i % names)) > 0);
+	assert(fclose(file) == 0);
+}
+
+/* Whatever a script names, and however often: so many files and bytes are read of it. What was not read is not judged. */
+static void test_reading_is_bounded(void)
+{
+	static const struct { const char *line; size_t times, names; bool cut; } cases[] = {
+		{ ": large large large large large large large\n", 1500, 1, false },    /* one name, again and again */
+		{ "./large\n", 8000, 1, true },
+		{ "source large;", 5000, 1, true },
+		{ "bash large\n", 5000, 1, true },
+		{ "nice bash large\n", 4000, 1, true },
+		{ ": none%d\n", 6000, 6000, true },
+		{ ": f%d\n", 6000, 64, true },
+		{ "./f%d\n", 6000, 64, true },
+	};
+	char folder[] = "/tmp/unicron-test-XXXXXX", name[16], *words[] = { (char *) "bash", (char *) "script", NULL };
+	struct script found;
+
+	assert(mkdtemp(folder) != NULL && chdir(folder) == 0);
+	write_file("large", "", "a b c d e f\n", 6000, 1);
+	for (int i = 0; i < 64; ++i) {
+		snprintf(name, sizeof(name), "f%d", i);
+		write_file(name, "", "a b c d e f\n", 6000, 1);
+	}
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
+		write_file("script", "#!/bin/sh\n", cases[i].line, cases[i].times, cases[i].names);
+		opened = bytes_read = 0;
+		assert(script_read("script", &found) && !found.step);
+		if (found.cut != cases[i].cut || opened > 2050 || bytes_read > 256 * 1024) {
+			fprintf(stderr, "%s: cut %d, %zu files, %zu bytes\n", cases[i].line, found.cut, opened, bytes_read);
+			abort();
+		}
+		reading_begin();
+		opened = bytes_read = 0;
+		command_of(words, true);
+		assert(opened <= 66 && bytes_read <= 256 * 1024);
+	}
+	write_file("script", "#!/bin/sh\n", "./f%d\n", 50, 64);
+	write_file("train.sh", "#!/bin/sh\n", "srun python train.py # %d\n", 100, 100);
+	assert(script_read("script", &found) && found.cut);
+	write_file("script", "#!/bin/sh\n", "./train.sh # %d\n", 500, 500);    /* usual files are read again as often as need be */
+	assert(script_read("script", &found) && !found.cut && found.step);
+	for (int i = 0; i < 64; ++i) {
+		snprintf(name, sizeof(name), "f%d", i);
+		assert(unlink(name) == 0);
+	}
+	assert(unlink("large") == 0 && unlink("script") == 0 && unlink("train.sh") == 0 && chdir("/") == 0 && rmdir(folder) == 0);
 }
 
 /* A job that another one submits has what the user set, and nothing of what the plugin set for the other. */
@@ -684,12 +762,37 @@ static void test_left_alone(int fd, int ac, char **av)
 		if (many)
 			spank_setenv(NULL, "SLURM_STEP_TASKS_PER_NODE", "1,8(x3)", 1);
 		messages = 0;
+		assert(slurm_spank_init_post_opt(NULL, ac, av) == 0);
 		assert(slurm_spank_user_init(NULL, ac, av) == 0 && slurm_spank_task_init(NULL, ac, av) == 0);
 		assert(strcmp(job_argv[0], many ? "python" : "hostname") == 0 && messages == many);
 		assert(slurm_spank_task_exit(NULL, ac, av) == 0 && recv(fd, data, sizeof(data), MSG_DONTWAIT) < 0);
 	}
 	spank_setenv(NULL, "SLURM_STEP_TASKS_PER_NODE", "1", 1);
 	messages = 0;
+}
+
+/* A script may be large, and lie where an open() never returns: only a task's own process reads it, never slurmstepd. */
+static void test_only_tasks_read_scripts(int ac, char **av)
+{
+	char path[] = "/tmp/unicron-test-XXXXXX";
+	int fd = mkstemp(path);
+
+	assert(fd >= 0 && close(fd) == 0);
+	write_file(path, "#!/bin/sh\n", "srun python train.py # %d\n", 1, 1);
+	for (int batch = 0; batch < 2; ++batch) {
+		step_id = batch ? SLURM_BATCH_SCRIPT : 0;
+		job_argv[0] = path;
+		job_argv[1] = NULL;
+		opened = 0;
+		assert(slurm_spank_init_post_opt(NULL, ac, av) == 0 && slurm_spank_user_init(NULL, ac, av) == 0 && opened == 0);
+		assert(slurm_spank_task_post_fork(NULL, ac, av) == 0 && opened == 0);
+		assert(slurm_spank_task_init(NULL, ac, av) == 0 && opened > 0);
+		opened = 0;
+		assert(slurm_spank_task_exit(NULL, ac, av) == 0 && opened == 0);
+	}
+	step_id = 0;
+	job_argv[1] = (char *) "train.py";
+	assert(unlink(path) == 0);
 }
 
 /* The life of a step, callback by callback, with the datagram received on a real socket. */
@@ -735,6 +838,9 @@ static void test_step(void)
 	print_hex("step", data, (size_t) got);
 
 	test_left_alone(fd, 2, av);
+	test_only_tasks_read_scripts(2, av);
+	while (recv(fd, data, sizeof(data), MSG_DONTWAIT) > 0)
+		;
 
 	/* The batch step is left alone and tells nothing. */
 	step_id = SLURM_BATCH_SCRIPT;
@@ -797,6 +903,7 @@ int main(int argc, char **argv)
 	test_many_wrappers();
 	test_judge();
 	test_batch_scripts();
+	test_reading_is_bounded();
 	test_submissions();
 	context = S_CTX_LOCAL;
 	args_register(NULL);

@@ -90,7 +90,7 @@ class Hooks:
             if self._closed:
                 raise NotTold("unicrond ends")
             process = subprocess.Popen(
-                [os.path.realpath(path)],
+                [path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

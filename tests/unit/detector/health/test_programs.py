@@ -114,15 +114,82 @@ def test_no_shell_reads_the_command_and_little_of_the_environment_is_passed(
     assert found.reason == "$(id); x n7 []"
 
 
-def test_what_others_can_write_is_not_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1777])
+def test_what_others_can_write_is_not_run(tmp_path: Path, mode: int) -> None:
+    """Its group counts, and a sticky bit keeps no file's content."""
     path = program(tmp_path, "exit 2")
-    for mode in (0o777, 0o1777):
-        os.chmod(path, mode)
-        found = check_program("mine", path, 5.0)
-        assert found.verdict == "warning" and "others can write it or its folder" in found.reason
-    os.chmod(path, 0o755)
-    tmp_path.chmod(0o777)
-    assert check_program("mine", path, 5.0).verdict == "warning"
+    os.chmod(path, mode)
+    found = check_program("mine", path, 5.0)
+    assert found.verdict == "warning" and f"others can write {path}: `chmod go-w {path}`" in found.reason
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+@pytest.mark.parametrize("which", ["its own", "one above", "of a link"])
+def test_what_others_can_put_into_its_place_is_not_run(tmp_path: Path, which: str, mode: int) -> None:
+    """Who may write any folder on the way to it, links included, exchanges it between the look and the start."""
+    folder = tmp_path / "site" / "checks"
+    folder.mkdir(parents=True)
+    links = tmp_path / "links"
+    links.mkdir()
+    path = program(folder, "exit 2")
+    (links / "there").symlink_to("../site/./checks")
+    path = f"{links}/there/{Path(path).name}"
+    assert check_program("mine", path, 5.0).verdict == "bad"
+    weak = {"its own": folder, "one above": folder.parent, "of a link": links}[which]
+    weak.chmod(mode)
+    found = check_program("mine", path, 5.0)
+    assert found.verdict == "warning" and f"others can write {weak}:" in found.reason
+    weak.chmod(0o1777)  # others put nothing into the place of what is there
+    assert check_program("mine", path, 5.0).verdict == "bad"
+
+
+@pytest.mark.parametrize("owned", ["", "..", "../..", "check", "link"])
+def test_what_belongs_to_another_is_not_run(tmp_path: Path, owned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file, a folder on the way, and a link that another has put into a folder like /tmp."""
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    program(folder, "exit 2")
+    (folder / "link").symlink_to("check")
+    others = os.path.normpath(folder / owned)
+    looked = os.lstat
+
+    def lstat(path: str) -> os.stat_result:
+        found = looked(path)
+        uid = os.geteuid() + 1 if path == others else found.st_uid
+        return os.stat_result((found.st_mode, found.st_ino, found.st_dev, found.st_nlink, uid, *found[5:10]))
+
+    assert check_program("mine", str(folder / "link"), 5.0).verdict == "bad"
+    monkeypatch.setattr(os, "lstat", lstat)
+    found = check_program("mine", str(folder / "link"), 5.0)
+    assert found.verdict == "warning" and f"`chown root {others}`" in found.reason
+
+
+def test_the_interpreter_of_a_script_is_looked_at_too(tmp_path: Path) -> None:
+    shell = tmp_path / "shell"
+    shell.write_bytes(Path("/bin/sh").read_bytes())
+    shell.chmod(0o755)
+    path = program(tmp_path, "exit 2")
+    Path(path).write_text(f"#! {shell} -e\nexit 2\n")
+    assert check_program("mine", path, 5.0).verdict == "bad"
+    shell.chmod(0o775)
+    assert f"others can write {shell}:" in check_program("mine", path, 5.0).reason
+    Path(path).write_text(f"#!{path}\n")
+    assert "an interpreter of an interpreter" in check_program("mine", path, 5.0).reason
+    Path(path).write_text("#!sh\n")
+    assert "no absolute path" in check_program("mine", path, 5.0).reason
+
+
+def test_a_path_of_links_without_end_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    found = check_program("mine", f"{tmp_path}/loop", 5.0)
+    assert found.verdict == "warning" and "Too many levels" in found.reason
+
+
+def test_a_script_hears_its_own_name(tmp_path: Path) -> None:
+    """NHC makes the name of its configuration of it."""
+    path = program(tmp_path, 'echo "name ${0##*/}"')
+    (tmp_path / "linked").symlink_to(path)
+    assert check_program("mine", f"{tmp_path}/linked", 5.0).reason == "name linked"
 
 
 def test_statuses_can_be_named() -> None:

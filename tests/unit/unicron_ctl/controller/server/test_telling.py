@@ -302,13 +302,31 @@ def test_the_hook_gets_json_and_nothing_of_the_controllers_environment(
 
 @pytest.mark.parametrize(
     ("text", "mode", "says"),
-    [("exit 3", 0o755, "ended with status 3"), ("", 0o757, "others can write"), ("", 0o644, "no program")],
+    [
+        ("exit 3", 0o755, "ended with status 3"),
+        ("", 0o757, "others can write"),
+        ("", 0o775, "others can write"),
+        ("", 0o644, "no program"),
+    ],
 )
 def test_a_hook_that_fails_or_that_others_can_write_is_said(tmp_path: Path, text: str, mode: int, says: str) -> None:
     path = hook(tmp_path, text)
     os.chmod(path, mode)
     with pytest.raises(NotTold, match=says):
         Hooks().run(path, 20.0, MESSAGE)
+
+
+def test_a_hook_below_a_folder_that_others_can_write_is_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "site" / "hooks"
+    folder.mkdir(parents=True)
+    path = hook(folder, f"touch {tmp_path}/ran")
+    folder.parent.chmod(0o775)
+    with pytest.raises(NotTold, match=f"others can write {folder.parent}:"):
+        Hooks().run(path, 20.0, MESSAGE)
+    assert not (tmp_path / "ran").exists()
+    folder.parent.chmod(0o755)
+    Hooks().run(path, 20.0, MESSAGE)
+    assert (tmp_path / "ran").exists()
 
 
 class Web(BaseHTTPRequestHandler):
