@@ -243,7 +243,7 @@ class Intake:
         known = job.agents.get(message.element)
         if known is None or known.agent != message.agent:
             self._view.live.remove(message.job, message.element)
-        self._carry_out(registration.join(job, message, key, confirmed))
+        self._carry_out(registration.join(job, message, key, confirmed, info))
         if known is not None and known.agent != message.agent:
             found = adoption.replaced(self._view, self._view.job(job), message.element, known)
             self._carry_out(Outcome(findings=list(found)))

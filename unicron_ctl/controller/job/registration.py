@@ -252,8 +252,10 @@ def _as_text(settings: Settings) -> str:
     return f"{settings.name} of {settings.user}, {nodes}, {settings.mode} mode: {settings.mode_reason}"
 
 
-def join(job: JobState, message: wire.Register, key: str, confirmed: bool = True) -> Outcome:
-    """Records the agent as one of the job's: a new one, or one that comes back."""
+def join(
+    job: JobState, message: wire.Register, key: str, confirmed: bool = True, info: ElementInfo | None = None
+) -> Outcome:
+    """Records the agent as one of the job's: a new one, or one that comes back. info: its element in Slurm."""
     out, known = Outcome(), job.agents.get(message.element)
     if known is None or known.agent != message.agent:
         out.hurry = True
@@ -270,6 +272,7 @@ def join(job: JobState, message: wire.Register, key: str, confirmed: bool = True
             peer=message.peer if reachable else "",
             peer_key=key or message.key,
             requeues=message.requeues,
+            restarts=info.restarts if info is not None else -1,
             reason=f"element {message.element} on {message.node}",
         )
         out.record(job, record, 0)

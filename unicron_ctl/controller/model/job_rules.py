@@ -31,6 +31,7 @@ def agent_registered(job: JobState, event: Event, record: records.AgentRegistere
     slots = list(record.slots)
     agent = AgentRecord(record.agent, record.node, record.address, slots, door=record.door, key=record.key)
     agent.confirmed, agent.peer, agent.peer_key = record.confirmed, record.peer, record.peer_key
+    agent.restarts = record.restarts
     job.agents[record.element] = agent
     job.requeues = max(job.requeues, record.requeues)
     if not any(mate in job.agents and job.agents[mate].gone for mate in job.mates(record.element)):

@@ -87,6 +87,8 @@ class AgentRecord:
     """How often Slurm was asked to start its element again."""
     noticed: bool = False
     """Slurm has asked its element to end."""
+    restarts: int = -1
+    """How often Slurm had requeued its element when it came; -1 where Slurm has not said."""
 
     @property
     def ended_early(self) -> bool:

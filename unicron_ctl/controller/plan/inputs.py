@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from unicron.ctl.controller.log import records
@@ -243,6 +243,30 @@ def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
     return any(agent.gone == AGENT_DIED or ((agent.lost or agent.gone == WITH_BLOCK) and again) for agent in agents)
 
 
+def _ends_for_good(job: JobState, e: ElementInfo) -> bool:
+    """Slurm ends the element, as after scancel, and does not start it again: a requeue would have been counted at once,
+    while the element still completes. Its agents were asked to end, or have left by themselves. Those of a node that
+    is lost, or that died, do not count: such an element may be started again."""
+    agents = agents_of(job, e)
+    return e.state == "COMPLETING" and bool(agents) and all(_left(agent, e) for agent in agents)
+
+
+def _left(agent: AgentRecord, e: ElementInfo) -> bool:
+    by_itself = bool(agent.gone) and agent.gone not in (AGENT_DIED, WITH_BLOCK)
+    return e.restarts == agent.restarts and not agent.lost and (agent.noticed or by_itself)
+
+
+def _claimed(view: View, job: JobState, elements: Iterable[ElementInfo]) -> int:
+    """How many of the elements have nodes, or could start on some: nothing else is a claim to any."""
+    return sum(
+        (e.state in OCCUPIES and not _ends_for_good(job, e))
+        or _startable(view, e)
+        or came_to_nothing(job, e)
+        or ending(job, e)
+        for e in elements
+    )
+
+
 def ending(job: JobState, e: ElementInfo) -> bool:
     """Slurm shows that the element has ended, and its agent's end has not been judged: that says what becomes of it."""
     return e.state in ENDED_BADLY and any(not agent.gone for agent in agents_of(job, e))
@@ -272,18 +296,17 @@ def owner(view: View, job: JobState, element: ElementInfo | None) -> str:
 
 
 def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInput:
-    """Never more nodes than the job has in elements that could run."""
+    """Never more nodes than the job has in elements that could run; one without any is given none."""
     elements, block = elements_of(listing, job).values(), job.settings.block
-    possible = block * sum(
-        1 for e in elements if e.state in OCCUPIES or _startable(view, e) or came_to_nothing(job, e) or ending(job, e)
-    )
+    possible = block * _claimed(view, job, elements)
     alive = block * sum(1 for e in elements if e.state == "RUNNING" and whole(e, within.nodes, block))
     here = {name for e in elements if e.state in OCCUPIES for name in nodes_of(e)}
     fit = len(within.nodes - (view.avoided(job) - here))
     most = min(job.settings.max_nodes, possible, max(fit, job.settings.min_nodes))
     if job.settings.allocation:
         ended = {agent.node for agent in ended_in_allocation(job).values()}
-        most = alive = len(within.nodes - ended)
+        most = alive = len(within.nodes - ended) if possible else 0
+    reach = within.nodes if most else frozenset[str]()
     most = max(block, most - most % block)
     before = min(view.state.assignment.get(job.job, alive), most)
     measured_nodes = len(job.inside)
@@ -300,7 +323,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
         min(rate, measured_nodes * within.peak),
         measured_nodes,
         {count: min(one, count * within.peak) for count, one in _rates(view, job).items()},
-        within.nodes,
+        reach,
         permission.of_job(view, job.job).spare_nodes,
         unit_of(view, job),
         working=min(most, view.job(job).wanted),

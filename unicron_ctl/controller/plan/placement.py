@@ -25,6 +25,7 @@ from unicron.detector.words import counted
 REQUEUE_SECONDS = 30.0  # between two requeues of an element that ended before its agent came
 KICK_SECONDS = 3.0  # a pinned element that still waits is told to start again
 PIN_SECONDS = 30.0  # then another node is tried
+_STAYS = OCCUPIES - {"COMPLETING"}
 MOST_HOLDS = 100  # of one job at once: each is two calls of Slurm; the others follow with the next listings
 
 
@@ -86,8 +87,9 @@ class Placement:
 def usable(
     nodes: Sequence[NodeInfo], elements: Sequence[ElementInfo], managed: Collection[str], put_aside: Collection[str]
 ) -> list[str]:
-    """The nodes that the plan may give out: in service, and not used by jobs that are not managed here."""
-    foreign = {name for e in elements if e.state in OCCUPIES and e.job not in managed for name in nodes_of(e)}
+    """The nodes that the plan may give out: in service, and not used by jobs that are not managed here. A node that
+    such a job leaves counts: it is free in a moment, and nothing needs to be taken from anybody in its place."""
+    foreign = {name for e in elements if e.state in _STAYS and e.job not in managed for name in nodes_of(e)}
     return sorted(n.name for n in nodes if n.healthy and n.name not in put_aside and n.name not in foreign)
 
 

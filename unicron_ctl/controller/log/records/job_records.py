@@ -46,7 +46,8 @@ class AgentRegistered(Record, frozen=True, tag="agent_registered"):
     """An agent was taken in.
 
     key: the agent's CURVE public key, to which its credential was bound; empty where nothing is encrypted.
-    confirmed: Slurm shows the element at work on this node, or is not used. requeues: as it says."""
+    confirmed: Slurm shows the element at work on this node, or is not used. requeues: as it says. restarts: how often
+    Slurm had requeued the element, -1 where it has not said."""
 
     element: int
     agent: str
@@ -59,6 +60,7 @@ class AgentRegistered(Record, frozen=True, tag="agent_registered"):
     peer_key: str = ""
     confirmed: bool = True
     requeues: int = 0
+    restarts: int = -1
 
 
 class AgentConfirmed(Record, frozen=True, tag="agent_confirmed"):
