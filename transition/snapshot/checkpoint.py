@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +29,10 @@ from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import contents, exports, folders, foreign, parts
 from unicron.transition.snapshot.checkpoint_file import DAMAGED, finished, folder_name, stem, unfinished
 from unicron.transition.snapshot.folders import Found
+from unicron.transition.snapshot.formats import names
 from unicron.transition.snapshot.formats.index import BadCheckpoint
 from unicron.transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
-from unicron.transition.snapshot.migrate import Settings, StateMismatch, TrainingState, as_before
+from unicron.transition.snapshot.migrate import TrainingState
 from unicron.transition.snapshot.model_facts import other_arithmetic, other_heads
 from unicron.transition.snapshot.save_interval import Risk, SaveClock
 
@@ -400,6 +401,25 @@ def _other_model(path: Path, why: object) -> CheckpointError:
     )
 
 
+def _name_as_here(
+    model: Sequence[Any], sources: dict[str, list[parts.Source]], saved: dict[str, list[parts.Saved]]
+) -> None:
+    """A file that was imported has the names of where it came from. Raises parts.Missing, BadCheckpoint."""
+    mine = parts.plain_names(model)
+    found = names.match({name: any(each.keys for each in saved[name]) for name in sources}, mine) if mine else None
+    if found is None:
+        return
+    if found.left:
+        raise parts.Missing(f"it has {found.left[0]}, and the model here has not")
+    for one, other in found.twins:
+        values = [parts.assemble(sources[name][0].box, parts.PARAMETER, sources[name]) for name in (one, other)]
+        if not torch.equal(*values):
+            raise parts.Missing(f"{one} and {other} are one tensor here and two there")
+    for fresh, old in found.chosen.items():
+        sources[fresh] = [each._replace(box=each.box._replace(name=fresh)) for each in sources[old]]
+        saved[fresh] = saved[old]
+
+
 def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) -> None:
     there, mine = files[0].head.facts, state.facts
     if why := other_heads(there, mine):
@@ -418,34 +438,12 @@ def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) 
             sources[name].append(parts.Source(box, begin, end, read))
             saved[name].append(parts.Saved(box, [key for key in keys if key != parts.PARAMETER], others))
     try:
+        _name_as_here(state.model, sources, saved)
         parts.restore(state.model, state.optimizer, parts.Assembled(sources, saved))
-    except (parts.Missing, KeyError, RuntimeError) as error:
+    except (parts.Missing, BadCheckpoint, KeyError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise _other_model(folder, error) from None
     head = files[0].head
     state.seed, state.loss = head.seed, head.loss
-    _restore_groups(state, head.groups)
-    _restore_schedule(state.scheduler, head.scheduler)
-    with contextlib.suppress(StateMismatch):  # written in another precision: this one's scale begins anew
-        state.adopt_scales(head.scales)
-
-
-def _restore_groups(state: TrainingState, saved: list[Settings]) -> None:
-    """The step counts of optimizers that have one for a group; with torch's schedules its learning rate too. Megatron's
-    schedule sets that by itself."""
-    own = hasattr(state.scheduler, "num_steps")
-    for number, group in enumerate(state.optimizer.param_groups):
-        values = saved[min(number, len(saved) - 1)] if saved else {}
-        taken = {key: value for key, value in values.items() if key in group and (key == "step" or not own)}
-        group.update({key: as_before(group[key], value) for key, value in taken.items()})
-
-
-def _restore_schedule(scheduler: Any, saved: Settings | None) -> None:
-    if scheduler is None or saved is None:
-        return
-    if hasattr(scheduler, "num_steps"):  # Megatron's: how far it is; the rest is what the script says today
-        scheduler.num_steps = 0
-        scheduler.step(increment=saved["num_steps"])
-    else:
-        scheduler.load_state_dict(saved)
+    state.adopt_progress(head.groups, head.scheduler, head.scales)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import parts
 from unicron.transition.snapshot.formats import megatron_arguments, names, opening, own
-from unicron.transition.snapshot.formats.index import LAYERS, MAINS, VOCABULARY, BadCheckpoint, Index, Tensor
-from unicron.transition.snapshot.migrate import StateMismatch, TrainingState
+from unicron.transition.snapshot.formats.index import LAYERS, MAINS, VOCABULARY, BadCheckpoint, Index, Tensor, some
+from unicron.transition.snapshot.migrate import TrainingState
 from unicron.transition.snapshot.model_facts import other_arithmetic, other_heads
 
-PREFIXES = ("", "model.", "module.", "state_dict.")  # what a script may have its module's names begin with
 TIED = "share_embeddings_and_output_weights"
 
 
@@ -75,10 +72,12 @@ class Foreign:
         of_megatron, known = bool(state.facts.get("heads")), any(name in index.tensors for name in mine)
         if self.wanted.renames or (of_megatron and not known and index.format != own.FORMAT):
             index = names.renamed(index, self.wanted.names, state.facts)
-        index = _unprefixed(index, mine)
+        index = _of_plain(index, state.model)
         blocks = _Blocks(index, optimizer)
         blocks.check(mine)
         _say_rows(index, mine)
+        for line in index.common.lost():
+            inform(line)
         if of_megatron:
             _say_unproven(self.folder, index, state.facts.get("arguments") or {})
         if any(getattr(getattr(c, "module", c), TIED, False) for c in state.model):
@@ -115,42 +114,38 @@ def _say_unproven(folder: Path, index: Index, mine: Mapping[str, Any]) -> None:
 def _check_tied(index: Index) -> None:
     """Raises parts.Missing where the output layer has weights of its own there, and here those of the embedding."""
     one, other = (index.tensors.get(name) for name in VOCABULARY)
-    if one is None or other is None:
-        return
-    if one.shape != other.shape or one.dtype != other.dtype or not np.array_equal(one.read(), other.read()):
+    if one is not None and other is not None and not _equal(one, other):
         raise parts.Missing("its output layer is not its embedding, as it is here")
 
 
 def _restore_progress(state: TrainingState, index: Index) -> None:
     common = index.common
-    own_schedule = hasattr(state.scheduler, "num_steps")
-    for number, group in enumerate(state.optimizer.param_groups):
-        saved = common.groups[min(number, len(common.groups) - 1)] if common.groups else {}
-        if not own_schedule:
-            group.update({key: value for key, value in saved.items() if key == "lr" and key in group})
-        if "step" in group and common.step is not None:
-            group["step"] = type(group["step"])(common.step)
-    if state.scheduler is not None and common.schedule is not None:
-        if own_schedule:
-            state.scheduler.num_steps = 0
-            state.scheduler.step(increment=int(common.schedule["num_steps"]))
-        else:
-            state.scheduler.load_state_dict(common.schedule)
-    with contextlib.suppress(StateMismatch):  # of another precision: this one's scale begins anew
-        state.adopt_scales(common.scales)
+    counted = {} if common.step is None else {"step": common.step}
+    state.adopt_progress([group | counted for group in common.groups or [{}]], common.schedule, common.scales)
 
 
-def _unprefixed(index: Index, mine: Mapping[str, Any]) -> Index:
-    """With the names of this session's plain module, which begin with the number of its chunk."""
-    there = {name for name in mine if name.startswith("0.")}
-    if len(there) != len(mine):
+def _of_plain(index: Index, model: Sequence[Any]) -> Index:
+    """With the names of this session's plain module. Raises parts.Missing for a checkpoint of another one."""
+    mine = parts.plain_names(model)
+    if not mine:
         return index
-    prefix = next(
-        (each for each in PREFIXES if all(f"{each}{name.removeprefix('0.')}" in index.tensors for name in mine)), None
-    )
-    if prefix is None:
-        return index
-    return names.with_prefix(index, prefix, "0.")
+    there = {tensor.name: bool(index.states(tensor.name)) for tensor in index.parameters()}
+    found = names.match(there, mine)
+    if found is None:
+        lacks = next((name for name in mine.values() if name.partition(".")[2] not in there), "")
+        raise parts.Missing(f"{lacks.partition('.')[2]} is not there")
+    if found.left:
+        raise parts.Missing(f"it has {found.left[0]}, and the model here has not")
+    for one, other in found.twins:
+        if not _equal(index.tensors[one], index.tensors[other]):
+            raise parts.Missing(f"{one} and {other} are one tensor here and two there")
+    if found.beside:
+        inform(f"left out, since the model here has not got it: {some(found.beside)}")
+    return names.taken(index, found.chosen)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and one.read().tobytes() == other.read().tobytes()
 
 
 class _Blocks:
@@ -162,12 +157,11 @@ class _Blocks:
     def check(self, mine: Mapping[str, Sequence[int]]) -> None:
         """Raises parts.Missing where the checkpoint has tensors of layers that this rank's model does not have: they
         would be left out silently. mine: name -> shape."""
-        plain = all(name.startswith("0.") for name in mine)
         for tensor in self._index.parameters():
             if tensor.name in mine:
                 continue
             layers = tensor.name.startswith(LAYERS) and not tensor.name.removeprefix(LAYERS)[:1].isdigit()
-            if plain or (layers and any(name.startswith(LAYERS) for name in mine)):
+            if layers and any(name.startswith(LAYERS) for name in mine):
                 raise parts.Missing(f"it has {tensor.name}, and the model here has not")
 
     def _tensor(self, name: str, key: str) -> Tensor:
@@ -194,11 +188,17 @@ class _Blocks:
     def state(self, box: parts.Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
         if not self._optimizer or owner is None or box.name not in self._index.tensors:
             return (), {}
-        keys = [key for key in self._index.states(box.name) if key not in MAINS]
+        found = {key: tensor for key, tensor in self._index.states(box.name).items() if key not in MAINS}
+        whole = self._index.tensors[box.name].shape
+        keys = [key for key, tensor in found.items() if tensor.shape == whole and whole]
+        others = dict(self._index.others.get(box.name, {}))
+        for key in found.keys() - set(keys):
+            others[key] = _as_torch(found[key], (), found[key].shape, getattr(torch, found[key].dtype))
         step = self._index.common.step
-        of_torch = type(owner).__module__.startswith("torch.optim")
-        counts = keys and of_torch and step is not None and "exp_avg" in keys
-        return keys, {"step": torch.tensor(float(step or 0))} if counts else {}
+        of_torch = type(owner).__module__.startswith("torch.optim")  # others count the steps of a group
+        if of_torch and "step" not in others and step is not None and "exp_avg" in keys:
+            others["step"] = torch.tensor(float(step))
+        return keys, others
 
 
 def _as_torch(tensor: Tensor, offset: tuple[int, ...], extent: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:

@@ -8,6 +8,7 @@ most others ends; the others go on. The header is MessagePack; nothing is ever u
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from unicron.transition.snapshot.tensor_transfer import (
 
 TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up
 Settings = dict[str, Any]  # plain values by name: of a group of parameters, a schedule or a gradient scaler
+HOW = {"foreach", "fused", "capturable", "differentiable"}  # settings of how a step is computed here
 TOGETHER = 1 << 22  # bytes of small tensors that are sent as one: each broadcast is a wait for all members
 
 
@@ -98,6 +100,23 @@ class TrainingState:
         for scaler, values in zip(mine, saved, strict=True):
             before = scaler.state_dict()
             scaler.load_state_dict({key: as_before(before[key], value) for key, value in values.items()})
+
+    def adopt_progress(self, groups: Sequence[Settings], schedule: Settings | None, scales: Sequence[Settings]) -> None:
+        """Take up what a file has of the groups' settings (with Megatron's schedule, which sets the others by itself,
+        their step counts only), of the schedule and of the gradient scalers."""
+        own = hasattr(self.scheduler, "num_steps")
+        for number, group in enumerate(self.optimizer.param_groups):
+            saved = groups[min(number, len(groups) - 1)] if groups else {}
+            taken = (saved.keys() & group.keys()) - HOW if not own else saved.keys() & group.keys() & {"step"}
+            group.update({key: as_before(group[key], saved[key]) for key in taken})
+        if self.scheduler is not None and schedule is not None:
+            if own:  # Megatron's: how far it is; the rest is what the script says today
+                self.scheduler.num_steps = 0
+                self.scheduler.step(increment=int(schedule["num_steps"]))
+            else:
+                self.scheduler.load_state_dict(schedule)
+        with contextlib.suppress(StateMismatch):  # written in another precision: this one's scale begins anew
+            self.adopt_scales(scales)
 
     def header(self, iteration: int) -> bytes:
         """Everything that is not a big tensor, and the layout of the tensors that follow."""
@@ -197,6 +216,8 @@ def as_before(before: Any, value: Any) -> Any:
         return [as_before(*pair) for pair in zip(before, value, strict=True)]
     if isinstance(before, tuple):
         return tuple(as_before(list(before), value))
+    if isinstance(before, int) and isinstance(value, float) and value.is_integer():
+        return type(before)(value)
     return Counter(value) if isinstance(before, Counter) else value
 
 

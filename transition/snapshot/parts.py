@@ -165,6 +165,20 @@ def places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], bool
                     yield tensor, [Box(f"{number}.{name}", shape, (0,) * len(shape), shape)], False
 
 
+def plain_names(model: Sequence[Any]) -> dict[str, str]:
+    """Every name of a plain module's tensors -> the name of the tensor's box; empty for Megatron's."""
+    found = {}
+    for number, chunk in enumerate(model):
+        module = getattr(chunk, "module", chunk)
+        if hasattr(module, "sharded_state_dict"):
+            return {}
+        first: dict[int, str] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            full = f"{number}.{name}"
+            found[full] = first.setdefault(id(tensor), full)
+    return found
+
+
 def _megatron_places(module: Any) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

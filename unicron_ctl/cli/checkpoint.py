@@ -109,8 +109,8 @@ def show(folder: Path, as_json: bool) -> None:
     layout = f", written by {index.layout}" if index.layout else ""
     tensors = f"{counted(len(index.tensors), 'tensor')}, {size / 1e9:.3f} GB"
     print_text(f"{index.format}, iteration {index.iteration}{layout}: {tensors}")
-    if index.common.unread:
-        print_text(f"not shown: {index.common.unread}", err=True)
+    for line in index.common.lost():
+        print_text(line, err=True)
     for tensor in index.tensors.values():
         print_text(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
 

@@ -46,8 +46,8 @@ def export(
         raise BadCheckpoint("the names are Megatron's already, as torch_dist has them: leave --names out")
     if dtype and (dtype not in FLOATS or form != safetensors.FORMAT):
         raise BadCheckpoint(f"--dtype is one of {', '.join(FLOATS)}, and for safetensors")
-    if index.common.unread:
-        say(f"the optimizer's state is left out: {index.common.unread}")
+    for line in index.common.lost():
+        say(line)
     if form == dcp.TORCH_DIST:
         for line in megatron_arguments.unknown(index):
             say(line)
@@ -130,6 +130,8 @@ def import_(
     """Write the checkpoint as one of Unicron's own into the folder of checkpoints `out`; returns its folder. say: gets
     lines for people. Raises BadCheckpoint, OSError."""
     _adopt(index, config)
+    for line in index.common.lost():
+        say(line)
     if others := index.common.args.get(megatron_arguments.UNMATCHED):
         say(f"config.json says {others}: no weight shows it, see that the model that is trained computes so")
     if table or (index.format == safetensors.FORMAT and names.chosen("", index, to_theirs=False) is not None):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron.transition.snapshot.formats import buckets
-from unicron.transition.snapshot.formats.index import STATE, BadCheckpoint, Block, Common, Index, Raw, Tensor
+from unicron.transition.snapshot.formats.index import RAW, STATE, BadCheckpoint, Block, Common, Index, Raw, Tensor
 from unicron.transition.snapshot.formats.pickles import Archive, TensorReference, archive, plain, unpickled
 
 DCP, TORCH_DIST = "dcp", "torch_dist"
@@ -21,6 +21,8 @@ COMMON_OBJECT = "common_state/shard_0_1"  # in place of that file, from Megatron
 FIRST_RANKS = {key: f"{buckets.PREFIX}dp_group_idx_0.{key}/shard_0_1" for key in ("optimizer", "grad_scaler")}
 RESHARDABLE = "fully_reshardable"
 OPTIMIZER_ROOTS = ("optim", "optimizer")  # under which scripts save their optimizer's state
+ITERATIONS = ("iteration", "step")  # names under which scripts save how far they are
+SCHEDULES = ("lr_scheduler", "scheduler")  # and the state of their learning rate's schedule
 TOLD = "unicron"  # beside Megatron's: what Unicron's own checkpoint says and Megatron's does not
 
 
@@ -60,6 +62,9 @@ def _add_tensors(index: Index, folder: Path, metadata: Any) -> dict[str, Any]:
             objects[name] = where.get((name, None))
             continue
         kind, shape = _dtype(told.properties), tuple(told.size)
+        if kind not in RAW:
+            index.common.left.append(f"{name} ({kind}, which is not supported)")
+            continue
         if not told.chunks:
             raise BadCheckpoint(f"{folder}: its metadata know no part of {name}")
         for chunk in told.chunks:
@@ -116,16 +121,29 @@ def _object(where: Any) -> Any:
 def _add_objects(index: Index, objects: dict[str, Any]) -> None:
     """What a plain script's checkpoint may say of the iteration, and its optimizer's state under this index's names."""
     _strip_root(index, objects)
-    _adopt_torchs_optimizer(index)
-    for name in ("iteration", "step"):
-        if name in objects:
-            value = _object(objects[name])
-            if isinstance(value, int) and value >= 0:
-                index.iteration = value
-                break
-    told = _object(objects[TOLD]) if TOLD in objects else None
+    told = _object(objects.pop(TOLD)) if TOLD in objects else None
+    _adopt_torchs_optimizer(index, objects)
+    for name in [name for name in ITERATIONS if name in objects]:
+        value = _object(objects[name])
+        if type(value) is int and value >= 0:
+            index.iteration = value
+            del objects[name]
+            break
+    index.common.schedule = _schedule(objects)
+    index.common.left += dict.fromkeys(name.partition(".")[0] for name in objects)
     if isinstance(told, dict):
         adopt_told(index, told)
+
+
+def _schedule(objects: dict[str, Any]) -> dict[str, Any] | None:
+    """The state of a schedule of torch's, whose objects are taken; None where there is none that is plain."""
+    for root in SCHEDULES:
+        mine = {name.removeprefix(f"{root}."): each for name, each in objects.items() if name.startswith(f"{root}.")}
+        if "last_epoch" in mine and not any("." in key for key in mine):
+            for key in mine:
+                del objects[f"{root}.{key}"]
+            return {key: _object(each) for key, each in mine.items()}
+    return None
 
 
 def _strip_root(index: Index, objects: dict[str, Any]) -> None:
@@ -140,28 +158,57 @@ def _strip_root(index: Index, objects: dict[str, Any]) -> None:
             objects[name.removeprefix(root)] = objects.pop(name)
 
 
-def _adopt_torchs_optimizer(index: Index) -> None:
-    """The optimizer's state as `torch.distributed.checkpoint.state_dict.get_state_dict` names it, ROOT.state.NAME.KEY,
-    gets this index's names. Where it has other names, it is said to be unread."""
-    steps = []
-    for name in list(index.tensors):
+def _adopt_torchs_optimizer(index: Index, objects: dict[str, Any]) -> None:
+    """The optimizer's state as `torch.distributed.checkpoint.state_dict.get_state_dict` names it, ROOT.state.NAME.KEY
+    and ROOT.param_groups.NUMBER.KEY, gets this index's names. Where it has other names, it is said to be unread."""
+    of_model = {name for name in index.tensors if name.partition(".")[0] not in OPTIMIZER_ROOTS}
+    heads = dict.fromkeys(["model.", "", *(f"{name.partition('.')[0]}." for name in of_model)])
+    groups: dict[str, dict[str, Any]] = {}
+    steps, unknown = [], ""
+    for name in [*index.tensors, *objects]:
         root, _, rest = name.partition(".")
-        if root not in OPTIMIZER_ROOTS:
+        if root not in OPTIMIZER_ROOTS or (name.startswith(STATE) and name.split(".", 3)[-1] in of_model):
             continue
-        parameter, _, key = rest.removeprefix("state.").rpartition(".")
-        owner = next((each for each in (f"model.{parameter}", parameter) if each in index.tensors), None)
-        if rest.startswith("state.") and owner is not None:
-            tensor = index.tensors.pop(name)
-            if key == "step":
-                steps.append(float(tensor.read().reshape(-1)[0]))
-            else:
-                fresh = f"{STATE}{key}.{owner}"
-                index.tensors[fresh] = replace(tensor, name=fresh)
-        elif not name.startswith(STATE) or name.removeprefix(STATE).partition(".")[2] not in index.tensors:
-            del index.tensors[name]
-            index.common.unread = f"an optimizer's state with names that are not known ({name})"
-    if steps:
-        index.common.step = max(steps)
+        parameter, _, key = rest.partition(".")[2].rpartition(".")
+        tensor = index.tensors.pop(name, None)
+        value = _value(tensor, objects.pop(name, None)) if tensor is None or not tensor.shape else None
+        if rest.startswith("param_groups."):
+            groups.setdefault(parameter, {})[key] = value
+            continue
+        owner = next((head + parameter for head in heads if head + parameter in of_model), None)
+        if not rest.startswith("state.") or owner is None or not (tensor or isinstance(value, int | float)):
+            unknown = unknown or name
+            continue
+        if key == "step":
+            steps.append(float(value or 0))
+        if tensor is None:
+            index.others.setdefault(owner, {})[key] = value
+        else:
+            fresh = f"{STATE}{key}.{owner}"
+            index.tensors[fresh] = replace(tensor, name=fresh)
+    index.common.step = max(steps, default=None)
+    index.common.groups = _folded(groups)
+    if unknown:
+        number = unknown.split(".")[2:3]
+        index.without_optimizer(
+            f"an optimizer's state with {'numbers' if number and number[0].isdigit() else 'names that are not known'} "
+            f"({unknown}): save it as get_state_dict of torch.distributed.checkpoint.state_dict gives it"
+        )
+
+
+def _value(tensor: Tensor | None, where: Any) -> Any:
+    return _object(where) if tensor is None else tensor.read().item()
+
+
+def _folded(groups: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups. Flattened they have the names of parameters in place of numbers, and those
+    of one group are equal."""
+    found: list[dict[str, Any]] = []
+    for name, group in groups.items():
+        settings = {key: value for key, value in group.items() if key != "params"}
+        if name.isdigit() or settings not in found:
+            found.append(settings)
+    return found
 
 
 def adopt_told(index: Index, told: dict[str, Any]) -> None:
@@ -174,6 +221,7 @@ def adopt_told(index: Index, told: dict[str, Any]) -> None:
     common.seed, common.loss = int(told.get("seed", 0)), told.get("loss")
     common.facts = dict(told.get("facts") or {})
     common.args = common.args or dict(told.get("args") or {})
+    index.others = {name: dict(each) for name, each in (told.get("others") or {}).items()}
 
 
 def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
@@ -210,7 +258,7 @@ def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
         try:
             buckets.unpack(index, by_buckets, int(index.common.args.get("tensor_model_parallel_size") or 0))
         except BadCheckpoint as error:
-            index.common.unread = str(error)
+            index.without_optimizer(str(error))
 
 
 def _taken(index: Index) -> list[Tensor]:

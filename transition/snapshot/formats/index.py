@@ -1,8 +1,8 @@
 """The index of a checkpoint: which tensors there are, of which blocks each is made, and where the bytes of a block lie.
 
 An index is made without reading a tensor. A block's bytes are mapped when they are asked for, so whoever goes through a
-checkpoint block by block needs memory for one of them only. bfloat16 and the 8-bit floats, which numpy does not have,
-are moved as unsigned integers of the same size.
+checkpoint block by block needs memory for one of them only. bfloat16 and whatever else numpy does not have are moved
+as unsigned integers of the same size.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ RAW = {
     "float8_e4m3fnuz": "|u1",
     "float8_e5m2": "|u1",
     "float8_e5m2fnuz": "|u1",
+    "float8_e8m0fnu": "|u1",
+    "float4_e2m1fn_x2": "|u1",  # two elements in a byte, which count as one
+    "complex32": "<u4",
 }
 # Megatron's names: how those of the layers begin, and the embedding and the output layer, whose last rows are padding.
 LAYERS = "decoder.layers."
@@ -56,6 +59,11 @@ DAMAGE = (
 
 class BadCheckpoint(ValueError):
     """A folder is no checkpoint that can be used; one line says why, and what to do."""
+
+
+def some(names: Sequence[str]) -> str:
+    """The first three of many names, for people."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def raw_type(dtype: str) -> np.dtype[Any]:
@@ -233,7 +241,7 @@ class Common:
     """What is no tensor, as plain values. groups: settings of the optimizer's groups of parameters. step: its count of
     steps, None where it has none. schedule: the state of the learning rate's schedule. scales: of gradient scalers.
     facts: about the model, see `snapshot.contents.facts`. args: Megatron-LM's arguments. unread: why the optimizer's
-    state is not in the index though there is one, "" otherwise."""
+    state is not in the index though there is one, "" otherwise. left: what else is there and is not in the index."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     step: float | None = None
@@ -244,18 +252,26 @@ class Common:
     facts: dict[str, Any] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)
     unread: str = ""
+    left: list[str] = field(default_factory=list)
+
+    def lost(self) -> list[str]:
+        """What is not in the index, in lines for people."""
+        found = [f"the optimizer's state is left out: {self.unread}"] if self.unread else []
+        return found + ([f"left out, for nothing here reads it: {some(self.left)}"] if self.left else [])
 
 
 @dataclass
 class Index:
     """A checkpoint. format: as `unicronctl checkpoint show` calls it; iteration: the one to go on with; layout: of the
-    ranks that wrote it, "" where that is not known."""
+    ranks that wrote it, "" where that is not known. others: what the optimizer has for a tensor of the model that is no
+    tensor, by the tensor's name and by key."""
 
     format: str
     iteration: int
     layout: str
     tensors: dict[str, Tensor]
     common: Common = field(default_factory=Common)
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, name: str, shape: Sequence[int], dtype: str, block: Block) -> None:
         """One more block of the tensor of this name. Raises BadCheckpoint where others say something else of it."""
@@ -289,4 +305,10 @@ class Index:
         return next((states[key] for key in MAINS if key in states), self.tensors[name])
 
     def has_optimizer(self) -> bool:
-        return any(name.startswith(STATE) for name in self.tensors)
+        """Whether there is anything of an optimizer: some have no state of any parameter, but a learning rate."""
+        return bool(self.common.groups or self.others) or any(name.startswith(STATE) for name in self.tensors)
+
+    def without_optimizer(self, why: str) -> None:
+        """Leave the optimizer's state out; it cannot be read."""
+        self.tensors = {tensor.name: tensor for tensor in self.parameters()}
+        self.others, self.common.groups, self.common.step, self.common.unread = {}, [], None, why

@@ -6,6 +6,7 @@ directions, and nothing is copied to rename a tensor.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import tomllib
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -363,13 +364,71 @@ def _theirs(
 
 
 # ------------------------------------------------------------ plain modules
-def with_prefix(index: Index, old: str, new: str) -> Index:
-    """The tensors whose names begin with `old`, which begin with `new` then; the optimizer's state likewise."""
-    found = Index(index.format, index.iteration, index.layout, {}, index.common)
-    for tensor in index.tensors.values():
-        match = re.match(rf"{re.escape(STATE)}([^.]+)\.(.*)", tensor.name, re.DOTALL)
-        head, name = (f"{STATE}{match[1]}.", match[2]) if match else ("", tensor.name)
-        if name.startswith(old):
-            fresh = f"{head}{new}{name.removeprefix(old)}"
-            found.tensors[fresh] = replace(tensor, name=fresh)
+# What a script may have its module's names begin with; `0.` is the number of a session's only chunk.
+OUTER = ("0.", "", *(f"{chunk}{head}" for head in ("model.", "module.", "state_dict.") for chunk in ("0.", "")))
+WRAPPERS = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+class Match(NamedTuple):
+    """Which tensors of a checkpoint are those of a plain module. chosen: name here -> name there. twins: two there that
+    are one here. left: of the checkpoint's model, and not of this one. beside: the model's no more."""
+
+    chosen: dict[str, str]
+    twins: list[tuple[str, str]]
+    left: list[str]
+    beside: list[str]
+
+
+def match(there: Mapping[str, bool], mine: Mapping[str, str]) -> Match | None:
+    """Find the names of a plain module's tensors in a checkpoint, where they may begin otherwise; None where some are
+    not there. there: name -> whether an optimizer has a state for it. mine: name -> the first name of the same tensor.
+    Raises BadCheckpoint where they are there twice."""
+    bare = {WRAPPERS.sub("", name): name for name in there}
+    short = {WRAPPERS.sub("", name.partition(".")[2]): first for name, first in mine.items()}
+    longest = max(short, key=lambda key: key.count("."), default="")
+    anchors = [key for key, first in short.items() if first == short[longest]]
+    heads = dict.fromkeys(pair for key in anchors for name in bare if (pair := _heads(name, key)) is not None)
+    fitting = []
+    for head, tail in sorted(heads, key=lambda pair: OUTER.index(pair[0]) if pair[0] in OUTER else len(OUTER)):
+        names = {head + key.removeprefix(tail): first for key, first in short.items() if key.startswith(tail)}
+        if {first for name, first in names.items() if name in bare} == set(mine.values()):
+            fitting.append((head, names))
+    if not fitting:
+        return None
+    head, names = fitting[0]
+    root = head.removeprefix("0.").partition(".")[0]
+    twice = next((other for other, _ in fitting if other.removeprefix("0.").partition(".")[0] != root), None)
+    if twice is not None and head not in OUTER:
+        raise BadCheckpoint(f"it has the model twice, as {head}* and as {twice}*: save one of them")
+    found: dict[str, list[str]] = {}
+    for name, first in names.items():
+        if name in bare:
+            found.setdefault(first, []).append(bare[name])
+    chosen = {first: max(same, key=lambda name: there[name]) for first, same in found.items()}
+    twins = [(chosen[first], name) for first, same in found.items() for name in same if name != chosen[first]]
+    others = [name for name in there if WRAPPERS.sub("", name) not in names]
+    beside = [name for name in others if root and name.removeprefix("0.").partition(".")[0] != root]
+    return Match(chosen, twins, [name for name in others if name not in beside], beside)
+
+
+def _heads(name: str, key: str) -> tuple[str, str] | None:
+    """How two names begin that end alike, None where they do not."""
+    one, other = name.split("."), key.split(".")
+    count = sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one[::-1], other[::-1], strict=False))
+    )
+    begins = [".".join([*each[: len(each) - count], ""]) for each in (one, other)]
+    return (begins[0], begins[1]) if count else None
+
+
+def taken(index: Index, chosen: Mapping[str, str]) -> Index:
+    """These tensors under other names (new -> old), and what the optimizer has for them."""
+    found = replace(index, tensors={}, others={})
+    for fresh, old in chosen.items():
+        found.tensors[fresh] = replace(index.tensors[old], name=fresh)
+        for key, tensor in index.states(old).items():
+            name = f"{STATE}{key}.{fresh}"
+            found.tensors[name] = replace(tensor, name=name)
+        if old in index.others:
+            found.others[fresh] = index.others[old]
     return found

@@ -55,6 +55,9 @@ def read(found: folders.Found) -> Index:
     for page, head in zip(pages, heads, strict=True):
         for tensor in _tensors(page, head, steps):
             index.add(*tensor)
+        for name, *_, others, _ in head["about"]["index"]:
+            if others:
+                index.others.setdefault(name, {}).update(others)
     group_steps = [group["step"] for group in common.groups if isinstance(group.get("step"), int | float)]
     common.step = max([*steps, *group_steps], default=None)
     return _without_chunk(index)
@@ -100,10 +103,13 @@ def _tensors(page: Found, head: dict[str, Any], steps: list[float]) -> Iterator[
             yield full, whole, kind, block
         if isinstance(others.get("step"), int | float):
             steps.append(float(others["step"]))
-        if "step" in values:
-            kind, count, at = places[values["step"][0]]
-            value = head["step"] if at < 0 else Raw(page.path, at, kind, (count,)).array()[0].item()
-            steps.append(float(value))
+        for key, (number, shape) in values.items():
+            kind, count, at = places[number]
+            find = partial(Raw, page.path, at, kind, tuple(shape))
+            if key == "step":
+                steps.append(float(head["step"] if at < 0 else find().array().item()))
+            if at >= 0:
+                yield f"{STATE}{key}.{name}", shape, kind, Block.of((0,) * len(shape), tuple(shape), find)
 
 
 def _without_chunk(index: Index) -> Index:
@@ -118,6 +124,7 @@ def _without_chunk(index: Index) -> Index:
         else:
             tensor.name = name.removeprefix("0.")
         index.tensors[tensor.name] = tensor
+    index.others = {name.removeprefix("0."): others for name, others in index.others.items()}
     return index
 
 

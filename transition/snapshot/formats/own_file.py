@@ -70,26 +70,35 @@ def _write(file: BinaryIO, total: Any, block: _Piece) -> None:
 def _about(index: Index) -> tuple[bytes, list[_Piece]]:
     """(as `snapshot.contents` has it, the blocks in their order)."""
     lines: list[Any] = []
+    values: dict[str, Any]
     blocks: list[_Piece] = []
     step = index.common.step
     # A plain module's names begin with the number of its chunk, Megatron's do not.
     chunk = "" if any(name.startswith("decoder.") for name in index.tensors) else "0."
     for tensor in index.parameters():
-        states = {key: state for key, state in index.states(tensor.name).items() if key not in MAINS}
+        found = {key: state for key, state in index.states(tensor.name).items() if key not in MAINS}
+        states = {key: state for key, state in found.items() if state.shape == tensor.shape and state.shape}
         main = index.main(tensor.name)
-        if any(state.shape != tensor.shape for state in (main, *states.values())):
+        if main.shape != tensor.shape:
             raise BadCheckpoint(f"{tensor.name}: its optimizer's state is of another shape")
+        others, values = index.others.get(tensor.name, {}), {}
+        for key, state in found.items():
+            if key not in states:
+                values[key] = [len(blocks), state.shape]
+                blocks.append(_Piece(state, (0,) * len(state.shape), state.shape))
         for offset, extent in main.boxes():
             keys = {}
             for key, each in {PARAMETER: main, **states}.items():
                 keys[key] = len(blocks)
                 blocks.append(_Piece(each, offset, extent))
-            counted = {"step": [-1, []]} if states and step is not None else {}
-            lines.append((chunk + tensor.name, tensor.shape, offset, extent, 0, math.prod(extent), keys, {}, counted))
+            if states and step is not None and "step" not in values.keys() | others.keys():
+                values["step"] = [-1, ()]
+            line = chunk + tensor.name, tensor.shape, offset, extent, 0, math.prod(extent), keys, others, values
+            lines.append(line)
     kinds: list[tuple[Any, ...]] = [(block.tensor.dtype, block.count) for block in blocks]
-    for *_, counted in lines:  # all of them are the one in the head
-        if counted:
-            counted["step"][0] = len(blocks)
+    for *_, values in lines:  # all that are not there are the one in the head
+        if values.get("step", (0,))[0] < 0:
+            values["step"] = [len(blocks), ()]
     kinds.append(("float32", 1, STEP))
     return msgpack.packb({"index": lines, "tensors": kinds}), blocks
 

@@ -116,9 +116,7 @@ def _read(folder: Path, files: Mapping[tuple[int, int], Archive]) -> Index:
         try:
             model.add_states(index)
         except BadCheckpoint as error:
-            for name in [name for name in index.tensors if name.startswith(STATE)]:
-                del index.tensors[name]
-            index.common.unread = str(error)
+            index.without_optimizer(str(error))
     return index
 
 

@@ -22,7 +22,6 @@ from unicron.transition.snapshot.formats.megatron_arguments import arguments
 from unicron.transition.snapshot.formats.written import Out, of
 
 DATA = "__0_0.distcp"
-UNREADABLE = ("float8", "uint16", "uint32", "uint64")  # torch writes them in a way that only an open unpickler reads
 NEEDED = "torch is needed to write {}: pip install torch, or write safetensors"
 
 
@@ -62,8 +61,6 @@ class _Writer:
         (self._folder / METADATA).write_bytes(pickle.dumps(told))
 
     def _add(self, file: IO[bytes], out: Out, aliases: Sequence[str]) -> None:
-        if out.dtype.startswith(UNREADABLE):
-            raise BadCheckpoint(f"{out.name} is {out.dtype}, which could not be read again: write safetensors")
         types, kind = self._types, getattr(self._torch, out.dtype)
         properties = types.TensorProperties(dtype=kind)
         size = self._torch.Size(out.shape)
@@ -105,6 +102,7 @@ def told_of(index: Index) -> dict[str, Any]:
         "loss": common.loss,
         "facts": common.facts,
         "args": common.args,
+        "others": index.others,
     }
 
 
@@ -131,7 +129,10 @@ def write_torch_dist(folder: Path, index: Index) -> None:
         elif names:
             outs.append(of(main or tensor, names[0]))
             aliases[names[0]] = names[1:]
-        outs += [of(state) for key, state in states.items() if key not in MAINS]
+        kept = {key: state for key, state in states.items() if key not in (*MAINS, "step")}
+        if other := next((key for key, state in kept.items() if state.shape != tensor.shape), ""):
+            raise BadCheckpoint(f"no optimizer of Megatron's has {other} for {tensor.name}: write --format dcp")
+        outs += [of(state) for state in kept.values()]
     writer.write(outs, aliases, {name: [None] for name in _extra_states(index)})
     writer.save(_common(index, writer), COMMON)
     (folder / CONFIG).write_text(json.dumps({"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}))

@@ -130,16 +130,16 @@ def test_a_plain_module_begins_under_names_of_a_table(tmp_path, saved):
     state, saves = saved
     names = [tensor.name for tensor in opening.index_of(saves).parameters()]
     table = tmp_path / "theirs.toml"
-    table.write_text("".join(f'"{name}" = "their.{name}"\n' for name in names))
+    table.write_text("".join(f'"{name}" = "their.{name[::-1]}"\n' for name in names))
     convert.export(opening.index_of(saves), tmp_path / "theirs", "safetensors", str(table))
-    assert set(load_file(tmp_path / "theirs" / "model.safetensors")) == {f"their.{name}" for name in names}
+    assert set(load_file(tmp_path / "theirs" / "model.safetensors")) == {f"their.{name[::-1]}" for name in names}
     other = training(2)
     with pytest.raises(CheckpointError, match="is of another model"):
         Checkpoints(tmp_path / "new", begin_from=tmp_path / "theirs").load(other)
     begun = Checkpoints(tmp_path / "new", begin_from=tmp_path / "theirs", begin_names=str(table)).load(other)
     assert begun == 7
     assert all(torch.equal(a, b) for a, b in zip(state.model[0].state_dict().values(), held(other), strict=False))
-    table.write_text(f'"{names[0]}" = "their.{names[0]}"\n')
+    table.write_text(f'"{names[0]}" = "their.{names[0][::-1]}"\n')
     with pytest.raises(CheckpointError, match=r"has no place for their\."):
         Checkpoints(tmp_path / "new", begin_from=tmp_path / "theirs", begin_names=str(table)).load(other)
 
@@ -299,7 +299,7 @@ def test_an_optimizer_as_torch_saves_it_is_read(tmp_path, root, optim):
             *(f"model.{name}" for name in ("weight", "bias")),
             *(
                 f"optimizer.state.{key}.model.{name}"
-                for key in ("exp_avg", "exp_avg_sq")
+                for key in ("exp_avg", "exp_avg_sq", "step")
                 for name in ("weight", "bias")
             ),
         ]
