@@ -274,7 +274,7 @@ class Zygote:
         try:
             with open(path, "rb") as file:
                 statements = leading_imports(importlib.util.decode_source(file.read()), path)
-        except (OSError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise Cold(f"{path}: {error}") from None
         space = {"__name__": "__zygote__", "__package__": package, "__file__": path}
         for statement in statements:

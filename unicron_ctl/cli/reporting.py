@@ -65,9 +65,11 @@ def _send(report: Report, path: str | None) -> None:
     from unicron.ctl.controller.log.notices import Message
     from unicron.ctl.controller.server.notify_targets import Hooks, NotTold, targets
     from unicron.ctl.settings.config_file import load
-    from unicron.ctl.settings.notify import load_secrets
+    from unicron.ctl.settings.notify import load_secrets, wrong_targets
 
     config = load(path)
+    if wrong := list(wrong_targets(config.notify).values()):
+        raise UserError(f"{config.path}: [notify] {wrong[0]}", WRONG_USE)
     data = {"version": 1, "report": msgspec.to_builtins(report)}
     message = Message(week_report.title(report), week_report.text(report), data, week_report.page(report))
     found = targets(config.notify, load_secrets(config.notify), Hooks())

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from unicron.ctl.controller.server.systemd import SystemdNotifier
 from unicron.ctl.protocol import encryption
 from unicron.ctl.settings import limits
 from unicron.ctl.settings.config import Config, listen_problem, rule_values
-from unicron.ctl.settings.config_file import examine, refuse
+from unicron.ctl.settings.config_file import examine, refuse, without_notify
 from unicron.ctl.settings.places import state_dir
 from unicron.ctl.slurm.slurm_client import SlurmClient
 from unicron.ctl.system import descriptors
@@ -98,7 +98,7 @@ def unicrond(
     config, found = read()
     if check:
         return report(config, found)
-    refuse(config.path, found)
+    accept(config, found)
     folder = Path(state) if state else state_dir(config)
     if make_key:
         print_text(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
@@ -121,11 +121,18 @@ def unicrond(
     return 0
 
 
+def accept(config: Config, found: Sequence[str]) -> None:
+    """Says what is wrong with [notify], whose other targets are told all the same. Raises UserError for all else."""
+    refuse(config.path, without_notify(found))
+    for line in found:
+        log.error("%s: %s; until that is mended, it is left out", config.path, line)
+
+
 def read_again(config: Config, read: Read) -> Config:
     """The configuration as it is by now, or the same if that is wrong. What this listens at stays as it was."""
     try:
         fresh, found = read()
-        refuse(fresh.path, found)
+        accept(fresh, found)
     except UserError as error:
         log.error("the configuration was not read again, and the old one stays: %s", error)
         return config
@@ -179,7 +186,7 @@ def serve(
         notifier.reloading()
         try:
             fresh, found = read()
-            refuse(fresh.path, found)
+            accept(fresh, found)
             server.apply_config(fresh, fresh.classifier())
         except UserError as error:
             server.keep_config(str(error))

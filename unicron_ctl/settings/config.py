@@ -15,7 +15,7 @@ import msgspec
 
 from unicron.ctl.settings import limits, partitions
 from unicron.ctl.settings.limits import DAY, HEARTBEATS, Range
-from unicron.ctl.settings.notify import NotifyConfig, notify_problem
+from unicron.ctl.settings.notify import NotifyConfig, wrong_targets
 from unicron.ctl.settings.partitions import PartitionConfig, Rules
 from unicron.ctl.system.addresses import canonical, is_loopback, is_numeric, split, split_addresses
 from unicron.detector.failures.classify import Classifier, default_classifier
@@ -247,8 +247,8 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
     """
     wrong = {field.name: problem for field in fields_of(type(section)) if (problem := _field_problem(section, field))}
     found = list(wrong.values())
-    if isinstance(section, NotifyConfig) and (problem := notify_problem(section)):
-        found.append(problem)
+    if isinstance(section, NotifyConfig):
+        found += wrong_targets(section).values()
     if isinstance(section, ControllerConfig):
         values, variables = rule_values(section, environment)
         # A value out of range would break rules that say nothing new.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
@@ -28,6 +28,7 @@ from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.severity import SeverityTableError
 from unicron.detector.health.checks import HealthConfig
 
+NOTIFY = "[notify] "  # with which each of its problems begins
 SECTIONS = ("controller", "agent", "planner", "partition", "health", "notify", "severity")
 
 
@@ -39,9 +40,11 @@ def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def load(path: str | Path | None = None, environment: Mapping[str, str] = os.environ) -> Config:
-    """The checked configuration from `path`, or from the search path, or all defaults. Raises UserError, one line."""
+    """The checked configuration from `path`, or from the search path, or all defaults. Raises UserError, one line.
+
+    Nobody but unicrond reads [notify]: a mistake there keeps no agent from its job."""
     config, found = _read(path, environment)
-    refuse(config.path, found or all_problems(config))
+    refuse(config.path, without_notify(found) or without_notify(all_problems(config)))
     return config
 
 
@@ -65,8 +68,14 @@ def examine(
     return config, found + all_problems(config, environment) + ours
 
 
-def refuse(path: str, found: list[str]) -> None:
-    """Raises UserError with the first of the problems, if there is one."""
+def without_notify(found: Sequence[str]) -> list[str]:
+    """The problems without those of [notify], which cost the targets that they are about, and nothing else."""
+    return [line for line in found if not line.startswith(NOTIFY)]
+
+
+def refuse(path: str, found: Sequence[str]) -> None:
+    """Raises UserError with the first of the problems, if there is one. That is wrong use, after which systemd starts
+    no program again; a file that cannot be read is none, for it may not be mounted yet."""
     if found:
         more = f" (and {len(found) - 1} more: `unicrond --check` prints all)" if len(found) > 1 else ""
         raise UserError(f"{path or 'configuration'}: {found[0]}{more}", WRONG_USE)
@@ -84,7 +93,7 @@ def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Conf
         named = environment.get("UNICRON_CONFIG")
         if named and not Path(named).is_file():
             advice = "write it, mount it if this is a container, or unset the variable"
-            raise UserError(f"UNICRON_CONFIG={named}: no such file; {advice}", WRONG_USE)
+            raise UserError(f"UNICRON_CONFIG={named}: no such file; {advice}")  # it may come
         path = next((candidate for candidate in search_path(environment) if candidate.is_file()), None)
         if path is None:
             return Config(), []
@@ -92,7 +101,7 @@ def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Conf
         with open(path, "rb") as file:
             raw = tomllib.load(file)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; name an existing file with --config", WRONG_USE) from None
+        raise UserError(f"{path}: {error.strerror}; name an existing file with --config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not TOML: {error}", WRONG_USE) from None
     return parse_sections(raw, str(path))

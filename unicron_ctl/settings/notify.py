@@ -9,7 +9,7 @@ import os
 import tomllib
 import urllib.parse
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -60,12 +60,16 @@ class Secrets(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [word for word in msgspec.structs.astuple(self) if word]
 
 
-def notify_problem(config: NotifyConfig) -> str:
-    """What is wrong with the section by itself, or nothing."""
-    if config.hook and not os.path.isabs(config.hook):
-        return f'hook = "{config.hook}": write an absolute path'
-    if config.secrets and not os.path.isabs(config.secrets):
-        return f'secrets = "{config.secrets}": write an absolute path'
+def wrong_targets(config: NotifyConfig) -> dict[str, str]:
+    """What is wrong with the section by itself: by the key of each target, in one line each."""
+    found = {"mail": _mail_problem(config)}
+    for key in ("hook", "secrets"):
+        if (path := getattr(config, key)) and not os.path.isabs(path):
+            found[key] = f'{key} = "{path}": write an absolute path'
+    return {key: problem for key, problem in found.items() if problem}
+
+
+def _mail_problem(config: NotifyConfig) -> str:
     odd = next((one for one in [*config.mail, config.mail_from] if one and not _is_mail(one)), "")
     if odd:
         return f'"{odd}" is no address of mail'
@@ -83,12 +87,33 @@ def _is_mail(text: str) -> bool:
 
 def notify_problems(config: NotifyConfig) -> list[str]:
     """What is wrong with the hook and the secrets on this machine, in one line each; for unicrond."""
-    found = [unfit(config.hook)] if config.hook else []
+    wrong = wrong_targets(config)
+    found = [unfit(config.hook)] if config.hook and "hook" not in wrong else []
     try:
-        load_secrets(config)
+        if "secrets" not in wrong:
+            load_secrets(config)
     except UserError as error:
         found.append(str(error))
     return [f"[notify] {line}" for line in found if line]
+
+
+def usable(config: NotifyConfig) -> tuple[NotifyConfig, Secrets, bool]:
+    """The section without what is wrong in it, the secrets, and whether those could be read. Without them only the hook
+    is left: they may be what protects the mail on its way."""
+    wrong = wrong_targets(config)
+    left_out: dict[str, Any] = {"hook": ""} if "hook" in wrong else {}
+    for field in msgspec.structs.fields(NotifyConfig):
+        limits = [note for note in getattr(field.type, "__metadata__", ()) if isinstance(note, Range)]
+        if any(limit.problem(field.name, getattr(config, field.name)) for limit in limits):
+            left_out[field.name] = field.default
+    secrets, read = Secrets(), True
+    try:
+        secrets = load_secrets(config)
+    except UserError:
+        read = False
+    if "mail" in wrong or not read:
+        left_out["mail"] = []
+    return msgspec.structs.replace(config, **left_out), secrets, read
 
 
 def unfit(hook: str) -> str:
@@ -101,6 +126,8 @@ def load_secrets(config: NotifyConfig) -> Secrets:
     path = config.secrets
     if not path:
         return Secrets()
+    if why := wrong_targets(config).get("secrets"):
+        raise UserError(why)
     try:
         status = os.stat(path)
         if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):

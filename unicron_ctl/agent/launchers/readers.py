@@ -19,6 +19,7 @@ from unicron.ctl.agent.launchers.accelerate import ask_accelerate
 from unicron.ctl.agent.launchers.commands import KINDS, PYTHON, Found, NotTaken, find_launcher
 from unicron.ctl.agent.launchers.option_tables import LOST, REPLACED, Options, Unreadable, read_options
 from unicron.ctl.agent.ranks.placeholders import placeholder
+from unicron.ctl.system.plain_file import read_beginning
 
 MOST_BYTES = 1 << 20  # that are read of a script
 USES_MPI = re.compile(r"^[ \t]*(?:import|from)[ \t]+(mpi4py|horovod)\b", re.MULTILINE)
@@ -171,19 +172,21 @@ def _from_fabric(found: Found) -> Taken:
 def _from_mpirun(found: Found) -> Taken:
     if ":" in found.words:
         raise NotTaken(f"it starts several programs: {PLAIN_SCRIPT}")
-    words = [word for word in found.words]
-    environment = {}
-    while "-genv" in words[:-2]:  # two values follow
-        at = words.index("-genv")
-        environment[words[at + 1]] = words[at + 2]
-        del words[at : at + 3]
+    words, environment, at = list[str](), dict[str, str](), 0
+    while at < len(found.words):
+        if found.words[at] == "-genv" and at + 2 < len(found.words):  # two values follow
+            environment[found.words[at + 1]] = found.words[at + 2]
+            at += 3
+        else:
+            words.append(found.words[at])
+            at += 1
     read = read_options(options.MPIRUN, words, abbreviated=False)
     program = [read.program, *read.words]
     if not PYTHON.fullmatch(Path(read.program).name) and not read.program.endswith(".py"):
         raise NotTaken(f"{Path(read.program).name} is no Python script, and an MPI program needs mpirun")
     if script := next((word for word in program if word.endswith(".py")), ""):
-        with contextlib.suppress(OSError), open(script, encoding="utf-8", errors="replace") as file:
-            if needs := USES_MPI.search(file.read(MOST_BYTES)):
+        with contextlib.suppress(OSError):
+            if needs := USES_MPI.search(read_beginning(script, MOST_BYTES)):
                 raise NotTaken(f"{Path(script).name} needs it, for it imports {needs[1]}")
     for text in read.all("x"):
         name, equals, value = text.partition("=")

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from unicron.ctl.agent.connections.job_environment import LAUNCH
@@ -29,28 +30,24 @@ from unicron.ctl.agent.launchers.commands import (
     find_launcher,
     only_command,
 )
+from unicron.ctl.system.plain_file import read_beginning
 
 FOLDER = "_UNICRON_LAUNCHERS"  # the folder at the front of PATH, for the agent that is started from it
 PYTHONS = ("python", "python3")
 MOST_BYTES = 1 << 16  # that are read of a script
-_NAME = "|".join(re.escape(name) for name in sorted(NAMES))
-_MODULE = "|".join(re.escape(name) for name in sorted(MODULES))
-_WORD_START, _WORD_END = r"(?:^|[\s;&|()<>\"'`={}])", r"(?=$|[\s;&|()<>\"'`{}])"
-_BEHIND = "|".join(sorted({"exec", *WRAPPERS}))
-# Where a command may begin: also in a quoted text, and in the value of a variable.
-_BEGIN = r"(?:^|[;&|(){}`\"'!]|\b(?:then|do|else|exec|time|if|while|until|eval)\s|(?:^|\s)[A-Za-z_]\w*=)\s*"
-_BEGIN += rf"(?:[A-Za-z_]\w*=\S*\s+)*(?:(?:{_BEHIND})\s[^;&|\"'\n]*?(?<=\s))?"
-_LAUNCHER = re.compile(rf"{_BEGIN}(?:{_NAME}){_WORD_END}|-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
-_NAMED = re.compile(rf"(?:{_NAME}|{_MODULE}){_WORD_END}")
+MOST_SCRIPTS = 8  # that are read of those that a container's start names
+_PIECE = re.compile(r"\s+|[;&|(){}`\"'!<>=]|[^\s;&|(){}`\"'!<>=]+")
+_SIGNS = set(";&|(){}`\"'!<>=")
+_BEGINS = _SIGNS - set("<>=")  # behind which a command may begin: also in a quoted text
+_KEYWORD = re.compile(r"\b(?:then|do|else|exec|time|if|while|until|eval)$")
+_BEHIND = {"exec", *WRAPPERS}
+_SETTING = re.compile(r"[A-Za-z_]\w*")
+_BY_ANY_NAME = re.compile(rf"(?<![\w/-])(?:{'|'.join(re.escape(name) for name in sorted(NAMES))})$")
+_PYTHON_BY_PATH = re.compile(r"/python[\d.]*$")
 # What a container is given to run, to the end of the command.
 _CONTAINER = re.compile(rf"""(?<![\w.-])(?:{"|".join(sorted(CONTAINERS))})\s(?:"[^"]*"|'[^']*'|[^;&|\n"'])*""")
-_BY_PATH = re.compile(rf"/(?:{_NAME}){_WORD_END}|/python[\d.]*\s[^;&|\n]*-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
 _CHANGES_PATH = re.compile(r"activate\b|\bmodule\s+(?:load|add)\b|\bPATH=", re.MULTILINE)
 _RUNS_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*]")
-_NOT_BY_FUNCTION = re.compile(
-    rf"{_WORD_START}(?:{_BEHIND})\s[^;&|\n]*?(?:(?<![\w/-])(?:{_NAME}){_WORD_END}|-m\s+(?:{_MODULE}){_WORD_END})",
-    re.MULTILINE,
-)
 
 _SHIM = """#!/bin/sh
 exec {python} -I -m unicron.ctl.agent.start.entry run -- {name} "$@"
@@ -92,20 +89,97 @@ def launches(command: Sequence[str]) -> bool:
     text = shell_text(command)
     if text is not None and _RUNS_ARGUMENTS.search(text):
         starts = [at for at in range(1, len(command)) if Path(command[at]).name.startswith((*NAMES, "python"))]
+        starts = starts[:MOST_SCRIPTS]
         words = next((command[at:] for at in starts if find_launcher(command[at:]) is not None), [])
         text = f"{text}\nexec {shlex.join(words)}"
     text = _CONTAINER.sub(" ", text or "")  # no agent is there
-    if not (_LAUNCHER.search(text) or _BY_PATH.search(text)):
+    named = read_names(text)
+    if not (named.launcher or named.by_path):
         return False
     how = "its shell script starts the ranks by a launcher"
     told = "write `srun torchrun ...` or `srun python train.py` in the batch script"
-    if _BY_PATH.search(text) and only_command(command) is None:  # else take_over sees it
+    if named.by_path and only_command(command) is None:  # else take_over sees it
         raise NotTaken(f"{how} that is named by its path: name it without a path, or {told}")
-    if _BY_PATH.search(text):
+    if named.by_path:
         return False
-    if _CHANGES_PATH.search(text) and _NOT_BY_FUNCTION.search(text):
+    if named.by_no_function and _CHANGES_PATH.search(text):
         raise NotTaken(f"{how} behind exec or a wrapper after PATH was changed: {told}")
     return True
+
+
+@dataclass
+class Named:
+    """What a shell's text names. launcher: the first that a command begins with, or a wrapper runs. by_path: one is
+    named by its path. by_no_function: one stands behind exec or a wrapper, which ask no function of the shell's."""
+
+    launcher: str = ""
+    by_path: bool = False
+    by_no_function: bool = False
+
+
+@dataclass
+class _Here:
+    """Where in a command the next piece stands. begins: a command may begin there. wrapped: behind a wrapper that one
+    began with, and unasked: behind any. by_path: behind a Python with a path. module: behind -m. setting: the piece
+    before is a name in front of =, and value: so is one before that, with its value still going on."""
+
+    begins: bool = True
+    wrapped: bool = False
+    unasked: bool = False
+    by_path: bool = False
+    module: bool = False
+    setting: bool = False
+    value: bool = False
+
+    def pass_blanks(self, blanks: str, before: str) -> None:
+        line = "\n" in blanks
+        self.begins = self.begins or self.value or line or _KEYWORD.search(before) is not None
+        self.module, self.setting, self.value = before.endswith("-m"), False, False
+        if line:
+            self.wrapped = self.unasked = self.by_path = False
+
+    def pass_sign(self, sign: str) -> None:
+        self.begins = sign in _BEGINS or (sign == "=" and self.setting)
+        self.module = self.setting = False
+        self.wrapped = self.wrapped and sign not in ";&|\"'"
+        self.unasked = self.unasked and sign not in ";&|"
+        self.by_path = self.by_path and sign not in ";&|"
+
+    def pass_word(self, word: str, before: str, after: str) -> None:
+        alone = after[:1].isspace()
+        self.setting = after == "=" and _SETTING.fullmatch(word) is not None
+        self.value = self.value or (self.setting and self.begins)
+        self.setting = self.setting and before.isspace()
+        self.wrapped = self.wrapped or (alone and self.begins and word in _BEHIND)
+        self.unasked = self.unasked or (alone and word in _BEHIND)
+        self.by_path = self.by_path or (alone and _PYTHON_BY_PATH.search(word) is not None)
+        self.begins = self.module = False
+
+
+def read_names(text: str) -> Named:
+    """What the text names; each of its pieces is looked at once."""
+    named, here = Named(), _Here()
+    pieces = _PIECE.findall(text)
+    for before, piece, after in zip(["\n", *pieces], pieces, [*pieces[1:], "\n"], strict=False):
+        if piece.isspace():
+            here.pass_blanks(piece, before)
+        elif piece in _SIGNS:
+            here.pass_sign(piece)
+        else:
+            if after not in ("=", "!"):
+                _hear_word(named, here, piece, before)
+            here.pass_word(piece, before, after)
+    return named
+
+
+def _hear_word(named: Named, here: _Here, word: str, before: str) -> None:
+    module = here.module and word in MODULES
+    if module or (word in NAMES and (here.begins or (here.wrapped and before.isspace()))):
+        named.launcher = named.launcher or word
+    _, slash, name = word.rpartition("/")
+    named.by_path = named.by_path or bool(slash and name in NAMES) or (module and here.by_path)
+    if here.unasked and (module or _BY_ANY_NAME.search(word)):
+        named.by_no_function = True
 
 
 def kept_in_container(command: Sequence[str]) -> str:
@@ -128,10 +202,10 @@ def kept_in_container(command: Sequence[str]) -> str:
 
 def _launcher_within(segment: str, words: Sequence[str]) -> str:
     """The name of the launcher that these words of a container's start name, or its script does."""
-    texts = [segment, *(_script(word, own=False) or "" for word in words if word.endswith(".sh"))]
-    begun = next(filter(None, map(_LAUNCHER.search, texts)), None)
-    if begun is not None:
-        return str(_NAMED.findall(begun[0])[-1])
+    scripts = list(dict.fromkeys(word for word in words if word.endswith(".sh")))[:MOST_SCRIPTS]
+    for text in (segment, *(_script(word, own=False) or "" for word in scripts)):
+        if named := read_names(text).launcher:
+            return named
     try:
         found = find_launcher(words)
     except NotTaken:
@@ -142,16 +216,16 @@ def _launcher_within(segment: str, words: Sequence[str]) -> str:
 def shell_text(command: Sequence[str]) -> str | None:
     """The text that a shell would run, without comments; None for a command that is no shell's. Raises NotTaken for a
     shell that reads it from its standard input, which it cannot read again."""
-    words = list(command)
-    while len(words) > 1 and Path(words[0]).name in WRAPPERS:
-        del words[0]
-        while len(words) > 1 and (words[0].startswith("-") or "=" in words[0] or words[0][:1].isdigit()):
-            del words[0]
-    if not words:
+    at, last = 0, len(command) - 1
+    while at < last and Path(command[at]).name in WRAPPERS:
+        at += 1
+        while at < last and (command[at].startswith("-") or "=" in command[at] or command[at][:1].isdigit()):
+            at += 1
+    if not command:
         return None
-    if Path(words[0]).name not in SHELLS:
-        return _script(words[0], own=True) if "/" in words[0] or words[0].endswith(".sh") else None
-    del words[0]
+    program, words = command[at], list(command[at + 1 :])
+    if Path(program).name not in SHELLS:
+        return _script(program, own=True) if "/" in program or program.endswith(".sh") else None
     letters = ""
     while words and words[0][:1] in ("-", "+") and "s" not in letters:
         option = words.pop(0)
@@ -162,7 +236,7 @@ def shell_text(command: Sequence[str]) -> str | None:
         values = option in ("--rcfile", "--init-file") if long else option.count("o") + option.count("O")
         del words[:values]
     if words and "c" in letters:
-        return _without_comments(words[0])
+        return _without_comments(words[0][:MOST_BYTES])
     if words and "s" not in letters:
         return _script(words[0], own=False)
     raise NotTaken("its shell reads from standard input what to run: write that to a file, and `srun bash FILE`")
@@ -171,8 +245,7 @@ def shell_text(command: Sequence[str]) -> str | None:
 def _script(path: str, own: bool) -> str | None:
     """The text of a shell script. own: it is executed by itself, so that its first line says whose it is."""
     try:
-        with open(path, "rb") as file:
-            text = file.read(MOST_BYTES).decode(errors="replace")
+        text = read_beginning(path, MOST_BYTES)
     except OSError:
         return None
     first = text.partition("\n")[0]

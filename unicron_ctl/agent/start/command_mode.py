@@ -15,6 +15,7 @@ from pathlib import Path
 
 from unicron.ctl.protocol.structs import RESTART, SESSION
 from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron.ctl.system.plain_file import read_beginning
 
 AUTO = "auto"
 MODES = (AUTO, SESSION, RESTART)
@@ -33,7 +34,10 @@ _MEGATRON_LM = re.compile(
     r"^(?:from[ \t]+megatron\.training(?:\.\w+)*[ \t]+import|import[ \t]+megatron\.training)\b", re.MULTILINE
 )
 _PYTHON = re.compile(r"(?:^|[\s/\"'=;&|(])i?(?:python|pypy)[\d.]*t?(?=[\s\"');&|]|$)|\.(?:py|pyz|pex)\b", re.MULTILINE)
-_SCRIPT = re.compile(r"[\w./~+-]+\.py\b")
+_SCRIPT = re.compile(r"(?<![\w./~+-])[\w./~+-]+\.py\b")
+MOST_NAMES = 256  # of scripts in a shell's text that are looked for
+MOST_SCRIPTS = 16  # that are read of those that a shell's text names
+MOST_OF_HELPER = 1 << 17  # bytes of a program that only helps: it is parsed, which takes long for much
 MOST_PROGRAMS = 8  # of a command's words that may name the program, behind wrappers
 _MONITORS = {"GPUtil", "gpustat", "nvidia_smi", "prometheus_client", "psutil", "pynvml", "requests"}
 # Modules and calls by which a program of Python's runs another one
@@ -126,14 +130,17 @@ def launched(command: Sequence[str]) -> list[str]:
 
 
 def scripts_of(text: str, folder: Path) -> str:
-    """The texts of the Python scripts that a shell's text names, beside that text itself (`python -c`)."""
-    paths = (folder / word for word in dict.fromkeys(_SCRIPT.findall(text)))
-    return "\n".join([text, *(_read(path) for path in paths if path.is_file())])
+    """The texts of the first Python scripts that a shell's text names, beside that text itself (`python -c`)."""
+    names = list(dict.fromkeys(_SCRIPT.findall(text)))[:MOST_NAMES]
+    paths = [path for path in (folder / name for name in names) if os.path.isfile(path)][:MOST_SCRIPTS]
+    return "\n".join([text, *map(_read, paths)])[:MAX_BYTES]
 
 
 def only_helps(text: str) -> bool:
     """Whether this is the text of a Python program that surely trains nothing: it imports Python's own modules and
     those of monitors only, and starts nothing else but programs such as nvidia-smi."""
+    if len(text) > MOST_OF_HELPER:
+        return False
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -144,7 +151,7 @@ def only_helps(text: str) -> bool:
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module if node.module and not node.level else ".")
-        elif isinstance(node, ast.Call) and (called := ast.unparse(node.func).split(".")[-1]) in _RUNS_MORE:
+        elif isinstance(node, ast.Call) and (called := _called(node)) in _RUNS_MORE:
             if called not in ("system", "popen") or not _runs_monitor(node):
                 return False
     names = {name.split(".")[0] for name in imported}
@@ -152,6 +159,14 @@ def only_helps(text: str) -> bool:
         names.discard("subprocess")
         names.add("os")
     return bool(names) and names <= (sys.stdlib_module_names | _MONITORS) - _RUN_MORE
+
+
+def _called(call: ast.Call) -> str:
+    """The name by which a function is called; empty where it has none."""
+    match call.func:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
 
 
 def _only_runs_monitors(tree: ast.Module) -> bool:
@@ -166,7 +181,7 @@ def _only_runs_monitors(tree: ast.Module) -> bool:
     known = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in _OF_SUBPROCESS}
     for node in nodes:
         if isinstance(node, ast.Call) and _runs_monitor(node):
-            known |= {id(inner) for inner in ast.walk(node.func)}
+            known.add(id(node.func.value if isinstance(node.func, ast.Attribute) else node.func))
     uses = [node for node in nodes if isinstance(node, ast.Name) and node.id in names]
     return "*" not in names and all(id(node) in known for node in uses)
 
@@ -197,7 +212,7 @@ def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> t
                 return f"-m {following}", f"import {following}"
             path = _module(following, imports)
             return (f"-m {following}", _read(path)) if path else (f"module {following} is none of the job's own", None)
-        if word.endswith(".py") and (folder / word).is_file():
+        if word.endswith(".py") and os.path.isfile(folder / word):
             return Path(word).name, _read(folder / word)
         python = python or Path(word).name.startswith("python")
     name = Path(command[0]).name if command else "no command"
@@ -210,12 +225,11 @@ def _module(name: str, imports: Sequence[Path]) -> Path | None:
     """The file that `python -m NAME` runs, found without importing anything."""
     inner = "/".join(name.split("."))
     paths = (folder / path for folder in imports for path in (f"{inner}/__main__.py", f"{inner}.py"))
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if os.path.isfile(path)), None)
 
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES).decode(errors="replace")
+        return read_beginning(path, MAX_BYTES)
     except OSError:
         return ""

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 SAID_TASKS = "_UNICRON_SAID_TASKS"  # who said how many tasks to start (slurm_plugin/spank/submit.c)
 # A program that is one process of several: it reads its rank, or imports what does so
 _SEVERAL = re.compile(
-    r"\btorch\.distributed\b|^\s*from[ \t]+torch[ \t]+import\b.*\bdistributed\b|\binit_(?:process_group|distributed)\b"
-    r"|\b(?:LOCAL_RANK|RANK|WORLD_SIZE|SLURM_LOCALID)\b|\blocal[-_]rank\b"
-    r"|^\s*(?:from|import)[ \t]+(?:accelerate|deepspeed|lightning|megatron|nemo|pytorch_lightning|torchtitan|trl"
+    r"\btorch\.distributed\b|^[ \t]*from[ \t]+torch[ \t]+import\b.*\bdistributed\b"
+    r"|\binit_(?:process_group|distributed)\b|\b(?:LOCAL_RANK|RANK|WORLD_SIZE|SLURM_LOCALID)\b|\blocal[-_]rank\b"
+    r"|^[ \t]*(?:from|import)[ \t]+(?:accelerate|deepspeed|lightning|megatron|nemo|pytorch_lightning|torchtitan|trl"
     r"|unicron)\b"
     r"|\b\w*Trainer\(",
     re.MULTILINE,
@@ -23,7 +23,7 @@ _SEVERAL = re.compile(
 # A program that uses all GPUs of its node by itself
 _ALONE = re.compile(
     r"\b(?:mp|multiprocessing)\.(?:spawn|Process)\b|\bspawn\(|\bstart_processes\b|\bDataParallel\(|\bdevice_map\b"
-    r"|\b(?:notebook|debug)_launcher\b|\btensor_parallel_size\b|^\s*(?:from|import)[ \t]+(?:jax|vllm)\b",
+    r"|\b(?:notebook|debug)_launcher\b|\btensor_parallel_size\b|^[ \t]*(?:from|import)[ \t]+(?:jax|vllm)\b",
     re.MULTILINE,
 )
 

@@ -12,14 +12,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.notices import ADMIN, Message, Notice, Notices, compose
 from unicron.ctl.controller.log.records import Event, Record
 from unicron.ctl.controller.server.notify_targets import Deliver, Hooks, NotTold, targets
-from unicron.ctl.settings.notify import NotifyConfig, Secrets, load_secrets
-from unicron.ctl.system.errors import UserError
+from unicron.ctl.settings.notify import NotifyConfig, usable
 from unicron.ctl.system.mailbox import Mailbox
 
 log = logging.getLogger("unicron.controller.telling")
@@ -101,6 +101,8 @@ class Telling:
         self._hooks = Hooks()
         self._notices = Notices()
         self._config = NotifyConfig()
+        self._unread: Callable[[], None] | None = None  # looks in a thread whether the secrets can be read by now
+        self._look_at, self._looking = 0.0, threading.Thread()
         self._past: deque[Notice] = deque(maxlen=MOST_WAITING)
         self.targets: dict[str, Target] = {}
 
@@ -112,11 +114,11 @@ class Telling:
     def configure(self, config: NotifyConfig, told: dict[str, int], last: int) -> None:
         """Takes the section. told: by target, of which event each need hear no more. last: the newest event; a new
         target hears of what comes after it."""
-        try:
-            secrets = load_secrets(config)
-        except UserError as error:  # it was readable when the section was checked
-            log.error("[notify] %s", error)
-            secrets = Secrets()
+        given, (config, secrets, read) = config, usable(config)
+        if self._unread is not None and read:
+            log.info("[notify] %s can be read now", config.secrets)
+        # They may be on a file system that is not mounted yet. What is wrong was said when the section was checked.
+        self._unread = None if read else partial(self._read_secrets, given, told, last)
         self._config, before = config, self.targets
         self.targets = {}
         for name, deliver in targets(config, secrets, self._hooks).items():
@@ -130,6 +132,12 @@ class Telling:
             target = self.targets[name] = Target(name, deliver, told.get(name, last))
             for notice in self._past:
                 self._add(target, notice)
+
+    def _read_secrets(self, config: NotifyConfig, told: dict[str, int], last: int) -> None:
+        """Takes the section again when its secrets can be read. Has a thread of its own: the file may not answer."""
+        look = self._unread
+        if usable(config)[2]:
+            self._results.put(lambda: self.configure(config, told, last) if self._unread is look else None)
 
     def note(self, event: Event) -> None:
         """Takes in one record."""
@@ -149,6 +157,10 @@ class Telling:
 
     def work(self, now: float) -> None:
         """Begins to tell whoever is due; returns at once."""
+        if self._unread is not None and now >= self._look_at and not self._looking.is_alive():
+            self._look_at = now + FIRST_RETRY
+            self._looking = threading.Thread(target=self._unread, name="unicron-secrets", daemon=True)
+            self._looking.start()
         for target in self.targets.values():
             if target.waiting and not target.sending:
                 target.forget_old(now)

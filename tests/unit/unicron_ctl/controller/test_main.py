@@ -152,6 +152,61 @@ def test_a_life_from_start_to_stop(
     manager.close()
 
 
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("[notify]\nhook = '/mnt/not-yet/hook'", "No such file"),
+        ("[notify]\nhook = 'bin/hook'", "absolute path"),
+        ("[notify]\nsecrets = '/mnt/not-yet/secrets'", "/mnt/not-yet/secrets"),
+        ("[notify]\nsecrets = 'secrets'", "absolute path"),
+        ("[notify]\nmail = ['ops']", "no address of mail"),
+        ("[notify]\nmail = ['ops@a']\nsmtp = 'mail'", "HOST:PORT"),
+        ("[notify]\nmail = 'ops@a'", "mail: Expected `array`"),
+        ("[notify]\nmost_per_hour = 0", "most_per_hour"),
+        ("[notify]\nkinds = ['heeled']", "heeled"),
+        ("[notify]\nslack = 'https://x'", "unknown key"),
+        ("notify = 3", "must be a section"),
+    ],
+)
+def test_a_mistake_in_notify_keeps_no_controller_down(
+    unicrond: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, said: str
+) -> None:
+    """It is said, at a start and at a reload; what else the file says counts."""
+    above, below = (section, "") if section.startswith("notify") else ("", section)
+    text = f"{above}\n[controller]\nslurm = 'none'\noffer_delay = 0.5\n{HERE}{below}\n"
+    path, taken = written(tmp_path, text), list[float]()
+
+    def during(server: FakeServer) -> None:
+        written(tmp_path, text.replace("0.5", "0.7"))
+        server.reload()
+        taken.extend(config.controller.offer_delay for config in server.taken)
+
+    monkeypatch.setattr(main, "Server", lambda *arguments: FakeServer(during, *arguments))
+    monkeypatch.setattr(descriptors, "shortage", lambda granted: "")
+    status, _, err = unicrond("--config", path, "--state-dir", str(tmp_path / "state"))
+    assert (status, taken) == (0, [0.7]) and len(err) == 2, err
+    assert all(f"{path}: [notify] " in line and said in line and "it is left out" in line for line in err), err
+    status, _, err = unicrond("--config", path, "--check")
+    assert status == 2 and len(err) == 1 and said in err[0]
+    written(tmp_path, text.replace("0.5", "'soon'"))
+    assert unicrond("--config", path, "--state-dir", str(tmp_path / "state"))[0] == 2
+
+
+@pytest.mark.parametrize("missing", ["unicron.toml", "folder/unicron.toml", "."])
+def test_a_configuration_that_is_not_there_yet_is_tried_again(
+    unicrond: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """Its file system may be mounted later: systemd starts the program again after this exit status, without end."""
+    for variable, arguments in (("", ("--config", str(tmp_path / missing))), (str(tmp_path / missing), ())):
+        monkeypatch.setenv("UNICRON_CONFIG", variable)
+        status, out, err = unicrond(*arguments)
+        assert (status, out) == (1, []) and len(err) == 1 and str(tmp_path / missing) in err[0]
+    for name in ("unicrond", "unicron-web"):
+        unit = (Path(__file__).parents[4] / f"slurm_plugin/systemd/{name}.service").read_text()
+        assert "Restart=always\n" in unit and "RestartPreventExitStatus=2\n" in unit
+        assert "StartLimitIntervalSec=0\n" in unit[: unit.index("[Service]")]
+
+
 def test_with_json_the_error_that_ends_it_is_an_object(unicrond: Any) -> None:
     status, out, (line,) = unicrond("--log-format", "json", "--listen", "here")
     said = json.loads(line)

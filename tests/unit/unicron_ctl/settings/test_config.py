@@ -67,7 +67,6 @@ def test_the_defaults_contradict_nothing() -> None:
         ("[health]\nskip = ['gpus']", '[health] skip = "gpus": use some of gpu, memory'),
         ("[planner]\ncomparee = 'user'", "[planner] comparee: unknown key; did you mean compare?"),
         ("[[severity.rule]]\nid = 'a'\nfoo = 1", "[severity] rule a: unknown key 'foo'"),
-        ("[notify]\nkinds = ['admn']", "[notify] kinds: 'admn': use some of admin, healed, left"),
         ("[controller]\naddress = 'tcp://a b:7451'", 'address = "tcp://a b:7451": write tcp://HOST:PORT'),
         ("[controller", "not TOML"),
     ],
@@ -79,6 +78,18 @@ def test_a_wrong_file_gives_one_line_that_names_the_key(tmp_path: Path, text: st
         load(path)
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
     assert said in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_of_notify_only_unicrond_is_told_what_is_wrong(tmp_path: Path) -> None:
+    """Defect: a mistake in an address of mail left all jobs unprotected, for agents read the same file."""
+    path = tmp_path / "unicron.toml"
+    path.write_text("[notify]\nkinds = ['admn']\nmail = ['ops']\n[agent]\nlink_seconds = 7.0\n")
+    assert load(path).agent.link_seconds == 7.0
+    found = examine(path, ANY_ENVIRONMENT)[1]
+    assert "[notify] kinds: 'admn': use some of admin, healed, left" in found and len(found) == 2
+    path.write_text("[notify]\nkinds = ['admn']\n[agent]\nlink_seconds = 0.0\n")
+    with pytest.raises(UserError, match="link_seconds = 0 must be"):
+        load(path)
 
 
 def test_a_file_without_text_in_utf8_or_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from unicron.ctl.agent.start.command_mode import is_python, only_helps
         "import subprocess as sp\ntry: sp.check_output('nvidia-smi -L', shell=True)\nexcept sp.TimeoutExpired: pass\n",
         "from subprocess import PIPE, check_output\nprint(check_output(['/usr/bin/nvidia-smi']))\n",
         "import os\nos.system('nvidia-smi')\n",
+        "import os\nx = os" + ".a()" * 400 + "\n",
     ],
 )
 def test_monitors_and_helpers(text: str) -> None:
@@ -47,6 +48,11 @@ def test_monitors_and_helpers(text: str) -> None:
         "import sys\n__import__(sys.argv[1])\n",
         "import sys\nexec(open('train.py').read())\n",
         "def :\n",
+        "import os\nx = os" + ".a()" * 5000 + "\n",
+        "import os\nx = " + "-" * 50000 + "1\n",
+        "import os\nos" + ".a()" * 400 + ".system('python train.py')\n",
+        "import subprocess\nsubprocess.Popen(['./train']).communicate('ls')\n",
+        "import os\n" + "a = 1\n" * 30000,
         "import os\nif os.environ.get('X'):\n    import jax\n",
     ],
 )

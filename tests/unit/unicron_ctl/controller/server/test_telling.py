@@ -27,7 +27,7 @@ from unicron.ctl.controller.server.notify_targets import Hooks, NotTold, post, s
 from unicron.ctl.controller.server.telling import DAY, FIRST_RETRY, GIVE_UP, MOST_WAITING, Telling
 from unicron.ctl.settings.config import all_problems
 from unicron.ctl.settings.config_file import parse_sections
-from unicron.ctl.settings.notify import NotifyConfig, Secrets, load_secrets, notify_problems
+from unicron.ctl.settings.notify import NotifyConfig, Secrets, load_secrets, notify_problems, usable
 from unicron.ctl.system.errors import UserError
 from unicron.ctl.system.mailbox import Mailbox
 
@@ -495,6 +495,44 @@ def test_secrets_are_read_from_a_file_that_nobody_else_can_read(
     path.chmod(0o640)
     (problem,) = notify_problems(config)
     assert "others can read it" in problem and "topsecret" not in problem
+
+
+def test_without_its_secrets_a_section_tells_the_hook_alone_until_they_can_be_read(tmp_path: Path) -> None:
+    """The secrets say, too, that mail has to be encrypted on its way. Their file system may be mounted later."""
+    secrets = tmp_path / "mount" / "secrets"
+    config = NotifyConfig(hook=hook(tmp_path, ""), mail=["a@b"], secrets=str(secrets))
+    results: Mailbox[Callable[[], None]] = Mailbox()
+    told: dict[str, int] = {"slack": 3}
+    telling = Telling(results, lambda record: None)
+    telling.note(lost(11, 100.0, "n1"))
+    telling.configure(config, told, 11)
+    assert set(telling.targets) == {"hook"}
+    telling.work(100.0)
+    telling._looking.join(20.0)
+    assert not results.take_all() and set(telling.targets) == {"hook"}
+    secrets.parent.mkdir()
+    secrets.write_text('slack = "https://hooks.slack.com/services/T/B/topsecret"\nsmtp_user = "u"\n')
+    secrets.chmod(0o600)
+    telling.work(100.0 + FIRST_RETRY - 1)
+    assert not results.take_all(), "it is looked for now and then"
+    telling.work(100.0 + FIRST_RETRY)
+    telling._looking.join(20.0)
+    for result in results.take_all():
+        result()
+    assert set(telling.targets) == {"hook", "mail", "slack"}
+    assert [notice.id for notice in telling.targets["slack"].waiting] == [11], "it has missed nothing"
+    telling.work(100.0 + 3 * FIRST_RETRY)
+    assert not telling._looking.is_alive() and telling._unread is None
+    results.close()
+
+
+def test_what_is_wrong_in_a_section_is_left_out_and_nothing_else(tmp_path: Path) -> None:
+    path = hook(tmp_path, "")
+    config, secrets, read = usable(NotifyConfig(hook=path, mail=["ops"], most_per_hour=0, timeout=float("nan")))
+    assert (config, read) == (NotifyConfig(hook=path), True) and not secrets.words
+    config, _, _ = usable(NotifyConfig(hook="bin/tell", mail=["a@b"], digest_seconds=5.0))
+    assert config == NotifyConfig(mail=["a@b"], digest_seconds=5.0)
+    assert usable(NotifyConfig(mail=["a@b"], secrets="here"))[0].mail == []
 
 
 @pytest.mark.parametrize(
