@@ -70,7 +70,8 @@ class Listing:
         """The nodes, those together that Slurm's scheduler cannot tell apart."""
         found: dict[tuple[object, ...], list[NodeInfo]] = {}
         for node in self.nodes:
-            found.setdefault((node.partitions, node.features, node.gres, node.reservations), []).append(node)
+            key = (node.partitions, node.features, node.gres, node.reservations, node.size, node.limits)
+            found.setdefault(key, []).append(node)
         return list(found.values())
 
     @cached_property
