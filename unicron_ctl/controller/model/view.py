@@ -192,6 +192,10 @@ class View:
                 found.append(node)
         return frozenset(found)
 
+    def refused(self, job: JobState) -> dict[str, str]:
+        """Nodes on which Slurm did not start an element of the job that was told to start there, and why."""
+        return {node: one.said for node, one in job.refused.items() if self.now < one.until}
+
     def expected(self, job: JobState) -> list[int] | None:
         """Elements that run or are about to; None while that is not known freshly enough. Not those that were asked to
         end: Slurm may have given their nodes away, and they may wait long for others."""
