@@ -386,6 +386,8 @@ class FakeSlurm:
         self.refuse_down = self.refuse_shrink = self.refuse_requeue = ""
         self.unheard: set[str] = set()
         """Nodes whose slurmd does not answer: what was requeued there is COMPLETING until the node is set down."""
+        self.unfit: set[str] = set()
+        """Nodes on which Slurm starts nothing that is pinned to them."""
         self.failed: set[tuple[str, int]] = set()
         """Elements of which it has heard that their scripts failed, and that are COMPLETING on such a node."""
 
@@ -415,7 +417,9 @@ class FakeSlurm:
             waits = "held" in entry["reason"].lower() or entry["reason"] == "BeginTime"
             names = names_of(entry["pin"]) if entry["pin"] else list(free)[: entry.get("size", 1)]
             enough = len(names) == entry.get("size", 1) and free.keys() >= set(names)
-            if entry["state"] == "PENDING" and not waits and enough:
+            if entry["state"] == "PENDING" and not waits and entry["pin"] and not self.unfit.isdisjoint(names):
+                entry["reason"] = "BadConstraints"
+            elif entry["state"] == "PENDING" and not waits and enough and self.unfit.isdisjoint(names):
                 for name in names:
                     del free[name]
                 entry.update(state="RUNNING", node=",".join(names), reason="")
@@ -514,7 +518,11 @@ class FakeSlurm:
         self.schedule()
 
     def pin(self, job: str, element: int, node: str | None) -> None:
-        self.queue[job, element]["pin"] = node
+        entry = self.queue[job, element]
+        entry["pin"] = node
+        entry["required_nodes"] = frozenset(names_of(node))
+        if entry["reason"] == "BadConstraints":  # Slurm looks at it anew
+            entry["reason"] = "None"
 
     def start_now(self, job: str, element: int) -> None:
         if self.queue[job, element]["reason"] == "BeginTime":

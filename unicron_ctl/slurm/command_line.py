@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from unicron.ctl.slurm import queue, squeue
+from unicron.ctl.slurm import queue, sizes, squeue
 from unicron.ctl.slurm.admin_comment import MOST, own_part, with_own
 from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.programs import Programs
@@ -26,6 +27,7 @@ from unicron.ctl.slurm.slurm_client import (
 from unicron.ctl.slurm.slurm_settings import SlurmSettings, parse_settings
 from unicron.ctl.system.errors import one_line
 
+log = logging.getLogger("unicron.slurm")
 # One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
 _STATE_SYMBOLS = {
     "*": "NOT_RESPONDING",
@@ -69,6 +71,8 @@ class CommandLineClient:
         self._most_alike = FEWEST_ALIKE
         self._long = True  # the queue, as far as is known
         self._configuration, self._configured_at = "", -SETTINGS_SECONDS
+        self._limits, self._limits_at = dict[str, PartitionInfo](), -SETTINGS_SECONDS  # of partitions that have any
+        self._release, self._warned = "", set[str]()
         self._is_array: dict[str, bool] = {}
         self._commented: set[tuple[str, int]] = set()  # elements with an AdminComment of others
         self._requeued: dict[tuple[str, int], float] = {}  # element -> when it was last requeued
@@ -85,20 +89,21 @@ class CommandLineClient:
         port = self.slurmd_port()
         nodes = [node for line in text.split("\n") if (node := parse_node(line, port)) is not None]
         self._most_alike = max(FEWEST_ALIKE, 2 * len(nodes))
-        return [replace(node, reservations=tuple(reserved.get(node.name, ()))) for node in nodes]
+        return [self._completed(node, reserved.get(node.name, ())) for node in nodes]
+
+    def _completed(self, node: NodeInfo, reserved: Collection[Reserved]) -> NodeInfo:
+        """A node with its reservations and its partitions' limits. Its memory may be none that Slurm deals out."""
+        if time.monotonic() - self._limits_at >= SETTINGS_SECONDS:
+            self._limits = {one.name: one for one in self.partitions() if one.limited}
+            self._limits_at = time.monotonic()
+        limits = tuple(self._limits[name] for name in node.partitions if name in self._limits)
+        memory = "MEMORY" in self._setting("SelectTypeParameters").upper()
+        size = node.size if memory else replace(node.size, to_give=None)
+        return replace(node, reservations=tuple(reserved), limits=limits, size=size)
 
     def partitions(self) -> list[PartitionInfo]:
         """All partitions, hidden ones included."""
-        found = []
-        for line in self._run(["scontrol", "--all", "--oneliner", "show", "partition"]).split("\n"):
-            fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
-            if "PartitionName" in fields:
-                count = fields.get("TotalNodes", "")
-                nodes = int(count) if count.isdigit() else 0
-                grace = fields.get("GraceTime", "")
-                seconds = float(grace) if grace.isdigit() else 0.0
-                found.append(PartitionInfo(fields["PartitionName"], nodes, fields.get("State", ""), seconds))
-        return found
+        return sizes.parse_partitions(self._run(["scontrol", "--all", "--oneliner", "show", "partition"]))
 
     def hostnames(self, text: str) -> list[str]:
         """The names in Slurm's own notation, such as n[1-8],login2, in order. Raises SlurmError for a wrong one."""
@@ -139,11 +144,13 @@ class CommandLineClient:
         return found
 
     def others(self, but: Collection[str] = ()) -> Queue:
-        for columns in queue.COLUMNS:
+        self._release = self._release or "".join(self._run(["squeue", "--version"]).split()[-1:])
+        for columns in queue.forms(self._release):
             said = self._squeue("--sort=-p", "-O", squeue.columns_format(columns))
             if (found := queue.parse(said, columns, but)) is not None:
                 self._long = found.rows > LONG
                 return found
+            self._warn(f"squeue of Slurm {self._release} prints the whole queue in other columns than it was asked for")
         raise SlurmError(f"squeue: cannot read {said[:80]!r}")
 
     def _forget(self, listed: list[ElementInfo]) -> None:
@@ -234,10 +241,17 @@ class CommandLineClient:
             said = self._squeue("--array", *which, "-O", squeue.columns_format(columns))
             if (found := squeue.parse_columns(said, columns, wanted)) is not None:
                 return found
+            self._warn("squeue prints jobs in other columns than it was asked for: what they ask for is not known")
         raise SlurmError(f"squeue: cannot read {said[:80]!r}")
 
     def _squeue(self, *form: str) -> bytes:
         return self._output(["squeue", "--noheader", "--all", "--states=all", *form])
+
+    def _warn(self, text: str) -> None:
+        """Says once that a program's answer was read in a second way."""
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("%s", text)
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -399,7 +413,8 @@ class CommandLineClient:
 
 
 _NODE_FIELD = re.compile(
-    r"(?:^|(?<= ))(NodeName|NodeAddr|Port|State|SlurmdStartTime|Gres|Partitions|ActiveFeatures)="
+    r"(?:^|(?<= ))(NodeName|NodeAddr|Port|State|SlurmdStartTime|Gres|Partitions|ActiveFeatures"
+    r"|CPUEfctv|CPUTot|Sockets|CoresPerSocket|ThreadsPerCore|RealMemory|MemSpecLimit|TmpDisk)="
     r"(.*?)(?=\s+[A-Z][A-Za-z]*=|\s*$)"
 )
 
@@ -429,6 +444,7 @@ def parse_node(line: str, slurmd_port: int = SLURMD_PORT) -> NodeInfo | None:
         partitions=_split(fields.get("Partitions", "")),
         features=frozenset(_split(fields.get("ActiveFeatures", ""))),
         gres=re.sub(r"\([^)]*\)", "", gres),
+        size=sizes.node_size(fields),
     )
 
 

@@ -36,6 +36,9 @@ class Reason:
     words: str
 
 
+# For how long, in seconds, an element is not told again to start on a node, where Slurm gives such a reason when it is.
+# The first is about what the node is, the second about what it is at that moment.
+_REFUSALS = ((re.compile(r"(Bad)?Constraints"), 3600.0), (re.compile(r"ReqNodeNotAvail|Nodes required"), 30.0))
 _FREE = Reason(Bar.NOTHING, "")
 # The first line whose expression matches the beginning of the reason counts.
 _TABLE: tuple[tuple[str, Bar, str], ...] = (
@@ -125,6 +128,12 @@ def _limit(found: re.Match[str]) -> str:
     return f"{whose} lets {who} have no more {what}"
 
 
+def refusal_seconds(reason: str) -> float:
+    """For how long an element is not to be told again to start on the node that it waits for with this reason; 0 for
+    one that may still start there."""
+    return next((seconds for pattern, seconds in _REFUSALS if pattern.match(reason)), 0.0)
+
+
 def bar_of(element: ElementInfo, now: float) -> Bar:
     """What keeps a pending element from starting. now: seconds since the epoch."""
     return Bar.OTHER if _begins_later(element, now) else understand(element.reason).bar
@@ -139,6 +148,8 @@ def explained(element: ElementInfo, now: float) -> str:
     """Why a pending element has not started, in words."""
     if _begins_later(element, now):
         return "it is to begin later (--begin)"
+    if element.required_nodes and refusal_seconds(element.reason):
+        return f"it must start on {', '.join(sorted(element.required_nodes))} (ReqNodeList), which Slurm refuses it"
     return understand(element.reason).words or "Slurm gives this reason and no other"
 
 

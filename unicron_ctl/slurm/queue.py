@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from unicron.ctl.slurm import squeue
+from unicron.ctl.slurm import asked, squeue
 from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.slurm_client import ElementInfo, Queue, element_state
 
@@ -31,9 +31,11 @@ _KIND: Columns = (
     ("TimeLimit", 14),
     ("SchedNodes", 96),
 )
-_ASKED: Columns = (("Feature", 96), ("tres-per-node", 64), ("ReservationName", 64), ("ExcNodes", 96))
+_ASKED: Columns = (("Feature", 96), ("Reservation", 64), *asked.COLUMNS, ("ExcNodes", 96))
 # Where what users ask for breaks the columns: without it. Such a job may then get any node of its partitions.
 COLUMNS: tuple[Columns, ...] = ((*_IDENTITY, *_KIND, *_ASKED), (*_IDENTITY, *_KIND))
+# Columns that older releases do not know. squeue leaves such a one out, with exit status 0.
+_SINCE = {"ExcNodes": (23, 2)}
 WAITS_FOR_NODES = ("Resources", "Priority")
 _PENDING = b"PENDING"
 _OVER = frozenset(
@@ -42,6 +44,13 @@ _OVER = frozenset(
 )
 ON_ONE_NODE = 8  # elements that are told apart on the same nodes
 _SEPARATOR = b"\x1f"
+
+
+def forms(release: str) -> tuple[Columns, ...]:
+    """What squeue of this release ("22.05.8") is asked for, in turn, until the answer can be read."""
+    number = tuple(int(part) for part in release.split(".")[:2] if part.isdigit())
+    known = tuple(one for one in COLUMNS[0] if not number or number >= _SINCE.get(one[0], (0,)))
+    return known, *COLUMNS[1:]
 
 
 def parse(data: bytes, columns: Columns, but: Collection[str] = ()) -> Queue | None:
@@ -107,6 +116,7 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         cells[name] = squeue.known(cell.decode(errors="ignore").rstrip(" ")) if fits else ""
     index, nodes = cells["ArrayTaskID"], cells["NodeList"]
     priority, reasons = cells["PriorityLong"], cells["Reason"].split(",")
+    size, gres = asked.parse(cells)
     # squeue prints an array's pending elements in one row, with all their reasons.
     reason = next((one for one in reasons if one in WAITS_FOR_NODES), cells["Reason"])
     return ElementInfo(
@@ -122,13 +132,15 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         restarts=0,
         partition=cells["Partition"],
         features=cells.get("Feature", ""),
-        gres=squeue.plain_gres(cells.get("tres-per-node", "")),
-        reservation=cells.get("ReservationName", ""),
+        gres=gres,
+        reservation=cells.get("Reservation", ""),
         excluded_nodes=frozenset(hosts(cells.get("ExcNodes", ""))),
         time_limit=squeue.parse_limit(cells["TimeLimit"]),
         priority=int(priority) if priority.isdigit() else 0,
         starts=squeue.parse_time(cells["StartTime"]),
         planned_nodes=frozenset(hosts(cells["SchedNodes"])),
+        required_nodes=frozenset(hosts(cells.get("ReqNodes", ""))),
+        asked=size,
         brief=True,
         array=index.isdigit(),
     )

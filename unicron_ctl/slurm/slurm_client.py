@@ -77,14 +77,66 @@ class SlurmTimeout(SlurmError):
     """Slurm did not answer in time: the next call would wait as long."""
 
 
+NONE_SET = float("inf")  # where a partition has no limit
+
+
 @dataclass(frozen=True)
 class PartitionInfo:
-    """A partition: how many nodes it has, its state (UP, DOWN, DRAIN, INACTIVE), and its GraceTime in seconds."""
+    """A partition: how many nodes it has, its state (UP, DOWN, DRAIN, INACTIVE), its GraceTime in seconds, and what one
+    job may have at most: seconds, nodes, and of one node memory in MB and CPUs. min_nodes: that it must have."""
 
     name: str
     nodes: int
     state: str
     grace: float = 0.0
+    max_seconds: float = NONE_SET
+    min_nodes: float = 0.0
+    max_nodes: float = NONE_SET
+    max_memory: float = NONE_SET
+    max_cpus: float = NONE_SET
+
+    @property
+    def limited(self) -> bool:
+        """Whether it limits what a job may have."""
+        most = self.max_seconds, self.max_nodes, self.max_memory, self.max_cpus
+        return self.min_nodes > 1 or any(limit != NONE_SET for limit in most)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a pending element asks of one node at least (:mod:`unicron.ctl.slurm.asked`); 0 where it asks for nothing,
+    or that is not known.
+
+    nodes: how many it is to have. memory: MB for a node, or for a CPU, as Slurm stores it. in_all: MB for all that it
+    is to have there. per_cpu: MB for each CPU, where memory is asked for like that. tmp: MB of local disk. sockets,
+    cores, threads: of a node, a socket and a core."""
+
+    nodes: int = 1
+    cpus: int = 0
+    tasks: int = 0
+    memory: int = 0
+    in_all: int = 0
+    per_cpu: int = 0
+    tmp: int = 0
+    sockets: int = 0
+    cores: int = 0
+    threads: int = 0
+    tasks_per_socket: int = 0
+    tasks_per_core: int = 0
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a node has for jobs. cpus: 0 where it is not known. memory: MB. to_give: MB that Slurm deals out among jobs;
+    None where it does not (SelectTypeParameters). tmp: MB of local disk."""
+
+    cpus: int = 0
+    sockets: int = 1
+    cores: int = 1
+    threads: int = 1
+    memory: int = 0
+    to_give: int | None = None
+    tmp: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,7 +154,8 @@ class NodeInfo:
 
     `states` is the base state and all flags in upper case, e.g. {"DOWN", "NOT_RESPONDING"}; `slurmd_start` is in
     seconds since the epoch, None while slurmd has not registered; `reason` is why it is out of service, without its
-    author. `gres` is as in slurm.conf ("gpu:a100:8"), `reservations` are those that hold the node now or will.
+    author. `gres` is as in slurm.conf ("gpu:a100:8"), `reservations` are those that hold the node now or will, `limits`
+    those of its partitions that have any.
     """
 
     name: str
@@ -116,6 +169,8 @@ class NodeInfo:
     features: frozenset[str] = frozenset()
     gres: str = ""
     reservations: tuple[Reserved, ...] = ()
+    size: Size = Size()
+    limits: tuple[PartitionInfo, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -143,8 +198,9 @@ class ElementInfo:
     `exit_code` "code:signal" of one that has ended ("" otherwise).
 
     `submitted` is in seconds since the epoch, and Slurm sets it anew when it requeues an element. `partition` may be a
-    list with commas while it is pending. `features` (a constraint, as in sbatch(1)) and `gres` ("gpu:a100:8") are
-    what it asks of a node. `time_limit` is in seconds, None for none. `starts` and `planned_nodes` are the scheduler's
+    list with commas while it is pending. `features` (a constraint, as in sbatch(1)), `gres` ("gpu:a100:8", however it
+    asks for that) and `asked` are what it asks of a node. `required_nodes` are those that it must have: its user's, or
+    the last pin. `time_limit` is in seconds, None for none. `starts` and `planned_nodes` are the scheduler's
     own estimate for a pending one. Users write `name`, `comment` and, without accounting, `account`; any of their
     bytes may be in them. Only administrators write `admin_comment`. A text with an ellipsis at its end was longer.
     `brief`: only the whole queue showed it, so that its owner, its number and its texts are not known.
@@ -178,6 +234,8 @@ class ElementInfo:
     admin_comment: str = ""
     starts: float | None = None
     planned_nodes: frozenset[str] = frozenset()
+    required_nodes: frozenset[str] = frozenset()
+    asked: Asked = Asked()
     brief: bool = False
     array: bool = False
     allocation: int = 1

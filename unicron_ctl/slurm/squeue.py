@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from unicron.ctl.slurm import asked
 from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.slurm_client import ElementInfo, element_state
 
@@ -34,7 +35,7 @@ ALL_COLUMNS = (
     ("Account", 64),
     ("QOS", 64),
     ("Feature", 128),
-    ("tres-per-node", 64),
+    *asked.COLUMNS,
     ("Name", 64),
     ("Comment", 64),
     ("admin_comment", 128),
@@ -177,6 +178,8 @@ def _cell(text: str, width: int) -> bytes:
 def complete(fact: Fact, texts: Mapping[str, str]) -> ElementInfo:
     """An element of the first listing with its row of the second one, as far as that has its columns."""
     reason, restarts = texts["Reason"], texts["RestartCnt"]
+    size, gres = asked.parse({name: known(texts.get(name, "")) for name, _ in asked.COLUMNS})
+    required = known(texts.get("ReqNodes", ""))
     return replace(
         fact.info,
         reason="" if reason == "None" else reason,
@@ -185,7 +188,9 @@ def complete(fact: Fact, texts: Mapping[str, str]) -> ElementInfo:
         account=known(texts.get("Account", "")),
         qos=known(texts.get("QOS", "")),
         features=known(texts.get("Feature", "")),
-        gres=plain_gres(known(texts.get("tres-per-node", ""))),
+        gres=gres,
+        required_nodes=_hosts("" if required.endswith(CUT) else required),
+        asked=size,
         name=texts.get("Name", ""),
         comment=known(texts.get("Comment", "")),
         admin_comment=known(texts.get("admin_comment", "")),

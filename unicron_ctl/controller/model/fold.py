@@ -126,6 +126,7 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.AgentGone: job_rules.agent_gone,
     records.AgentBack: job_rules.agent_back,
     records.Avoided: slurm_rules.avoided,
+    records.Unpinned: slurm_rules.refused,
     records.SlurmAction: slurm_rules.of_element,
     records.SlurmDone: slurm_rules.of_element_done,
     records.SlurmFailed: slurm_rules.of_element_failed,

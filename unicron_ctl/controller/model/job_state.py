@@ -113,6 +113,15 @@ class Avoided:
     suspect: bool
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A node on which Slurm has not started an element that was told to start there. until: when it may be tried again,
+    in seconds since the epoch. said: Slurm's reason."""
+
+    until: float
+    said: str
+
+
 @dataclass
 class Failure:
     """One failure with its story. Times in seconds since the epoch, None for what has not happened."""
@@ -225,6 +234,7 @@ class JobState:
     agents: dict[int, AgentRecord] = field(default_factory=dict)
     avoid: dict[str, Avoided] = field(default_factory=dict)
     """node -> why the job's elements are not to start there."""
+    refused: dict[str, Refused] = field(default_factory=dict)
     requeued: dict[int, float] = field(default_factory=dict)
     """Slurm's element -> when Slurm was asked to start it again; until its next agents are there."""
     slots: dict[int, SlotState] = field(default_factory=dict)

@@ -29,7 +29,8 @@ class Action:
     """A call of the SlurmClient: down, drain, resume, requeue, requeue_hold, hold, release, pin, start_now, cancel,
     shrink, comment.
 
-    element: Slurm's own number of it. node: of several nodes, their names with commas; of a shrink, those that leave.
+    element: Slurm's own number of it. node: of several nodes, their names with commas; of a shrink, those that leave;
+    empty for a pin that is taken back.
     text: the comment or node reason that Slurm is given; of a shrink, the nodes that stay."""
 
     action: str
@@ -43,6 +44,8 @@ class Action:
     def label(self) -> str:
         """What is done, for people."""
         what = self.node if self.action in ON_NODES else f"{self.job}_{self.element}"
+        if self.action == "pin" and not self.node:
+            return f"unpin {what}"
         word = {"pin": f" to {self.node}", "shrink": f" by {self.node}"}.get(self.action, "")
         return f"{self.action} {what}{word}"
 

@@ -8,14 +8,15 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.model.cluster_state import HOLDS, REQUEUES, TAKES, ClusterState, Intent, Mark, Pin, Take
 from unicron.ctl.controller.model.job_rules import leave_with_block
-from unicron.ctl.controller.model.job_state import AgentRecord, Avoided, JobState
+from unicron.ctl.controller.model.job_state import AgentRecord, Avoided, JobState, Refused
 from unicron.ctl.controller.model.node_state import OUT
+from unicron.ctl.slurm.squeue import names_of
 
 
 def action(state: ClusterState, event: Event, record: records.SlurmAction) -> None:
-    if record.action == "pin":
+    if record.action == "pin" and record.node:
         state.pins[event.job, record.element] = Pin(record.node, event.time)
-    elif record.action in (*HOLDS, "cancel"):
+    elif record.action in ("pin", "cancel"):
         state.pins.pop((event.job, record.element), None)
     if record.action in HOLDS:
         state.held.add((event.job, record.element))
@@ -33,6 +34,9 @@ def action(state: ClusterState, event: Event, record: records.SlurmAction) -> No
 
 def done(state: ClusterState, event: Event, record: records.SlurmDone) -> None:
     settled(state, event.job, record.action, record.element, record.node)
+    pin = state.pins.get((event.job, record.element))
+    if record.action == "pin" and pin is not None and pin.node == record.node:
+        state.pins[event.job, record.element] = Pin(pin.node, event.time)  # what Slurm said before is not about it
     if (event.job, record.element) in state.once_held:
         state.once_held[event.job, record.element] = event.time
 
@@ -71,7 +75,13 @@ def held_again(state: ClusterState, event: Event, record: records.HeldAgain) -> 
 
 
 def unpinned(state: ClusterState, event: Event, record: records.Unpinned) -> None:
-    state.pins.pop((event.job, record.element), None)
+    if not record.node:  # else Slurm has the pin until it is asked to take it back
+        state.pins.pop((event.job, record.element), None)
+
+
+def refused(job: JobState, event: Event, record: records.Unpinned) -> None:
+    for node in names_of(record.node):
+        job.refused[node] = Refused(record.until, record.said)
 
 
 # ---------------------------------------------------------------- one job's elements

@@ -70,7 +70,8 @@ class Listing:
         """The nodes, those together that Slurm's scheduler cannot tell apart."""
         found: dict[tuple[object, ...], list[NodeInfo]] = {}
         for node in self.nodes:
-            found.setdefault((node.partitions, node.features, node.gres, node.reservations), []).append(node)
+            key = (node.partitions, node.features, node.gres, node.reservations, node.size, node.limits)
+            found.setdefault(key, []).append(node)
         return list(found.values())
 
     @cached_property
@@ -190,6 +191,10 @@ class View:
             if not cleared and self.now - mark.at < kept:
                 found.append(node)
         return frozenset(found)
+
+    def refused(self, job: JobState) -> dict[str, str]:
+        """Nodes on which Slurm did not start an element of the job that was told to start there, and why."""
+        return {node: one.said for node, one in job.refused.items() if self.now < one.until}
 
     def expected(self, job: JobState) -> list[int] | None:
         """Elements that run or are about to; None while that is not known freshly enough. Not those that were asked to

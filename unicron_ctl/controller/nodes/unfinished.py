@@ -56,7 +56,7 @@ _ELEMENTS: dict[str, Callable[[ElementInfo, Intent], Then]] = {
     "shrink": _shrunk,
     "hold": lambda e, intent: Then.DONE if e.held else Then.UNDONE,
     "release": lambda e, intent: Then.UNDONE if e.held else Then.DONE,
-    "pin": lambda e, intent: Then.UNDONE if e.state == "PENDING" else Then.DONE,  # Slurm's listing does not show it
+    "pin": lambda e, intent: Then.UNDONE if e.state == "PENDING" else Then.DONE,
     "start_now": lambda e, intent: Then.UNDONE if e.state == "PENDING" else Then.DONE,
     "comment": lambda e, intent: Then.DONE if is_shown(e.admin_comment, intent.reason) else Then.UNDONE,
     "cancel": lambda e, intent: Then.UNDONE if e.state in OCCUPIES | {"PENDING"} else Then.DONE,
@@ -91,10 +91,12 @@ def _node(view: View, name: str) -> Then:
 
 
 def _element(listing: Listing, key: Key, intent: Intent) -> Then:
-    action, job, element, _ = key
+    action, job, element, node = key
     known = listing.rows_of(job).get(element)
     if known is None:
         return Then.DONE if action == "cancel" else Then.UNDONE
+    if action == "pin" and known.required_nodes == frozenset(names_of(node)):
+        return Then.DONE
     return _ELEMENTS[action](known, intent)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unicron.ctl.controller.model.view import Listing
-from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo
+from unicron.ctl.slurm.slurm_client import Asked, ElementInfo, NodeInfo, PartitionInfo, Size
 from unicron.planner.problem.gpus import node_peak
 
 
@@ -53,7 +53,8 @@ class Ground:
             if roughly := len(asked) >= RIVALS:
                 asks = (e.partition, "roughly")
             else:
-                asks += (e.features, e.gres, e.reservation, e.excluded_nodes, e.time_limit, e.planned_nodes)
+                asks += (e.features, e.gres, e.asked, e.reservation, e.time_limit)
+                asks += (e.excluded_nodes, e.required_nodes, e.planned_nodes)
             if e.job not in managed and asks not in asked:
                 asked.add(asks)
                 self._want(e, roughly)
@@ -69,6 +70,8 @@ class Ground:
                 if not first or rival.starts < first[-1][0]:
                     first.append((rival.starts, rival))
             return
+        if len(rival.required_nodes) >= rival.asked.nodes and not roughly:
+            planned = planned or rival.required_nodes  # it can get no others
         for sort, names in zip(self._sorts, self._open, strict=True):
             if names and (planned or self._fits(rival, sort[0], roughly)):
                 taken = names & planned if planned else names if roughly else names - rival.excluded_nodes
@@ -79,13 +82,20 @@ class Ground:
     def _fits(self, rival: ElementInfo, node: NodeInfo, roughly: bool) -> bool:
         return in_partition(rival, node) if roughly else not misfit(rival, node, self._now)
 
-    def reach(self, elements: Iterable[ElementInfo], good: Collection[str], occupied: Collection[str]) -> Reach:
-        """elements: the job's. good: nodes in service that no job of others uses. occupied: those it has now."""
+    def reach(
+        self,
+        elements: Iterable[ElementInfo],
+        good: Collection[str],
+        occupied: Collection[str],
+        refused: Mapping[str, str] = {},
+    ) -> Reach:
+        """elements: the job's. good: nodes in service that no job of others uses. occupied: those it has now. refused:
+        nodes on which Slurm has not started it when it was told to, and why."""
         listed = list(elements)
         if not listed:
             return Reach(frozenset())
         ask = next((e for e in listed if e.state == "PENDING"), listed[-1])
-        barred = self._barred(ask)
+        barred = self._barred(ask) | {name: f"refused by Slurm ({why})" for name, why in refused.items()}
         priority = min((e.priority for e in listed if e.priority), default=0)  # it has none while it is held
         ends = self._now + ask.time_limit if ask.time_limit is not None else float("inf")
         for name, wanted in self._wanted.items():
@@ -112,10 +122,14 @@ def misfit(ask: ElementInfo, node: NodeInfo, now: float) -> str:
     """Why Slurm would not start the element on a node of this sort; empty when it would."""
     if not in_partition(ask, node):
         return f"not in partition {ask.partition}"
+    if not any(_allows(limit, ask) for limit in _limits(ask, node)):
+        return f"beyond the limits of partition {ask.partition}"
     if not has_gres(ask.gres, node.gres):
         return f"without {ask.gres}"
     if ask.features and not has_features(ask.features, node.features):
         return f"without the features {ask.features}"
+    if why := too_small(ask.asked, node.size):
+        return why
     names = {reserved.name for reserved in node.reservations}
     if ask.reservation:
         return "" if names & set(ask.reservation.split(",")) else f"not in reservation {ask.reservation}"
@@ -128,6 +142,51 @@ def in_partition(ask: ElementInfo, node: NodeInfo) -> bool:
     """One of the partitions that are asked for has the node."""
     partitions = {name for name in ask.partition.split(",") if name}
     return not partitions or not node.partitions or not partitions.isdisjoint(node.partitions)
+
+
+def _limits(ask: ElementInfo, node: NodeInfo) -> list[PartitionInfo]:
+    """What each partition allows by which the element may come to the node."""
+    asked = {name for name in ask.partition.split(",") if name} & set(node.partitions)
+    limits = {limit.name: limit for limit in node.limits}
+    return [limits.get(name, PartitionInfo(name, 0, "")) for name in sorted(asked)] or [PartitionInfo("", 0, "")]
+
+
+def _allows(partition: PartitionInfo, ask: ElementInfo) -> bool:
+    """Whether what is asked for is within the partition's limits. Of a single partition Slurm itself says that it is
+    not, and there may be a QOS that allows it; only for CPUs of a node it has no reason of its own."""
+    if ask.asked.cpus > partition.max_cpus:
+        return False
+    seconds = ask.time_limit if ask.time_limit is not None else 0.0
+    return "," not in ask.partition or (
+        seconds <= partition.max_seconds
+        and partition.min_nodes <= ask.asked.nodes <= partition.max_nodes
+        and max(ask.asked.memory, ask.asked.in_all) <= partition.max_memory
+    )
+
+
+def too_small(ask: Asked, size: Size) -> str:
+    """What a node of this size lacks; empty when it is large enough, or Slurm did not say how large it is."""
+    if not size.cpus:
+        return ""
+    cores = -(-size.cpus // size.threads)  # without those that are kept for the system
+    fewer = 0 < ask.threads < size.threads  # so many threads of each core are used
+    usable = cores * ask.threads if fewer else size.cpus
+    per_socket = cores // size.sockets if ask.sockets == size.sockets else -(-cores // size.sockets)
+    memory, given = ask.memory, size.memory
+    if size.to_give is not None:
+        cpus = ask.cpus if fewer else -(-ask.cpus // size.threads) * size.threads  # Slurm gives whole cores
+        memory, given = max(ask.memory, ask.in_all, ask.per_cpu * cpus), size.to_give
+    for_tasks = (-(-ask.tasks // most) if most else 0 for most in (ask.tasks_per_socket, ask.tasks_per_core))
+    checks = (
+        (ask.cpus, usable, "CPUs"),
+        (max(ask.sockets, next(for_tasks)), size.sockets, "sockets"),
+        (next(for_tasks), cores, "cores"),
+        (ask.cores, per_socket, "cores a socket"),
+        (ask.threads, size.threads, "threads a core"),
+        (memory, given, "MB of memory"),
+        (ask.tmp, size.tmp, "MB of local disk"),
+    )
+    return next((f"with fewer than {asked} {what}" for asked, there, what in checks if asked > there), "")
 
 
 def has_gres(asked: str, there: str) -> bool:

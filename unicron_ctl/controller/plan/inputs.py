@@ -188,7 +188,7 @@ def reaches(view: View, jobs: Sequence[JobState], among: Around | None = None) -
     for job in jobs:
         elements = elements_of(listing, job).values()
         here = [name for e in elements if e.state in OCCUPIES for name in nodes_of(e)]
-        reach = there.ground.reach(elements, there.good, here)
+        reach = there.ground.reach(elements, there.good, here, view.refused(job))
         if job.settings.allocation:  # it gets no other node
             reach = replace(reach, nodes=reach.nodes.intersection(here), barred={})
         found[job.job] = reach
@@ -339,6 +339,8 @@ def _startable(view: View, e: ElementInfo) -> bool:
     """True if the element waits, and nothing but nodes keeps it from starting."""
     if e.state != "PENDING" or held_by_others(e, view.state.held):
         return False
+    if (e.job, e.element) in view.state.pins and pending_reasons.refusal_seconds(e.reason):
+        return True  # on another node
     return not pending_reasons.barred(e, view.now)
 
 

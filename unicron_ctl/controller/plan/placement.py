@@ -36,10 +36,11 @@ class Need:
     of which nothing is decided yet. leaving: chosen before to leave. home: the nodes that an element ran on last.
     lives: where an element's agents are heard; also those that Slurm counts as ended and has not reached yet, so that
     it would launch no second copy there, and drain the node. requeued: when Slurm was asked to start an element again
-    whose agents have not come yet. avoid: nodes where none is to start. reach: the nodes that its elements may be
-    given; None for all. unit: so many elements in a row hold whole replicas. least: with fewer elements it does not
-    train. allocation: the nodes of a job that is one allocation, in Slurm's order. stays: elements whose nodes it does
-    not give back. empty: those on whose nodes nothing of it runs any more."""
+    whose agents have not come yet. avoid: nodes where none is to start. refused: nodes on which Slurm starts none,
+    and which nobody avoids. reach: the nodes that its elements may be given; None for all. unit: so many elements
+    in a row hold whole replicas. least: with fewer elements it does not train. allocation: the nodes of a job that
+    is one allocation, in Slurm's order. stays: elements whose nodes it does not give back. empty: those on whose
+    nodes nothing of it runs any more."""
 
     job: str
     desired: int
@@ -52,6 +53,7 @@ class Need:
     lives: Mapping[int, frozenset[str]] = field(default_factory=dict)
     requeued: Mapping[int, float] = field(default_factory=dict)
     avoid: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
     why: str = ""
     reach: frozenset[str] | None = None
     unit: int = 1
@@ -67,7 +69,7 @@ class Need:
         return self.desired * self.block
 
     def may_have(self, node: str) -> bool:
-        return node not in self.avoid and (self.reach is None or node in self.reach)
+        return node not in self.avoid | self.refused and (self.reach is None or node in self.reach)
 
     def why_not(self, node: str) -> str:
         """Why the job may not have this node, which it may not."""
@@ -129,6 +131,7 @@ class _Place:
         self.queues: dict[str, list[ElementInfo]] = {}
         self.leavers: dict[str, list[int]] = {}
         self.started: dict[str, set[int]] = {}
+        self.loose: list[tuple[str, int]] = []  # elements whose pins hold no longer
 
     def choose_leavers(self, needs: Sequence[Need]) -> None:
         """Surveys what each job has, and chooses who leaves."""
@@ -156,15 +159,14 @@ class _Place:
             elif e.state in WORKS:
                 groups["working" if whole(e, self.good, need.block) else "limbo"].append(number)
             elif e.state == "PENDING" and not held_by_others(e, self.held):
-                bar = Bar.NOTHING if e.held else pending_reasons.bar_of(e, self.now)
-                if bar is not Bar.NOTHING:
-                    groups["barred"].append(number)
-                    if bar is Bar.LIMIT:
-                        groups["limited"].append(number)
-                    if pinned:
-                        self.out.unpinned.append((need.job, number))
-                else:
-                    groups["coming" if pinned and self._pin_holds(e) else "waiting"].append(number)
+                refused = pinned and not need.refused.isdisjoint(names_of(self.pins[need.job, number].node))
+                bar = Bar.NOTHING if e.held or refused else pending_reasons.bar_of(e, self.now)
+                coming = pinned and not refused and bar is Bar.NOTHING and self._pin_holds(e)
+                groups["coming" if coming else "waiting" if bar is Bar.NOTHING else "barred"].append(number)
+                if bar is Bar.LIMIT:
+                    groups["limited"].append(number)
+                if pinned and not coming:
+                    self.loose.append((need.job, number))
         for found in groups.values():
             found.sort()
         return groups
@@ -264,6 +266,9 @@ def place(
         staying = {number for number in work.leavers[need.job] if number in need.members}
         work.out.leaving[need.job] = sorted(staying)
         # What still trains stays allotted to nobody: it leaves at an iteration boundary.
+    for job, number in work.loose:
+        if number not in work.started[job]:  # another pin takes the place of the first
+            work.act("pin", work.by_job[job][number], "", f"it is not to wait for {pins[job, number].node} any more")
     return work.out
 
 

@@ -7,7 +7,7 @@ inputs. Without a fresh listing nothing is decided.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unicron.ctl.controller.log import records
@@ -37,9 +37,10 @@ from unicron.ctl.controller.plan.placement import Need, Placement, held_by_other
 from unicron.ctl.controller.plan.pools import pools
 from unicron.ctl.controller.plan.slurm_actions import Retries, request_actions
 from unicron.ctl.controller.sense.slurm_states import describe
+from unicron.ctl.slurm import pending_reasons
 from unicron.ctl.slurm.admin_comment import HELD, own_part
 from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, WORKS, ElementInfo
-from unicron.ctl.slurm.squeue import nodes_of
+from unicron.ctl.slurm.squeue import names_of, nodes_of
 from unicron.ctl.system.throttle import Throttle
 from unicron.detector.words import counted
 
@@ -56,6 +57,7 @@ STOPPED = 128 + signal.SIGTERM  # exit code of a job that was stopped, as a shel
 # After the last word of an agent that has left, where nobody says that its task has ended: it may still write files
 # for a minute (agent.loop.agent.FILES_SECONDS)
 ENDS_SECONDS = 75.0
+REFUSED_BLOCK_SECONDS = 300.0  # for which a block is given none of the nodes that Slurm refused it: one may be at fault
 GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
 
 
@@ -258,7 +260,8 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
     """Every job gets the nodes that the plan gives it."""
     out, state = Outcome(), view.state
     reasons = state.plan_report.reasons if state.plan_report else {}
-    found = _place(view, listing, jobs, state.assignment, reasons)
+    refused = _refused_pins(view, listing, jobs, out)
+    found = _place(view, listing, jobs, state.assignment, reasons, refused)
     _allot(view, jobs, found, out)
     out.merge([job_layouts.wishes(view, jobs)])
     for name, element in found.unpinned:
@@ -267,12 +270,36 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
     return out
 
 
+def _refused_pins(view: View, listing: Listing, jobs: Sequence[JobState], out: Outcome) -> dict[str, set[str]]:
+    """Nodes by job on which Slurm does not start an element that was told to start there: it would wait for ever. Each
+    is remembered."""
+    found: dict[str, set[str]] = {}
+    names = {job.job for job in jobs}
+    for (name, number), pin in view.state.pins.items():
+        e = listing.rows_of(name).get(number) if name in names and pin.at < listing.asked_at else None
+        seconds = pending_reasons.refusal_seconds(e.reason) if e is not None and e.state == "PENDING" else 0.0
+        nodes = names_of(pin.node)
+        job = view.state.jobs.get(name)
+        if e is None or job is None or not seconds:
+            continue
+        known = found.setdefault(name, set(view.refused(job)))
+        if known.issuperset(nodes):
+            continue
+        known.update(nodes)
+        seconds = seconds if len(nodes) == 1 else min(seconds, REFUSED_BLOCK_SECONDS)
+        why = f"Slurm does not start {e.label} on {pin.node}, where it was told to: {e.reason}"
+        record = records.Unpinned(element=number, node=pin.node, said=e.reason, until=view.now + seconds, reason=why)
+        out.record(job, record)
+    return found
+
+
 def _place(
     view: View,
     listing: Listing,
     jobs: Sequence[JobState],
     assignment: Mapping[str, int],
     reasons: Mapping[str, str],
+    refused: Mapping[str, Collection[str]] = {},
 ) -> Placement:
     state, within = view.state, reaches(view, jobs)
     needs = []
@@ -293,6 +320,7 @@ def _place(
             lives=_by_block(job, ((e, agent) for e, agent in view.job(job).agents.items() if agent.alive)),
             requeued=job.requeued,
             avoid=view.avoided(job),
+            refused=frozenset(view.refused(job)).union(refused.get(job.job, ())),
             why=reasons.get(job.job, ""),
             reach=within[job.job].nodes,
             unit=unit_of(view, job) // block,

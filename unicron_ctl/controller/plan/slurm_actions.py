@@ -102,8 +102,8 @@ def request_actions(view: View, retries: Retries, actions: Sequence[Action], out
 
 
 def _wanted(action: Action) -> tuple[Target, str]:
-    """What is wanted of which element or node."""
-    return action.target, "start" if action.action in STARTS else action.action
+    """What is wanted of which element or node: for one, its start on certain nodes."""
+    return action.target, f"start {action.node}" if action.action in STARTS else action.action
 
 
 def _shown(view: View, target: Target) -> tuple[object, ...]:
@@ -132,7 +132,7 @@ def record_intents(view: View, run: Run) -> Outcome:
             reason=f"{action.label}: {action.reason}",
         )
         out.records.append((action.job, job.generation if job else 0, record))
-        if job is not None and action.action in ("requeue", "pin"):
+        if job is not None and (action.action == "requeue" or (action.action == "pin" and action.node)):
             _for_failures(job, action, out)
     return out
 

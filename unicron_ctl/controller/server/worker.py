@@ -332,7 +332,7 @@ def perform(client: SlurmClient, action: Action) -> None:
         case "release":
             client.release(action.job, action.element, action.text)
         case "pin":
-            client.pin(action.job, action.element, action.node)
+            client.pin(action.job, action.element, action.node or None)
         case "shrink":
             client.shrink(action.job, action.text)
         case "start_now":

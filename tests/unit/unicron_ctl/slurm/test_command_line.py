@@ -16,7 +16,8 @@ from unicron.ctl.slurm.command_line import (
     parse_states,
     parse_topology,
 )
-from unicron.ctl.slurm.slurm_client import Reserved
+from unicron.ctl.slurm.sizes import parse_partitions
+from unicron.ctl.slurm.slurm_client import PartitionInfo, Reserved, Size
 
 NODE = (
     "NodeName=n1 Arch=x86_64 CoresPerSocket=4  CPUAlloc=0 CPUEfctv=4 CPUTot=4 CPULoad=0.37 AvailableFeatures=a100,ib "
@@ -41,7 +42,33 @@ def test_a_node_line_is_read_with_flags_reason_and_start_time() -> None:
         partitions=("main", "long"),
         features=frozenset({"a100", "ib"}),
         gres="gpu:a100:8",
+        size=Size(cpus=4, sockets=1, cores=4, threads=1, memory=2000, to_give=2000, tmp=0),
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        ("CPUEfctv=6 CPUTot=8 Sockets=2 RealMemory=4000", Size(6, 2, 4, 1, 4000, 4000)),
+        ("CPUTot=8 Sockets=1 ThreadsPerCore=2 RealMemory=3000 MemSpecLimit=500", Size(8, 1, 4, 2, 3000, 2500)),
+        ("CPUTot=4 Sockets=1 ThreadsPerCore=2 TmpDisk=10", Size(4, 1, 4, 1, 0, 0, 10)),  # a core is one CPU
+        ("CPUTot=many RealMemory=-", Size(0, 1, 4, 1, 0, 0)),
+    ],
+)
+def test_a_nodes_size(said: str, size: Size) -> None:
+    info = parse_node(f"NodeName=n1 CoresPerSocket=4 {said} State=IDLE")
+    assert info is not None and info.size == size
+
+
+def test_a_partitions_limits() -> None:
+    text = (
+        "PartitionName=lim MaxNodes=2 MaxTime=00:10:00 MinNodes=0 MaxCPUsPerNode=4 State=UP TotalNodes=4 "
+        "MaxMemPerNode=2500\nPartitionName=all MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=1 "
+        "MaxCPUsPerNode=UNLIMITED State=UP TotalNodes=9 MaxMemPerNode=UNLIMITED GraceTime=5\n"
+    )
+    limited, free = parse_partitions(text)
+    assert limited == PartitionInfo("lim", 4, "UP", 0.0, 600.0, 0.0, 2.0, 2500.0, 4.0) and limited.limited
+    assert free == PartitionInfo("all", 9, "UP", 5.0, min_nodes=1.0) and not free.limited
 
 
 @pytest.mark.parametrize(("state", "kept"), [("IDLE", False), ("MIXED+NOT_RESPONDING", False), ("IDLE+DRAIN", True)])

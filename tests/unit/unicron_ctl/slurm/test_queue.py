@@ -28,7 +28,7 @@ USUAL = {
     "SchedNodes": "(null)",
     "Feature": "(null)",
     "tres-per-node": "gres:gpu:8",
-    "ReservationName": "(null)",
+    "Reservation": "(null)",
     "ExcNodes": "",
 }
 
@@ -36,7 +36,7 @@ USUAL = {
 def row(columns: queue.Columns = queue.COLUMNS[0], **texts: str) -> bytes:
     """As squeue prints it: by bytes, cut and filled up."""
     cells = USUAL | {name.replace("_", "-"): text for name, text in texts.items()}
-    return b"".join(cells[name].encode()[:width].ljust(width) + b"\x1f" for name, width in columns) + b"\n"
+    return b"".join(cells.get(name, "N/A").encode()[:width].ljust(width) + b"\x1f" for name, width in columns) + b"\n"
 
 
 def read(*rows: bytes, but: tuple[str, ...] = ()) -> Queue:
@@ -101,7 +101,7 @@ def test_what_does_not_fit_into_its_column_may_get_any_node() -> None:
 
 @pytest.mark.parametrize("text", ["x\n" + "y" * 50, "\x1f" * 20, "é" * 70, "\x00"])
 def test_no_text_passes_for_another_job(text: str) -> None:
-    found = read(row(Feature=text), row(ArrayJobID="9", ReservationName=text, State="RUNNING", NodeList="n1"))
+    found = read(row(Feature=text), row(ArrayJobID="9", Reservation=text, State="RUNNING", NodeList="n1"))
     assert [(e.job, e.state) for e in found.elements] == [("7", "PENDING"), ("9", "RUNNING")]
 
 
@@ -166,6 +166,28 @@ def test_a_queue_of_100_000_jobs_costs_a_few_looks_at_each() -> None:
     assert took < 4 * calibration, f"{took:.3f} s, where five looks at each take {calibration:.3f} s"
 
 
+@pytest.mark.parametrize(
+    ("release", "known"), [("22.05.8", False), ("23.02.1", True), ("26.05.5", True), ("", True), ("devel", True)]
+)
+def test_each_release_is_asked_for_the_columns_that_it_knows(tmp_path: Path, release: str, known: bool) -> None:
+    """Defect: squeue leaves out a column that it does not know, with status 0, so that the answer was never read."""
+    first = queue.forms(release)[0]
+    assert ("ExcNodes" in dict(first)) is known and "Reservation" in dict(first)
+    (tmp_path / "rows").write_bytes(row(first))
+    client = _squeue(tmp_path, ("--version", f"echo slurm-wlm {release}"), ("*-O*", f"cat {tmp_path}/rows"))
+    assert [len(client.others().elements) for _ in range(3)] == [1, 1, 1]
+    assert [line.split()[0] for line in (tmp_path / "asked").read_text().splitlines()].count("--version") == 1
+    assert len((tmp_path / "asked").read_text().splitlines()) == 4, "one call for each listing"
+
+
+def test_a_second_way_to_read_the_queue_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "plain").write_bytes(row(queue.COLUMNS[1]))
+    client = _squeue(tmp_path, ("*Feature*", "printf nonsense"), ("*-O*", f"cat {tmp_path}/plain"))
+    for _ in range(3):
+        client.others()
+    assert len(caplog.records) == 1 and "other columns than it was asked for" in caplog.text
+
+
 def test_what_is_asked_for_is_what_is_read() -> None:
     for columns in queue.COLUMNS:
         assert columns_format(columns).count("\x1f") == len(columns)
@@ -193,7 +215,8 @@ def test_of_a_large_array_only_what_differs_is_asked_for_each_element(
         }
         cells = [{**texts, "ArrayTaskID": index, "admin_comment": f"of {index}"} for index in indices]
         return b"".join(
-            b"".join(cell.get(name, "(null)").encode().ljust(width) + b"\x1f" for name, width in columns) + b"\n"
+            b"".join(cell.get(name, "(null)").encode()[:width].ljust(width) + b"\x1f" for name, width in columns)
+            + b"\n"
             for cell in cells
         )
 

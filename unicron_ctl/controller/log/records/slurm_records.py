@@ -150,7 +150,13 @@ class HeldAgain(Record, frozen=True, tag="held_again"):
 
 
 class Unpinned(Record, frozen=True, tag="unpinned"):
+    """An element need not start any more where it was told to. node: it has not started there, for what Slurm `said`,
+    and the pin is going to be taken back: until then, in seconds since the epoch, the job is not given that node."""
+
     element: int
+    node: str = ""
+    said: str = ""
+    until: float = 0.0
 
 
 class Allotted(Record, frozen=True, tag="allotted"):

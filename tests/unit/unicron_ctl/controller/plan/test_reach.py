@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unicron.ctl.controller.model.view import Listing
 from unicron.ctl.controller.plan import eligible_nodes
 from unicron.ctl.controller.plan.eligible_nodes import RIVALS, Ground, has_features, has_gres, misfit
-from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Reserved
+from unicron.ctl.slurm.slurm_client import Asked, ElementInfo, NodeInfo, PartitionInfo, Reserved, Size
 
 NODE = NodeInfo("n1", frozenset({"IDLE"}), "", "", 1, 1.0, 8, ("gpu", "all"), frozenset({"a100", "ib"}), "gpu:a100:8")
 ASK = ElementInfo(
@@ -174,3 +174,66 @@ def test_only_so_many_kinds_of_pending_elements_are_looked_at_closely(monkeypatc
 def test_the_most_urgent_are_looked_at_first() -> None:
     rivals = [replace(e, priority=4) for e in _of_many_kinds(2 * RIVALS)]
     assert _reach(_ground(*rivals, replace(RIVAL, excluded_nodes=frozenset({"n2"})))) == ["n2"]
+
+
+SIZED = replace(NODE, size=Size(cpus=8, sockets=2, cores=2, threads=2, memory=4000, to_give=3500, tmp=100))
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (Asked(cpus=8, memory=3500, in_all=3500, tmp=100, sockets=2, cores=2, threads=2), ""),
+        (Asked(cpus=9), "with fewer than 9 CPUs"),
+        (Asked(cpus=5, threads=1), "with fewer than 5 CPUs"),  # --hint=nomultithread: four cores
+        (Asked(cpus=4, threads=1), ""),
+        (Asked(tasks=5, tasks_per_core=1), "with fewer than 5 cores"),
+        (Asked(tasks=5, tasks_per_socket=2), "with fewer than 3 sockets"),
+        (Asked(sockets=3), "with fewer than 3 sockets"),
+        (Asked(cores=3), "with fewer than 3 cores a socket"),
+        (Asked(threads=4), "with fewer than 4 threads a core"),
+        (Asked(memory=3501), "with fewer than 3501 MB of memory"),
+        (Asked(cpus=3, memory=900, in_all=2700, per_cpu=900), "with fewer than 3600 MB of memory"),  # of whole cores
+        (Asked(cpus=3, memory=900, in_all=2700, per_cpu=900, threads=1), ""),
+        (Asked(tmp=101), "with fewer than 101 MB of local disk"),
+    ],
+)
+def test_a_node_is_large_enough(asked: Asked, why: str) -> None:
+    assert misfit(replace(ASK, asked=asked), SIZED, 1000.0) == why
+    assert misfit(replace(ASK, asked=asked), NODE, 1000.0) == "", "a size that Slurm did not say bars nothing"
+
+
+def test_where_slurm_deals_out_no_memory_only_the_nodes_own_counts() -> None:
+    """Seen in all releases with CR_Core: 4 CPUs of 300 MB each start on a node of 1000 MB, 1500 MB for it do not."""
+    node = replace(SIZED, size=replace(SIZED.size, memory=1000, to_give=None))
+    assert misfit(replace(ASK, asked=Asked(cpus=4, memory=300, in_all=1200, per_cpu=300)), node, 0.0) == ""
+    assert misfit(replace(ASK, asked=Asked(memory=1500, in_all=1500)), node, 0.0) == "with fewer than 1500 MB of memory"
+
+
+@pytest.mark.parametrize(
+    ("partition", "limits", "why"),
+    [
+        ("gpu", {"max_seconds": 60.0}, ""),  # Slurm says it of the whole job, and a QOS may allow it
+        ("gpu,other", {"max_seconds": 60.0}, "beyond the limits of partition gpu,other"),
+        ("gpu,all", {"max_seconds": 60.0}, ""),  # by the other one it may come there
+        ("gpu,other", {"max_seconds": 3600.0}, ""),
+        ("gpu,other", {"max_nodes": 1.0}, "beyond the limits of partition gpu,other"),
+        ("gpu,other", {"min_nodes": 3.0}, "beyond the limits of partition gpu,other"),
+        ("gpu,other", {"max_memory": 999.0}, "beyond the limits of partition gpu,other"),
+        ("gpu", {"max_cpus": 3.0}, "beyond the limits of partition gpu"),  # Slurm gives BadConstraints, no other reason
+    ],
+)
+def test_a_partition_allows_it(partition: str, limits: dict[str, float], why: str) -> None:
+    node = replace(NODE, limits=(PartitionInfo("gpu", 9, "UP", **limits),))
+    ask = replace(ASK, partition=partition, asked=Asked(nodes=2, cpus=4, memory=1000, in_all=1000))
+    assert misfit(ask, node, 0.0) == why
+
+
+def test_a_pending_job_that_must_have_nodes_gets_no_others() -> None:
+    assert _reach(_ground(replace(RIVAL, required_nodes=frozenset({"n3"})))) == ["n1", "n2"]
+    two = replace(RIVAL, required_nodes=frozenset({"n3"}), asked=Asked(nodes=2))
+    assert _reach(_ground(two), "n1") == ["n1"], "one more, and that may be any"
+
+
+def test_nodes_that_slurm_has_refused_are_out_of_reach() -> None:
+    found = _ground().reach([ASK], {"n1", "n2", "n3"}, (), {"n2": "BadConstraints"})
+    assert found.nodes == {"n1", "n3"} and found.barred == {"refused by Slurm (BadConstraints)": 1}

@@ -57,7 +57,7 @@ def test_what_is_to_be_asked_again_waits_with_all_else_for_the_same_element(comp
         todo = (pin, HOLD, Action("hold", "2", 0, "", ""))
         assert requested(company, retries, *todo) == (list(todo) if asked is None else asked), ago
     assert retries.states[KEY].times == 2 and retries.states[KEY].at == NOW
-    assert retries.states[("1", 0), "start"].times == 1
+    assert retries.states[("1", 0), "start n10"].times == 1
     assert retries.states[KEY].shown == ("RUNNING", "n1", False, 0)
 
 

@@ -1,0 +1,124 @@
+"""A pin that Slurm refuses: it is taken back, the node is out of reach for the job, and that is what people are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.world import FakeAgent, FakeSlurm, World
+from tests.unit.unicron_ctl.controller.plan.test_partitions import follow, run, world_of
+from tests.unit.unicron_ctl.controller.plan.test_placement import element, node, said
+from unicron.ctl.controller.api import answers
+from unicron.ctl.controller.model.asker import EVERYBODY
+from unicron.ctl.controller.model.cluster_state import Pin
+from unicron.ctl.controller.plan.placement import Need, place
+from unicron.ctl.settings.partitions import PartitionConfig
+from unicron.ctl.slurm import pending_reasons
+
+
+def _lost(nodes: int, unfit: str) -> tuple[World, FakeSlurm, FakeAgent]:
+    """A job of two elements of which one has lost its node, where Slurm starts nothing of it on the nodes `unfit`."""
+    world, slurm = world_of(nodes, default=PartitionConfig(mode="act"))
+    slurm.unfit = set(unfit.split())
+    first, _ = run(world, slurm, "1", 2)
+    world.run(2.0)
+    world.dead_nodes.add("n1")
+    first.silent = True
+    return world, slurm, first
+
+
+def _pins(slurm: FakeSlurm, since: int = 0) -> list[str]:
+    return [call[3] for call in slurm.calls[since:] if call[0] == "pin" and call[1:3] == ("1", 0)]
+
+
+def _explained(world: World) -> str:
+    return answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY).bounds  # type: ignore[arg-type]
+
+
+def test_another_node_is_taken_and_the_first_one_is_not_tried_again() -> None:
+    """Defect: the element waited for ever for the node that it could not have, while another one was idle."""
+    world, slurm, _ = _lost(4, "n3")
+    world.run(8.0)
+    assert slurm.queue["1", 0]["node"] == "n4" and _pins(slurm) == ["n3", "n4"]
+    assert "1 refused by Slurm (BadConstraints)" in _explained(world)
+    refused = [event.record for event in world.log if event.kind == "unpinned" and event.record.node]
+    assert [(record.node, record.said) for record in refused] == [("n3", "BadConstraints")]
+    assert refused[0].reason == "Slurm does not start 1_0 on n3, where it was told to: BadConstraints"
+    world.check_replay()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_without_another_node_the_pin_is_taken_back(restarted: bool) -> None:
+    world, slurm, _ = _lost(3, "n3")
+    world.run(8.0)
+    if restarted:
+        world.restart()
+        for agent in world.agents:
+            if not agent.silent:
+                agent.register()
+                agent.status()
+        world.run(4.0)
+    assert _pins(slurm) == ["n3", ""] and slurm.queue["1", 0]["pin"] is None
+    assert ("1", 0) not in world.core.state.pins and world.core.view.refused(world.job()) == {"n3": "BadConstraints"}
+    slurm.node_states["n1"], slurm.starts["n1"] = {"IDLE"}, 9e9
+    world.dead_nodes.clear()
+    before = len(slurm.calls)
+    world.run(30.0)
+    assert slurm.queue["1", 0]["node"] == "n1", (slurm.calls[before:], slurm.queue["1", 0])
+    follow(world, slurm, "1", 2)
+    world.run(4.0)
+    assert world.job().phase == "running"
+    world.check_replay()
+
+
+def test_it_is_tried_again_after_a_time() -> None:
+    world, slurm, _ = _lost(3, "n3")
+    world.run(8.0)
+    slurm.unfit.clear()
+    world.core.state.jobs["1"].refused["n3"] = replace(world.core.state.jobs["1"].refused["n3"], until=world.now + 2.0)
+    world.run(6.0)
+    assert slurm.queue["1", 0]["node"] == "n3"
+
+
+@pytest.mark.parametrize(
+    ("reason", "seconds"),
+    [
+        ("BadConstraints", 3600.0),
+        ("ReqNodeNotAvail, UnavailableNodes:n3", 30.0),
+        ("ReqNodeNotAvail, May be reserved for other job", 30.0),
+        ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", 30.0),
+        ("Resources", 0.0),
+        ("None", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_how_long_slurms_answer_counts(reason: str, seconds: float) -> None:
+    assert pending_reasons.refusal_seconds(reason) == seconds
+
+
+def test_of_an_element_that_must_start_somewhere_slurms_answer_is_about_that_node() -> None:
+    """Defect: "no node is what it asks for" was said of a pin of ours."""
+    one = element("1", 0, "PENDING", reason="BadConstraints")
+    assert pending_reasons.explained(one, 0.0) == "no node is what it asks for"
+    pinned = replace(one, required_nodes=frozenset({"n3"}))
+    assert pending_reasons.explained(pinned, 0.0) == "it must start on n3 (ReqNodeList), which Slurm refuses it"
+
+
+@pytest.mark.parametrize(
+    ("reason", "refused", "desired", "actions"),
+    [
+        ("BadConstraints", "a", 1, ["pin 1_0 to b", "start_now 1_0"]),
+        ("BadConstraints", "ab", 1, ["unpin 1_0"]),
+        ("BadConstraints", "a", 0, ["hold 1_0", "unpin 1_0"]),
+        ("Licenses", "", 1, ["unpin 1_0"]),  # Slurm starts it when it can, and that may be elsewhere
+        ("JobHeldAdmin", "", 0, ["unpin 1_0"]),  # it was held since: whoever releases it is not bound to the node
+        ("Resources", "", 1, []),
+    ],
+)
+def test_what_becomes_of_a_pin(reason: str, refused: str, desired: int, actions: list[str]) -> None:
+    need = Need("1", desired, refused=frozenset(refused))
+    pins = {("1", 0): Pin("a", 9.0)}
+    listed = [element("1", 0, "PENDING", reason=reason)]
+    found = place([need], listed, [node("a"), node("b")], pins, now=10.0, held={("1", 0)})
+    assert said(found) == actions and found.unpinned == []
