@@ -37,6 +37,7 @@ class Reason:
 
 
 _FREE = Reason(Bar.NOTHING, "")
+_RELEASE = "and Slurm holds it: `scontrol release`"
 # The first line whose expression matches the beginning of the reason counts.
 _TABLE: tuple[tuple[str, Bar, str], ...] = (
     (r"(None)?$", Bar.NOTHING, "Slurm's scheduler has not looked at it yet"),
@@ -48,6 +49,9 @@ _TABLE: tuple[tuple[str, Bar, str], ...] = (
     (r"JobHeldUser", Bar.HOLD, "its user holds it: `scontrol release`"),
     (r"JobHeldAdmin", Bar.HOLD, "it is held"),
     (r"JobHoldMaxRequeue", Bar.HOLD, "it was requeued more often than Slurm allows: `scontrol release`"),
+    (r"Reservation( .*was d|D)eleted", Bar.HOLD, f"its reservation is over or was deleted, {_RELEASE}"),
+    (r"Reservation( .*is i|I)nvalid", Bar.HOLD, f"its reservation is invalid, {_RELEASE}"),
+    (r"job requeued in special exit state", Bar.HOLD, f"it was requeued to be looked at, {_RELEASE}"),
     (r"launch failed.*held", Bar.HOLD, "Slurm could not launch it, and holds it: see slurmctld's log"),
     (r"BurstBufferOperation", Bar.HOLD, "its burst buffer failed: see slurmctld's log"),
     (r".*\bheld\b", Bar.HOLD, "it is held"),
@@ -55,7 +59,6 @@ _TABLE: tuple[tuple[str, Bar, str], ...] = (
     (r"Licen[sc]e", Bar.LIMIT, "no licence that it asks for is free"),
     (r"DependencyNeverSatisfied", Bar.OTHER, "a job that it depends on did not end as asked (--dependency)"),
     (r"Dependency", Bar.OTHER, "it waits for another job (--dependency)"),
-    (r"ReservationDeleted|ReservationInvalid", Bar.OTHER, "its reservation does not exist any more, or is invalid"),
     (r"Reservation", Bar.OTHER, "its reservation has not begun"),
     (r"PartitionDown|PartitionInactive", Bar.OTHER, "its partition starts no jobs: an admin has closed it"),
     (r"PartitionTimeLimit", Bar.OTHER, "it asks for more time than its partition allows"),
@@ -139,7 +142,10 @@ def explained(element: ElementInfo, now: float) -> str:
     """Why a pending element has not started, in words."""
     if _begins_later(element, now):
         return "it is to begin later (--begin)"
-    return understand(element.reason).words or "Slurm gives this reason and no other"
+    found = understand(element.reason)
+    if element.held and found.bar is not Bar.HOLD:
+        return "Slurm holds it: `scontrol release`"
+    return found.words or "Slurm gives this reason and no other"
 
 
 def _begins_later(element: ElementInfo, now: float) -> bool:

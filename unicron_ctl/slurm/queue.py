@@ -12,7 +12,8 @@ from collections.abc import Collection
 
 from unicron.ctl.slurm import squeue
 from unicron.ctl.slurm.host_lists import hosts
-from unicron.ctl.slurm.slurm_client import ElementInfo, Queue, element_state
+from unicron.ctl.slurm.slurm_client import ElementInfo, Queue
+from unicron.ctl.slurm.states import OVER, WAITS, element_state, on_hold
 
 Columns = tuple[tuple[str, int], ...]
 _IDENTITY: Columns = (
@@ -35,11 +36,7 @@ _ASKED: Columns = (("Feature", 96), ("tres-per-node", 64), ("ReservationName", 6
 # Where what users ask for breaks the columns: without it. Such a job may then get any node of its partitions.
 COLUMNS: tuple[Columns, ...] = ((*_IDENTITY, *_KIND, *_ASKED), (*_IDENTITY, *_KIND))
 WAITS_FOR_NODES = ("Resources", "Priority")
-_PENDING = b"PENDING"
-_OVER = frozenset(
-    b"COMPLETED CANCELLED FAILED TIMEOUT NODE_FAIL PREEMPTED BOOT_FAIL DEADLINE OUT_OF_MEMORY REVOKED SPECIAL_EXIT "
-    b"LAUNCH_FAILED RECONFIG_FAIL".split()
-)
+_PENDING, _OVER = (frozenset(word.encode() for word in words) for words in (WAITS, OVER))
 ON_ONE_NODE = 8  # elements that are told apart on the same nodes
 _SEPARATOR = b"\x1f"
 
@@ -56,7 +53,7 @@ def parse(data: bytes, columns: Columns, but: Collection[str] = ()) -> Queue | N
     kind, nodes, nodes_end = at["Reason"], at["NodeList"], at["NodeList"] + 128
     for start in range(0, len(data), size):
         what = data[start + state : start + state_end].rstrip()
-        if what == _PENDING:
+        if what in _PENDING:
             key = data[start + kind : start + size]
             if key in seen:
                 continue
@@ -68,7 +65,7 @@ def parse(data: bytes, columns: Columns, but: Collection[str] = ()) -> Queue | N
                 continue
         if data[start : start + 11] in ours:
             continue
-        if what == _PENDING:
+        if what in _PENDING:
             seen.add(key)
         else:
             on_nodes[where] += 1
@@ -107,6 +104,7 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         cells[name] = squeue.known(cell.decode(errors="ignore").rstrip(" ")) if fits else ""
     index, nodes = cells["ArrayTaskID"], cells["NodeList"]
     priority, reasons = cells["PriorityLong"], cells["Reason"].split(",")
+    importance = int(priority) if priority.isdigit() else 0
     # squeue prints an array's pending elements in one row, with all their reasons.
     reason = next((one for one in reasons if one in WAITS_FOR_NODES), cells["Reason"])
     return ElementInfo(
@@ -126,9 +124,10 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         reservation=cells.get("ReservationName", ""),
         excluded_nodes=frozenset(hosts(cells.get("ExcNodes", ""))),
         time_limit=squeue.parse_limit(cells["TimeLimit"]),
-        priority=int(priority) if priority.isdigit() else 0,
+        priority=importance,
         starts=squeue.parse_time(cells["StartTime"]),
         planned_nodes=frozenset(hosts(cells["SchedNodes"])),
         brief=True,
         array=index.isdigit(),
+        on_hold=on_hold(cells["State"], importance),
     )
