@@ -21,10 +21,10 @@ NO_LIMIT = -1  # of a resource
 class Question(msgspec.Struct, kw_only=True):
     """Where a host is to look. Empty texts and lists: Slurm did not say, or it is not set.
 
-    config: unicron.toml, "" where programs find it themselves. controller: in place of that file's address. plugstack:
-    files of which the first that exists counts. plugin_dir: Slurm's PluginDir. prolog, epilog: as in slurm.conf, with
-    wildcards. users: names whose numbers are wanted. door: a port is opened for so many seconds, for the
-    controller's host to try; 0 for none.
+    config: unicron.toml, "" where programs find it themselves. controller: in place of that file's address.
+    plugstack: files of which the first that exists counts. plugin_dir: Slurm's PluginDir, folders with colons.
+    prolog, epilog: as in slurm.conf, with wildcards. users: names whose numbers are wanted. door: a port is opened
+    for so many seconds, for the controller's host to try; 0 for none.
     """
 
     role: Role

@@ -65,7 +65,7 @@ def plugin_facts(files: Sequence[str], plugin_dir: str) -> tuple[PluginFacts, st
     if place is None:
         return PluginFacts(plugstack=plugstack), ""
     line = found[place]
-    path = line.path if os.path.isabs(line.path) else os.path.join(plugin_dir or "/usr/lib/slurm", line.path)
+    path = in_plugin_dir(plugin_dir, line.path)
     told = dict(word.split("=", 1) for word in line.arguments if "=" in word)
     release, slurm = built_for(path)
     facts = PluginFacts(
@@ -83,6 +83,14 @@ def plugin_facts(files: Sequence[str], plugin_dir: str) -> tuple[PluginFacts, st
     return facts, told.get("agent", "")
 
 
+def in_plugin_dir(plugin_dir: str, name: str) -> str:
+    """Where Slurm looks for a plugin of this name: in the folders of PluginDir, which has colons between them, in their
+    order. An absolute name stands for itself."""
+    folders = [folder for folder in plugin_dir.split(":") if folder] or ["/usr/lib/slurm"]
+    places = [os.path.join(folder, name) for folder in folders]
+    return next((path for path in places if os.path.isfile(path)), places[0])
+
+
 def built_for(path: str) -> tuple[str, str]:
     """The plugin's release and that of the Slurm that it was built for; "" where the file does not say."""
     try:
@@ -97,7 +105,7 @@ def installed_plugin(plugin_dir: str) -> str:
     """Where unicron.so is on this host, or where the package puts it."""
     places = [
         PACKAGED_PLUGIN,
-        os.path.join(plugin_dir or "/usr/lib/slurm", PLUGIN),
+        in_plugin_dir(plugin_dir, PLUGIN),
         "/usr/local/lib/unicron/unicron.so",
     ]
     return next((path for path in places if os.path.isfile(path)), PACKAGED_PLUGIN)

@@ -24,6 +24,7 @@ from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.settings.config import Config, skip_problem
 from unicron.ctl.settings.config_file import understood
 from unicron.ctl.slurm.slurm_client import NodeInfo, SlurmClient, slurms_own
+from unicron.ctl.slurm.states import DRAINED
 from unicron.ctl.system.errors import UserError, one_line
 from unicron.detector.health.checks import Settings, checks_of
 from unicron.detector.health.runner import Report, Result, run
@@ -37,8 +38,6 @@ USUAL_CONFIG = "/etc/unicron/unicron.toml"
 MOST_DRAINED = 10  # nodes that may be drained by their checks at a time, or a tenth of the cluster
 REPORT_SECONDS = 2.0  # for the controller's answer; a node must not wait for a controller that is away
 REASON_LENGTH = 200
-# Out of service already. DOWN may be Slurm's own doing; its words give way to ours.
-_DRAINED = frozenset("DRAIN DRAINED DRAINING FAIL FAILING".split())
 
 
 def drain_text(node: NodeInfo | None, why: str) -> tuple[str, str]:
@@ -48,9 +47,9 @@ def drain_text(node: NodeInfo | None, why: str) -> tuple[str, str]:
         return "", "Slurm does not know this node"
     said = f"{LEADER}: {one_line(why)}"[:REASON_LENGTH]
     slurms = slurms_own(node.reason)
-    if node.states & _DRAINED:
+    if node.states & DRAINED:
         return "", f"it is drained already ({node.reason or 'no reason given'})"
-    if "DOWN" in node.states and not slurms:
+    if "DOWN" in node.states and not slurms:  # it may be Slurm's own doing, whose words give way to ours
         return "", f"it is down already ({node.reason})"
     if not slurms and not node.reason.startswith(f"{OURS}["):
         return f"{node.reason}; {said}", ""
@@ -108,7 +107,7 @@ def _leave_room(nodes: Sequence[NodeInfo], name: str, most: int) -> None:
 
 def drained_by_check(node: NodeInfo) -> bool:
     """Whether the node is out of service for what its own check said."""
-    return bool(node.states & _DRAINED) and LEADER in node.reason
+    return bool(node.states & DRAINED) and LEADER in node.reason
 
 
 def report(where: str, node: str, source: str, found: Report, at: float, drain: bool = False) -> None:

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 from unicron.ctl.slurm.admin_comment import HELD, own_part
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, SlurmClient, SlurmError
+from unicron.ctl.slurm.states import OVER
 
 REASON = "unicron["  # how the reason of a node begins that Unicron or its checks took out of service
-ENDED = frozenset(
-    {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
-)
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def leftovers(nodes: Sequence[NodeInfo], elements: Sequence[ElementInfo]) -> lis
     found = [Leftover("node", node.reason, node=node.name) for node in nodes if node.reason.startswith(REASON)]
     for e in elements:
         text = own_part(e.admin_comment)
-        if text and e.state not in ENDED:
+        if text and e.state not in OVER:
             # A user's hold stays, whatever the comment says, and so does an admin's on an element that was healed.
             ours = e.held and e.reason != "JobHeldUser" and text.startswith(HELD)
             found.append(Leftover("hold" if ours else "comment", text, job=e.job, element=e.element))

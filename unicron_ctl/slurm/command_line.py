@@ -15,6 +15,7 @@ from unicron.ctl.slurm.admin_comment import MOST, own_part, with_own
 from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.programs import Programs
 from unicron.ctl.slurm.slurm_client import (
+    SAID,
     ElementInfo,
     NodeInfo,
     PartitionInfo,
@@ -22,24 +23,13 @@ from unicron.ctl.slurm.slurm_client import (
     Reserved,
     SlurmError,
     current_reason,
-    element_state,
 )
 from unicron.ctl.slurm.slurm_settings import SlurmSettings, parse_settings
-from unicron.ctl.system.errors import one_line
+from unicron.ctl.slurm.states import LEAVES, element_state, parse_states
+from unicron.ctl.system.errors import one_line, shortened
 
 log = logging.getLogger("unicron.slurm")
-# One letter after a node's state is a flag (man sinfo, NODE STATE CODES).
-_STATE_SYMBOLS = {
-    "*": "NOT_RESPONDING",
-    "~": "POWERED_DOWN",
-    "#": "POWERING_UP",
-    "%": "POWERING_DOWN",
-    "$": "MAINTENANCE",
-    "@": "REBOOT_REQUESTED",
-    "^": "REBOOT_ISSUED",
-    "!": "POWER_DOWN",
-    "-": "PLANNED",
-}
+
 ANSWER_SECONDS = 3.0  # a slurmd that runs answers Slurm's ping within this time: 0.5 to 0.7 s were seen (24.11)
 SLURMD_PORT = 6818  # slurmd's own default
 KILL_WAIT = 30.0  # slurm.conf's default, seconds
@@ -52,7 +42,7 @@ MOST_REMEMBERED = 100_000  # elements, and jobs
 FINISHED = "already finished"
 COMMENT_TRIES = 3  # where others write at the same time
 HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
-UNDER_WAY = ("PENDING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")  # an element in these is being requeued or waits
+UNDER_WAY = LEAVES | {"PENDING"}  # an element in these is being requeued or waits
 
 
 class CommandLineClient:
@@ -63,16 +53,16 @@ class CommandLineClient:
 
     def __init__(self, env: Mapping[str, str] | None = None, timeout: float = 10.0) -> None:
         # Time zone and formats that people set for themselves must not change what is parsed here.
-        hidden = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT")
+        hidden = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
         self._env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         self._env |= {"TZ": "UTC", "LC_ALL": "C"} | dict(env or {})
         self._timeout = timeout
         self._programs = Programs()
         self._most_alike = FEWEST_ALIKE
         self._long = True  # the queue, as far as is known
-        self._configuration, self._configured_at = "", -SETTINGS_SECONDS
         self._limits, self._limits_at = dict[str, PartitionInfo](), -SETTINGS_SECONDS  # of partitions that have any
         self._release, self._warned = "", set[str]()
+        self._settings, self._configured_at = SlurmSettings(), -SETTINGS_SECONDS
         self._is_array: dict[str, bool] = {}
         self._commented: set[tuple[str, int]] = set()  # elements with an AdminComment of others
         self._requeued: dict[tuple[str, int], float] = {}  # element -> when it was last requeued
@@ -84,10 +74,13 @@ class CommandLineClient:
         return self._run(["sinfo", "--version"]).split()[-1]
 
     def nodes(self) -> list[NodeInfo]:
-        text = self._run(["scontrol", "--all", "--oneliner", "show", "node"])
-        reserved = parse_reservations(self._run(["scontrol", "--all", "--oneliner", "show", "reservation"]))
+        text = self._show("node")
+        reserved = parse_reservations(self._show("reservation"))
         port = self.slurmd_port()
-        nodes = [node for line in text.split("\n") if (node := parse_node(line, port)) is not None]
+        found = {line: parse_node(line, port) for line in text.split("\n") if line.strip()}
+        nodes = [node for node in found.values() if node is not None]
+        for unread in [line for line, node in found.items() if node is None][:1]:
+            self._warn(f"`scontrol show node` prints a line that cannot be read, and its node is unknown: {unread}")
         self._most_alike = max(FEWEST_ALIKE, 2 * len(nodes))
         return [self._completed(node, reserved.get(node.name, ())) for node in nodes]
 
@@ -97,13 +90,13 @@ class CommandLineClient:
             self._limits = {one.name: one for one in self.partitions() if one.limited}
             self._limits_at = time.monotonic()
         limits = tuple(self._limits[name] for name in node.partitions if name in self._limits)
-        memory = "MEMORY" in self._setting("SelectTypeParameters").upper()
+        memory = "MEMORY" in self._recent().text("SelectTypeParameters").upper()
         size = node.size if memory else replace(node.size, to_give=None)
         return replace(node, reservations=tuple(reserved), limits=limits, size=size)
 
     def partitions(self) -> list[PartitionInfo]:
         """All partitions, hidden ones included."""
-        return sizes.parse_partitions(self._run(["scontrol", "--all", "--oneliner", "show", "partition"]))
+        return sizes.parse_partitions(self._show("partition"))
 
     def hostnames(self, text: str) -> list[str]:
         """The names in Slurm's own notation, such as n[1-8],login2, in order. Raises SlurmError for a wrong one."""
@@ -153,6 +146,12 @@ class CommandLineClient:
             self._warn(f"squeue of Slurm {self._release} prints the whole queue in other columns than it was asked for")
         raise SlurmError(f"squeue: cannot read {said[:80]!r}")
 
+    def _warn(self, text: str) -> None:
+        """Says it once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("%s", shortened(one_line(text), SAID))
+
     def _forget(self, listed: list[ElementInfo]) -> None:
         """Drops what was remembered of elements that are gone."""
         if len(self._requeued) > MOST_REMEMBERED:
@@ -182,33 +181,38 @@ class CommandLineClient:
 
     def private_data(self) -> frozenset[str]:
         """What Slurm's PrivateData names, in lower case: of these, users see their own only (slurm.conf(5))."""
-        return frozenset(self._setting("PrivateData").lower().split(",")) - {"none", ""}
+        return frozenset(word.lower() for word in self._recent().words("PrivateData"))
 
     def kill_wait(self) -> float:
-        found = re.match(r"\d+", self._setting("KillWait"))
-        return float(found[0]) if found else KILL_WAIT
+        found = self._recent().seconds("KillWait")
+        if found is None:
+            self._warn(f"`scontrol show config` tells no KillWait: {KILL_WAIT:g} s are taken for it")
+        return KILL_WAIT if found is None else found
 
     def grace(self) -> dict[str, float]:
         return {partition.name: partition.grace for partition in self.partitions() if partition.grace}
 
     def shrinks(self) -> int:
-        if "disable_job_shrink" in self._setting("SchedulerParameters"):
+        if "disable_job_shrink" in self._recent().words("SchedulerParameters"):
             return 0
-        return SHRINKS if "slurmdbd" in self._setting("AccountingStorageType") else 1
+        return SHRINKS if "slurmdbd" in self._recent().text("AccountingStorageType") else 1
 
     def domains(self) -> dict[str, str]:
-        return parse_topology(self._run(["scontrol", "--oneliner", "show", "topology"]))
+        # Without a name only the default topology is shown. Releases without partitions' topologies take a name for a
+        # node's, and are not asked (docs/behaviour/slurm-formats.md).
+        found = parse_topology(self._show("topology"))
+        for name in sorted({partition.topology for partition in self.partitions()} - {""}):
+            found = parse_topology(self._show("topology", name)) | found
+        return found
 
     def return_to_service(self) -> int:
         """Slurm's ReturnToService: 2 if a node that was set down comes back as soon as its slurmd registers
         (slurm.conf(5))."""
-        found = self._setting("ReturnToService")
-        return int(found) if found.isdigit() else 0
+        return int(self._recent().seconds("ReturnToService") or 0)
 
     def slurmd_port(self) -> int:
         """The port of all slurmds whose node does not name its own; the first one where slurm.conf has a range."""
-        found = re.match(r"\d+", self._setting("SlurmdPort"))
-        return int(found[0]) if found else SLURMD_PORT
+        return int(self._recent().seconds("SlurmdPort") or SLURMD_PORT)
 
     def settings(self) -> SlurmSettings:
         """All of Slurm's settings, as slurmctld has them now."""
@@ -219,13 +223,11 @@ class CommandLineClient:
         command = ["sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "user", user, "format=adminlevel"]
         return next(iter(self._run(command).split()), "")
 
-    def _setting(self, name: str) -> str:
-        """A setting of slurm.conf, as slurmctld had it in the last minute; empty when it does not say."""
+    def _recent(self) -> SlurmSettings:
+        """Slurm's settings, as slurmctld had them in the last minute."""
         if time.monotonic() - self._configured_at >= SETTINGS_SECONDS:
-            self._configuration = self._run(["scontrol", "show", "config"])
-            self._configured_at = time.monotonic()
-        found = re.search(rf"^{name}\s*=\s*(\S*)\s*$", self._configuration, re.MULTILINE)
-        return found[1] if found else ""
+            self._settings, self._configured_at = self.settings(), time.monotonic()
+        return self._settings
 
     def _common_texts(self, which: list[str]) -> dict[str, dict[str, str]]:
         """What all elements of an array have in common, by job: squeue prints those that are pending in one row."""
@@ -245,13 +247,11 @@ class CommandLineClient:
         raise SlurmError(f"squeue: cannot read {said[:80]!r}")
 
     def _squeue(self, *form: str) -> bytes:
-        return self._output(["squeue", "--noheader", "--all", "--states=all", *form])
+        # With fed_display squeue shows the jobs of all clusters of a federation, whose nodes may have the same names.
+        return self._output(["squeue", "--local", "--noheader", "--all", "--states=all", *form])
 
-    def _warn(self, text: str) -> None:
-        """Says once that a program's answer was read in a second way."""
-        if text not in self._warned:
-            self._warned.add(text)
-            log.warning("%s", text)
+    def _show(self, *words: str) -> str:
+        return self._run(["scontrol", "--all", "--oneliner", "show", *words])
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class CommandLineClient:
         """Returns when Slurm has heard the node's slurmd after a resume, or after ANSWER_SECONDS."""
         until = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < until:
-            found = parse_node(self._run(["scontrol", "--oneliner", "show", "node", node]).strip())
+            found = parse_node(self._show("node", node).strip())
             if found is None or "NOT_RESPONDING" not in found.states or "DOWN" in found.states:
                 return
             time.sleep(0.1)
@@ -375,15 +375,14 @@ class CommandLineClient:
     def _id(self, job: str, element: int) -> str:
         """The element's name for Slurm: JOB_INDEX, but JOB alone for a plain job, of which Slurm knows no elements."""
         if element == 0 and job not in self._is_array:
-            index = self._run(["squeue", "--noheader", "--states=all", "--jobs", job, "-o", "%K"]).split()
-            self._is_array[job] = bool(index) and index[0] != "N/A"
+            index = self._squeue("--jobs", job, "-o", "%K").split()
+            self._is_array[job] = bool(index) and index[0] != b"N/A"
         return f"{job}_{element}" if self._is_array.get(job, True) else job
 
     def _state(self, job: str, element: int) -> str:
         """The element's state, "" for one that Slurm does not list."""
-        command = ["squeue", "--noheader", "--states=all", "--jobs", self._id(job, element), "-o", "%T"]
-        found = self._run(command).split()
-        return element_state(found[0]) if found else ""
+        found = self._squeue("--jobs", self._id(job, element), "-o", "%T").split()
+        return element_state(found[0].decode()) if found else ""
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -475,18 +474,6 @@ def parse_topology(text: str) -> dict[str, str]:
         for node in hosts(squeue.known(fields.get("Nodes", ""))) if name else ():
             found.setdefault(node, name)
     return found
-
-
-def parse_states(text: str) -> frozenset[str]:
-    """ "DOWN*+DRAIN" -> {"DOWN", "NOT_RESPONDING", "DRAIN"}."""
-    states = set()
-    for part in text.upper().split("+"):
-        while part and part[-1] in _STATE_SYMBOLS:
-            states.add(_STATE_SYMBOLS[part[-1]])
-            part = part[:-1]
-        if part:
-            states.add(part)
-    return frozenset(states)
 
 
 def count_gpus(gres: str) -> int:

@@ -40,6 +40,7 @@ class Reason:
 # The first is about what the node is, the second about what it is at that moment.
 _REFUSALS = ((re.compile(r"(Bad)?Constraints"), 3600.0), (re.compile(r"ReqNodeNotAvail|Nodes required"), 30.0))
 _FREE = Reason(Bar.NOTHING, "")
+_RELEASE = "and Slurm holds it: `scontrol release`"
 # The first line whose expression matches the beginning of the reason counts.
 _TABLE: tuple[tuple[str, Bar, str], ...] = (
     (r"(None)?$", Bar.NOTHING, "Slurm's scheduler has not looked at it yet"),
@@ -51,6 +52,9 @@ _TABLE: tuple[tuple[str, Bar, str], ...] = (
     (r"JobHeldUser", Bar.HOLD, "its user holds it: `scontrol release`"),
     (r"JobHeldAdmin", Bar.HOLD, "it is held"),
     (r"JobHoldMaxRequeue", Bar.HOLD, "it was requeued more often than Slurm allows: `scontrol release`"),
+    (r"Reservation( .*was d|D)eleted", Bar.HOLD, f"its reservation is over or was deleted, {_RELEASE}"),
+    (r"Reservation( .*is i|I)nvalid", Bar.HOLD, f"its reservation is invalid, {_RELEASE}"),
+    (r"job requeued in special exit state", Bar.HOLD, f"it was requeued to be looked at, {_RELEASE}"),
     (r"launch failed.*held", Bar.HOLD, "Slurm could not launch it, and holds it: see slurmctld's log"),
     (r"BurstBufferOperation", Bar.HOLD, "its burst buffer failed: see slurmctld's log"),
     (r".*\bheld\b", Bar.HOLD, "it is held"),
@@ -58,7 +62,6 @@ _TABLE: tuple[tuple[str, Bar, str], ...] = (
     (r"Licen[sc]e", Bar.LIMIT, "no licence that it asks for is free"),
     (r"DependencyNeverSatisfied", Bar.OTHER, "a job that it depends on did not end as asked (--dependency)"),
     (r"Dependency", Bar.OTHER, "it waits for another job (--dependency)"),
-    (r"ReservationDeleted|ReservationInvalid", Bar.OTHER, "its reservation does not exist any more, or is invalid"),
     (r"Reservation", Bar.OTHER, "its reservation has not begun"),
     (r"PartitionDown|PartitionInactive", Bar.OTHER, "its partition starts no jobs: an admin has closed it"),
     (r"PartitionTimeLimit", Bar.OTHER, "it asks for more time than its partition allows"),
@@ -150,7 +153,10 @@ def explained(element: ElementInfo, now: float) -> str:
         return "it is to begin later (--begin)"
     if element.required_nodes and refusal_seconds(element.reason):
         return f"it must start on {', '.join(sorted(element.required_nodes))} (ReqNodeList), which Slurm refuses it"
-    return understand(element.reason).words or "Slurm gives this reason and no other"
+    found = understand(element.reason)
+    if element.held and found.bar is not Bar.HOLD:
+        return "Slurm holds it: `scontrol release`"
+    return found.words or "Slurm gives this reason and no other"
 
 
 def _begins_later(element: ElementInfo, now: float) -> bool:

@@ -14,9 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from unicron.ctl.slurm import squeue
-from unicron.ctl.slurm.command_line import CommandLineClient, parse_states
+from unicron.ctl.slurm.command_line import CommandLineClient
 from unicron.ctl.slurm.host_lists import hosts
-from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Reserved, SlurmError, current_reason, element_state
+from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Reserved, SlurmError, current_reason
+from unicron.ctl.slurm.states import element_state, on_hold, parse_states
 from unicron.ctl.system.errors import one_line
 
 
@@ -227,6 +228,7 @@ def element_info(record: Any, element: int) -> ElementInfo:
         starts=float(record.start_time) if record.start_time else None,
         planned_nodes=frozenset(hosts(record.scheduled_nodes or "")),
         array=bool(record.array_id),
+        on_hold=on_hold(record.state, record.priority or 0),
     )
 
 

@@ -12,7 +12,8 @@ from collections.abc import Collection
 
 from unicron.ctl.slurm import asked, squeue
 from unicron.ctl.slurm.host_lists import hosts
-from unicron.ctl.slurm.slurm_client import ElementInfo, Queue, element_state
+from unicron.ctl.slurm.slurm_client import ElementInfo, Queue
+from unicron.ctl.slurm.states import OVER, WAITS, element_state, on_hold
 
 Columns = tuple[tuple[str, int], ...]
 _IDENTITY: Columns = (
@@ -37,11 +38,7 @@ COLUMNS: tuple[Columns, ...] = ((*_IDENTITY, *_KIND, *_ASKED), (*_IDENTITY, *_KI
 # Columns that older releases do not know. squeue leaves such a one out, with exit status 0.
 _SINCE = {"ExcNodes": (23, 2)}
 WAITS_FOR_NODES = ("Resources", "Priority")
-_PENDING = b"PENDING"
-_OVER = frozenset(
-    b"COMPLETED CANCELLED FAILED TIMEOUT NODE_FAIL PREEMPTED BOOT_FAIL DEADLINE OUT_OF_MEMORY REVOKED SPECIAL_EXIT "
-    b"LAUNCH_FAILED RECONFIG_FAIL".split()
-)
+_PENDING, _OVER = (frozenset(word.encode() for word in words) for words in (WAITS, OVER))
 ON_ONE_NODE = 8  # elements that are told apart on the same nodes
 _SEPARATOR = b"\x1f"
 
@@ -65,7 +62,7 @@ def parse(data: bytes, columns: Columns, but: Collection[str] = ()) -> Queue | N
     kind, nodes, nodes_end = at["Reason"], at["NodeList"], at["NodeList"] + 128
     for start in range(0, len(data), size):
         what = data[start + state : start + state_end].rstrip()
-        if what == _PENDING:
+        if what in _PENDING:
             key = data[start + kind : start + size]
             if key in seen:
                 continue
@@ -77,7 +74,7 @@ def parse(data: bytes, columns: Columns, but: Collection[str] = ()) -> Queue | N
                 continue
         if data[start : start + 11] in ours:
             continue
-        if what == _PENDING:
+        if what in _PENDING:
             seen.add(key)
         else:
             on_nodes[where] += 1
@@ -117,6 +114,7 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
     index, nodes = cells["ArrayTaskID"], cells["NodeList"]
     priority, reasons = cells["PriorityLong"], cells["Reason"].split(",")
     size, gres = asked.parse(cells)
+    importance = int(priority) if priority.isdigit() else 0
     # squeue prints an array's pending elements in one row, with all their reasons.
     reason = next((one for one in reasons if one in WAITS_FOR_NODES), cells["Reason"])
     return ElementInfo(
@@ -136,11 +134,12 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         reservation=cells.get("Reservation", ""),
         excluded_nodes=frozenset(hosts(cells.get("ExcNodes", ""))),
         time_limit=squeue.parse_limit(cells["TimeLimit"]),
-        priority=int(priority) if priority.isdigit() else 0,
+        priority=importance,
         starts=squeue.parse_time(cells["StartTime"]),
         planned_nodes=frozenset(hosts(cells["SchedNodes"])),
         required_nodes=frozenset(hosts(cells.get("ReqNodes", ""))),
         asked=size,
         brief=True,
         array=index.isdigit(),
+        on_hold=on_hold(cells["State"], importance),
     )

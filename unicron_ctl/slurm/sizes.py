@@ -26,6 +26,7 @@ def _partition(fields: Mapping[str, str]) -> PartitionInfo:
         nodes=int(number("TotalNodes", 0.0)),
         state=fields.get("State", ""),
         grace=number("GraceTime", 0.0),
+        topology=fields.get("Topology", ""),
         max_seconds=NONE_SET if seconds is None else seconds,
         min_nodes=number("MinNodes", 0.0),
         max_nodes=number("MaxNodes", NONE_SET),

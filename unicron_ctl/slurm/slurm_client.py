@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from unicron.ctl.slurm.states import ASLEEP, REASON, UNUSABLE, unknown
 from unicron.ctl.system.errors import UserError, one_line, shortened
 
-# In any of these states a node is given no work (man sinfo, NODE STATE CODES).
-_UNUSABLE = frozenset(
-    "DOWN DRAIN DRAINED DRAINING FAIL FAILING ERROR NOT_RESPONDING UNKNOWN INVAL "
-    "INVALID_REG FUTURE MAINTENANCE REBOOT_ISSUED POWER_DRAIN BLOCKED".split()
+# The reasons of a pending element that somebody has to release. Where slurmctld has a text, squeue prints that in place
+# of the reason's name. Source: docs/behaviour/slurm-states.toml.
+HOLDS = re.compile(
+    r"JobHeld(Admin|User)$|Reservation(Deleted|Invalid)|Reservation .*(was deleted|is invalid)$"
+    r"|job requeued in special exit state|.*\bheld\b"
 )
-# While Slurm hears a node and gives it work, its reason is an old one: releases from 24.11 on keep it after a resume.
-_REASON_COUNTS = _UNUSABLE - {"NOT_RESPONDING"} | {"POWER_DOWN", "POWERED_DOWN", "POWERING_DOWN", "REBOOT_REQUESTED"}
-# Power saving: Slurm has switched the node off, or is switching it off or on, and wakes it for whom it is given to.
-# Until it has booted it answers nobody. (POWER_DOWN and POWER_UP alone are what is to be done once it is free.)
-_ASLEEP = frozenset({"POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"})
 # How the reasons begin that Slurm's own daemons give a node, in lower case. One too many only keeps a person's word
 # from counting until it is said otherwise; one too few proves the living dead.
 _SLURMS_OWN = (
@@ -46,24 +44,10 @@ def slurms_own(reason: str) -> bool:
 
 def current_reason(states: frozenset[str], reason: str) -> str:
     """Why a node in these states is out of service; "" for one that is in service, whatever reason it still has."""
-    return reason if states & _REASON_COUNTS else ""
+    return reason if states & REASON or unknown(states) else ""
 
 
 SAID = 500  # characters of what went wrong: programs may say anything
-
-
-# states of an element
-OCCUPIES = frozenset(
-    {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
-)
-WORKS = frozenset({"RUNNING", "CONFIGURING"})
-ENDED_BADLY = frozenset({"FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"})
-
-
-def element_state(said: str) -> str:
-    """An element's state, by Slurm's word for it. Slurm has a word of its own for one that waits after an expedited
-    requeue (`sbatch --requeue=expedite`, from 25.11 on); its pin can be changed as that of any pending one."""
-    return "PENDING" if said == "EXPEDITING" else said
 
 
 class SlurmError(UserError):
@@ -82,8 +66,9 @@ NONE_SET = float("inf")  # where a partition has no limit
 
 @dataclass(frozen=True)
 class PartitionInfo:
-    """A partition: how many nodes it has, its state (UP, DOWN, DRAIN, INACTIVE), its GraceTime in seconds, and what one
-    job may have at most: seconds, nodes, and of one node memory in MB and CPUs. min_nodes: that it must have."""
+    """A partition: how many nodes it has, its state (UP, DOWN, DRAIN, INACTIVE), its GraceTime in seconds, its own
+    topology ("" for the cluster's), and what one job may have at most: seconds, nodes, and of one node memory in MB and
+    CPUs. min_nodes: that it must have."""
 
     name: str
     nodes: int
@@ -94,6 +79,7 @@ class PartitionInfo:
     max_nodes: float = NONE_SET
     max_memory: float = NONE_SET
     max_cpus: float = NONE_SET
+    topology: str = ""
 
     @property
     def limited(self) -> bool:
@@ -175,13 +161,13 @@ class NodeInfo:
     @property
     def healthy(self) -> bool:
         """Whether Slurm could run something there: now, once it is free, or once it has been switched on."""
-        wrong = self.states & _UNUSABLE
-        return not (wrong - {"NOT_RESPONDING"} if self.asleep else wrong)
+        wrong = self.states & UNUSABLE | unknown(self.states)
+        return bool(self.states) and not (wrong - {"NOT_RESPONDING"} if self.asleep else wrong)
 
     @property
     def asleep(self) -> bool:
         """Whether power saving has the node off, or on its way there or back; then its silence says nothing."""
-        return bool(self.states & _ASLEEP)
+        return bool(self.states & ASLEEP)
 
     @property
     def heard(self) -> bool:
@@ -206,7 +192,8 @@ class ElementInfo:
     `brief`: only the whole queue showed it, so that its owner, its number and its texts are not known.
     `array`: it is a task of a job array. `allocation`: so many nodes are one allocation with it, which Slurm holds,
     requeues and ends as a whole. `block`: so many nodes are one element of the array
-    (:mod:`unicron.ctl.controller.model.allocation`).
+    (:mod:`unicron.ctl.controller.model.allocation`). `state` is as :func:`unicron.ctl.slurm.states.element_state` says,
+    and `on_hold` that Slurm's own word for it tells that it is held, whatever its reason.
     """
 
     job: str
@@ -238,6 +225,7 @@ class ElementInfo:
     asked: Asked = Asked()
     brief: bool = False
     array: bool = False
+    on_hold: bool = False
     allocation: int = 1
     block: int = 1
 
@@ -249,7 +237,7 @@ class ElementInfo:
     @property
     def held(self) -> bool:
         """Whether Slurm will not start it until it is released."""
-        return self.state == "PENDING" and (self.reason in ("JobHeldAdmin", "JobHeldUser") or "held" in self.reason)
+        return self.state == "PENDING" and (self.on_hold or bool(HOLDS.match(self.reason)))
 
 
 @dataclass

@@ -29,7 +29,7 @@ class SlurmSettings:
         return tuple(word.strip() for word in self.text(name).split(",") if word.strip())
 
     def seconds(self, name: str) -> float | None:
-        """A setting that begins with a number, such as "10 sec"; None where there is none."""
+        """The number with which a setting begins, such as "10 sec" or "6818-6820"; None where there is none."""
         found = re.match(r"\d+(?:\.\d+)?", self.text(name))
         return float(found[0]) if found else None
 

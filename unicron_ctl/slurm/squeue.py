@@ -22,7 +22,8 @@ from functools import lru_cache
 
 from unicron.ctl.slurm import asked
 from unicron.ctl.slurm.host_lists import hosts
-from unicron.ctl.slurm.slurm_client import ElementInfo, element_state
+from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron.ctl.slurm.states import WAITS, element_state, on_hold
 
 _SEPARATOR = "\x1f"
 # For `squeue -o`, which fills nothing up. Source: man squeue.
@@ -44,6 +45,7 @@ ALL_COLUMNS = (
 OWN_COLUMNS = (*NEEDED_COLUMNS, ("admin_comment", 48))
 _NOTHING = ("(null)", "N/A", "n/a", "None", "")
 CUT = "…"  # how a text ends that the column was too narrow for
+_WORD = re.compile(r"[A-Z][A-Z0-9_]*|\?")  # a state: "?" is one for which that Slurm has no word
 Key = tuple[str, str]
 
 
@@ -69,18 +71,18 @@ def row_size(columns: Iterable[tuple[str, int]]) -> int:
 def parse_facts(text: str, most: float = float("inf")) -> list[Fact]:
     """The first listing, element by element; of each array's pending elements that share its record, `most`. A line
     that cannot be read is left out: it spoils nothing but itself."""
-    alike: Counter[str] = Counter()
+    alike: Counter[tuple[str, ...]] = Counter()
     found, at = [], 0
     while at < len(text):
         end = text.find("\n", at)
         end = len(text) if end < 0 else end
         line = text[at:end]
         at = end + 1
-        job = _shares_record(line)
-        if job:
-            alike[job] += 1
-            if alike[job] > most:  # and so are the next ones: they are passed over without a look at each
-                passed = _more_of(job).match(text, at)
+        shared = _shares_record(line)
+        if shared:
+            alike[shared] += 1
+            if alike[shared] > most:  # and so are the next ones: they are passed over without a look at each
+                passed = _more_of(*shared).match(text, at)
                 at = passed.end() if passed else at
                 continue
         if (fact := _fact(line)) is not None:
@@ -89,17 +91,17 @@ def parse_facts(text: str, most: float = float("inf")) -> list[Fact]:
 
 
 @lru_cache(maxsize=256)
-def _more_of(job: str) -> re.Pattern[str]:
+def _more_of(job: str, state: str) -> re.Pattern[str]:
     """Lines of pending elements of the array that share its record, one after the other."""
-    head = _SEPARATOR.join((job, f"[^{_SEPARATOR}\n]*", job, "PENDING", ""))
+    head = _SEPARATOR.join((job, f"[^{_SEPARATOR}\n]*", job, state, ""))
     return re.compile(rf"(?:{head}[^\n]*\n)*")
 
 
-def _shares_record(line: str) -> str:
-    """The array's id if it is one of its pending elements that share its record; else empty."""
+def _shares_record(line: str) -> tuple[str, ...]:
+    """The array's id and the state, if it is one of its pending elements that share its record; else empty."""
     head = line.split(_SEPARATOR, 4)
-    alike = len(head) == 5 and head[3] == "PENDING" and head[0] == head[2] and head[0].isdigit()
-    return head[0] if alike else ""
+    alike = len(head) == 5 and head[3] in WAITS and head[0] == head[2] and head[0].isdigit()
+    return (head[0], head[3]) if alike else ()
 
 
 def _fact(line: str) -> Fact | None:
@@ -109,10 +111,11 @@ def _fact(line: str) -> Fact | None:
     job, index, slurm_id, state, user, uid, submitted, limit, priority, starts, partition, reservation = values[:12]
     node, planned, excluded = values[12:]
     at = parse_time(submitted)
-    if not (job.isdigit() and slurm_id.isdigit() and uid.isdigit() and state.isupper()) or at is None:
+    if not (job.isdigit() and slurm_id.isdigit() and uid.isdigit() and _WORD.fullmatch(state)) or at is None:
         return None
     if not index.isdigit() and index != "N/A":
         return None
+    importance = int(priority) if priority.isdigit() else 0
     info = ElementInfo(
         job=job,
         element=int(index) if index.isdigit() else 0,
@@ -130,10 +133,11 @@ def _fact(line: str) -> Fact | None:
         reservation=known(reservation),
         excluded_nodes=_hosts(known(excluded)),
         time_limit=parse_limit(limit),
-        priority=int(priority) if priority.isdigit() else 0,
+        priority=importance,
         starts=parse_time(starts),
         planned_nodes=_hosts(known(planned)),
         array=index.isdigit(),
+        on_hold=on_hold(state, importance),
     )
     return Fact(info, index.isdigit(), (job, index))
 

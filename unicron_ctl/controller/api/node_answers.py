@@ -13,7 +13,7 @@ from unicron.ctl.controller.model.asker import Asker
 from unicron.ctl.controller.model.node_state import NodeState
 from unicron.ctl.controller.nodes import readmission
 from unicron.ctl.protocol import answer_schema as schema
-from unicron.ctl.slurm.slurm_client import OCCUPIES
+from unicron.ctl.slurm.states import OCCUPIES
 
 
 def visible_nodes(core: Core, asker: Asker, brief: bool = False) -> list[schema.Node]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from unicron.ctl.controller.failure_detector import probes, quorum
+from unicron.ctl.controller.failure_detector import probes
 from unicron.ctl.controller.failure_detector.probes import ANSWER_SECONDS, ROUND_SECONDS, Tick
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.model.finding import Finding, Source, What
@@ -28,6 +28,7 @@ from unicron.ctl.controller.model.requests import Knock
 from unicron.ctl.controller.model.suspicion import OWN, Answer, EndingNode, Key, Suspicion
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.protocol.reach import Reach
+from unicron.ctl.slurm.states import ASLEEP, OCCUPIES, TAKEN_OUT
 
 # An admin who starts slurmd again must not lose the node: it listens again after 1 to 3 s. A node that ends is in no
 # hurry: its ranks have been left out already, and only its element's place in Slurm waits for this.
@@ -38,7 +39,7 @@ ROUNDS = 3  # the fewest in that time: a round whose answers are lost says nothi
 AT_ONCE = 32
 LEFTOVER_SECONDS = 5.0  # between two looks for elements that Slurm still runs without their agents
 REACHED_SECONDS = 15.0  # after a node was reached, until it is asked about again for such an element
-OUT_OF_SERVICE = frozenset({"DOWN", "DRAIN", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"})
+OUT_OF_SERVICE = TAKEN_OUT | ASLEEP
 GREETINGS = 8  # slurmds that are tried at once while all is well, of 64 threads
 GREET_AGAIN_SECONDS = 300.0  # between two tries of a slurmd that has not answered
 
@@ -182,7 +183,7 @@ def _leftovers(view: View, node: str) -> Iterator[Key]:
         job = view.state.jobs.get(e.job)
         record = job.agents.get(e.element) if job is not None and not job.over else None
         here = record is not None and record.node == node and record.ended_early
-        runs = e.state in quorum.HAS_PROCESSES
+        runs = e.state in OCCUPIES
         if job is not None and here and runs and view.shown_node(job, e.element) is not None:
             yield e.job, e.element
 

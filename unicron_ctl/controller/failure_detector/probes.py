@@ -20,6 +20,7 @@ from unicron.ctl.controller.model.suspicion import OWN, Answer, EndingNode, Key,
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.reach import Reach, door_at
+from unicron.ctl.slurm.states import DOWN
 from unicron.ctl.system.addresses import is_numeric
 
 ASK_PERIODS = 1.3  # heartbeat periods of silence after which others are asked, so that they have answered at the lease
@@ -201,5 +202,5 @@ def slurm_calls_dead(view: View, tick: Tick, node: str) -> str:
     info = view.slurm.node(node)
     if info is None or info.asleep or (view.unfit(node) and not view.state.node(node).drained):
         return ""
-    bad = info.states & quorum.GONE
+    bad = info.states & DOWN
     return "+".join(sorted(bad)) if bad and any(name != node for name in tick.in_service) else ""

@@ -19,10 +19,8 @@ from unicron.ctl.controller.model.view import Order, Outcome, View
 from unicron.ctl.protocol import wire
 from unicron.ctl.protocol.wire import Plan
 from unicron.ctl.slurm.slurm_client import NodeInfo, slurms_own
+from unicron.ctl.slurm.states import DOWN, OCCUPIES
 
-# Element states in which there are processes, or may be (squeue(1), JOB STATE CODES).
-HAS_PROCESSES = frozenset("RUNNING CONFIGURING COMPLETING SUSPENDED STOPPED SIGNALING RESIZING STAGE_OUT".split())
-GONE = frozenset({"DOWN", "NOT_RESPONDING"})  # states of a node of which Slurm hears nothing, or that it has given up
 ON_THE_WAY = frozenset({"POWERING_UP", "POWERING_DOWN"})  # while a node boots, its silence says nothing
 BETWEEN = frozenset({Phase.FORMING, Phase.BREAKING, Phase.ENTERING})  # phases in which some are a generation behind
 
@@ -176,7 +174,7 @@ def shown_dead(view: View, job: JobState, element: int, since: float = 0.0) -> s
     shown = listed.get(element)
     if shown is None and listed and job.settings.allocation:
         return f"{info.name} answers Slurm, which runs job {job.job} without this part of it"
-    if shown is None or (shown.state in HAS_PROCESSES and shown.node == record.node):
+    if shown is None or (shown.state in OCCUPIES and shown.node == record.node):
         return ""
     where = f" on {shown.node}" if shown.node else ""
     return f"{info.name} answers Slurm, and {job.label(element)} is {shown.state}{where}"
@@ -187,7 +185,7 @@ def slurm_hears_nothing(view: View, node: str) -> bool:
     info = view.slurm.node(node)
     if info is None:
         return False
-    return "POWERED_DOWN" in info.states or bool(info.states & GONE and not ON_THE_WAY & info.states)
+    return "POWERED_DOWN" in info.states or bool(info.states & DOWN and not ON_THE_WAY & info.states)
 
 
 def _taken_down(info: NodeInfo) -> str:

@@ -29,6 +29,7 @@ from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.replication.cuts import behind
 from unicron.ctl.protocol import shared_plans, wire
+from unicron.ctl.slurm.states import OCCUPIES
 from unicron.detector.words import all_of
 
 SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebody
@@ -242,7 +243,7 @@ def _known(view: View, job: JobView) -> list[int]:
     seen = view.slurm.seen
     listed = seen.of(job.state.job) if seen is not None else {}
     found = {element for element, record in job.state.agents.items() if not record.gone}
-    return sorted(found | {element for element, info in listed.items() if info.state in quorum.HAS_PROCESSES})
+    return sorted(found | {element for element, info in listed.items() if info.state in OCCUPIES})
 
 
 def _too_many(view: View, job: JobView, absent: list[int], count: int, out: Outcome) -> bool:
@@ -310,7 +311,7 @@ def _may_come(view: View, job: JobView, element: int) -> bool:
     if not view.slurm.used or seen is None or seen.asked_at < view.started_at:
         return True
     info = seen.of(job.state.job).get(element)
-    return info is not None and info.state in quorum.HAS_PROCESSES
+    return info is not None and info.state in OCCUPIES
 
 
 def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:

@@ -18,7 +18,8 @@ from unicron.ctl.controller.model.job_state import JobState
 from unicron.ctl.controller.model.submission import another
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.protocol import wire
-from unicron.ctl.slurm.slurm_client import OCCUPIES, ElementInfo
+from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron.ctl.slurm.states import OCCUPIES
 
 CONFIRM_SECONDS = 5.0  # then an agent is taken in although Slurm does not answer
 LISTING_SECONDS = 30.0  # a listing that is older confirms nobody

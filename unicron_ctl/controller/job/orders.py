@@ -15,7 +15,7 @@ from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.pacing import look_again
 from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.ctl.protocol.ranges import MOST_DOORS
-from unicron.ctl.slurm.slurm_client import WORKS
+from unicron.ctl.slurm.states import WORKS
 from unicron.transition.generations.layout import heads_of
 
 SAVING_LOOK_SECONDS = 0.2  # between two looks whether ranks still save

@@ -14,6 +14,7 @@ from unicron.ctl.controller.model.view import View
 from unicron.ctl.protocol.structs import Fault
 from unicron.ctl.protocol.wire import NodeEvent
 from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron.ctl.slurm.states import OVER
 from unicron.detector.failures.classify import Classifier
 from unicron.detector.failures.escalation_table import ISOLATE
 from unicron.detector.failures.fault_history import Policy
@@ -36,9 +37,6 @@ ENDINGS = (
     "default",
 )
 WAIT, SHARED = "wait", "shared"  # what is done about a node event, beside the severity table's own actions
-OVER = frozenset(
-    "FAILED NODE_FAIL OUT_OF_MEMORY BOOT_FAIL LAUNCH_FAILED TIMEOUT DEADLINE PREEMPTED CANCELLED REVOKED".split()
-)  # squeue(1) JOB STATE CODES
 
 
 # ---------------------------------------------------------------- ranks
@@ -209,7 +207,7 @@ def task_end(classifier: Classifier, status: int | None) -> Verdict | None:
 
 def element_end(classifier: Classifier, element: ElementInfo) -> Verdict | None:
     """The verdict on an element that is over, by its state and exit code; None while it is not, or ended well."""
-    if element.state not in OVER:
+    if element.state not in OVER or element.state == "COMPLETED":
         return None
     verdict = classifier.slurm(element.state)
     if element.state == "FAILED" and element.exit_code not in ("", "0:0", "0"):

@@ -25,7 +25,8 @@ from unicron.ctl.controller.model.requests import LOST, OURS, Action, Run
 from unicron.ctl.controller.model.view import Outcome, View
 from unicron.ctl.controller.nodes import bounds, readmission
 from unicron.ctl.slurm.admin_comment import HELD
-from unicron.ctl.slurm.slurm_client import OCCUPIES, NodeInfo
+from unicron.ctl.slurm.slurm_client import NodeInfo
+from unicron.ctl.slurm.states import OCCUPIES, TAKEN_OUT
 from unicron.ctl.system.errors import one_line
 from unicron.detector.words import counted
 
@@ -151,7 +152,7 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
     if job.settings.allocation and not others:  # without --no-kill Slurm would end the whole job
         shared = f"job {job.job} has other nodes"
     again = known.downed and known.drained and not known.proven_bad and "DOWN" not in info.states and not shared
-    if info.states & {"DOWN", "DRAIN"} and not again:
+    if info.states & TAKEN_OUT and not again:
         why = info.reason or "no reason given"
         already = f"{node} is out of service already ({why}): left as it is"
         out.record(job, records.FailureAction(failure=failure, text=already))
@@ -254,7 +255,7 @@ def proven_bad(view: View) -> Outcome:
         news = report.at > known.resumed_at and seen is not None and seen.asked_at > report.at
         if not news:
             continue
-        if info.states & {"DOWN", "DRAIN"}:
+        if info.states & TAKEN_OUT:
             if info.reason.startswith(HEALTH):
                 text = info.reason
                 out.record(None, records.Isolated(node=name, reason=f"{name} has drained itself: {text}"))
@@ -290,7 +291,7 @@ def gone_down(view: View, out: Outcome) -> None:
     """Nodes that were to be taken out of service and that Slurm shows so, whoever did it: no more is asked for them."""
     for name in sorted(view.state.out_of_service):
         known, info = view.state.node(name), view.slurm.node(name)
-        out_of_it = info is not None and info.states & {"DOWN", "DRAIN"} and not _only_drained(known, info)
+        out_of_it = info is not None and info.states & TAKEN_OUT and not _only_drained(known, info)
         if info is not None and out_of_it and (known.going_down or known.refused):
             said = f"{name} is out of service ({info.reason or 'no reason given'})"
             out.record(None, records.SlurmDone(action=_action(known.drained), node=name, reason=said))

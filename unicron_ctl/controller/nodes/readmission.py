@@ -20,6 +20,7 @@ from unicron.ctl.controller.model.requests import OURS, Action, Knock
 from unicron.ctl.controller.model.view import SUSPECT_SECONDS, Outcome, View
 from unicron.ctl.protocol import answer_schema
 from unicron.ctl.slurm.slurm_client import NodeInfo
+from unicron.ctl.slurm.states import TAKEN_OUT
 
 REFRESH_SECONDS = 3600.0  # a report that says nothing new is recorded this often; in between only its age is kept
 # slurmd runs its checks as it starts, before or after the moment that Slurm calls its start, which has whole seconds.
@@ -260,7 +261,7 @@ def _gist(verdict: str, reason: str) -> tuple[str, str]:
 
 
 def _ours(node: NodeInfo) -> bool:
-    return bool(node.states & {"DOWN", "DRAIN"}) and node.reason.startswith(f"{OURS}[")
+    return bool(node.states & TAKEN_OUT) and node.reason.startswith(f"{OURS}[")
 
 
 def pair_test_command(node: str) -> str:

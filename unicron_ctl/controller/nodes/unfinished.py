@@ -17,8 +17,9 @@ from unicron.ctl.controller.model.node_state import OUT
 from unicron.ctl.controller.model.requests import ON_NODES, Action
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.slurm.admin_comment import is_shown
-from unicron.ctl.slurm.slurm_client import OCCUPIES, ElementInfo
+from unicron.ctl.slurm.slurm_client import ElementInfo
 from unicron.ctl.slurm.squeue import names_of, nodes_of
+from unicron.ctl.slurm.states import OCCUPIES
 
 Key = tuple[str, str, int, str]
 

@@ -18,8 +18,9 @@ from unicron.ctl.controller.plan.pools import Pool, joined, pools
 from unicron.ctl.controller.plan.pools import plan as plan_pool
 from unicron.ctl.settings.partitions import ACT
 from unicron.ctl.slurm import pending_reasons
-from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, ElementInfo
+from unicron.ctl.slurm.slurm_client import ElementInfo
 from unicron.ctl.slurm.squeue import nodes_of
+from unicron.ctl.slurm.states import ENDED_BADLY, OCCUPIES
 from unicron.detector.words import counted
 from unicron.planner.problem.gpus import BEST
 from unicron.planner.solver.plan import flops_text

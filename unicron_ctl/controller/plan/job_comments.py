@@ -14,7 +14,8 @@ from unicron.ctl.controller.model.job_state import FAILURES_KEPT, JobState
 from unicron.ctl.controller.model.requests import OURS, Action, Run
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.slurm.admin_comment import HELD, is_shown, own_part
-from unicron.ctl.slurm.slurm_client import OCCUPIES, ElementInfo
+from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron.ctl.slurm.states import OCCUPIES
 
 AGAIN_SECONDS = 60.0  # between two comments on one job
 REPEAT_SECONDS = 600.0  # before the same is written again where Slurm does not show it

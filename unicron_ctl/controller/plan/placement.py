@@ -18,8 +18,9 @@ from unicron.ctl.controller.model.requests import RELEASED, Action
 from unicron.ctl.slurm import pending_reasons
 from unicron.ctl.slurm.admin_comment import HELD
 from unicron.ctl.slurm.pending_reasons import Bar
-from unicron.ctl.slurm.slurm_client import OCCUPIES, WORKS, ElementInfo, NodeInfo
+from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo
 from unicron.ctl.slurm.squeue import names_of, nodes_of
+from unicron.ctl.slurm.states import OCCUPIES, WORKS
 from unicron.detector.words import counted
 
 REQUEUE_SECONDS = 30.0  # between two requeues of an element that ended before its agent came

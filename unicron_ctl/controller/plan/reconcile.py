@@ -39,8 +39,9 @@ from unicron.ctl.controller.plan.slurm_actions import Retries, request_actions
 from unicron.ctl.controller.sense.slurm_states import describe
 from unicron.ctl.slurm import pending_reasons
 from unicron.ctl.slurm.admin_comment import HELD, own_part
-from unicron.ctl.slurm.slurm_client import ENDED_BADLY, OCCUPIES, WORKS, ElementInfo
+from unicron.ctl.slurm.slurm_client import ElementInfo
 from unicron.ctl.slurm.squeue import names_of, nodes_of
+from unicron.ctl.slurm.states import ENDED_BADLY, OCCUPIES, OVER, WORKS
 from unicron.ctl.system.throttle import Throttle
 from unicron.detector.words import counted
 
@@ -52,7 +53,7 @@ MOST_FAILURES = 2  # failed listings in a row that make the pause longer: one mo
 ASKED_SECONDS = 60.0  # for which Slurm is still asked about a job that has ended
 LATELY_SECONDS = 3600.0  # the same at the controller's start
 # How the elements of a job may end that has not trained to its end, the most telling first
-UNFINISHED = ("CANCELLED", "TIMEOUT", "DEADLINE", "PREEMPTED", *sorted(ENDED_BADLY))
+UNFINISHED = (*sorted(OVER - ENDED_BADLY - {"COMPLETED"}), *sorted(ENDED_BADLY))
 STOPPED = 128 + signal.SIGTERM  # exit code of a job that was stopped, as a shell shows it
 # After the last word of an agent that has left, where nobody says that its task has ended: it may still write files
 # for a minute (agent.loop.agent.FILES_SECONDS)

@@ -14,11 +14,8 @@ from unicron.ctl.controller.model.job_state import Failure, JobState
 from unicron.ctl.controller.model.job_view import JobView
 from unicron.ctl.controller.model.view import Listing, Outcome, View
 from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron.ctl.slurm.states import OVER
 
-ENDED = frozenset(
-    "FAILED NODE_FAIL OUT_OF_MEMORY BOOT_FAIL LAUNCH_FAILED TIMEOUT DEADLINE PREEMPTED CANCELLED REVOKED "
-    "COMPLETED".split()
-)
 NODE_STATES = ("FAIL", "ERROR", "POWERED_DOWN", "DOWN", "NOT_RESPONDING")  # what speaks against a node, worst first
 OPEN_KINDS = ("node", "agent")
 
@@ -35,7 +32,7 @@ def ended_agents(view: View, listing: Listing, job: JobState) -> Iterator[AgentV
     asked."""
     for element in _known(listing, job):
         agent = view.job(job).agents.get(element.element)
-        if agent is not None and agent.alive and element.state in ENDED and listing.asked_at > agent.last_registered:
+        if agent is not None and agent.alive and element.state in OVER and listing.asked_at > agent.last_registered:
             yield agent
 
 
@@ -50,7 +47,7 @@ def check_slurm_states(view: View, job: JobView) -> Outcome:
         failure = next((f for f in of_it if f.record.kind_of_failure in OPEN_KINDS), None)
         if failure is None or failure.restored_at is not None or failure.slurm:
             continue
-        if element.state in ENDED and element.state != "COMPLETED":
+        if element.state in OVER and element.state != "COMPLETED":
             out.findings.append(_finding(view, job, element, failure, element.state))
             continue
         node = view.slurm.node(job.state.agents[element.element].node)

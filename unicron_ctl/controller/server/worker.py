@@ -37,6 +37,7 @@ from unicron.ctl.slurm.slurm_client import (
     SlurmTimeout,
 )
 from unicron.ctl.slurm.squeue import nodes_of
+from unicron.ctl.slurm.states import IN_USE
 from unicron.ctl.system.errors import shortened
 from unicron.ctl.system.mailbox import Mailbox
 
@@ -47,7 +48,6 @@ WORKERS, VERIFIERS = 64, 4  # a probe waits most of its time, and a whole rack m
 AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS = 4096, 1024, 512  # credentials in verification
 OURSELVES = "controller", "", ""  # whose turn the controller's own credential takes
 SETTINGS_SECONDS = 60.0  # between two looks at Slurm's PrivateData and topology
-IN_USE = frozenset({"ALLOCATED", "MIXED", "COMPLETING"})
 LEFT_OUT = "left out: an action before it failed"
 PUT_OFF = "put off: Slurm is slow, and what it shows by now comes first"
 TAKEN_OVER = "put off: calls of the controller before this one may still be under way"

@@ -28,7 +28,7 @@ from unicron.ctl.doctor.on_nodes import (
     own_program,
     pieces,
 )
-from unicron.ctl.doctor.plugstack import candidates, plugin_facts
+from unicron.ctl.doctor.plugstack import candidates, in_plugin_dir, plugin_facts
 from unicron.ctl.doctor.site_facts import find_role, patterns, question_for
 from unicron.ctl.settings.config_file import parse
 from unicron.ctl.slurm import NodeInfo
@@ -69,6 +69,16 @@ def test_a_name_without_a_folder_lies_in_plugin_dir(plugstack: Path) -> None:
     found, agent = plugin_facts([str(plugstack)], str(plugstack.parent))
     assert (found.path, found.is_there, agent) == (str(plugstack.parent / "unicron.so"), True, "/a")
     assert not plugin_facts([str(plugstack)], "/nonexistent")[0].is_there
+
+
+def test_plugin_dir_is_a_list_with_colons(plugstack: Path) -> None:
+    """Seen with 22.05, 24.11 and 26.05: slurmd takes the plugin from the second folder."""
+    plugstack.write_text("optional unicron.so agent=/a\n")
+    folders = f"/nonexistent:{plugstack.parent}:/tmp"
+    found, _ = plugin_facts([str(plugstack)], folders)
+    assert (found.path, found.is_there) == (str(plugstack.parent / "unicron.so"), True)
+    assert in_plugin_dir(folders, "unicron.so") == str(plugstack.parent / "unicron.so")
+    assert in_plugin_dir("/a:/b", "unicron.so") == "/a/unicron.so" and in_plugin_dir("", "x") == "/usr/lib/slurm/x"
 
 
 def test_without_a_line_or_a_file_there_is_no_plugin(plugstack: Path) -> None:

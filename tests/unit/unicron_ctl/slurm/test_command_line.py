@@ -13,11 +13,11 @@ from unicron.ctl.slurm.command_line import (
     count_gpus,
     parse_node,
     parse_reservations,
-    parse_states,
     parse_topology,
 )
 from unicron.ctl.slurm.sizes import parse_partitions
 from unicron.ctl.slurm.slurm_client import PartitionInfo, Reserved, Size
+from unicron.ctl.slurm.states import parse_states
 
 NODE = (
     "NodeName=n1 Arch=x86_64 CoresPerSocket=4  CPUAlloc=0 CPUEfctv=4 CPUTot=4 CPULoad=0.37 AvailableFeatures=a100,ib "
@@ -231,14 +231,14 @@ def test_what_was_requeued_does_not_start_in_that_second(
     """Defect: the second was that in which Slurm was asked. It answers later, and slurmd hears of it later still."""
     now, ran = [answered - 0.1], []
 
-    def run(command: list[str]) -> str:
+    def run(command: list[str]) -> bytes:
         ran.append(" ".join(command))
         now[0] = answered
-        return ""
+        return b""
 
     monkeypatch.setattr(command_line.time, "time", lambda: now[0])
     client = CommandLineClient()
-    monkeypatch.setattr(client, "_run", run)
+    monkeypatch.setattr(client, "_output", run)
     getattr(client, order)("7", 1, *(["why"] if order == "requeue_hold" else []))
     now[0] = starts
     client.start_now("7", 1)
@@ -264,6 +264,71 @@ AggregatedBlock=b[1-2] BlockIndex=2 Nodes=node[01-03] BlockSize=4
 """
     assert parse_topology(blocks) == {"node01": "b1", "node02": "b1", "node03": "b2"}
     assert parse_topology("") == parse_topology("SwitchName=s1 Level=0 LinkSpeed=1 Nodes=(null)\n") == {}
+
+
+def test_topologies_of_partitions_fill_up_what_the_default_one_leaves_out(tmp_path: Path) -> None:
+    """As Slurm 26.05 shows them: without a name only the default topology, which here is flat and prints nothing."""
+    shown = {
+        "topology": "",
+        "topology tree1": "SwitchName=s1 Level=0 LinkSpeed=0 Nodes=n[1-2]",
+        "topology blk1": "BlockName=b1 BlockIndex=0 Nodes=n[2-3] BlockSize=2",
+        "partition": "PartitionName=a Hidden=NO PreemptMode=OFF State=UP TotalNodes=2\n"
+        "PartitionName=b Topology=tree1 State=UP TotalNodes=2\n"
+        "PartitionName=c Topology=blk1 State=UP TotalNodes=2\nPartitionName=d Topology=blk1 State=UP",
+    }
+    cases = "".join(f"'--all --oneliner show {words}') echo '{text}';;\n" for words, text in shown.items())
+    _program(tmp_path, "scontrol", f'echo "$*" >> {tmp_path}/asked\ncase "$*" in\n{cases}*) exit 1;; esac')
+    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert client.domains() == {"n1": "s1", "n2": "b1", "n3": "b1"}
+    assert (tmp_path / "asked").read_text().count("blk1") == 1, "each topology once"
+    assert [partition.topology for partition in client.partitions()] == ["", "tree1", "blk1", "blk1"]
+
+
+def test_what_the_default_topology_says_counts_first(tmp_path: Path) -> None:
+    text = "SwitchName=top1 Level=0 LinkSpeed=0 Nodes=n1\\nPartitionName=b Topology=tree1 State=UP\\n"
+    more = "SwitchName=s1 Level=0 LinkSpeed=0 Nodes=n[1-2]"
+    _program(tmp_path, "scontrol", f"case \"$*\" in *tree1) echo '{more}';; *) printf '{text}';; esac")
+    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert client.domains() == {"n1": "top1", "n2": "s1"}
+
+
+def test_settings_with_a_unit_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All releases print the unit. Defect: then KillWait was 30 s, whatever it was."""
+    lines = ["KillWait = 7 sec", "PrivateData = jobs,nodes", "AccountingStorageType = (null)", "ReturnToService = 2"]
+    _program(tmp_path, "scontrol", f"printf '%s\\n' '{chr(10).join(lines)}'")
+    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert client.kill_wait() == 7.0 and client.private_data() == {"jobs", "nodes"}
+    assert client.shrinks() == 1 and client.return_to_service() == 2 and not caplog.records
+    _program(tmp_path, "scontrol", "echo PrivateData = none")
+    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert [client.kill_wait() for _ in range(3)] == [30.0] * 3 and client.private_data() == set()
+    assert [record.getMessage() for record in caplog.records] == [
+        "`scontrol show config` tells no KillWait: 30 s are taken for it"
+    ]
+
+
+def test_lines_that_are_no_nodes_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _program(tmp_path, "scontrol", 'case "$*" in *node) echo NodeName=n1 State=IDLE; echo Node=n2 Health=OK;; esac')
+    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert [[node.name for node in client.nodes()] for _ in range(3)] == [["n1"]] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "`scontrol show node` prints a line that cannot be read, and its node is unknown: Node=n2 Health=OK"
+    ]
+
+
+def test_only_the_jobs_of_this_cluster_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fed_display squeue shows a federation's other clusters, too, whose nodes may have the same names."""
+    monkeypatch.setenv("SLURM_CLUSTERS", "all")
+    _program(tmp_path, "squeue", f'echo "$SLURM_CLUSTERS $*" >> {tmp_path}/asked')
+    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    client.elements()
+    client.others()
+    client._id("7", 0)
+    client._state("7", 1)
+    client._admin_comment("7", 1)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    listed = [line for line in asked if "--version" not in line]
+    assert len(listed) >= 5 and all(" --local " in line and not line.startswith("all") for line in listed)
 
 
 def test_resume_waits_until_slurm_has_heard_the_nodes_slurmd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

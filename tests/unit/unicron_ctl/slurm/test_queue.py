@@ -246,3 +246,21 @@ def test_what_only_the_whole_queue_shows_says_nothing_of_its_job() -> None:
     seen = Listing(1.0, [], shown.elements)
     assert not seen.of("7") and {name: len(found) for name, found in seen.by_node.items()} == {"n1": 1, "n2": 1}
     assert [e.job for e in seen.waiting] == ["7"]
+
+
+def test_what_waits_in_any_word_is_pending_and_what_no_table_has_keeps_its_nodes() -> None:
+    found = read(
+        row(ArrayJobID="1", State="SPECIAL_EXIT", PriorityLong="0", Reason="job requeued in held state"),
+        row(ArrayJobID="2", State="RESV_DEL_HOLD", PriorityLong="0", Reason="Reservation rx was deleted"),
+        row(ArrayJobID="3", State="RESV_DEL_HOLD", Reason="Resources"),
+        row(ArrayJobID="4", State="EXPEDITING"),
+        row(ArrayJobID="5", State="HIBERNATING", NodeList="n3"),
+        row(ArrayJobID="6", State="REVOKED"),
+    )
+    assert [(e.job, e.state, e.held) for e in found.elements] == [
+        ("1", "PENDING", True),
+        ("2", "PENDING", True),
+        ("3", "PENDING", False),
+        ("4", "PENDING", False),
+        ("5", "UNKNOWN", False),
+    ]

@@ -17,7 +17,7 @@ LIMITS = (
     "MaxBillingPerAccount MaxSubmitJobsPerAccount QOSGrpOfThingsToCome AssocMaxWhateverPerUser"
 ).split()
 OTHERS = (
-    "Dependency DependencyNeverSatisfied Reservation ReservationDeleted ReservationInvalid PartitionDown "
+    "Dependency DependencyNeverSatisfied Reservation PartitionDown "
     "PartitionInactive PartitionTimeLimit PartitionNodeLimit PartitionConfig InvalidAccount InvalidQOS QOSNotAllowed "
     "AccountNotAllowed QOSUsageThreshold BadConstraints Constraints MaxMemPerLimit DeadLine BurstBufferResources "
     "BurstBufferStageIn FrontEndDown"
