@@ -6,6 +6,7 @@ and would be SIGBUS there, which ends a process without a word.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -22,12 +23,38 @@ LOST = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, er
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A plain file, opened without a buffer. Raises OSError, also for a pipe, a device or a folder: nobody waits."""
+    """A plain file, opened without a buffer. Raises OSError, also for a pipe, a device or a folder, where nobody waits,
+    and within :func:`files_of` for a file of somebody else."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    found = os.fstat(descriptor)
+    try:
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        if _owners and found.st_uid not in _owners:
+            raise OSError(errno.EPERM, "not of the owner of its folder: work as that user, not as root", str(path))
+    except OSError:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
+        raise
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+_owners: set[int] = set()  # of the files that are read; empty for anybody
+
+
+@contextlib.contextmanager
+def files_of(folder: Path) -> Iterator[None]:
+    """Makes root read nothing but files of the folder's owner meanwhile: a link that he puts there would give him what
+    he may not read. Raises OSError, also where a link of somebody else leads to the folder."""
+    owner, place = folder.stat().st_uid, folder.absolute()
+    if os.geteuid() == 0:
+        for each in (place, *place.parents):
+            if each.is_symlink() and each.lstat().st_uid not in (0, owner):
+                raise OSError(errno.EPERM, "a link of somebody else: name the folder itself", str(each))
+        _owners.update({owner} - {0})
+    try:
+        yield
+    finally:
+        _owners.discard(owner)
 
 
 def allowance(file: BinaryIO) -> int:
