@@ -6,7 +6,7 @@ import fcntl
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -123,6 +123,56 @@ def test_prolog_removes_what_other_users_jobs_have_left_and_nobody_holds(prolog:
     finally:
         os.close(held)
     assert f"{names[0]} removed: another user's job has the node" in prolog.said()
+
+
+@pytest.fixture
+def small_memory(prolog: Hook) -> Iterator[Callable[[str, int, int], Path]]:
+    """Shared memory of 20 MB; makes a file or a folder's file there of a user, of so many MB."""
+    if os.getuid() != 0:
+        pytest.skip("only root mounts")
+    place = prolog.folder / "shm"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m,mode=1777", "tmpfs", place], check=True)
+
+    def make(name: str, owner: int, size: int) -> Path:
+        path = place / name
+        if name.startswith("unicron."):
+            path.mkdir(mode=0o700)
+            os.chown(path, owner, owner)
+            path /= "state-0-0.image"
+        path.write_bytes(bytes(size << 20))
+        os.chown(path, owner, owner)
+        return path
+
+    prolog.settings |= {"UNICRON_SHM_DIR": str(place), "UNICRON_SHM_FREE_MB": "1"}
+    try:
+        yield make
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_user_who_fills_shared_memory_has_nobodys_state_removed(prolog: Hook, small_memory) -> None:
+    """Neither with files of his own, nor with what looks like training state: whoever has left most goes first."""
+    theirs = small_memory("unicron.41.r0.n1.65534", 65534, 2)
+    small_memory("mine", 1234, 11)
+    job = JOB | {"SLURM_JOB_UID": "1234"}
+    assert prolog(**job) == 0 and theirs.exists() and "removed" not in prolog.said()
+    (theirs.parent.parent / "mine").unlink()
+    own = small_memory("unicron.77.r0.n1.1234", 1234, 12)
+    assert prolog(**job) == 0 and theirs.exists() and own.exists(), "his own is his element's"
+    assert prolog(**JOB, SLURM_JOB_UID="1235") == 0 and theirs.exists() and not own.exists()
+    assert "removed: another user's job has the node, and such state left 30 % of its memory" in prolog.said()
+
+
+def test_state_that_fills_most_of_shared_memory_is_removed_until_half_is_free(prolog: Hook, small_memory) -> None:
+    kept = [small_memory(f"unicron.{n}.r0.n1.{65530 + n}", 65530 + n, size) for n, size in enumerate((3, 7, 4, 5))]
+    held = os.open(kept[1].parent, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_SH)  # a job that runs: its state is neither removed nor counted
+        assert prolog(**JOB, SLURM_JOB_UID="1234") == 0
+    finally:
+        os.close(held)
+    assert [path.exists() for path in kept] == [True, True, True, False]
 
 
 def test_a_folders_name_makes_the_prolog_remove_and_say_nothing_else(prolog: Hook, monkeypatch) -> None:

@@ -34,6 +34,7 @@ from unicron.transition.snapshot.formats.index import BadCheckpoint
 from unicron.transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
 from unicron.transition.snapshot.migrate import TrainingState
 from unicron.transition.snapshot.model_facts import other_arithmetic, other_heads
+from unicron.transition.snapshot.reading import LOST
 from unicron.transition.snapshot.save_interval import Risk, SaveClock
 
 # Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up
@@ -383,7 +384,10 @@ def _load(state: TrainingState, found: Found) -> None:
     first = found.paths[0]
     try:
         _assemble(state, [contents.opened(read_page(path)) for path in found.paths], first.parent)
-    except BadImage as error:  # so that ranks that read other files of it pass it over as well
+    except (BadImage, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in LOST:
+            raise
+        # So that ranks that read other files of it pass it over as well.
         with contextlib.suppress(OSError):
             first.with_name(f"{found.mark}.{DAMAGED}").write_text(f"{error}\n")
         raise

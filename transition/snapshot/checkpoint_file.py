@@ -180,7 +180,7 @@ def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda siz
     mark = path.name.split(".")[0]
     if path.exists() and not (path.parent / f"{mark}.{DAMAGED}").exists():
         return path
-    head, _ = found.read()
+    head = found.head()
     untrained = _untrained_of(found, head)
     size = found.data_bytes if untrained is None else behind(found.data_bytes) + untrained.data_bytes
     path.parent.mkdir(parents=True, exist_ok=True)

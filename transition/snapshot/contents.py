@@ -15,6 +15,7 @@ from unicron.transition.seams import modules
 from unicron.transition.snapshot import checkpoint_file, parts
 from unicron.transition.snapshot.image_format import ALIGN, STEP, BadImage, Found, Image
 from unicron.transition.snapshot.migrate import Settings, TrainingState, as_plain, plain
+from unicron.transition.snapshot.reading import open_plain, read_into
 
 SMALL = 1 << 15  # bytes of a tensor that torch copies with one thread, however many it has
 
@@ -191,45 +192,60 @@ def read(found: Found) -> tuple[bytes, torch.Tensor]:
 
 @dataclass
 class Opened:
-    """An image whose head is as it was written. tensors: views of its data, which are not checked yet."""
+    """An image whose head is as it was written. Its data are read tensor by tensor, when they are asked for.
+
+    tensors: (dtype, elements, byte in the file, or None for the optimizer's step).
+    """
 
     found: Found
     head: Head
     places: list[Any]  # as in the index of :class:`Contents`
-    tensors: list[torch.Tensor]
-    _data: memoryview
+    tensors: list[tuple[torch.dtype, int, int | None]]
     _checked: bool = False
 
     def tensor(self, number: int) -> torch.Tensor:
-        """One of them, from data that are checked before. Raises BadImage where they are not what was written."""
+        """One of them, from data that are checked before. Raises BadImage where they are not what was written,
+        OSError."""
         if not self._checked:
-            self.found.check(self._data)
+            self.found.check_file()
             self._checked = True
-        return self.tensors[number]
+        return self._read(number)
 
     def index(self) -> Iterator[tuple[Any, ...]]:
-        """(name, whole, offset, extent, begin, end, keys, others) of each part, as `snapshot.checkpoint` has it."""
+        """(name, whole, offset, extent, begin, end, keys, others) of each part, as `snapshot.checkpoint` has it.
+        Raises OSError."""
         for *place, keys, others, values in self.places:
-            tensors = {key: self.tensors[number].view(shape) for key, (number, shape) in values.items()}
+            tensors = {key: self._read(number).view(shape) for key, (number, shape) in values.items()}
             yield *place, keys, others | tensors
+
+    def _read(self, number: int) -> torch.Tensor:
+        dtype, count, begin = self.tensors[number]
+        if begin is None:
+            return torch.full((count,), self.head.step, dtype=dtype)
+        data = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+        with open_plain(self.found.path) as file:
+            read_into(file, self.found.path, begin, data.numpy().data)
+        return data.view(dtype)
 
 
 def opened(found: Found) -> Opened:
-    """Raises BadImage, OSError. The data are not checked."""
-    head, mapped = found.read()
-    data = raw(mapped)
+    """Raises BadImage, OSError. The data are not read."""
+    head = found.head()
     try:
         told = Head(**msgpack.unpackb(checkpoint_file.file_head(found.key, head), strict_map_key=False))
         about = msgpack.unpackb(told.about, strict_map_key=False)
-        tensors, at = [], 0
+        tensors: list[tuple[torch.dtype, int, int | None]] = []
+        at = 0
         for kind, count, *where in about["tensors"]:
             dtype = getattr(torch, kind)
             if where == [STEP]:
-                tensors.append(torch.full((count,), told.step, dtype=dtype))
+                tensors.append((dtype, count, None))
                 continue
             length, begin = count * dtype.itemsize, where[0] if where else at
-            tensors.append(data[begin : begin + length].view(dtype))
+            if not 0 <= begin <= begin + length <= found.data_bytes:
+                raise ValueError(f"a tensor of it is outside of its {found.data_bytes} bytes")
+            tensors.append((dtype, count, found.offset + begin))
             at += -(-length // ALIGN) * ALIGN
-        return Opened(found, told, about["index"], tensors, mapped)
+        return Opened(found, told, about["index"], tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadImage(f"{found.path}: not a training state of this release ({error})") from None

@@ -20,6 +20,7 @@ import msgpack
 import xxhash
 
 from unicron.detector.formats import IMAGE
+from unicron.transition.snapshot.reading import allowance, open_plain, pieces
 from unicron.transition.snapshot.shared_memory import allocate
 
 PAGE = 4096
@@ -163,16 +164,22 @@ class Found:
         """Bytes of the file, as far as it is used."""
         return self.offset + self.data_bytes
 
-    def read(self) -> tuple[bytes, memoryview]:
-        """(head, data); the data are a private mapping of the file and are not checked yet (:meth:`check`): what is
-        written into them changes no image. Raises BadImage, OSError."""
-        with self.path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < self.used:
+    def head(self) -> bytes:
+        """The head, as it was written. Raises BadImage, OSError."""
+        with open_plain(self.path) as file:
+            if os.fstat(file.fileno()).st_size < self.used or self.head_bytes > allowance(file):
                 raise BadImage(f"{self.path}: cut off")
-            mapped = memoryview(mmap.mmap(file.fileno(), self.used, access=mmap.ACCESS_COPY))
-        head = bytes(mapped[PAGE : PAGE + self.head_bytes])
+            head = b"".join(pieces(file, self.path, PAGE, self.head_bytes))
         if digest(head) != self.head_digest:
             raise BadImage(f"{self.path}: its head does not match its checksum")
+        return head
+
+    def read(self) -> tuple[bytes, memoryview]:
+        """(head, data) of an image in memory; the data are a private mapping of the file and are not checked yet
+        (:meth:`check`): what is written into them changes no image. Raises BadImage, OSError."""
+        head = self.head()
+        with open_plain(self.path) as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), self.used, access=mmap.ACCESS_COPY))
         return head, mapped[self.offset : self.offset + self.data_bytes]
 
     def check(self, data: Data) -> None:
@@ -180,10 +187,19 @@ class Found:
         if digest(data) != self.digest:
             raise BadImage(f"{self.path}: its data do not match their checksum")
 
+    def check_file(self) -> None:
+        """Reads the data from the file and checks them likewise. Raises BadImage, OSError."""
+        total = xxhash.xxh3_128()
+        with open_plain(self.path) as file:
+            for piece in pieces(file, self.path, self.offset, self.data_bytes):
+                total.update(piece)
+        if total.digest() != self.digest:
+            raise BadImage(f"{self.path}: its data do not match their checksum")
+
 
 def read_page(path: Path) -> Found:
     """The first page of an image file. Raises BadImage for a torn image and for another kind of file, OSError."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         page = file.read(PAGE)
     if len(page) < _KEY:
         raise BadImage(f"{path}: too short")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from unicron.transition.seams import elastic_buckets
-from unicron.transition.snapshot.formats.index import overlap
+from unicron.transition.snapshot.formats.index import box_of, overlap, tiles
 
 PARAMETER = "parameter"
 
@@ -244,19 +244,19 @@ def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
             blocks.setdefault(source.box, []).append(source)
     if box in blocks:  # nothing but this very block is needed
         blocks = {box: blocks[box]}
+    places = {block: overlap(box.place, block.place) or ((), ()) for block in blocks}
+    if not places or not tiles(box.extent, [box_of(into) for into, _ in places.values()]):
+        raise Missing(f"{box.name}: some of {box.numel} elements are not there, or there twice")
     found: torch.Tensor | None = None
-    covered = 0
     for block, pieces in blocks.items():
         whole = _joined(block, key, pieces)
         if block == box:
             return whole.view(box.extent)
         if found is None:
             found = torch.empty(box.extent, dtype=whole.dtype)
-        into, out_of = overlap(box.place, block.place) or ((), ())
+        into, out_of = places[block]
         found[into].copy_(whole.view(block.extent)[out_of])
-        covered += found[into].numel()
-    if found is None or covered != box.numel:
-        raise Missing(f"{box.name}: {covered} of {box.numel} elements are there")
+    assert found is not None
     return found
 
 

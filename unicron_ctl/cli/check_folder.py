@@ -23,16 +23,15 @@ from unicron.ctl.controller.log.store import Holder, Store
 from unicron.ctl.controller.log.term import LEASE_SECONDS, LOG_FILE, RENEW_SECONDS
 from unicron.ctl.controller.server.state_copies import backup
 from unicron.ctl.system.errors import FOUND, WRONG_USE, UserError
+from unicron.ctl.system.owner import as_owner, as_root_again
 from unicron.ctl.system.printable import print_text
 
 TIMES = 300
 LARGE_BYTES = 130_000_000  # the largest log
 LIMIT = 30.0  # seconds for another process
-OTHERS_LOCK = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-OTHERS_WRITE = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0.1).execute('BEGIN IMMEDIATE')"
-OTHERS_READ = (
-    "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT max(id) FROM event').fetchone()[0])"
-)
+OTHERS_LOCK = "fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+OTHERS_WRITE = "sqlite3.connect(sys.argv[1], timeout=0.1).execute('BEGIN IMMEDIATE')"
+OTHERS_READ = "print(sqlite3.connect(sys.argv[1]).execute('SELECT max(id) FROM event').fetchone()[0])"
 
 
 @click.command(name="check-folder")
@@ -40,14 +39,14 @@ OTHERS_READ = (
 def command(folder: Path) -> int:
     """Say whether unicrond and a standby can share the state folder FOLDER.
 
-    Run it as unicrond's user, on the file system that both hosts are to mount. It asks for locks that hold between
-    processes, and for a transaction that another process sees at once. Then it times transactions as unicrond makes
-    them, with the journal for one host (WAL) and with the one for several: milliseconds, the median and the 99th
-    percentile. At last a backup of a large log is made while a controller renews its lease; all files, 300 MB at the
-    most, are gone when it ends. The exit status is 3 if the folder does not do.
+    Run it as unicrond's user or as root, on the file system that both hosts are to mount. It asks for locks that
+    hold between processes, and for a transaction that another process sees at once. Then it times transactions as
+    unicrond makes them, with the journal for one host (WAL) and with the one for several: milliseconds, the median
+    and the 99th percentile. At last a backup of a large log is made while a controller renews its lease; all files,
+    300 MB at the most, are gone when it ends. The exit status is 3 if the folder does not do.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix="unicron-check-", dir=folder) as place:
+        with as_owner(folder), tempfile.TemporaryDirectory(prefix="unicron-check-", dir=folder) as place:
             found = problems(Path(place))
             alone, several = costs(Path(place), False), costs(Path(place), True)
             longest = longest_renewal(Path(place))
@@ -98,9 +97,11 @@ def problems(folder: Path) -> list[str]:
 
 
 def other(program: str, path: Path) -> subprocess.CompletedProcess[str]:
-    """A program in another process. Raises subprocess.TimeoutExpired."""
-    command = [sys.executable, "-I", "-c", program, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    """A program in another process, with this one's rights. Raises subprocess.TimeoutExpired."""
+    mine = f"import fcntl, os, sqlite3, sys; os.setegid({os.getegid()}); os.seteuid({os.geteuid()}); "
+    command = [sys.executable, "-I", "-c", mine + program, str(path)]
+    with as_root_again():  # this Python may be where only root comes
+        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 def event(number: int) -> Event:

@@ -18,7 +18,7 @@ from unicron.ctl.cli.options import Number
 from unicron.ctl.system.errors import FAILURE, FOUND, WRONG_USE, UserError
 from unicron.ctl.system.printable import print_text
 from unicron.detector.words import counted
-from unicron.transition.snapshot import folders
+from unicron.transition.snapshot import folders, reading
 from unicron.transition.snapshot.formats import convert, opening, own, verify
 from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
 
@@ -66,8 +66,8 @@ def _tidy() -> Iterator[None]:
 @contextlib.contextmanager
 def _of_folder(folder: Path) -> Iterator[Index]:
     """The index of a checkpoint that has no damage: a copy of a damaged one would have checksums that fit. No job
-    removes it meanwhile."""
-    with opening.held(folder) as at:
+    removes it meanwhile. Raises OSError."""
+    with reading.files_of(folder), opening.held(folder) as at:
         index, wrong = verify.problems(at)
         if index is None or wrong:
             more = f" (and {len(wrong) - 1} more: see `unicronctl checkpoint verify`)" if len(wrong) > 1 else ""
@@ -77,9 +77,16 @@ def _of_folder(folder: Path) -> Iterator[Index]:
 
 def _opened(folder: Path) -> Index:
     try:
-        return opening.index_of(folder)
-    except BadCheckpoint as error:
-        raise UserError(str(error)) from None
+        with reading.files_of(folder):
+            return opening.index_of(folder)
+    except (BadCheckpoint, OSError) as error:
+        raise UserError(_said(error)) from None
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 FOLDER = click.Path(path_type=Path)
@@ -122,7 +129,11 @@ def verify_command(folder: Path) -> int:
 
     The exit status is 3 if something is.
     """
-    index, wrong = verify.problems(folder)
+    try:
+        with reading.files_of(folder):
+            index, wrong = verify.problems(folder)
+    except OSError as error:
+        raise UserError(_said(error)) from None
     for line in wrong:
         print_text(line, err=True)
     if wrong or index is None:
@@ -158,7 +169,7 @@ def export(
         with _tidy(), _of_job(source, saves or _folder_of(source), wait) if of_job else _of_folder(folder) as index:
             convert.export(index, out, form, names, config, dtype, lambda line: print_text(line, err=True))
     except (BadCheckpoint, OSError) as error:
-        raise UserError(str(error)) from None
+        raise UserError(_said(error)) from None
     print_text(f"{out}: {form}, iteration {index.iteration}")
 
 
@@ -176,7 +187,7 @@ def import_command(folder: Path, out: Path, names: str, config: Path | None) -> 
         with _tidy(), _of_folder(folder) as index:
             at = convert.import_(index, out, names, config, lambda line: print_text(line, err=True))
     except (BadCheckpoint, OSError) as error:
-        raise UserError(str(error)) from None
+        raise UserError(_said(error)) from None
     print_text(f"{at}: written")
 
 
@@ -202,7 +213,7 @@ def _of_job(job: str, saves: Path, wait: float) -> Iterator[Index]:
     """The index of a checkpoint for which the job is asked. The job does not remove it meanwhile. Raises
     BadCheckpoint."""
     found = _asked(job, saves, wait)
-    with folders.held(found.folder):
+    with reading.files_of(saves), folders.held(found.folder):
         yield own.read_sound(found)
 
 

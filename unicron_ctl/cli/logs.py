@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import heapq
+import io
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -16,8 +19,10 @@ from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.printable import print_text
+from unicron.transition.snapshot.reading import open_plain
 
 POLL_SECONDS = 0.3
+MOST_LINE = 1 << 18  # bytes; an agent ends a line after a quarter of it
 TIME = len("2026-11-26T13:11:12.123")
 _FILE = re.compile(r"rank-(\d+)\.log")
 
@@ -35,20 +40,37 @@ class RankFile:
 
     def __init__(self, rank: int, path: Path) -> None:
         self.rank, self._path, self._position = rank, path, 0
+        self._cut = False  # in the middle of a line whose beginning was shown
 
     def new_lines(self) -> Iterator[LogLine]:
-        """Each once. Raises UserError."""
+        """Each once; of one that is longer than any of an agent's, the beginning. Raises UserError."""
         try:
-            with self._path.open("rb") as file:
+            with open_plain(self._path) as opened, io.BufferedReader(opened, MOST_LINE) as file:  # type: ignore[type-var]
                 file.seek(self._position)
-                for line in file:
-                    if not line.endswith(b"\n"):
+                while line := file.readline(MOST_LINE):
+                    ended, shown = line.endswith(b"\n"), not self._cut
+                    if not ended and len(line) < MOST_LINE:
                         return  # the rest of it comes
                     self._position += len(line)
-                    text = line.decode(errors="replace").rstrip("\n")
-                    yield LogLine(time=text[:TIME], rank=self.rank, text=text[TIME + 1 :])
+                    self._cut = not ended
+                    if not ended:
+                        self._position = _behind_hole(opened.fileno(), self._position)
+                        file.seek(self._position)
+                    if shown:
+                        text = line.decode(errors="replace").rstrip("\n") + ("" if ended else " ...")
+                        yield LogLine(time=text[:TIME], rank=self.rank, text=text[TIME + 1 :])
         except OSError as error:
             raise UserError(f"cannot read {self._path}: {error.strerror}") from None
+
+
+def _behind_hole(descriptor: int, position: int) -> int:
+    """Where something is written in a file from there on. Raises OSError."""
+    try:
+        return os.lseek(descriptor, position, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return os.lseek(descriptor, 0, os.SEEK_END)
 
 
 def rank_files(folder: Path, rank: int | None, known: dict[int, RankFile]) -> None:

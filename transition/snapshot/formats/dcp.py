@@ -11,8 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from unicron.transition.snapshot.formats import buckets
-from unicron.transition.snapshot.formats.index import RAW, STATE, BadCheckpoint, Block, Common, Index, Raw, Tensor
+from unicron.transition.snapshot.formats.index import (
+    RAW,
+    STATE,
+    BadCheckpoint,
+    Block,
+    Common,
+    Index,
+    Place,
+    Raw,
+    Tensor,
+    check_shape,
+)
 from unicron.transition.snapshot.formats.pickles import Archive, TensorReference, archive, plain, unpickled
+from unicron.transition.snapshot.reading import ROOM, read_small
 
 DCP, TORCH_DIST = "dcp", "torch_dist"
 METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
@@ -20,6 +32,7 @@ COMMON_OBJECT = "common_state/shard_0_1"  # in place of that file, from Megatron
 # of a distributed optimizer in the order of its buckets: what Megatron has in its common part -> its name
 FIRST_RANKS = {key: f"{buckets.PREFIX}dp_group_idx_0.{key}/shard_0_1" for key in ("optimizer", "grad_scaler")}
 RESHARDABLE = "fully_reshardable"
+LEAST, MOST_TIMES = 4096, 8  # bytes that an archive counts for; how often what is in a file may be named
 OPTIMIZER_ROOTS = ("optim", "optimizer")  # under which scripts save their optimizer's state
 ITERATIONS = ("iteration", "step")  # names under which scripts save how far they are
 SCHEDULES = ("lr_scheduler", "scheduler")  # and the state of their learning rate's schedule
@@ -32,14 +45,14 @@ def is_one(folder: Path) -> bool:
 
 def read(folder: Path) -> Index:
     """The index of the checkpoint in a folder. Raises BadCheckpoint, OSError."""
-    metadata = unpickled((folder / METADATA).read_bytes(), folder / METADATA)
+    metadata = unpickled(read_small(folder / METADATA), folder / METADATA)
     try:
         index = Index(DCP, 0, "", {})
         objects = _add_tensors(index, folder, metadata)
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         if isinstance(error, BadCheckpoint):
             raise
-        raise BadCheckpoint(f"{folder / METADATA}: not of a release of torch that is known ({error!r})") from None
+        raise BadCheckpoint(f"{folder / METADATA}: not of a release of torch that is known ({error})") from None
     if (folder / CONFIG).is_file() or (folder / COMMON).is_file() or COMMON_OBJECT in objects:
         _add_megatrons(index, folder, objects)
     else:
@@ -54,21 +67,22 @@ def _add_tensors(index: Index, folder: Path, metadata: Any) -> dict[str, Any]:
         if getattr(value, "transform_descriptors", None):
             raise BadCheckpoint(f"{folder}: its files are compressed: save it without an extension")
         offset = getattr(key, "offset", None)
-        where[key.fqn, None if offset is None else tuple(offset)] = value
+        where[_word(key.fqn), None if offset is None else _place(offset)] = value
     _check_lengths(folder, where.values())
     objects = {}
     for name, told in metadata.state_dict_metadata.items():
+        _word(name)
         if not hasattr(told, "chunks"):
             objects[name] = where.get((name, None))
             continue
-        kind, shape = _dtype(told.properties), tuple(told.size)
+        kind, shape = _dtype(told.properties), _place(told.size)
         if kind not in RAW:
             index.common.left.append(f"{name} ({kind}, which is not supported)")
             continue
         if not told.chunks:
             raise BadCheckpoint(f"{folder}: its metadata know no part of {name}")
         for chunk in told.chunks:
-            offset, extent = tuple(chunk.offsets), tuple(chunk.sizes)
+            offset, extent = _place(chunk.offsets), _place(chunk.sizes)
             at = where.get((name, offset)) or where.get((name, None))
             if at is None:
                 raise BadCheckpoint(f"{folder}: its metadata do not say where {name} is")
@@ -76,25 +90,45 @@ def _add_tensors(index: Index, folder: Path, metadata: Any) -> dict[str, Any]:
     return {name: (folder, at) for name, at in objects.items() if at is not None}
 
 
+def _word(value: Any) -> str:
+    """A text of the metadata, where anything may stand. Raises BadCheckpoint for anything else."""
+    if not isinstance(value, str):
+        raise BadCheckpoint(f"its metadata have {type(value).__name__} for a name: it is damaged")
+    return value
+
+
+def _place(numbers: Any) -> Place:
+    """A shape or place of the metadata. Raises BadCheckpoint for anything else."""
+    found = tuple(numbers)
+    check_shape("its metadata", found)
+    return found
+
+
 def _check_lengths(folder: Path, where: Iterable[Any]) -> None:
-    """Raises BadCheckpoint for a file that ends before what is in it, OSError for one that is not there."""
-    ends: dict[str, int] = {}
+    """Raises BadCheckpoint for a file that ends before what is in it, or is named for far more, OSError for one that is
+    not there."""
+    ends: dict[Path, int] = {}
+    sums: dict[Path, int] = {}
     for at in where:
-        ends[at.relative_path] = max(ends.get(at.relative_path, 0), int(at.offset) + int(at.length))
-        _file(folder, at)
-    for name, end in ends.items():
-        if (folder / name).stat().st_size < end:
-            raise BadCheckpoint(f"{folder / name} is cut off: it ends before byte {end}")
+        path = _file(folder, at)
+        ends[path] = max(ends.get(path, 0), int(at.offset) + int(at.length))
+        sums[path] = sums.get(path, 0) + max(int(at.length), LEAST)
+    for path, end in ends.items():
+        size = path.stat().st_size
+        if size < end:
+            raise BadCheckpoint(f"{path} is cut off: it ends before byte {end}")
+        if sums[path] > ROOM + MOST_TIMES * size:
+            raise BadCheckpoint(f"{path}: the metadata name the same bytes many times: it is damaged")
 
 
 def _dtype(properties: Any) -> str:
     dtype = getattr(properties, "dtype", None) or (properties.state[0] if properties.state else None)
-    return str(dtype)
+    return _word(dtype)
 
 
 def _file(folder: Path, at: Any) -> Path:
     """The file of a chunk; nothing outside of the folder. Raises BadCheckpoint."""
-    name = str(at.relative_path)
+    name = _word(at.relative_path)
     if not name or "/" in name or name.startswith(".."):
         raise BadCheckpoint(f"{folder}: its metadata name the file {name!r}, outside of the folder")
     return folder / name
@@ -229,8 +263,8 @@ def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
     index.format = TORCH_DIST
     if (folder / CONFIG).is_file():
         try:
-            backend = json.loads((folder / CONFIG).read_text())["sharded_backend"]
-        except (ValueError, KeyError, TypeError) as error:
+            backend = json.loads(read_small(folder / CONFIG))["sharded_backend"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadCheckpoint(f"{folder / CONFIG}: not as Megatron writes it ({error!r})") from None
         if backend != TORCH_DIST:
             raise BadCheckpoint(f"{folder}: its tensors are {backend!r}: convert it to torch_dist with Megatron-LM")

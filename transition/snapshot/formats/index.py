@@ -1,6 +1,6 @@
 """The index of a checkpoint: which tensors there are, of which blocks each is made, and where the bytes of a block lie.
 
-An index is made without reading a tensor. A block's bytes are mapped when they are asked for, so whoever goes through a
+An index is made without reading a tensor. A block's bytes are read when they are asked for, so whoever goes through a
 checkpoint block by block needs memory for one of them only. bfloat16 and whatever else numpy does not have are moved
 as unsigned integers of the same size.
 """
@@ -8,14 +8,19 @@ as unsigned integers of the same size.
 from __future__ import annotations
 
 import math
-import mmap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import secrets
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zipfile import BadZipFile
 
 import numpy as np
+
+from unicron.transition.snapshot.reading import PIECE, open_plain, read_into
 
 Array = np.ndarray[Any, np.dtype[Any]]
 PARAMETER = "parameter"  # of a tensor, what the optimizer steps; its other keys are the optimizer's own
@@ -50,10 +55,13 @@ RAW = {
 LAYERS = "decoder.layers."
 VOCABULARY = EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 Place = tuple[int, ...]
+Slices = tuple[slice, ...]
+MOST_AXES = 64  # of a tensor; numpy and torch know no more
+MOST_ELEMENTS = 1 << 60
 # What readers raise where the bytes are not what they were written as.
 DAMAGE = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, EOFError, MemoryError),
-    BadZipFile,
+    *(BadZipFile, struct.error, zlib.error, RuntimeError, AssertionError),
 )
 
 
@@ -86,28 +94,78 @@ class Raw:
     crc: int | None = None
 
     def array(self) -> Array:
-        """The elements, mapped; the mapping is released with the last reference. Raises BadCheckpoint where the file is
-        shorter, OSError."""
+        """The elements, read. Raises BadCheckpoint where the file is shorter, OSError."""
+        return self.part(tuple(slice(0, extent) for extent in self.shape))
+
+    def part(self, its: Slices) -> Array:
+        """Some of them: only what is needed is read, or little more. Raises BadCheckpoint, OSError."""
         kind, count = raw_type(self.dtype), math.prod(self.shape)
-        if not count:
-            return np.empty(self.shape, kind)
         strides = self.strides or row_major(self.shape)
+        check_shape(str(self.path), self.shape)
+        if not count:
+            return np.empty([each.stop - each.start for each in its], kind)
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, strides, strict=True))
-        begin = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
-        end = self.offset + (last + 1) * kind.itemsize
-        with self.path.open("rb") as file:
-            if self.path.stat().st_size < end:
+        if self.offset < 0 or min(strides, default=0) < 0:
+            raise BadCheckpoint(f"{self.path}: one of its tensors begins before its bytes")
+        with open_plain(self.path) as file:
+            if self.path.stat().st_size < (end := self.offset + (last + 1) * kind.itemsize):
                 raise BadCheckpoint(f"{self.path} is cut off: it ends before byte {end}")
-            mapped = mmap.mmap(file.fileno(), end - begin, access=mmap.ACCESS_COPY, offset=begin)
-        flat: Array = np.frombuffer(mapped, kind, last + 1, self.offset - begin)
-        if self.strides is None:
-            return flat.reshape(self.shape)
-        return np.lib.stride_tricks.as_strided(flat, self.shape, [stride * kind.itemsize for stride in strides])
+            if self.strides is None:
+                into = np.empty([each.stop - each.start for each in its], kind)
+                self._fill(file, into, self.offset, self.shape, its)
+                return into
+            flat = np.empty(last + 1, kind)
+            self._fill(file, flat, self.offset, flat.shape, (slice(0, last + 1),))
+        return np.lib.stride_tricks.as_strided(flat, self.shape, [stride * kind.itemsize for stride in strides])[its]
+
+    def _fill(self, file: BinaryIO, into: Array, begin: int, shape: Place, its: Slices) -> None:
+        """Read the part `its` of a row-major array of this shape that begins at this byte. Raises OSError."""
+        row = math.prod(shape[1:]) * into.itemsize
+        first, stop = (its[0].start, its[0].stop) if shape else (0, 1)
+        whole = into.flags.c_contiguous and all(
+            each == slice(0, extent) for each, extent in zip(its[1:], shape[1:], strict=True)
+        )
+        if whole:
+            read_into(file, self.path, begin + first * row, into.reshape(-1).view(np.uint8).data)
+        elif row > PIECE:
+            for number in range(first, stop):
+                self._fill(file, into[number - first], begin + number * row, shape[1:], its[1:])
+        else:
+            step = max(1, PIECE // row)
+            for at in range(first, stop, step):
+                rows = np.empty((min(step, stop - at), *shape[1:]), into.dtype)
+                read_into(file, self.path, begin + at * row, rows.reshape(-1).view(np.uint8).data)
+                into[at - first : at - first + len(rows)] = rows[(slice(None), *its[1:])]
 
 
 def row_major(shape: Place) -> Place:
     """The strides of a contiguous array, in elements."""
     return tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))
+
+
+def check_shape(name: str, shape: Sequence[Any]) -> None:
+    """Raises BadCheckpoint for numbers that no tensor has as its shape or place."""
+    sound = len(shape) <= MOST_AXES and all(type(each) is int and 0 <= each <= MOST_ELEMENTS for each in shape)
+    if not sound or math.prod(shape) > MOST_ELEMENTS:
+        raise BadCheckpoint(f"{name}: {str(list(shape[:8]))[:80]} is no shape of a tensor: it is damaged")
+
+
+PRIME = (1 << 61) - 1
+
+
+def tiles(shape: Place, boxes: Iterable[tuple[Place, Place]]) -> bool:
+    """Whether the boxes are a partition of a tensor of this shape: no two of them overlap, and no element is in none.
+
+    Each place on each axis gets a random weight, and a box the product of the differences over its axes. The weights of
+    the boxes of a partition add up to that of the whole, whatever the weights. Other boxes do so once in 2**50 times.
+    """
+    weights: list[defaultdict[int, int]] = [defaultdict(lambda: secrets.randbelow(PRIME)) for _ in shape]
+
+    def weight(offset: Place, extent: Place) -> int:
+        axes = zip(weights, offset, extent, strict=True)
+        return math.prod(axis[at + size] - axis[at] for axis, at, size in axes) % PRIME
+
+    return (sum(weight(*box) for box in boxes) - weight((0,) * len(shape), shape)) % PRIME == 0
 
 
 @dataclass(frozen=True)
@@ -129,11 +187,13 @@ class Block:
     def whole(self) -> bool:
         return self.begin == 0 and self.end == math.prod(self.extent)
 
-    def array(self, dtype: str) -> Array:
-        """The elements: of the extent's shape for a whole block, else flat. Raises BadCheckpoint, OSError."""
+    def array(self, dtype: str, its: Slices | None = None) -> Array:
+        """The elements, or some of them: of the extent's shape for a whole block, else flat. Raises BadCheckpoint,
+        OSError."""
         shape = self.extent if self.whole else (self.end - self.begin,)
+        wanted = tuple(slice(0, extent) for extent in shape) if its is None else its
         if self.find is None:
-            return np.zeros(shape, raw_type(dtype))
+            return np.zeros([each.stop - each.start for each in wanted], raw_type(dtype))
         try:
             raw = self.find()
         except (BadCheckpoint, OSError):
@@ -142,7 +202,9 @@ class Block:
             raise BadCheckpoint(f"a file of it is damaged ({type(error).__name__}: {error})") from None
         if raw.dtype != dtype or math.prod(raw.shape) != math.prod(shape):
             raise BadCheckpoint(f"{raw.path} does not hold what its index says")
-        return raw.array().reshape(shape)
+        if raw.strides is None:
+            return replace(raw, shape=shape).part(wanted)
+        return raw.array().reshape(shape)[wanted]
 
     @classmethod
     def of(cls, offset: Place, extent: Place, find: Callable[[], Raw] | None) -> Block:
@@ -168,13 +230,26 @@ class Tensor:
     def boxes(self) -> list[tuple[Place, Place]]:
         """The places of its blocks, each once, where they make up the whole; else the whole as one."""
         found = list(dict.fromkeys(block.box for block in self.blocks))
-        if sum(math.prod(extent) for _, extent in found) != math.prod(self.shape):
-            return [((0,) * len(self.shape), self.shape)]
-        return found
+        return found if tiles(self.shape, found) else [((0,) * len(self.shape), self.shape)]
+
+    def check_blocks(self) -> None:
+        """Raises BadCheckpoint where its blocks are no partition of it: some elements would be there twice, and others
+        would come from nowhere."""
+        check_shape(self.name, self.shape)
+        boxes = dict.fromkeys(block.box for block in self.blocks)
+        for numbers in (numbers for box in boxes for numbers in box):
+            check_shape(self.name, numbers)
+            if len(numbers) != len(self.shape):
+                raise BadCheckpoint(f"{self.name}: a part of it has another number of axes: it is damaged")
+        if not tiles(self.shape, boxes):
+            raise BadCheckpoint(
+                f"{self.name}: its parts are no partition of it: some of its {math.prod(self.shape)} elements are in "
+                "no file, or in two"
+            )
 
     def read(self, offset: Place | None = None, extent: Place | None = None) -> Array:
-        """The elements of a part of it, the whole by default. They may be a mapping of the file, which is read-only.
-        Raises BadCheckpoint where some are in no block or are not this tensor's, OSError."""
+        """The elements of a part of it, the whole by default. Raises BadCheckpoint where some are in no block, or in
+        two, or are not this tensor's, OSError."""
         offset, extent = offset or (0,) * len(self.shape), self.shape if extent is None else extent
         found = self._read(offset, extent)
         if self.check is not None:
@@ -188,24 +263,15 @@ class Tensor:
                 groups.setdefault(block.box, []).append(block)
         if (offset, extent) in groups:
             return self._joined(groups[offset, extent])
+        places = {box: overlap((offset, extent), box) or ((), ()) for box in groups}
+        if not tiles(extent, [box_of(mine) for mine, _ in places.values()]):
+            raise BadCheckpoint(f"{self.name}: some of its {math.prod(self.shape)} elements are in no file, or in two")
         into = np.empty(extent, raw_type(self.dtype))
-        missing = np.ones(extent, bool) if len(groups) > 1 and self._overlapping(list(groups)) else None
-        covered = 0
-        for box, blocks in groups.items():
-            mine, its = overlap((offset, extent), box) or ((), ())
-            into[mine] = self._joined(blocks)[its]
-            covered += into[mine].size
-            if missing is not None:
-                missing[mine] = False
-        if bool(missing.any()) if missing is not None else covered != into.size:
-            raise BadCheckpoint(f"{self.name}: some of its {math.prod(self.shape)} elements are in no file")
+        for box, (mine, its) in places.items():
+            blocks = groups[box]
+            whole = next((block for block in blocks if block.whole), None)
+            into[mine] = whole.array(self.dtype, its) if whole is not None else self._joined(blocks)[its]
         return into
-
-    @staticmethod
-    def _overlapping(boxes: list[tuple[Place, Place]]) -> bool:
-        return len(boxes) < 64 and any(
-            overlap(one, other) for number, one in enumerate(boxes) for other in boxes[number + 1 :]
-        )
 
     def _joined(self, blocks: Sequence[Block]) -> Array:
         """One block, from ranges of it."""
@@ -224,7 +290,12 @@ class Tensor:
         return flat.reshape(ranges[0].extent)
 
 
-def overlap(one: tuple[Place, Place], other: tuple[Place, Place]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def box_of(part: Slices) -> tuple[Place, Place]:
+    """The offset and extent of a part."""
+    return tuple(each.start for each in part), tuple(each.stop - each.start for each in part)
+
+
+def overlap(one: tuple[Place, Place], other: tuple[Place, Place]) -> tuple[Slices, Slices] | None:
     """What two boxes have in common, as slices of each; None for nothing."""
     mine, its = [], []
     for at, size, there, extent in zip(*one, *other, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 
 from unicron.transition.snapshot.formats.index import EMBEDDING, LAYERS, OUTPUT, BadCheckpoint, Index
 from unicron.transition.snapshot.model_facts import ACTIVATIONS
+from unicron.transition.snapshot.reading import read_small
 
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # `--load` compares these, unless there is --finetune
 WITH_VOCABULARY = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")  # with --vocab-file too
@@ -105,7 +106,7 @@ OURS = (UNMATCHED, "activation")  # which Megatron-LM's are not
 def of_config(path: Path) -> dict[str, Any]:
     """What a model's config.json says of them. Raises BadCheckpoint, OSError."""
     try:
-        told = json.loads(path.read_text())
+        told = json.loads(read_small(path))
         found = {
             "max_position_embeddings": told.get("max_position_embeddings") or told.get("n_positions"),
             "attention_dropout": told.get("attention_dropout", told.get("attn_pdrop")),
@@ -117,7 +118,7 @@ def of_config(path: Path) -> dict[str, Any]:
         found["layernorm_epsilon"] = next((float(told[name]) for name in EPSILONS if told.get(name)), None)
         found[UNMATCHED] = ", ".join(_unmatched(told)) or None
         found |= _of_rotary(told)
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: not a model's configuration ({error})") from None
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
 

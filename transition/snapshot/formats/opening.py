@@ -9,6 +9,7 @@ from pathlib import Path
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.formats import dcp, own, rank_files, safetensors
 from unicron.transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index
+from unicron.transition.snapshot.reading import read_small
 
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
 RELEASE = "release"
@@ -31,13 +32,24 @@ def index_of(folder: Path) -> Index:
 def find(folder: Path) -> Index | None:
     """Find the same; None where there is no checkpoint at all. Raises BadCheckpoint, OSError."""
     try:
-        return _find(folder)
+        index = _find(folder)
+        if index is not None:
+            _check_blocks(folder, index)
+        return index
     except (BadCheckpoint, OSError):
         raise
     except DAMAGE as error:
         raise BadCheckpoint(
-            f"{folder}: damaged, or of a release that is not known ({type(error).__name__}: {error})"
+            f"{folder}: damaged, or of a release that is not known ({type(error).__name__}: {str(error)[:100]})"
         ) from None
+
+
+def _check_blocks(folder: Path, index: Index) -> None:
+    for tensor in index.tensors.values():
+        try:
+            tensor.check_blocks()
+        except BadCheckpoint as error:
+            raise BadCheckpoint(f"{folder}: {error}") from None
 
 
 @contextlib.contextmanager
@@ -89,7 +101,7 @@ def megatrons_iteration(folder: Path) -> int:
 
 
 def _tracked(folder: Path) -> str:
-    return (folder / TRACKER).read_text(errors="replace").strip() if (folder / TRACKER).is_file() else ""
+    return read_small(folder / TRACKER).decode(errors="replace").strip() if (folder / TRACKER).is_file() else ""
 
 
 def _is_number(text: str) -> bool:

@@ -20,7 +20,7 @@ from unicron.transition.snapshot.formats.index import (
     Raw,
     raw_type,
 )
-from unicron.transition.snapshot.image_format import ALIGN, PAGE, STEP, BadImage, Found, digest, read_page
+from unicron.transition.snapshot.image_format import ALIGN, STEP, BadImage, Found, read_page
 
 FORMAT = "unicron"
 
@@ -64,11 +64,7 @@ def read(found: folders.Found) -> Index:
 
 
 def _head(page: Found) -> dict[str, Any]:
-    with page.path.open("rb") as file:
-        file.seek(PAGE)
-        head = file.read(page.head_bytes)
-    if digest(head) != page.head_digest:
-        raise BadImage(f"{page.path}: its head does not match its checksum")
+    head = page.head()
     try:
         told: dict[str, Any] = msgpack.unpackb(checkpoint_file.file_head(page.key, head), strict_map_key=False)
         told["about"] = msgpack.unpackb(told["about"], strict_map_key=False)
@@ -142,7 +138,7 @@ def check(found: folders.Found) -> list[str]:
         try:
             page = read_page(path)
             _head(page)
-            page.check(page.read()[1])
+            page.check_file()
         except (BadImage, OSError) as error:
             wrong.append(str(error))
     return wrong

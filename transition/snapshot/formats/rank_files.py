@@ -332,7 +332,7 @@ def _states(file: Archive, owns: Sequence[_Own]) -> Iterator[tuple[_Own, dict[st
         if not len(numbers) == len(mine) == len(its):
             raise BadCheckpoint(f"{file.path}: the groups of its optimizer's parameters are not known: {INSTEAD}")
         for own, identity, main in zip(mine, numbers, its, strict=True):
-            kinds = dict(inner["state"].get(identity) or {}) | ({MAINS[0]: main} if main is not None else {})
+            kinds = dict(inner["state"].get(int(identity)) or {}) | ({MAINS[0]: main} if main is not None else {})
             shapes = {each.shape for each in kinds.values() if isinstance(each, TensorReference) and each.shape}
             if shapes != {own.found.shape}:
                 raise BadCheckpoint(f"{file.path}: its optimizer's state of {own.name} has another shape: {INSTEAD}")

@@ -13,13 +13,14 @@ from typing import Any
 from unicron.transition.snapshot.formats import megatron_arguments
 from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Index, Raw, raw_type
 from unicron.transition.snapshot.formats.written import Out
+from unicron.transition.snapshot.reading import allowance, open_plain, read_small
 
 FORMAT = "safetensors"
 SUFFIX = ".safetensors"
 NAME = "model.safetensors"
 CONFIG = "config.json"
 CONSOLIDATED = "consolidated"  # how files begin that Mistral has beside Hugging Face's, with the same weights
-MOST = 1 << 28  # bytes of a header
+MOST = 100_000_000  # bytes of a header, as the library has it
 _KINDS = {
     "F64": "float64",
     "F32": "float32",
@@ -50,9 +51,9 @@ def files(folder: Path) -> list[Path]:
     listed = folder / f"{NAME}.index.json"
     if listed.is_file():
         try:
-            names = sorted(set(json.loads(listed.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadCheckpoint(f"{listed}: not as Hugging Face writes it ({error!r})") from None
+            names = sorted({str(name) for name in json.loads(read_small(listed))["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise BadCheckpoint(f"{listed}: not as Hugging Face writes it ({str(error)[:100]})") from None
         if any("/" in name for name in names):
             raise BadCheckpoint(f"{listed}: names files outside of its folder")
         return [folder / name for name in names]
@@ -66,6 +67,7 @@ def read(folder: Path) -> Index:
     for path in files(folder):
         told, begin = _header(path)
         size = path.stat().st_size
+        _check_offsets(path, told, size - begin)
         for name, tensor in told.items():
             if name == "__metadata__":
                 _adopt(index, tensor)
@@ -87,16 +89,27 @@ def read(folder: Path) -> Index:
     return index
 
 
+def _check_offsets(path: Path, told: dict[str, Any], length: int) -> None:
+    """Raises BadCheckpoint where tensors do not stand one behind the other up to the end, as the library wants them."""
+    at = 0
+    for first, last in sorted(tensor["data_offsets"] for name, tensor in told.items() if name != "__metadata__"):
+        if first != at:
+            raise BadCheckpoint(f"{path}: its tensors overlap, or have bytes between them: it is damaged")
+        at = last
+    if at < length:
+        raise BadCheckpoint(f"{path}: has {length - at} bytes that are of no tensor: it is damaged")
+
+
 def _same(raw: Raw) -> Raw:
     return raw
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """(what it says, where the tensors begin)."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         front = file.read(8)
         length = struct.unpack("<Q", front)[0] if len(front) == 8 else 0
-        if not 2 <= length <= MOST:
+        if not 2 <= length <= min(MOST, allowance(file)):
             raise BadCheckpoint(f"{path}: not a file of safetensors")
         data = file.read(length)
     try:
@@ -107,13 +120,13 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             begin, end = tensor["data_offsets"]
             shape = tensor["shape"]
             if not all(type(each) is int and each >= 0 for each in (begin, end, *shape)):
-                raise ValueError(f"{name}: {tensor}")
+                raise ValueError(f"{name[:60]}: {str(tensor)[:200]}")
             if tensor["dtype"] not in _KINDS:
                 raise BadCheckpoint(f"{path}: tensors of {tensor['dtype']} are not supported: convert them first")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, BadCheckpoint):
             raise
-        raise BadCheckpoint(f"{path}: its header is damaged ({error})") from None
+        raise BadCheckpoint(f"{path}: its header is damaged ({str(error)[:100]})") from None
     return told, 8 + length
 
 
@@ -126,14 +139,14 @@ def _adopt(index: Index, told: Any) -> None:
 def facts_of(config: Path) -> dict[str, Any]:
     """What a model's config.json says of it, as `snapshot.contents.facts` does. Raises BadCheckpoint, OSError."""
     try:
-        told = json.loads(config.read_text())
+        told = json.loads(read_small(config))
         heads = told.get("num_attention_heads") or told.get("n_head")
         if not isinstance(heads, int):
             return {}
         found = {"heads": heads, "groups": told.get("num_key_value_heads") or heads}
         found |= {"channels": told.get("head_dim") or 0, "vocabulary": told.get("vocab_size") or 0}
         return {name: int(value) for name, value in found.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{config}: not a model's configuration ({error})") from None
 
 

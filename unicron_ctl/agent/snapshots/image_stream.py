@@ -172,7 +172,7 @@ class Draft:
 
 def _head_is_sound(found: Found) -> bool:
     try:
-        found.read()
+        found.head()
     except BadImage:
         return False
     return True

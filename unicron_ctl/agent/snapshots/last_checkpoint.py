@@ -129,6 +129,6 @@ def _is_part(found: Found) -> bool:
     if found.key.kind not in (STATE, SHARD):
         return False
     try:
-        return bool(checkpoint_file.file_head(found.key, found.read()[0]))
+        return bool(checkpoint_file.file_head(found.key, found.head()))
     except (OSError, BadImage, ValueError, TypeError):
         return False

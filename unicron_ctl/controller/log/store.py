@@ -91,6 +91,10 @@ class Locked(StoreError):
     """Another process is in the middle of a transaction."""
 
 
+class NoRoom(StoreError):
+    """The disk is full; that may pass."""
+
+
 class Fenced(StoreError):
     """Another controller has taken the log over: this one must not decide or say anything more."""
 
@@ -526,7 +530,7 @@ def _explained(path: Path, error: Exception) -> StoreError:
     if "locked" in text or "busy" in text:
         return Locked(f"{path}: locked by another process: is another unicrond running on this state_dir?")
     if "full" in text:
-        return StoreError(f"{path}: the disk is full: make room, nothing that was decided is lost")
+        return NoRoom(f"{path}: the disk is full: make room, nothing that was decided is lost")
     if "malformed" in text or "not a database" in text or isinstance(error, ValueError):
         return StoreError(f"{path}: damaged ({text}): move it away and start again")
     return StoreError(f"{path}: {text}")

@@ -12,6 +12,7 @@ standby begins the next term. Both measure with their own clock, which counts th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from unicron.ctl.controller.log.store import Fenced, Holder, Store, StoreError, peek
+from unicron.ctl.controller.log.store import Fenced, Holder, NoRoom, Store, StoreError, peek
 from unicron.ctl.system.errors import UserError
 
 LOG_FILE = "events.sqlite"
@@ -134,7 +135,8 @@ def _held(folder: Path, name: str = "") -> Held:
 
 
 def _begin_term(folder: Path, store: Store, last: Holder, leased: bool, stolen: bool) -> Claim:
-    number = max(last.number + 1, int(time.time()))  # above what agents have seen, even from the log of a backup
+    # Above what agents have seen, even from the log of a backup.
+    number = max(last.number + 1, *(each + 1 for each in terms(folder)), int(time.time()))
     lock = lock_of(folder, number)
     if lock is None:
         raise Held(f"{folder}: another unicrond starts on this state folder")
@@ -186,6 +188,8 @@ def _lock(path: Path, kind: int = fcntl.LOCK_EX, make: int = os.O_CREAT) -> int 
     except FileNotFoundError:
         return -1
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoRoom(f"{path}: {error.strerror}: make room") from None
         raise UserError(f"{path}: {error.strerror}; choose another folder with --state-dir") from None
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

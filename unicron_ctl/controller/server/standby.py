@@ -4,6 +4,7 @@ where it is cut off itself (docs/design/standby.md)."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from unicron.ctl.controller.log.store import Locked, StoreError
+from unicron.ctl.controller.log.store import Locked, NoRoom, StoreError
 from unicron.ctl.controller.log.term import Claim, Held, Watch, claim, clock
 from unicron.ctl.controller.server.sockets import CannotListen, Ports, bind, why_not
 from unicron.ctl.protocol.controller_discovery import Hello
@@ -60,12 +61,12 @@ def wait_for_claim(
     """Begins a term as soon as the controller that has the state folder is gone; waits for that without end.
 
     It binds the ports only then, for clients must not take a standby for the controller. Meanwhile it looks whether it
-    could: while it could not, it complains, and does not count as a standby.
+    could: while it could not, it complains, and does not count as a standby. A full disk is such a time.
 
     alive: told every now and then what this waits for. Raises CannotListen where nothing is to be waited for, and
     UserError where the folder or the log cannot be used.
     """
-    watch, said, count, last, problem = Watch(), "", 0, float("-inf"), ""
+    watch, said, count, last, problem, full = Watch(), "", 0, float("-inf"), "", ""
     mark = folder / STANDBY_FILE
     name = f"{socket.gethostname()} process {os.getpid()}"
 
@@ -80,7 +81,13 @@ def wait_for_claim(
         try:
             found = claim_with_ports(folder, True, bound, watch)
         except (Held, Locked) as error:
-            text = f"standby: waits for {_holder(str(error))}" + (f", but could not lead: {problem}" if problem else "")
+            if says and not problem:
+                count, full = count + 1, _write(mark, f"{name} {count + 1}", first=not said)
+            wrong = problem or full
+            text = f"standby: waits for {_holder(str(error))}" + (f", but could not lead: {wrong}" if wrong else "")
+        except NoRoom as error:
+            full = str(error)
+            text = f"standby: nobody leads, and this one cannot: {full}"
         except CannotListen as error:
             if not said:
                 raise
@@ -93,11 +100,8 @@ def wait_for_claim(
                 mark.unlink(missing_ok=True)
             return found
         if text != said:
-            log.log(logging.ERROR if problem else logging.INFO, "%s", text)
+            log.log(logging.ERROR if problem or full else logging.INFO, "%s", text)
             said = text
-        if says and not problem:
-            count += 1
-            _write(mark, f"{name} {count}")
         alive(text)
         sleep(POLL_SECONDS)
 
@@ -107,11 +111,16 @@ def _holder(text: str) -> str:
     return f"the controller on {inner}" if inner else f"the state folder ({text.partition(';')[0]})"
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, first: bool) -> str:
+    """Why it was not written, "" where it was. first: Raises UserError for what will not pass."""
     try:
         write_whole(path, text)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; the standby has to be able to write to the state folder") from None
+        why = f"{path}: {error.strerror}; the standby has to be able to write to the state folder"
+        if first and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(why) from None
+        return why
+    return ""
 
 
 class Rival:

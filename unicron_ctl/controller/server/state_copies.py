@@ -8,6 +8,7 @@ what was asked of Slurm and not settled then is asked of nobody now, and nothing
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import sqlite3
@@ -26,9 +27,11 @@ from unicron.ctl.controller.log.store import Holder, Store, StoreError
 from unicron.ctl.controller.log.term import LOG_FILE, RESTORING, held_terms, lock_of, terms
 from unicron.ctl.protocol.encryption import SECRET_FILE, is_key
 from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.owner import as_owner
 from unicron.ctl.system.whole_file import write_whole
 
 MOST_BYTES = 4 << 30  # of a file in a copy: a log has some 130 MB
+MOST_KEY_BYTES = 4096
 KEPT, DRAFT = "before-restore", ".restore-"  # what was there, and what is to come
 BESIDE = 1_000_000  # ids that are left out where the log that is replaced cannot be read
 
@@ -55,17 +58,21 @@ def backup(folder: Path, target: Path) -> Copy:
         log = Path(place) / LOG_FILE
         os.close(os.open(log, os.O_CREAT | os.O_WRONLY, 0o600))
         with contextlib.closing(sqlite3.connect(":memory:")) as read, _opened(log) as copy:
-            with _opened(source) as live:  # a controller with a lease cannot write meanwhile: no disk is waited for
-                live.execute("PRAGMA busy_timeout=10000")
-                live.backup(read)
+            with as_owner(folder):  # SQLite removes what stands beside a log and was left by a crash
+                key = _key(folder)
+                with _opened(source) as live:  # a controller with a lease cannot write meanwhile: no disk is waited for
+                    live.execute("PRAGMA busy_timeout=10000")
+                    live.backup(read)
             read.backup(copy)
             copy.execute("PRAGMA journal_mode=DELETE")
         try:
             with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "w+b") as file:
                 with tarfile.open(fileobj=file, mode="w") as bundle:
                     bundle.add(log, LOG_FILE)
-                    with contextlib.suppress(FileNotFoundError):  # auth = "none" has no key
-                        bundle.add(folder / SECRET_FILE, SECRET_FILE)
+                    if key is not None:
+                        member = tarfile.TarInfo(SECRET_FILE)
+                        member.size, member.mode, member.mtime = len(key), 0o600, time.time()
+                        bundle.addfile(member, io.BytesIO(key))
                 file.flush()
                 os.fsync(file.fileno())
             with draft.open("rb") as written:
@@ -74,6 +81,16 @@ def backup(folder: Path, target: Path) -> Copy:
         finally:
             draft.unlink(missing_ok=True)
     return found
+
+
+def _key(folder: Path) -> bytes | None:
+    """The secret key of a state folder; None for auth = "none", which has no key. Raises OSError."""
+    try:
+        descriptor = os.open(folder / SECRET_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(MOST_KEY_BYTES)
 
 
 def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
@@ -86,7 +103,7 @@ def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
         with _in_one_line(file):
             source = stack.enter_context(file.open("rb"))
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        stack.enter_context(_as_owner(folder))
+        stack.enter_context(as_owner(folder))
         term = stack.enter_context(_alone(folder))
         for left in folder.glob(f"{DRAFT}*"):  # of one that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -113,23 +130,6 @@ def _in_one_line(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
-
-
-@contextlib.contextmanager
-def _as_owner(folder: Path) -> Iterator[None]:
-    """Makes root work as the folder's owner: all that is made there is his, and what he puts in the way leads root
-    nowhere."""
-    owner, mine = folder.stat(), (os.geteuid(), os.getegid())
-    if mine[0] != 0 or owner.st_uid == 0:
-        yield
-        return
-    os.setegid(owner.st_gid)
-    os.seteuid(owner.st_uid)
-    try:
-        yield
-    finally:
-        os.seteuid(mine[0])
-        os.setegid(mine[1])
 
 
 @contextlib.contextmanager

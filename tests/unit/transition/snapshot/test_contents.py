@@ -150,8 +150,8 @@ def test_what_was_gathered_is_read_back_with_its_settings(tmp_path: Path) -> Non
 
 def test_data_are_checked_once_and_before_any_of_them_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, written = saved(tmp_path, training())
-    checks, check = [], Found.check
-    monkeypatch.setattr(Found, "check", lambda self, data: checks.append(self) or check(self, data))
+    checks, check = [], Found.check_file
+    monkeypatch.setattr(Found, "check_file", lambda self: checks.append(self) or check(self))
     told = opened(written)
     assert not checks
     told.tensor(0)
@@ -165,7 +165,7 @@ def test_tensors_stand_one_behind_the_other_or_where_the_head_says_so(tmp_path: 
     about = msgpack.packb({"index": [], "tensors": kinds})
     head = vars(Head(1, "TP1", [], None, [], 0, None, 9.0, "", about))
     told = opened(image(tmp_path, msgpack.packb(head), values))
-    assert [tensor.tolist() for tensor in told.tensors] == [
+    assert [told._read(number).tolist() for number in range(len(kinds))] == [
         [0.0, 1.0],
         [32.0, 33.0, 34.0],
         [9.0, 9.0],

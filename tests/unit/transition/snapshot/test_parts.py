@@ -151,3 +151,12 @@ def test_of_layers_that_are_blocks_of_one_tensor_one_may_be_trained_and_another_
     wanted, found = (each.optimizer.state[each.model[0].module[0].weight] for each in (state, other))
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[key], found[key]) for key in wanted)
     assert float(other.model[0].module[1].weight.mean()) == 0.5
+
+
+def test_parts_that_overlap_and_leave_a_hole_are_not_put_together():
+    """Their sizes add up: nothing else would show it."""
+    boxes = [Box("weight", (4,), (at,), (2,)) for at in (0, 1)]
+    sources = [Source.of(box, 0, 2, torch.ones(2)) for box in boxes]
+    with pytest.raises(Missing, match="not there, or there twice"):
+        assemble(Box("weight", (4,), (0,), (4,)), PARAMETER, sources)
+    assert assemble(Box("weight", (4,), (0,), (2,)), PARAMETER, sources).tolist() == [1.0, 1.0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,28 @@ def test_a_folder_that_does_is_measured_and_left_as_it_was(tmp_path: Path) -> No
         "a renewal",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for another user")
+def test_root_tries_it_with_the_rights_of_the_folders_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    problems = check_folder.problems
+
+    def noted(folder: Path) -> list[str]:
+        found = problems(folder)
+        made.extend((path.stat().st_uid, path.stat().st_gid) for path in [folder, *folder.iterdir()])
+        return found
+
+    monkeypatch.setattr(check_folder, "problems", noted)
+    with tempfile.TemporaryDirectory() as place:  # whose parents everybody may enter
+        Path(place).chmod(0o755)
+        folder = Path(place) / "state"
+        folder.mkdir()
+        os.chown(folder, 65534, 65534)
+        done = run(folder)
+        assert (done.return_value, done.stderr, os.geteuid()) == (0, "", 0), done.exception
+        assert list(folder.iterdir()) == []
+    assert set(made) == {(65534, 65534)}, "a link in the way would lead nowhere"
 
 
 @pytest.mark.parametrize(

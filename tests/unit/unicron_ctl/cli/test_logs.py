@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.processes import wait_for
+from unicron.ctl.cli.logs import MOST_LINE, RankFile
 from unicron.ctl.cli.unicronctl import unicronctl
 from unicron.ctl.system.errors import UserError
 
@@ -43,6 +46,29 @@ def test_one_rank_and_json(folder: Path) -> None:
     assert logs(7, "--dir", folder, "--rank", 1).output.splitlines()[0] == "2026-11-26T10:00:00.200 b  b"
     lines = [json.loads(line) for line in logs(7, "--dir", folder, "--json").output.splitlines()]
     assert lines[1] == {"time": "2026-11-26T10:00:00.200", "rank": 1, "text": "b  b"}
+
+
+def test_nobody_waits_for_a_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "7" / "rank-2.log")
+    done = logs(7, "--dir", folder)
+    assert isinstance(done.exception, UserError) and "rank-2.log: not a plain file" in str(done.exception)
+
+
+def test_of_a_line_without_an_end_the_beginning_is_shown(folder: Path) -> None:
+    endless, text = folder / "7" / "rank-0.log", b"2026-11-26T10:00:00.100 "
+    with endless.open("wb") as file:
+        file.write(text + b"a" * MOST_LINE * 3 + b"\n" + text + b"b\n" + text)
+        file.truncate(60 << 30)  # what follows is a hole
+    file, tracing = RankFile(0, endless), tracemalloc.start()
+    lines = list(file.new_lines())
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert tracing is None and most < 8 * MOST_LINE, "it is not read whole"
+    assert [line.text[:3] for line in lines] == ["aaa", "b", "\0\0\0"] and len(lines[0].text) < MOST_LINE
+    assert lines[0].text.endswith("a ...") and not list(file.new_lines())
+    with endless.open("ab") as more:
+        more.write(b"the rest of it\n" + text + b"c\n")
+    assert [line.text for line in file.new_lines()] == ["c"]
 
 
 @pytest.mark.parametrize("words", [["8"], ["7", "--rank", "5"]])

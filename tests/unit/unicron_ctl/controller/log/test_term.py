@@ -135,6 +135,23 @@ def test_a_log_that_was_exchanged_under_a_living_controller_is_not_begun(tmp_pat
     claim(tmp_path, False).close()
 
 
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_controller_with_a_higher_term_than_its_log_says_is_not_disturbed(tmp_path: Path, leased: bool) -> None:
+    """Somebody has put an older log in its place by hand: its holder there ended long ago, and this one lives."""
+    claim(tmp_path, True).close()
+    older = (tmp_path / term.LOG_FILE).read_bytes()
+    first = claim(tmp_path, True)
+    (tmp_path / "old").write_bytes(older)
+    (tmp_path / "old").rename(tmp_path / term.LOG_FILE)
+    for _ in range(2):
+        with pytest.raises(Held):
+            claim(tmp_path, leased)
+    first.close()
+    found = claim(tmp_path, leased)
+    assert found.store.term > first.store.term
+    found.close()
+
+
 def test_of_two_that_claim_at_once_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other comes in at the worst moment: when the locks have been looked at."""
     others = list[Claim]()

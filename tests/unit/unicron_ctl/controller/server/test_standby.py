@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.log.store import NoRoom, Store
 from unicron.ctl.controller.log.term import claim
 from unicron.ctl.controller.server import standby
 from unicron.ctl.controller.server.sockets import CannotListen
@@ -98,6 +100,57 @@ def test_a_standby_whose_port_another_has_complains_and_takes_over_once_it_is_fr
         ("INFO", "standby: takes over"),
     ]
     assert told[3].startswith("standby: nobody leads, and this one cannot: ")
+
+
+def test_a_standby_stays_where_the_folder_is_full_and_takes_over_once_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its mark nor the new term can be written: both may pass."""
+    monkeypatch.setattr(standby, "SAY_SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
+    first, told, here = claim(tmp_path, True), list[str](), anywhere()
+    full, write_whole, begin_term = [True], standby.write_whole, Store.begin_term
+
+    def write(path: Path, text: str) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_whole(path, text)
+
+    def begin(store: Store, *holders: Any) -> None:
+        if full[0]:
+            raise NoRoom(f"{store.path}: the disk is full: make room")
+        begin_term(store, *holders)
+
+    def sleep(seconds: float) -> None:
+        assert not (tmp_path / "standby").exists(), "it counts as none"
+        if len(told) == 2:
+            first.close()
+        if len(told) == 4:
+            full[0] = False
+
+    monkeypatch.setattr(standby, "write_whole", write)
+    monkeypatch.setattr(Store, "begin_term", begin)
+    second, ports = wait_for_claim(tmp_path, here, told.append, sleep)
+    ports.close()
+    second.close()
+    assert len(told) == 4 and "could not lead" in told[0] and "No space left" in told[0]
+    assert told[3].startswith("standby: nobody leads, and this one cannot: ") and "the disk is full" in told[3]
+    assert [record.levelname for record in caplog.records if "standby: " in record.message] == [
+        "ERROR",
+        "ERROR",
+        "INFO",
+    ]
+
+
+def test_a_standby_that_may_not_write_ends_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, text: str) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    first = claim(tmp_path, True)
+    monkeypatch.setattr(standby, "write_whole", write)
+    with pytest.raises(UserError, match="has to be able to write"):
+        wait_for_claim(tmp_path, anywhere(), lambda text: None)
+    first.close()
 
 
 def test_who_finds_its_port_taken_at_the_start_ends_before_it_claims_anything(tmp_path: Path) -> None:

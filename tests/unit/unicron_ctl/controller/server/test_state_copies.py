@@ -285,6 +285,45 @@ def test_what_the_owner_puts_in_the_way_leads_root_nowhere(anothers: Path, tmp_p
     assert roots.stat().st_uid == os.geteuid() == 0
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for another user")
+def test_a_backup_of_roots_reads_with_the_owners_rights(anothers: Path, tmp_path: Path) -> None:
+    """The key may be a link, and what SQLite finds beside a log, and removes, may be one, too."""
+    with tempfile.TemporaryDirectory() as place:
+        found = backup(anothers, Path(place) / "sound")
+        assert found.key and (Path(place) / "sound").stat().st_uid == os.geteuid() == 0
+        secret = Path(place) / "secret"
+        secret.write_text("roots", encoding="ascii")
+        (anothers / SECRET_FILE).unlink()
+        (anothers / SECRET_FILE).symlink_to(secret)
+        with pytest.raises(UserError, match=SECRET_FILE):
+            backup(anothers, Path(place) / "copy")
+        (anothers / SECRET_FILE).unlink()
+        (anothers / LOG_FILE).unlink()
+        shutil.copy(Path(place) / "sound", Path(place) / LOG_FILE)
+        (Path(place) / LOG_FILE).chmod(0o600)
+        (anothers / LOG_FILE).symlink_to(Path(place) / LOG_FILE)
+        with pytest.raises(UserError, match="unable to open"):
+            backup(anothers, Path(place) / "copy")
+        assert sorted(path.name for path in Path(place).iterdir()) == sorted([LOG_FILE, "secret", "sound"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for another user")
+def test_the_rest_of_a_transaction_beside_a_log_is_the_owners(anothers: Path, tmp_path: Path) -> None:
+    """SQLite ends what a crash has left, and removes it: as the owner."""
+    asked: list[int] = []
+    connect = sqlite3.connect
+
+    def noted(*args: object, **more: object) -> object:
+        if LOG_FILE in str(args[0]) and str(anothers) in str(args[0]):
+            asked.append(os.geteuid())
+        return connect(*args, **more)  # type: ignore[call-overload]
+
+    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite3, "connect", noted)
+        backup(anothers, Path(place) / "copy")
+    assert asked == [OTHER]
+
+
 def test_a_log_that_is_none_is_one_line(tmp_path: Path) -> None:
     (tmp_path / LOG_FILE).write_bytes(b"no log, but long enough for SQLite to look at it" * 100)
     with pytest.raises(UserError, match="is this a log of unicrond"):

@@ -1,0 +1,89 @@
+"""How files of a checkpoint are read. They may be on a file system that fails, and may come from anybody.
+
+Nothing of them is mapped: a file that is cut, or whose server answers EIO or ESTALE, is an OSError or a short read here
+and would be SIGBUS there, which ends a process without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+PIECE = 1 << 22  # bytes
+# What is read whole may be as large as this, and as so many times what its file takes on disk (a file system may
+# compress). A file of a few blocks can claim any length.
+ROOM, DENSE = 1 << 24, 16
+# What a file system answers that has lost what it was given, or a part of it.
+LOST = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """A plain file, opened without a buffer. Raises OSError, also for a pipe, a device or a folder, where nobody waits,
+    and within :func:`files_of` for a file of somebody else."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    found = os.fstat(descriptor)
+    try:
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        if _owners and found.st_uid not in _owners:
+            raise OSError(errno.EPERM, "not of the owner of its folder: work as that user, not as root", str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+_owners: set[int] = set()  # of the files that are read; empty for anybody
+
+
+@contextlib.contextmanager
+def files_of(folder: Path) -> Iterator[None]:
+    """Makes root read nothing but files of the folder's owner meanwhile: a link that he puts there would give him what
+    he may not read. Raises OSError, also where a link of somebody else leads to the folder."""
+    owner, place = folder.stat().st_uid, folder.absolute()
+    if os.geteuid() == 0:
+        for each in (place, *place.parents):
+            if each.is_symlink() and each.lstat().st_uid not in (0, owner):
+                raise OSError(errno.EPERM, "a link of somebody else: name the folder itself", str(each))
+        _owners.update({owner} - {0})
+    try:
+        yield
+    finally:
+        _owners.discard(owner)
+
+
+def allowance(file: BinaryIO) -> int:
+    """How many bytes of an open file may be read to learn what is in it."""
+    return ROOM + DENSE * 512 * os.fstat(file.fileno()).st_blocks
+
+
+def read_small(path: Path) -> bytes:
+    """The whole of a file that says what is in others. Raises OSError, also for one that is larger than what is
+    written in it."""
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > allowance(file):
+            raise OSError(errno.EFBIG, "larger than what is written in it: damaged", str(path))
+        return b"".join(pieces(file, path, 0, size))
+
+
+def pieces(file: BinaryIO, path: Path, begin: int, size: int) -> Iterator[bytearray]:
+    """So many bytes from there on, piece by piece. Raises OSError where the file ends before."""
+    for at in range(begin, begin + size, PIECE):
+        into = bytearray(min(PIECE, begin + size - at))
+        read_into(file, path, at, memoryview(into))
+        yield into
+
+
+def read_into(file: BinaryIO, path: Path, begin: int, into: memoryview) -> None:
+    """Fill `into` with the bytes from there on. Raises OSError where the file ends before."""
+    while into:
+        count = os.preadv(file.fileno(), [into[: 1 << 30]], begin)
+        if not count:
+            raise OSError(errno.EIO, f"cut off: it ends before byte {begin + len(into)}", str(path))
+        begin, into = begin + count, into[count:]
