@@ -27,7 +27,7 @@ _CODE = re.compile(r"\s*(drm_)?WARN|.*(->|==|&&|\|\|)")  # the condition of a WA
 _OF_AN_ERROR = re.compile(
     r"fail|error|fatal|time-?d? ?-?out|reset|\bhang|hung|stuck|\blost|gone|dead\b|respond|correct|\becc\b|\bras\b"
     r"|poison|corrupt|shut(ting)? ?down|abort|broken|critical|recover|fault|threshold|temperature|health|crash|assert"
-    r"|syndrome|wedged|giving up|retir|degrad|lockup|remov|blocked|locks",
+    r"|syndrome|wedged|giving up|retir|degrad|lockup|remov|blocked",
     re.IGNORECASE,
 )
 # A compute node has no display: what the two Intel drivers say of one is left out.
