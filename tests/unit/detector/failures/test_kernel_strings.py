@@ -24,7 +24,7 @@ CONVERSION = re.compile(r"%(?:%|[-+ #0]*[\d*]*(?:\.[\d*]+)?(?:hh|ll|[hlLzjtq])?(
 VALUES = (
     {"d": "-5", "u": "3", "x": "1f", "s": "name", "p": "-EIO"},
     {"d": "0", "u": "0", "x": "0", "s": "", "p": "0000:5e:00.0"},
-    {"d": "12", "u": "130", "x": "deadbeef", "s": "umc", "p": "-ETIMEDOUT"},
+    {"d": "12", "u": "130", "x": "dead", "s": "umc", "p": "-ETIMEDOUT"},
 )
 OF_THE_NETWORK = ("mlx5", "ice", "irdma", "ena", "efa", "nvme", "nfs", "kernel")
 
