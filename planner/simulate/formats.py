@@ -341,7 +341,7 @@ def _at_even_steps(path: str | Path, step: object, data: object) -> Told:
         raise PlanError(f"{path}: its data must be numbers of nodes of 0 or more")
     if not counts or max(counts) <= 1:
         raise PlanError(
-            f"{path}: its data are 0 and 1, of which either may be the node that is there: for each change write a line "
+            f"{path}: its data are 0 and 1, of which either may be a node that is there: for each change write a line "
             "`milliseconds,add,node1` or `milliseconds,remove,node1`, and give that file"
         )
     return _of_counts(path, [(seconds * number, count) for number, count in enumerate(counts)])

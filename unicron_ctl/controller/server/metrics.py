@@ -12,7 +12,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -82,6 +82,15 @@ def _cut(request: socket.socket) -> None:
         request.shutdown(socket.SHUT_RDWR)
 
 
+class _Registry(CollectorRegistry):
+    """A registry without the series `..._created`, one for each of a counter: no query of ours needs them."""
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
 class Exporter:
     """Answers Prometheus at `place`, HOST:PORT, or :PORT for loopback. asked: what the loop is to answer, from the
     thread of an HTTP request.
@@ -90,7 +99,7 @@ class Exporter:
     """
 
     def __init__(self, place: str) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = _Registry()
         ProcessCollector(registry=self.registry)
         self.recorded = Recorded(self.registry)
         self.asked: Mailbox[Future[Sequence[Metric]]] = Mailbox()
