@@ -11,7 +11,7 @@ import functools
 import re
 import signal
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from unicron.detector.failures import root_cause as last_words
@@ -38,6 +38,7 @@ _XID = re.compile(
     r"NVRM:?\s{0,9}(?:GPU at \S{1,120}:\s{0,9})?Xid\s{0,9}(?:\(([^)\n]{0,120})\))?:?\s{0,9}(\d{1,9})([^\n]*)",
     re.IGNORECASE,
 )
+_ERRNO = re.compile(r"-E[A-Z][A-Z0-9]{1,14}\b")
 _STATUS_NAMES = re.compile(r"(Derived)?ExitCode[=:]\s*|\(.*\)$", re.IGNORECASE)
 _RAISED = re.compile(r"RaisedSignal:(\d+)\S*", re.IGNORECASE)
 _SLURM_STATUS = re.compile(r"\s*(\d+):(\d+)\s*")
@@ -139,10 +140,14 @@ class Classifier:
 
     def _match_text(self, text: str, source: str, generic: bool, weak: bool = False) -> Verdict | None:
         of_a_program = source != "kernel"
-        hits = () if of_a_program else _XID.finditer(text)
-        xids = [self.xid(int(hit.group(2)), hit.group(1) or "", hit.group(3)) for hit in hits]
-        if xids:  # one event writes several lines (48, 63, 45): the worst of them is what happened
-            return min(xids, key=lambda verdict: (verdict.severity, verdict.action == REPORT))
+        if not of_a_program:
+            if "\n" in text.strip():  # each line is a statement; the worst of them is what happened
+                lines = (self._match_text(line, source, generic, weak) for line in text.splitlines())
+                return self._worst(verdict for verdict in lines if verdict)
+            xids = [self.xid(int(hit[2]), hit[1] or "", hit[3]) for hit in _XID.finditer(text)]
+            if xids:
+                return self._worst(xids)
+            text = _ERRNO.sub(lambda hit: " " * len(hit.group()), text)  # a driver's status, whatever its subject
         by_libraries = library_lines(text) if of_a_program else text
         low = folded(text)
         low_by_libraries = folded(by_libraries) if of_a_program else low
@@ -161,6 +166,10 @@ class Classifier:
                 words = (by_libraries if rule.hardware else text)[hit.start() : hit.end()]
                 return self._verdict(rule, f"{source} text has {_quoted(alike(words) if of_a_program else words)}")
         return None
+
+    @staticmethod
+    def _worst(verdicts: Iterable[Verdict]) -> Verdict | None:
+        return min(verdicts, key=lambda verdict: (verdict.action == REPORT, verdict.severity), default=None)
 
     def exit(self, status: int | str | signal.Signals, stderr_tail: str = "", oom: bool = False) -> Verdict:
         """The verdict on a process that ended.

@@ -30,9 +30,9 @@ _PCI = r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 _OWN = re.compile(
     r"NVRM:? Xid \(PCI:[0-9a-f:.]{7,}\): \d+"
     r"|nvidia-nvswitch\d+: SXid \(PCI:[0-9a-f:.]{7,}\): \d+"
-    r"|EDAC MC\d+: (?:\d+ )?UE [a-z ]{6,}"
+    r"|EDAC MC\d+: (?:\d+ )?UE (?:[a-z ]{6,}|on mc#\d)"
     r"|mce: \[Hardware Error\]: |(?:\{\d+\})?\[Hardware Error\]: "
-    rf"|pcieport {_PCI}: |mlx[45]_core {_PCI}|amdgpu {_PCI}: amdgpu: "
+    rf"|pcieport {_PCI}: |mlx[45]_core {_PCI}|amdgpu {_PCI}: "
     r"|Memory failure: 0x[0-9a-f]+: ",
     re.IGNORECASE,
 )

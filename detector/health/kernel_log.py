@@ -27,7 +27,7 @@ _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;]*;")
 _ESCAPED = re.compile(r"\\x([0-9a-fA-F]{2})")
 _XID = re.compile(r"Xid\s{0,9}(?:\(([^)\n]{0,120})\))?:?\s{0,9}(\d{1,9})", re.IGNORECASE)
 _PID = re.compile(
-    r"\bpid[= ]'?(\d+)|[Kk]ill(?:ed)? process (\d+)|\btask \S{1,40}?:(\d{1,9}) blocked|\[(\d+)\]: segfault"
+    r"\bpid[= ]'?(\d+)|[Kk]ill(?:ed)? process (\d+)|\btask .{1,40}?:(\d{1,9}) blocked|\[(\d+)\]: segfault"
 )
 _KILLED = re.compile(r"\bkill(ed)? process \d+", re.IGNORECASE)
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
@@ -143,7 +143,9 @@ class KernelFaults:
     def read_line(self, line: str, now: float) -> KernelFault | None:
         """The fault to report, or None. `now` in seconds of any clock that does not go back."""
         verdict = self._classifier.match(line, "kernel")
-        if verdict is None or not (verdict.rule in self._for_kernels or of_a_kernel(verdict, line)):
+        if verdict is None or verdict.cause == "no_fault":
+            return None
+        if not (verdict.rule in self._for_kernels or of_a_kernel(verdict, line)):
             return None
         xid = _XID.search(line)
         code = f"xid {xid.group(2)}" if xid else verdict.rule

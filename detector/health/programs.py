@@ -81,7 +81,28 @@ def dcgm(status: int, said: Sequence[str]) -> Finding:
     return Finding(UNKNOWN, _line(said, status), {"status": status})
 
 
-KINDS: dict[str, Callable[[int, Sequence[str]], Finding]] = {"nhc": nhc, "dcgmi": dcgm}
+SMART_FAILING = 8
+SMART_BITS = {  # smartctl(8), EXIT STATUS: the same in smartmontools 7.3, 7.4 and 7.5
+    1: "its command line was not understood, or the kind of device not found out",
+    2: "the device could not be opened",
+    4: "a SMART command failed, or a checksum was wrong",
+    SMART_FAILING: "the device says that it is failing",
+    16: "attributes are below their threshold",
+    32: "attributes were below their threshold in the past",
+    64: "the device's log has errors",
+    128: "the log of self-tests has errors",
+}
+
+
+def smartctl(status: int, said: Sequence[str]) -> Finding:
+    """smartctl ends with a mask. Only the device's own word that it fails proves something; that smartctl could not ask
+    the device says nothing of the node."""
+    words = "; ".join(text for bit, text in SMART_BITS.items() if status & bit)
+    verdict = BAD if status & SMART_FAILING else UNKNOWN if status & 3 else WARNING if status else GOOD
+    return Finding(verdict, words or _line(said, status), {"status": status})
+
+
+KINDS: dict[str, Callable[[int, Sequence[str]], Finding]] = {"nhc": nhc, "dcgmi": dcgm, "smartctl": smartctl}
 """By the name of the program's file; all others are judged as Nagios' plugins."""
 
 

@@ -54,7 +54,14 @@ _TABLE = {
             "worker_died",
             "service_unreachable",
         ],
-        3: ["connection_refused", "connection_reset", "other_network_error", "hardware_warning", "finished"],
+        3: [
+            "connection_refused",
+            "connection_reset",
+            "other_network_error",
+            "hardware_warning",
+            "no_fault",
+            "finished",
+        ],
     },
     "statistical": {2: ["task_hang"], 3: ["nccl_timeout", "link_flapping"]},
 }
@@ -64,7 +71,7 @@ CAUSES = {
     for severity, names in by_severity.items()
     for name in names
 }
-REPORTED = ("hardware_warning", "finished")  # only reported: they disturb nobody
+REPORTED = ("hardware_warning", "no_fault", "finished")  # only reported: they disturb nobody
 
 
 def find(text: str) -> Cause | None:

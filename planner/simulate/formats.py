@@ -6,8 +6,13 @@
   `[start, end]`.
 - CSV with a header that names a node, a start and a stop.
 - What `sacctmgr show event -P` prints, as it is or with commas in place of its bars. Rows without a node are the
-  cluster's own. A node that was drained, put into maintenance, rebooted or powered down was taken by its admin or by
-  Slurm and has not failed; one that was DOWN, FAIL or in an error has.
+  cluster's own. A node that was DOWN, FAIL or in an error has failed, and one that Unicron, NHC or Slurm itself
+  drained. One that an admin drained, that was put into maintenance, rebooted or powered down has not.
+- Numbers of nodes over time: lines `date, time, nodes` (uclasystem/bamboo, traces/gcloud), or JSON with `gap_seconds`
+  and `data` (skypilot-org/spot-traces). Which node left is not told: the last to come is the first to leave.
+
+In a table with a state or status, only rows of nodes that are not there count; a word that is not known is refused.
+What is left out is said in a note.
 
 Times of the last two are seconds, or dates and times of ISO 8601; then the earliest is second 0. Digits alone are
 seconds; where all of them could be dates (20250131), they are refused. A node is away from its first open fault until
@@ -36,7 +41,26 @@ STARTS = ("start", "start_time", "begin", "fault_start", "down", "failed", "time
 STOPS = ("stop", "stop_time", "end", "end_time", "fault_end", "up", "repaired", "timeend", "event_stop_time")
 OPEN = ("", "none", "null", "unknown", "nan", "inf")  # ends that nobody knows
 BARE_DATE = re.compile(r"(19|20)\d\d(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])")
+MOST_NODES = 100_000
 LATEST = 1e11  # seconds; Unix times in milliseconds are above
+STATES = ("state", "status", "node_state", "node_status", "health", "availability", "condition")
+AWAY = frozenset(
+    "down fail failed failing failure fault faulty error not_responding dead lost offline unavailable broken unhealthy "
+    "crashed outage preempted inactive".split()
+)
+THERE = frozenset(
+    "idle allocated alloc mixed mix completing comp up ok good healthy available online running active ready in_use "
+    "maint maintenance drain drained draining drng planned reserved resv powered_down powering_down powering_up "
+    "power_up power_down cloud reboot rebooting reboot_issued reboot_requested resume future undrain blocked "
+    "dynamic_norm dynamic_future".split()
+)
+# How reasons begin that Unicron, LBNL's NHC, slurmd and slurmctld (24.11.5 and 26.05.5) give a node that they drain.
+OF_PROGRAMS = re.compile(
+    r"unicron\[|NHC\b|Kill task failed|Prolog error|Epilog error|Prolog failed|Not responding|Node unexpectedly "
+    r"rebooted|ResumeTimeout reached|Low (CPUs|RealMemory|TmpDisk|socket)|batch job complete failure|\S+ count "
+    r"(too low|reported lower|changed)|gres/\S+ count",
+    re.IGNORECASE,
+)
 CAUSE_NAMES = ("cause", "reason", "fault", "fault_type", "type", "desc", "description")
 # Words of public traces, in the order in which they count, and what they are in our table.
 WORDS = (
@@ -64,6 +88,13 @@ class Away(NamedTuple):
     cause: Cause
 
 
+class Told(NamedTuple):
+    """What a file says: when which node was away, and lines for people on what was made of it."""
+
+    rows: list[Away]
+    notes: tuple[str, ...] = ()
+
+
 def cause_of(text: str) -> Cause:
     """A cause of severity 1, for the node is away."""
     known = causes.find(text)
@@ -89,12 +120,14 @@ def merged(rows: Iterable[Away]) -> list[Away]:
 
 
 # ------------------------------------------------------------ JSON
-def from_json(path: str | Path, text: str) -> list[Away]:
+def from_json(path: str | Path, text: str) -> Told:
     """Raises PlanError, one line."""
     try:
         told = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is not valid JSON: {error}") from None
+    if isinstance(told, Mapping) and isinstance(told.get("metadata"), Mapping) and "gap_seconds" in told["metadata"]:
+        return _at_even_steps(path, told["metadata"]["gap_seconds"], told.get("data"))
     if isinstance(told, Mapping):
         told = [
             {"node": node, "start": pair[0], "end": pair[1]} if _is_pair(pair) else _of_node(node, _object(path, pair))
@@ -103,8 +136,12 @@ def from_json(path: str | Path, text: str) -> list[Away]:
         ]
     rows = [_object(path, row) for row in _list(path, told)]
     if rows and "event_type" in rows[0]:
-        return merged(_opened_and_closed(path, rows))
-    return merged(_between(path, rows))
+        return Told(merged(_opened_and_closed(path, rows)))
+    state = next((name for name in STATES if any(name in row for row in rows)), None)
+    if state is None:
+        return Told(merged(_between(path, rows)))
+    gone = [_is_away(path, number, str(row.get(state, "")), state) for number, row in enumerate(rows, 1)]
+    return Told(merged(_between(path, [row for row, away in zip(rows, gone, strict=True) if away])), _left(gone, state))
 
 
 def _of_node(node: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -162,7 +199,7 @@ def is_start_stop(header: Sequence[str]) -> bool:
     return all(_column(header, names) is not None for names in (NODES, STARTS, STOPS))
 
 
-def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> list[Away]:
+def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> Told:
     """rows: (number of the line, fields), the header first. Raises PlanError, one line."""
     header = [_plain(field) for field in rows[0][1]]
     node, start, stop = (_column(header, names) for names in (NODES, STARTS, STOPS))
@@ -171,14 +208,14 @@ def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> list[Aw
     if "event_type" in header:
         why = "event_type may mark the times between outages, too: keep the rows of the outages, without this column"
         raise PlanError(f"{path}: {why}")
-    body = _failures_of_slurm(header, rows[1:])
+    body, notes = _outages(path, header, rows[1:])
     told = []
-    for number, row in rows[1:] if body is None else body:
+    for number, row in body:
         if len(row) <= max(node, start, stop):
             raise PlanError(f"{path}, line {number}: expected {len(header)} fields, found {len(row)}")
         text = row[cause] if cause is not None and cause < len(row) else ""
         told.append({"node": row[node], "start": row[start], "end": row[stop], "cause": text, "line": number})
-    return merged(_between(path, told))
+    return Told(merged(_between(path, told)), notes)
 
 
 def _column(header: Sequence[str], names: Sequence[str]) -> int | None:
@@ -202,32 +239,130 @@ def read_csv(text: str) -> list[tuple[int, list[str]]]:
     return [(number, row) for number, row in enumerate(csv.reader(lines), 1) if any(map(str.strip, row))]
 
 
+def _outages(
+    path: str | Path, header: Sequence[str], rows: Sequence[tuple[int, list[str]]]
+) -> tuple[Sequence[tuple[int, list[str]]], tuple[str, ...]]:
+    """The rows in which a node is not there, and what is to be said of the others. Raises PlanError."""
+    if {"nodename", "timestart", "timeend", "state"} <= set(header):
+        return _failures_of_slurm(header, rows)
+    if {"nodename", "timestart", "timeend"} <= set(header):
+        why = "without the column State maintenance looks like a failure: print State and Reason, too"
+        raise PlanError(f"{path}: {why}")
+    at = _column(header, STATES)
+    if at is None:
+        return rows, ()
+    gone = [len(row) <= at or _is_away(path, number, row[at], header[at]) for number, row in rows]
+    return [row for row, away in zip(rows, gone, strict=True) if away], _left(gone, header[at])
+
+
+def _is_away(path: str | Path, number: int, text: str, column: str) -> bool:
+    """Raises PlanError for a word that nobody can be sure of."""
+    words = [
+        word.strip("*~#!%$@^-") for word in re.split(r"[+\s]+", text.strip().lower().replace("not responding", "down"))
+    ]
+    for word in words:
+        if word not in AWAY and word not in THERE:
+            why = f"keep the rows of the outages, without the column {column}"
+            raise PlanError(f"{path}, line {number}: whether a node that is {text!r} is there is not known: {why}")
+    planned = any(word.startswith(("maint", "power", "reboot")) for word in words) or re.search(r"[$@^~#!%]", text)
+    return not planned and any(word in AWAY for word in words)
+
+
+def _left(gone: Sequence[bool], column: str) -> tuple[str, ...]:
+    out = len(gone) - sum(gone)
+    return (
+        (f"{out} of {len(gone)} rows are left out: by their {column} the node was there, or taken on purpose",)
+        if out
+        else ()
+    )
+
+
 def _failures_of_slurm(
     header: Sequence[str], rows: Sequence[tuple[int, list[str]]]
-) -> Sequence[tuple[int, list[str]]] | None:
-    """The rows of nodes that failed, of what sacctmgr printed; None where it is another table."""
-    if not {"nodename", "timestart", "timeend", "state"} <= set(header):
-        return None
+) -> tuple[Sequence[tuple[int, list[str]]], tuple[str, ...]]:
+    """The rows of nodes that failed, of what sacctmgr printed, and how many others there are."""
     node, state = header.index("nodename"), header.index("state")
     reason = header.index("reason") if "reason" in header else len(header) - 1
-    kept = []
+    kept, others = [], []
     for number, row in rows:
         more = len(row) - len(header)
         if more > 0:  # a reason may have the separator in it
             row = [*row[:reason], ",".join(row[reason : reason + more + 1]), *row[reason + more + 1 :]]
-        if len(row) > max(node, state) and (not row[node].strip() or not _has_failed(row[state])):
-            continue
+        if len(row) > max(node, state):
+            if not row[node].strip():
+                continue
+            why = row[reason].strip() if len(row) > reason else ""
+            if not _has_failed(row[state], why if "reason" in header else ""):
+                others.append(f"{row[node].strip()}, {row[state].strip()}" + (f", {why!r}" if why else ""))
+                continue
         kept.append((number, row))
-    return kept
+    if not others:
+        return kept, ()
+    first = f"rows are left out: drained by somebody, in maintenance, rebooted or powered down (the first: {others[0]})"
+    return kept, (f"{len(others)} of {len(others) + len(kept)} {first}",)
 
 
-def _has_failed(state: str) -> bool:
+def _has_failed(state: str, reason: str) -> bool:
     """Whether a node's state in Slurm's accounting is a failure. The signs behind a state: `$` maintenance, `@` and `^`
     a reboot that somebody asked for, `~`, `#`, `!` and `%` power saving (sinfo(1))."""
     words = re.split(r"[+\s]+", state.strip().upper())
     if re.search(r"[$@^~#!%]", state) or any(word.startswith(("MAINT", "POWER", "REBOOT")) for word in words):
         return False
-    return any(word.rstrip("*-") in ("DOWN", "FAIL", "FAILING", "ERROR", "NOT_RESPONDING") for word in words)
+    bare = {word.rstrip("*-") for word in words}
+    if bare & {"DOWN", "FAIL", "FAILING", "ERROR", "NOT_RESPONDING"}:
+        return True
+    return bool(bare & {"DRAIN", "DRAINED", "DRAINING"}) and OF_PROGRAMS.match(reason) is not None
+
+
+# ------------------------------------------------------------ counts
+def is_counts(first: Sequence[str]) -> bool:
+    """The line is a date, a time and a number of nodes."""
+    return (
+        len(first) == 3 and _date(f"{first[0].strip()} {first[1].strip()}") is not None and first[2].strip().isdigit()
+    )
+
+
+def from_counts(path: str | Path, lines: Sequence[tuple[int, list[str]]]) -> Told:
+    """Lines of a date, a time and how many nodes there are. Raises PlanError."""
+    points: list[tuple[float, int]] = []
+    for number, row in lines:
+        if not is_counts(row):
+            raise PlanError(f"{path}, line {number}: expected `date, time, nodes`, such as 2026-01-31, 00:10:00, 16")
+        moment, _ = _moment(path, number, f"{row[0].strip()} {row[1].strip()}")
+        points.append((moment, int(row[2])))
+    return _of_counts(path, sorted(points))
+
+
+def _at_even_steps(path: str | Path, step: object, data: object) -> Told:
+    """Numbers of nodes, one every `step` seconds (skypilot-org/spot-traces). Raises PlanError."""
+    seconds = _number(path, 1, step)
+    counts = _list(path, data)
+    if any(type(count) is not int or count < 0 for count in counts):
+        raise PlanError(f"{path}: its data must be numbers of nodes of 0 or more")
+    if not counts or max(counts) <= 1:
+        raise PlanError(
+            f"{path}: its data are 0 and 1, of which either may be a node that is there: for each change write a line "
+            "`milliseconds,add,node1` or `milliseconds,remove,node1`, and give that file"
+        )
+    return _of_counts(path, [(seconds * number, count) for number, count in enumerate(counts)])
+
+
+def _of_counts(path: str | Path, points: Sequence[tuple[float, int]]) -> Told:
+    """Nodes are numbered from 1; where k are there, those above k are away."""
+    most = max(count for _, count in points)
+    if most > MOST_NODES:
+        raise PlanError(f"{path}: {most} nodes are more than {MOST_NODES}: is this the number of nodes?")
+    rows: list[Away] = []
+    since: dict[int, float] = {}
+    zero, there = points[0][0], most
+    for when, count in points:
+        for node in range(there + 1, count + 1):
+            rows.append(Away(f"node{node}", since.pop(node), when - zero, CAUSES["lost_connection"]))
+        since |= dict.fromkeys(range(count + 1, there + 1), when - zero)
+        there = count
+    rows += [Away(f"node{node}", start, math.inf, CAUSES["lost_connection"]) for node, start in since.items()]
+    note = f"{path} tells how many nodes there are, up to {most}, not which: the last to come is the first to leave"
+    return Told(merged(rows), (note,))
 
 
 # ------------------------------------------------------------ both

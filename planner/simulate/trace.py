@@ -50,6 +50,7 @@ class Trace:
     events: tuple[TraceEvent, ...]
     until: float
     name: str = "trace"
+    notes: tuple[str, ...] = ()  # lines for people on what was made of a file
 
 
 def with_notice(trace: Trace, seconds: float) -> Trace:
@@ -65,7 +66,7 @@ def load(path: str | Path, until: float | None = None) -> Trace:
     after the last event."""
     text = _text(path)
     if text.lstrip()[:1] in ("[", "{"):
-        return make(_from_zero(_nodes_away(formats.from_json(path, text))), until, Path(path).stem)
+        return _made(formats.from_json(path, text), until, path)
     try:
         lines = formats.read_csv(text)
     except csv.Error:
@@ -74,7 +75,21 @@ def load(path: str | Path, until: float | None = None) -> Trace:
         raise PlanError(f"{path} has more than {LARGEST} lines")
     if not lines:
         raise PlanError(f"{path} is empty: a trace starts with the header {','.join(HEADER)}")
-    return make(_from_zero(_events(path, lines)), until, Path(path).stem)
+    first = [field.strip().lower() for field in lines[0][1]]
+    if formats.is_counts(first):
+        return _made(formats.from_counts(path, lines), until, path)
+    if first != HEADER and not _is_churn(first) and formats.is_start_stop(first):
+        return _made(formats.from_csv(path, lines), until, path)
+    return make(_from_zero(_events(path, lines, first)), until, Path(path).stem)
+
+
+def _made(told: formats.Told, until: float | None, path: str | Path) -> Trace:
+    trace = make(_from_zero(_nodes_away(told.rows)), until, Path(path).stem)
+    return replace(trace, notes=told.notes)
+
+
+def _is_churn(first: Sequence[str]) -> bool:
+    return len(first) == 3 and first[1] in ("add", "remove")
 
 
 def _text(path: str | Path) -> str:
@@ -86,18 +101,15 @@ def _text(path: str | Path) -> str:
         raise PlanError(f"{path} is not a text file") from None
 
 
-def _events(path: str | Path, lines: Sequence[tuple[int, list[str]]]) -> list[TraceEvent]:
-    """The events in a CSV; its first line tells which kind it is."""
-    first = [field.strip().lower() for field in lines[0][1]]
-    if first == HEADER:
+def _events(path: str | Path, lines: Sequence[tuple[int, list[str]]], first: Sequence[str]) -> list[TraceEvent]:
+    """The events in a CSV of ours or of churn; its first line tells which."""
+    if list(first) == HEADER:
         return _infer([_own(path, number, row) for number, row in lines[1:]])
-    if len(first) == 3 and first[1] in ("add", "remove"):
+    if _is_churn(first):
         return [_churn(path, number, row) for number, row in lines]
-    if formats.is_start_stop(first):
-        return _nodes_away(formats.from_csv(path, lines))
     raise PlanError(
         f"{path}: the first line must be the header {','.join(HEADER)}, a header with node, start and stop, or be "
-        "ms,add|remove,node"
+        "ms,add|remove,node or date, time, nodes"
     )
 
 

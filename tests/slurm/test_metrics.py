@@ -145,6 +145,8 @@ def test_a_lost_node_is_seen_by_prometheus_and_an_alert_fires(
     downs = 'unicron_slurm_actions_total{action="down",outcome="done"}'
     wait_for(lambda: prometheus.value(downs) == 1, "it is set down", now=controller.told)
     assert prometheus.value("sum(unicron_failures_total)") >= 1  # type: ignore[operator]
+    first = "sum(increase(unicron_failures_total[1h]))"
+    assert prometheus.value(first) > 0, "Prometheus saw it come"  # type: ignore[operator]
     assert prometheus.value(f"unicron_job_failures_total{of_job}") >= 1  # type: ignore[operator]
 
     board = json.loads((FOLDER / "unicron-dashboard.json").read_text())

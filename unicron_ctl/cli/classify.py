@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import click
@@ -12,6 +13,9 @@ from msgspec import UNSET, UnsetType
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.system.printable import print_text
 from unicron.detector.failures.severity import Verdict
+
+_OF_A_KERNEL = re.compile(r"\bNVRM:? .{0,120}\bXid\b ?\(", re.IGNORECASE)
+"""Only NVIDIA's driver writes this, so that a text with it needs no `--source kernel`."""
 
 
 @click.command(name="classify")
@@ -25,10 +29,9 @@ from unicron.detector.failures.severity import Verdict
 )
 @click.option(
     "--source",
-    default="exception",
-    show_default=True,
     metavar="NAME",
-    help="Where the text comes from: exception, stderr, kernel, nccl, watchdog.",
+    help="Where the text comes from: exception, stderr, kernel, nccl, watchdog [default: kernel for an Xid's line, "
+    "exception for any other].",
 )
 @click.option("--exit", "status", metavar="STATUS", help="An exit status: 1, -9, SIGKILL or Slurm's 0:9.")
 @click.option("--oom", is_flag=True, help="With --exit: the kernel counted an out-of-memory kill.")
@@ -39,7 +42,7 @@ def command(
     text: str | None,
     as_json: bool,
     config: str | None,
-    source: str,
+    source: str | None,
     status: str | None,
     oom: bool,
     xid: int | None,
@@ -63,6 +66,8 @@ def command(
     classifier = load(config).classifier()
     if text == "-":
         text = sys.stdin.read()
+    first = (text or "").strip().split("\n", 1)[0]
+    source = source or ("kernel" if _OF_A_KERNEL.search(first) else "exception")
     if lines:
         for line in (text or "").splitlines():
             verdict = classifier.match(line, source)

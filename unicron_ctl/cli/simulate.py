@@ -68,8 +68,9 @@ class Options:
     "--trace",
     type=click.Path(),
     metavar="FILE",
-    help="CSV `seconds,event,node,cause`, or a public format, which is detected: churn `ms,add|remove,node`, CSV with "
-    "node, start and stop, JSON of faults with start and end, or what `sacctmgr show event -P` prints.",
+    help="CSV `seconds,event,node,cause`, or a public format, which is detected: churn `ms,add|remove,node`, lines "
+    "`date, time, nodes`, CSV with node, start and stop, JSON of faults with start and end, or what "
+    "`sacctmgr show event -P` prints.",
 )
 @click.option("--generate", metavar="NAME", help="Make a trace instead: trace-a, trace-b, unicron, llama3 or rsc1.")
 @click.option(
@@ -235,7 +236,10 @@ def _trace(options: Options, nodes: int) -> Trace:
     name, until = options.generate, options.until
     if name is None:
         assert options.trace is not None  # command() has looked
-        return load(options.trace, until)
+        trace = load(options.trace, until)
+        for note in trace.notes:
+            print_text(note, err=True)
+        return trace
     if name not in GENERATORS:
         raise PlanError(f"unknown generator {name!r}: use {', '.join(GENERATORS)}")
     length = FIXED_DAYS.get(name, DAYS)

@@ -7,6 +7,7 @@ known begins at 0, because Prometheus sees no increase in a series that begins a
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -14,6 +15,7 @@ from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
 from unicron.ctl.controller.model.requests import OF_ELEMENTS, ON_NODES
 from unicron.ctl.controller.server import event_lines
+from unicron.detector.failures.severity import Severity, default_table
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 LATE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
@@ -58,6 +60,7 @@ class Recorded:
         )
         self.failed = Tally[str]()  # failures of each living job
         self._causes: set[str] = set()
+        self.expect(default_table().causes)
         self._judged: dict[int, tuple[str, int]] = {}  # failure -> cause and severity
         self._hit: dict[str, tuple[float, int]] = {}  # job -> when it failed first, the ranks that it had
         self._waiting: set[str] = set()  # jobs without an iteration since
@@ -88,6 +91,14 @@ class Recorded:
                 self._actions.labels(call, outcome)
         self._actions.labels(ISOLATE, "withheld")
         self._actions.labels(PLAN, "observed")
+
+    def expect(self, causes: Iterable[str]) -> None:
+        """Failures of these causes are counted from 0 on, with each severity: an escalation or an admin's rule may give
+        any."""
+        for cause in map(self._cause, causes):
+            for severity in Severity:
+                self._failures.labels(cause, str(int(severity)))
+                self._verdicts.labels(cause, str(int(severity)))
 
     # ------------------------------------------------------------ called by the loop and by threads
     def slurm_took(self, call: str, seconds: float) -> None:

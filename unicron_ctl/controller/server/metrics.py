@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -56,6 +56,15 @@ class _Server(BoundedServer, WSGIServer):
     whole_seconds = REQUEST_SECONDS
 
 
+class _Registry(CollectorRegistry):
+    """A registry without the series `..._created`, one for each of a counter: no query of ours needs them."""
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
 class Exporter:
     """Answers Prometheus at `place`, HOST:PORT, or :PORT for loopback. names: what clients may call this host beside
     its addresses. asked: what the loop is to answer, from the thread of an HTTP request.
@@ -65,7 +74,7 @@ class Exporter:
 
     def __init__(self, place: str, names: Collection[str] = ()) -> None:
         self._names = {name.lower() for name in (*names, metrics_place(place)[0], socket.gethostname(), "localhost")}
-        self.registry = CollectorRegistry()
+        self.registry = _Registry()
         ProcessCollector(registry=self.registry)
         self.recorded = Recorded(self.registry)
         self.asked: Mailbox[Future[Sequence[Metric]]] = Mailbox()

@@ -106,8 +106,6 @@ class Server:
         self.listener = Listener(ports.connections, keys, connections, wire.MAX_BYTES, refused=self._on_refused)
         self.core.view.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
-        if self.exporter is not None:
-            self.worker.took = self.exporter.recorded.slurm_took
         self.telling = Telling(self.worker.results, lambda record: self.core.append("", 0, record), self.address)
         self.telling.replay(store.since(notices.KINDS, self.now() - DAY).events)
         self.telling.configure(config.notify, state.told, state.last_event)
@@ -115,9 +113,10 @@ class Server:
         os.set_blocking(self._stop_write, False)
         self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
         self._poller = select.poll()
-        mailboxes = self.worker.results.fileno(), self.worker.verified.fileno()
-        ours = self.listener.fileno(), *mailboxes, self._stop_read
+        ours = self.listener.fileno(), self.worker.results.fileno(), self.worker.verified.fileno(), self._stop_read
         if self.exporter is not None:
+            self.worker.took = self.exporter.recorded.slurm_took
+            self.exporter.recorded.expect(classifier.table.causes)
             self._poller.register(self.exporter.asked.fileno(), select.POLLIN)
         for descriptor in (*ours, *(hints.fileno() for hints in self._hints)):
             self._poller.register(descriptor, select.POLLIN)
@@ -222,6 +221,8 @@ class Server:
         """Applies a new configuration; what is in UNTIL_RESTART stays as it is, and the event says so."""
         self.config = config
         self.core.configure(config.controller, classifier)
+        if self.exporter is not None:
+            self.exporter.recorded.expect(classifier.table.causes)
         self.telling.configure(config.notify, self.core.state.told, self.core.state.last_event)
         reason = f"configuration read again from {config.path or 'the defaults'}"
         new, old = config.controller, self._began_with

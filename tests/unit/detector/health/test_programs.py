@@ -40,6 +40,26 @@ def test_a_plugin_of_nagios_is_judged_by_its_status_and_its_first_line(
     assert (found.verdict, found.reason) == (verdict, "disk sda: slow")
 
 
+@pytest.mark.parametrize(
+    ("status", "verdict"),
+    [
+        (0, "good"),
+        (1, "unknown"),
+        (2, "unknown"),
+        (4, "warning"),
+        (8, "bad"),
+        (64, "warning"),
+        (66, "unknown"),
+        (88, "bad"),
+    ],
+)
+def test_the_status_of_smartctl_is_a_mask(tmp_path: Path, status: int, verdict: str) -> None:
+    """smartctl 7.3 ends with 1 for a file that is no device, and with 2 for a device that is not there."""
+    found = check_program("disk", program(tmp_path, f"echo smartctl 7.3; exit {status}", "smartctl"), 5.0)
+    assert found.verdict == verdict
+    assert status == 0 or "smartctl 7.3" not in found.reason, "the reason says what the bits mean"
+
+
 def test_every_status_of_nhc_but_0_is_a_failed_check(tmp_path: Path) -> None:
     failed = "echo 'checking' ; echo 'ERROR:  nhc:  Health check failed:  check_fs_mount:  /home not mounted'; exit 1"
     found = check_program("nhc", program(tmp_path, failed, "nhc"), 5.0)

@@ -255,14 +255,107 @@ def test_events_of_sacctmgr(tmp_path, variant):
     assert [(event.node, event.event, event.seconds / 3600) for event in events] == [
         ("n3", "fail", 0.0),
         ("n3", "join", 3.0),
+        ("n7", "fail", 133.0),
+        ("n7", "join", 145.0),
         ("n7", "fail", 160.0),
         ("n7", "join", 161.0),
         ("n9", "fail", 232.0),
     ]
-    assert events[2].failure.name == "gpu_lost"
+    assert events[4].failure.name == "gpu_lost"
 
 
 def test_events_of_sacctmgr_without_a_failure_make_an_empty_trace(tmp_path):
     path = tmp_path / "events.txt"
-    path.write_text("\n".join(line for line in EVENTS.splitlines() if "DOWN" not in line or "DOWN$" in line))
-    assert load(path).events == ()
+    kept = (line for line in EVENTS.splitlines() if "NHC" not in line and ("DOWN" not in line or "DOWN$" in line))
+    path.write_text("\n".join(kept))
+    trace = load(path)
+    assert trace.events == ()
+    assert trace.notes[0].startswith("3 of 3 rows are left out") and "n8, DOWN$, 'maintenance'" in trace.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "counts"),
+    [
+        ("unicron[health]: GPU 3: uncorrectable ECC error", True),
+        ("NHC: check_nvsmi_healthmon: GPU 2 not found", True),
+        ("Kill task failed", True),
+        ("gres/gpu count reported lower than configured (7 < 8)", True),
+        ("firmware update on Tuesday", False),
+        ("", False),
+        ("moved by unicron[health]", False),
+    ],
+)
+def test_what_a_program_drained_has_failed_and_what_somebody_drained_has_not(tmp_path, reason, counts):
+    path = tmp_path / "events.txt"
+    path.write_text(
+        f"NodeName|TimeStart|TimeEnd|State|Reason\nn1|2026-01-02T00:00:00|2026-01-02T06:00:00|DRAIN|{reason}\n"
+    )
+    trace = load(path)
+    assert bool(trace.events) == counts
+    assert len(trace.notes) == (not counts), "what is left out is said"
+
+
+def test_events_of_sacctmgr_without_the_state_are_refused(tmp_path):
+    path = tmp_path / "events.txt"
+    path.write_text("NodeName|TimeStart|TimeEnd\nn1|2026-01-02T00:00:00|2026-01-02T06:00:00\n")
+    with pytest.raises(PlanError, match="print State and Reason"):
+        load(path)
+
+
+@pytest.mark.parametrize("column", ["state", "status", "Node State", "health"])
+def test_times_of_health_are_no_outages(tmp_path, column):
+    path = tmp_path / "t.csv"
+    path.write_text(
+        f"node,{column},start,end\nn1,IDLE,0,10\nn1,DOWN,10,20\nn2,MAINT,0,5\nn3,ALLOCATED,0,30\nn4,DOWN$,1,2\n"
+        "n5,Not Responding,7,8\n"
+    )
+    trace = load(path)
+    assert {event.node for event in trace.events} == {"n1", "n5"} and "4 of 6 rows" in trace.notes[0]
+    rows = [{"node": "a", "start": 0, "end": 4, "state": "up"}, {"node": "b", "start": 0, "end": 4, "state": "failed"}]
+    path.write_text(json.dumps(rows))
+    assert {event.node for event in load(path).events} == {"b"}
+
+
+def test_a_state_that_nobody_knows_is_refused(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("node,status,start,end\nn1,resolved,0,10\n")
+    with pytest.raises(PlanError, match="without the column status"):
+        load(path)
+
+
+def test_numbers_of_nodes_over_time(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_text(
+        "2021-12-11, 11:11:30, 3\n2021-12-11, 11:12:30, 1\n2021-12-11, 11:13:00, 2\n2021-12-11, 11:14:30, 4\n"
+    )
+    expected = [
+        (0.0, "fail", "node4"),
+        (60.0, "fail", "node2"),
+        (60.0, "fail", "node3"),
+        (90.0, "join", "node2"),
+        (180.0, "join", "node3"),
+        (180.0, "join", "node4"),
+    ]
+    trace = load(path)
+    assert sorted((event.seconds, event.event, event.node) for event in trace.events) == expected
+    assert "not which" in trace.notes[0]
+    path.write_text(json.dumps({"metadata": {"gap_seconds": 30}, "data": [3, 3, 1, 2, 2, 2, 4]}))
+    assert sorted((event.seconds, event.event, event.node) for event in load(path).events) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"metadata": {"gap_seconds": 600}, "data": [1, 1, 0]}', "for each change write a line"),
+        ('{"metadata": {"gap_seconds": 600}, "data": [1, 2.5]}', "numbers of nodes"),
+        ('{"metadata": {"gap_seconds": 600}}', "expected a list"),
+        ("2021-12-11, 11:11:30, 55\n2021-12-11, 11:13:10\n", "line 2: expected `date, time, nodes`"),
+        ("2021-12-11, 11:11:30, 5500000\n", "is this the number of nodes?"),
+    ],
+)
+def test_numbers_that_cannot_be_read_are_refused_with_what_to_do(tmp_path, text, why):
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        load(path)
+    assert why in str(caught.value) and "\n" not in str(caught.value)

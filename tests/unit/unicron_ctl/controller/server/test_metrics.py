@@ -32,6 +32,7 @@ from unicron.ctl.controller.server.metric_gauges import Kept, present
 from unicron.ctl.controller.server.metrics import Exporter
 from unicron.ctl.controller.server.worker import perform
 from unicron.ctl.system.errors import UserError
+from unicron.detector.failures.severity import default_table
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
@@ -110,6 +111,17 @@ def test_the_calls_of_slurm_that_begin_at_zero_are_those_that_there_are() -> Non
     assert found["unicron_events_total[('kind', 'job_set_aside')]"] == 0.0
 
 
+def test_a_failure_of_each_cause_begins_at_zero_for_prometheus_sees_no_increase_to_a_first_one() -> None:
+    found = recorded()
+    for cause in default_table().causes:
+        for severity in (1, 2, 3):
+            of = f"[('cause', '{cause}'), ('severity', '{severity}')]"
+            assert found[f"unicron_failures_total{of}"] == found[f"unicron_failure_verdicts_total{of}"] == 0.0
+    registry = CollectorRegistry()
+    Recorded(registry).expect(["coffee"])
+    assert samples(registry)["unicron_failures_total[('cause', 'coffee'), ('severity', '1')]"] == 0.0
+
+
 def test_a_failure_of_which_more_is_known_counts_as_that_too_and_once() -> None:
     found = recorded(
         (1.0, failure("exit", 3)),
@@ -119,11 +131,11 @@ def test_a_failure_of_which_more_is_known_counts_as_that_too_and_once() -> None:
     )
     assert found["unicron_failures_total[('cause', 'exit'), ('severity', '3')]"] == 1.0
     assert found["unicron_failure_verdicts_total[('cause', 'gpu_lost'), ('severity', '1')]"] == 1.0
-    assert len([name for name in found if name.startswith("unicron_failure_verdicts_total")]) == 1
+    assert sum(value for name, value in found.items() if name.startswith("unicron_failure_verdicts_total")) == 1.0
 
 
 def test_labels_and_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_counts, "MOST_CAUSES", 2)
+    monkeypatch.setattr(metric_counts, "MOST_CAUSES", len(default_table().causes) + 2)
     monkeypatch.setattr(metric_counts, "MOST_JUDGED", 2)
     found = recorded(*((1.0, failure(f"cause{n}")) for n in range(5)), (2.0, failure("cause1")))
     assert found["unicron_failures_total[('cause', 'other'), ('severity', '2')]"] == 3.0
@@ -233,6 +245,7 @@ def test_prometheus_is_answered_by_the_loop_once_for_all_who_ask_at_once() -> No
         with answering(exporter, World()) as loop, ThreadPoolExecutor(8) as pool:
             texts = list(pool.map(lambda _: get(exporter), range(8)))
             assert all("unicron_log_bytes 1.0" in text and "process_open_fds" in text for text in texts)
+            assert "_created" not in texts[0], "a series for each of a counter, of which no query asks"
             assert loop.made <= 2
         with pytest.raises(UserError, match="give another address"):
             Exporter(f"127.0.0.1:{exporter.port}")
