@@ -28,7 +28,7 @@ from unicron.detector.failures.severity import (
     folded,
 )
 from unicron.detector.failures.speakers import library_lines, own_words
-from unicron.detector.failures.statements import head_and_tail
+from unicron.detector.failures.statements import REPORTED, head_and_tail
 from unicron.detector.failures.text_budget import END_JUDGED, NOT_JUDGED, Budget, alike
 
 # The head and the tail of a longer statement are read; the middle is the application's own noise.
@@ -139,6 +139,11 @@ class Classifier:
 
     def _match_text(self, text: str, source: str, generic: bool, weak: bool = False) -> Verdict | None:
         of_a_program = source != "kernel"
+        if of_a_program and (report := REPORTED.search(text)):
+            code, number = _split_status(int(report.group(1)))
+            return self._by_status(
+                code, number, f"{source} text has a launcher's report: {_status_words(code, number)}"
+            )
         hits = () if of_a_program else _XID.finditer(text)
         xids = [self.xid(int(hit.group(2)), hit.group(1) or "", hit.group(3)) for hit in hits]
         if xids:  # one event writes several lines (48, 63, 45): the worst of them is what happened
@@ -186,6 +191,9 @@ class Classifier:
         said = f"{said}; {note}" if note else said
         if known and known.action != REPORT:
             return _at_least_restart(replace(known, reason=f"{said}; {known.reason}"), said)
+        return self._by_status(code, number, said)
+
+    def _by_status(self, code: int, number: int, said: str) -> Verdict:
         if number:
             rule = self._by_name("signal", _signal_name(number)) or self._by_name("signal", "*")
         else:
