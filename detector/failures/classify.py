@@ -28,7 +28,7 @@ from unicron.detector.failures.severity import (
     folded,
 )
 from unicron.detector.failures.speakers import library_lines, own_words
-from unicron.detector.failures.statements import REPORTED, head_and_tail
+from unicron.detector.failures.statements import REPORTED, bare_line, head_and_tail
 from unicron.detector.failures.text_budget import END_JUDGED, NOT_JUDGED, Budget, alike
 
 # The head and the tail of a longer statement are read; the middle is the application's own noise.
@@ -119,7 +119,7 @@ class Classifier:
         if "\n" in text.strip():
             known = self.last_words(text, source, generic)[1]
         else:
-            known = self._match(head_and_tail(text, MAX_TEXT), source, generic)
+            known = self._match(bare_line(head_and_tail(text, MAX_TEXT)), source, generic)
         if known is None and weak:
             said = self.last_words(text, source)[0]
             known = self._match(head_and_tail(said, MAX_TEXT), source, True, True)

@@ -20,7 +20,7 @@ Judge = Callable[[str, bool], Verdict | None]
 LONGEST = 500  # characters of what is told on
 # Rules that say how a process ended, not why; and those that sum up what others said of it.
 CRASHES = ("segfault", "slurm-other", "slurm-own", "nccl-internal", "launcher-report", "ray-report")
-SUMMARIES = ("slurm-cancel", "nccl-system", "container-report")
+SUMMARIES = ("slurm-cancel", "nccl-system", "nccl-remote", "slurm-controller", "container-report")
 # Rules that name who failed; another error may say what it failed of.
 # torchrun ends the other ranks by SIGTERM after one of them ended by itself, that is not with one of these.
 ASKED = ("-15", "-2", "143", "130")
@@ -57,12 +57,18 @@ def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:
         best = _better(best, errors, _of_the_plain([one for one in said if one.weight is Weight.PLAIN], judge))
     elif _rank(best) == _PLACE:
         best = _better(best, errors)
-    elif best and best[1] and best[1].rule in GENERAL and errors and errors[1] and errors[1].scope == "hardware":
+    elif best and best[1] and errors and errors[1] and _explains(errors[1], best[1]):
         best = errors  # the library says what the program's exception does not
     if best is not None:
         return best
     rest = fatal or said
     return (words(rest[-1]) if rest else ""), None
+
+
+def _explains(error: Verdict, end: Verdict) -> bool:
+    if end.rule == "nccl-cuda":  # it says that a call of CUDA's failed, not how
+        return error.rule != "nccl-cuda" and _rank(("", error)) == _SPECIFIC
+    return end.rule in GENERAL and error.scope == "hardware"
 
 
 def one_line(statement: str) -> str:

@@ -55,6 +55,7 @@ _BEGINS = re.compile(
     r"failed call to hip(?-i:[A-Z])|"
     r"(?:NPU|OPS|HCCL|ACL) (?:function )?error\b|synStatus\b|(?-i:syn[A-Z])\w+ failed|"
     r"Graph compile failed\. synStatus|\[?NRT_(?-i:[A-Z])|nrt_\w+|"
+    r"failed to (?:execute|load) the model status=|(?:HCCL demo error: )?In function \w+\(\): syn|"
     r"\d{4}-(?-i:[A-Z][a-z]{2})-\d\d [\d:.]{8,16} +\d+:\d+ +ERROR +\w+:\w+|level_zero backend failed|"
     r"oneCCL: |(?:UR|ZE)_RESULT_ERROR_|"
     r"(?:an )?uncorrectable (?:ECC|NVLink) error encountered\s*$|"

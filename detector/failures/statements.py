@@ -7,7 +7,9 @@ are parsed before a rule of the severity table sees them. Standard library only:
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -65,10 +67,12 @@ COLLECTORS = (
     rf"(?:<\d{{1,3}}>1? ?)?[A-Z][a-z]{{2}} [ \d]\d {_CLOCK} (?:[\w.-]{{1,64}} [a-z][\w-]{{0,40}}(?:\[\d{{1,9}}\])?: )?|"
     rf"(?:<\d{{1,3}}>1? ?)?\[?(?:{_DAY}[T ])?{_CLOCK}\]?:? (?:std(?:out|err) [FP] |\|\|? |"
     r"(?:[\w.-]{1,64} )?[\w./-]{1,64}\[\d{1,9}\]: |[\w.-]{1,64} [\w./-]{1,64} \d{1,9} \S{1,40} - )?|"
+    r"[^|\n]{0,60}\d{1,3}%\|[^|\n]{0,120}\| [^\[\n]{0,60}\[[^\]\n]{0,80}\] ?|"  # a progress bar
     r"[\w.-]{1,64} {0,40}\| |[\w.-]{1,64}/\d{1,6} |\[pod/[\w./-]{1,160}\] |\[\d{1,6}\] (?=[A-Z][a-z])|"
     r"\[rank=\d{1,6}\] (?:\|\| )?"
 )
 _COLLECTOR = re.compile(COLLECTORS)
+_JSON = re.compile(r'\{.{0,300}?"(?:log|message|msg|data|line|text)": ?("(?:[^"\\]|\\.){0,2000}")')
 _HOST = re.compile(r"[A-Za-z][\w.-]{0,62}\d(?:-\w{1,20})?: ")
 _GUTTER = re.compile(r"\s+[|+](?:[ -]|$)[-+ ]*")  # of an ExceptionGroup
 _INFO = "INFO|DEBUG|TRACE|NOTICE|VERBOSE"
@@ -87,7 +91,7 @@ _LOGGED = re.compile(  # a line of a logger begins so: its level, a date, or som
     rf"(?:{_INFO}|{_WARN}|{_BAD})\b[\s:|\[-]|\[|\(|<|\d{{2,4}}[-/:.](?:\d\d|[A-Z][a-z]{{2}}-\d)|time=|ts=|\{{\"|"
     r"[A-Z][a-z]{2} +\d+ [\d:]+"
 )
-_NCCL = re.compile(r"\b[NR]CCL (INFO|TRACE|WARN|ABORT)\b")
+_NCCL = re.compile(r"\b(?:[NR]CCL|CCOM) (INFO|TRACE|WARN|ABORT)\b")
 _RCCL_FATAL = re.compile(r"[\w.-]{1,64}:\d+:\d+ \[-?\d+\] \[FATAL ERROR\]: ")
 _CCL = re.compile(r"[\d:-]{10,24}:?\(\d+\) \|CCL_(ERROR|WARN|INFO|DEBUG|TRACE)\| ")
 _ASCEND = re.compile(r"\[ERROR\] \d{4}-\d\d-\d\d-[\d:.]+ \(PID:")  # a line of its exceptions
@@ -169,6 +173,11 @@ def exception(text: str) -> re.Match[str] | None:
     return _EXCEPTION.match(text)
 
 
+def bare_line(line: str) -> str:
+    """One line without what launchers and collectors of logs put before it."""
+    return _Line(line, _Prefixes(())).text
+
+
 def statements(text: str) -> list[Statement]:
     """What was said, in the order of the text; frames of backtraces and the like are left out."""
     return list(_Reader(head_and_tail(text, LONGEST_TEXT).splitlines()[-MOST_LINES:]))
@@ -191,7 +200,7 @@ class _Line:
     __slots__ = ("grouped", "indent", "speaker", "text")
 
     def __init__(self, raw: str, known: _Prefixes) -> None:
-        text, speaker = known.without(_COLOUR.sub("", raw).rstrip())
+        text, speaker = known.without(_plain(raw))
         while prefix := _PREFIX.match(text):
             speaker, text = prefix.group(1).strip(": "), text[prefix.end() :]
         gutter = _GUTTER.match(text)
@@ -205,6 +214,15 @@ class _Line:
         text = _without_header(_without_collectors(text))
         self.text, self.speaker = text, speaker
         self.indent = len(text) - len(text.lstrip())
+
+
+def _plain(raw: str) -> str:
+    """The line without colours, and out of the JSON that a collector puts each line into."""
+    text = _COLOUR.sub("", raw).rstrip()
+    if text.startswith("{") and (held := _JSON.match(text)) and not _LEVEL.search(text[:200]):
+        with contextlib.suppress(ValueError):
+            text = str(json.loads(held.group(1))).rstrip()
+    return text
 
 
 def _without_collectors(text: str) -> str:
@@ -237,7 +255,7 @@ class _Prefixes:
     def __init__(self, lines: Sequence[str]) -> None:
         shapes: dict[bool, dict[str, None]] = {False: {}, True: {}}
         for line in lines:
-            found = _STANDS_BEFORE.match(_COLOUR.sub("", line))
+            found = _STANDS_BEFORE.match(_plain(line))
             before = found.group(1).rstrip() if found else ""
             if before.strip("|+- \t") and not _GLOG.match(before + " ") and len(shapes[True]) < MOST_PREFIXES:
                 labelled = label(before + " x") is not None
