@@ -141,7 +141,7 @@ test-apptainer: system-test venv plugin   # of Debian's releases, sid alone has 
 test-packages: venv  ## as root: the Debian packages of SUITE (trixie) are built, installed, used, upgraded and purged in a Debian that boots
 	$(BIN)/python -m pytest -p no:xdist tests/packages
 
-test-matrix:     ## as root: the process and Slurm tiers with other releases (CELL=NAME; without it a list), in a system and an environment of their own
+test-matrix:     ## as root: all three tiers with other releases (CELL=NAME; without it a list), in a system and an environment of their own
 	python3 tools/matrix.py $(CELL)
 
 test-mutants: venv  ## which changed operators no unit test notices, in the parts on which all depends; half an hour

@@ -1,7 +1,7 @@
 """Tests a cell of the matrix of releases (tools/matrix.toml) in a Debian of its own, and notes what was seen.
 
 python tools/matrix.py                 lists the cells
-python tools/matrix.py CELL            runs the Slurm and the process tier there, as root; notes in the file what passed
+python tools/matrix.py CELL            runs all three tiers there, as root; notes in the file what passed
 python tools/matrix.py CELL TARGET     runs `make TARGET` there, as root
 python tools/matrix.py --table         writes the README's table; --check only says whether it is up to date
 """
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CELLS, README = ROOT / "tools/matrix.toml", ROOT / "README.md"
 PACKAGES = ("torch", "megatron-core")
 BEGIN, END = "<!-- made by tools/matrix.py -->", "<!-- end of the matrix -->"
-TIERS = {"Slurm": "test-slurm", "process": "test-process"}
+TIERS = {"unit": "test-unit", "Slurm": "test-slurm", "process": "test-process"}
 Cell = Mapping[str, str]
 
 

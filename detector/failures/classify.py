@@ -28,7 +28,7 @@ from unicron.detector.failures.severity import (
     folded,
 )
 from unicron.detector.failures.speakers import library_lines, own_words
-from unicron.detector.failures.statements import head_and_tail
+from unicron.detector.failures.statements import REPORTED, bare_line, head_and_tail
 from unicron.detector.failures.text_budget import END_JUDGED, NOT_JUDGED, Budget, alike
 
 # The head and the tail of a longer statement are read; the middle is the application's own noise.
@@ -120,7 +120,7 @@ class Classifier:
         if "\n" in text.strip():
             known = self.last_words(text, source, generic)[1]
         else:
-            known = self._match(head_and_tail(text, MAX_TEXT), source, generic)
+            known = self._match(bare_line(head_and_tail(text, MAX_TEXT)), source, generic)
         if known is None and weak:
             said = self.last_words(text, source)[0]
             known = self._match(head_and_tail(said, MAX_TEXT), source, True, True)
@@ -148,6 +148,10 @@ class Classifier:
             if xids:
                 return self._worst(xids)
             text = _ERRNO.sub(lambda hit: " " * len(hit.group()), text)  # a driver's status, whatever its subject
+        elif report := REPORTED.search(text):
+            code, number = _split_status(int(report.group(1)))
+            said = f"{source} text has a launcher's report: {_status_words(code, number)}"
+            return self._by_status(code, number, said)
         by_libraries = library_lines(text) if of_a_program else text
         low = folded(text)
         low_by_libraries = folded(by_libraries) if of_a_program else low
@@ -195,6 +199,9 @@ class Classifier:
         said = f"{said}; {note}" if note else said
         if known and known.action != REPORT:
             return _at_least_restart(replace(known, reason=f"{said}; {known.reason}"), said)
+        return self._by_status(code, number, said)
+
+    def _by_status(self, code: int, number: int, said: str) -> Verdict:
         if number:
             rule = self._by_name("signal", _signal_name(number)) or self._by_name("signal", "*")
         else:

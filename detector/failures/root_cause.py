@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from unicron.detector.failures.severity import Verdict
-from unicron.detector.failures.statements import Kind, Statement, Weight, statements
+from unicron.detector.failures.statements import REPORTED, Kind, Statement, Weight, statements
 
 Judge = Callable[[str, bool], Verdict | None]
 """The verdict on a statement's text; generic: rules that say no more than "there was an exception" count, too."""
@@ -20,8 +20,11 @@ Judge = Callable[[str, bool], Verdict | None]
 LONGEST = 500  # characters of what is told on
 # Rules that say how a process ended, not why; and those that sum up what others said of it.
 CRASHES = ("segfault", "slurm-other", "slurm-own", "nccl-internal", "launcher-report", "ray-report")
-SUMMARIES = ("slurm-cancel", "nccl-system", "container-report")
+SUMMARIES = ("slurm-cancel", "nccl-system", "nccl-remote", "slurm-controller", "container-report")
 # Rules that name who failed; another error may say what it failed of.
+# torchrun ends the other ranks by SIGTERM after one of them ended by itself, that is not with one of these.
+ASKED = ("-15", "-2", "143", "130")
+_ASKED_TO_END = re.compile(r"SIGTERM|\bsignal:? ?15\b|^\s*Terminated\s*$", re.IGNORECASE)
 PLACES = ("container", "dataloader-child")
 GENERAL = ("python", "python-exception")  # rules of exceptions by their class alone
 # Exceptions of Python's own sockets and pipes: with whom they were connected, the frames tell.
@@ -45,6 +48,8 @@ _THROUGH = re.compile(rf"(?:^|/)((?:{'|'.join(map(re.escape, _LIBRARIES))})/?[\w
 def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:
     """The statement that says why the process ended, and the verdict on it; an empty statement for an empty text."""
     said = [one for one in statements(text) if one.weight is not Weight.NOISE]
+    if any((first := REPORTED.search(one.text)) and first.group(1) not in ASKED for one in said):
+        said = [one for one in said if not _ASKED_TO_END.search(one.text)]
     fatal = [one for one in said if one.weight is Weight.FATAL]
     best = _of_the_fatal(fatal, judge)
     errors = _last([one for one in said if one.weight is Weight.ERROR], judge)
@@ -52,10 +57,18 @@ def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:
         best = _better(best, errors, _of_the_plain([one for one in said if one.weight is Weight.PLAIN], judge))
     elif _rank(best) == _PLACE:
         best = _better(best, errors)
+    elif best and best[1] and errors and errors[1] and _explains(errors[1], best[1]):
+        best = errors  # the library says what the program's exception does not
     if best is not None:
         return best
     rest = fatal or said
     return (words(rest[-1]) if rest else ""), None
+
+
+def _explains(error: Verdict, end: Verdict) -> bool:
+    if end.rule == "nccl-cuda":  # it says that a call of CUDA's failed, not how
+        return error.rule != "nccl-cuda" and _rank(("", error)) == _SPECIFIC
+    return end.rule in GENERAL and error.scope == "hardware"
 
 
 def one_line(statement: str) -> str:
@@ -83,6 +96,8 @@ def _rank(found: Found) -> int:
     if found is None or found[1] is None:
         return _NONE
     rule = found[1].rule
+    if rule.startswith(("exit-", "signal-")):  # of a launcher's report
+        return _CRASH
     for rules, rank in ((CRASHES, _CRASH), (SUMMARIES, _SUMMARY), (PLACES, _PLACE)):
         if rule in rules:
             return rank

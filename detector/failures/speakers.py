@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from unicron.detector.failures.statements import exception
+from unicron.detector.failures.statements import COLLECTORS, LAUNCHERS, exception
 
 # Types that carry a library's words among others, and types that one library alone raises.
 _CARRIERS = re.compile(
@@ -32,12 +32,15 @@ _NO_TYPE = re.compile(
 )
 # What loggers, launchers and C++ put before a message.
 _BEFORE = re.compile(
-    r"(?:\[[^\]\n]{0,120}\](?:: ?| |(?=\[))|[EF]\d{4,8} [\d:.]+ +\d+ \S+:\d+\] ?|\d{4}-\d\d-\d\d[T ][\d:.,]+:? |"
+    rf"(?:{LAUNCHERS}|{COLLECTORS}|"
+    r"(?!nvidia-)(?=[\w.-]{0,63}[\d-])[A-Za-z][\w.-]{0,63}(?<!Error)(?<!Exception)(?::\d{1,6})?: |"
+    r" {0,4}\d{1,6}: |"
+    r"\[(?!NRT_)[^\]\n]{0,120}\](?:: ?| |(?=\[))|[EF]\d{4,8} [\d:.]+ +\d+ \S+:\d+\] ?|\d{4}-\d\d-\d\d[T ][\d:.,]+:? |"
     r"[EF] \S+:\d+\] |[EF]\d* \S+:\d+\] |(?:ERROR|FATAL|CRITICAL|INTERNAL)(?::[\w.]+)?: ?|what\(\): +|"
-    r"slurmstepd\S{0,64}: error: |pyxis: +|[\w.-]{1,64}:\d+:\d+ \[\d+\] |"
+    r"slurmstepd\S{0,64}: error: |pyxis: +|[\w.-]{1,64}:\d+:\d+ \[-?\d+\] |"
     r"Error \([\w./-]+:\d+\): |\S{1,80}\.\w{1,4}:\d+: |"
     r"(?:\S{0,80}docker: )?Error response from daemon: [^\n]{0,400}?(?=nvidia-container-cli)|"
-    r"stderr: |\S{1,80}\.\w{1,4}:\d+ |"
+    r"stderr: |\S{1,80}\.\w{1,4}:\d+ (?:\((?:[^()\n]|\(\)){1,120}\) )?|"
     r"Attempting to fetch value instead of handling error |failed initializing StreamExecutor[^\n:]{0,60}: |"
     r"(?:NCCL|Process group) watchdog thread terminated with exception: |"
     r"terminating with uncaught exception of type [\w:]+: |Exception \(either an error or timeout\)[^\n:]{0,60}: )+",
@@ -50,6 +53,11 @@ _BEGINS = re.compile(
     r"(?:CUDA|NVML|HIP|HSA)_(?:ERROR|STATUS)_|(?:CUBLAS|CUDNN|CUSOLVER|CUFFT)_\w+|"
     r"(?:(?:failed )?call to |operation )?(?-i:cu[A-Z]\w+)|cxil_\w+|ibv_\w+|"
     r"failed call to hip(?-i:[A-Z])|"
+    r"(?:NPU|OPS|HCCL|ACL) (?:function )?error\b|synStatus\b|(?-i:syn[A-Z])\w+ failed|"
+    r"Graph compile failed\. synStatus|\[?NRT_(?-i:[A-Z])|nrt_\w+|"
+    r"failed to (?:execute|load) the model status=|(?:HCCL demo error: )?In function \w+\(\): syn|"
+    r"\d{4}-(?-i:[A-Z][a-z]{2})-\d\d [\d:.]{8,16} +\d+:\d+ +ERROR +\w+:\w+|level_zero backend failed|"
+    r"oneCCL: |(?:UR|ZE)_RESULT_ERROR_|"
     r"(?:an )?uncorrectable (?:ECC|NVLink) error encountered\s*$|"
     r"unexpected error from cuda\w+|no CUDA-capable device|no ROCm-capable device|no HIP GPUs|"
     r"(?:\w{1,40}: )?(?:failed|unable) to init(?:ialize)? (?:CUDA|HIP|NVML)|"
@@ -71,7 +79,16 @@ def library_lines(text: str) -> str:
         if not _CARRIERS.fullmatch(raised.group(1)):
             return ""
         bare = bare[raised.end() :]
-    return "\n".join(line for line in bare.splitlines() if _BEGINS.match(_bare(line)))
+    return "\n".join(line for line in bare.splitlines() if _is_of_a_library(_bare(line)))
+
+
+def _is_of_a_library(line: str) -> bool:
+    raised = exception(line)
+    if raised and _OF_A_LIBRARY.fullmatch(raised.group(1)):
+        return True
+    if raised and _CARRIERS.fullmatch(raised.group(1)):
+        line = _bare(line[raised.end() :])
+    return _BEGINS.match(line) is not None
 
 
 def own_words(text: str) -> str:

@@ -7,7 +7,9 @@ are parsed before a rule of the severity table sees them. Standard library only:
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,11 +54,26 @@ class Statement:
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# What launchers put before each line: torch, torchrun, mpirun, Ray, srun --label.
-_PREFIX = re.compile(
-    r"(\[(?:rank|default)\d+\]: ?|\[rank\d+\]:(?=\[)|\[\d+(?:,\d+)?\]<\w+>: ?|\(\w+ pid=\d+[^)]*\) ?|"
-    r" {0,4}\d{1,5}: (?=\S))"
+# What launchers put before each line: torch, torchrun (its role), mpirun, PRRTE, SageMaker, Ray, SkyPilot.
+LAUNCHERS = (
+    r"\[[A-Za-z_][\w.-]{0,60}\d\]: ?|\[[\w.-]{0,60}@?\d{1,9}(?:,[\w:,.-]{1,80})?\]<\w{1,9}>: ?|"
+    r"\((?:\w{1,40}(?:, rank=\d{1,9})?,? )?pid=\d{1,9}[^)\n]{0,80}\) ?"
 )
+_PREFIX = re.compile(rf"({LAUNCHERS}| {{0,4}}\d{{1,5}}: (?=\S))")
+# What collectors of logs put before each line: a time, syslog's header, a container's or a replica's name.
+_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
+_DAY = r"\d{4}[-/]\d\d[-/]\d\d"
+COLLECTORS = (
+    rf"(?:<\d{{1,3}}>1? ?)?[A-Z][a-z]{{2}} [ \d]\d {_CLOCK} (?:[\w.-]{{1,64}} [a-z][\w-]{{0,40}}(?:\[\d{{1,9}}\])?: )?|"
+    rf"(?:<\d{{1,3}}>1? ?)?\[?(?:{_DAY}[T ])?{_CLOCK}\]?:? (?:std(?:out|err) [FP] |\|\|? |"
+    r"(?:[\w.-]{1,64} )?[\w./-]{1,64}\[\d{1,9}\]: |[\w.-]{1,64} [\w./-]{1,64} \d{1,9} \S{1,40} - )?|"
+    r"[^|\n]{0,60}\d{1,3}%\|[^|\n]{0,120}\| [^\[\n]{0,60}\[[^\]\n]{0,80}\] ?|"  # a progress bar
+    r"[\w.-]{1,64} {0,40}\| |[\w.-]{1,64}/\d{1,6} |\[pod/[\w./-]{1,160}\] |\[\d{1,6}\] (?=[A-Z][a-z])|"
+    r"\[rank=\d{1,6}\] (?:\|\| )?"
+)
+_COLLECTOR = re.compile(COLLECTORS)
+_JSON = re.compile(r'\{.{0,300}?"(?:log|message|msg|data|line|text)": ?("(?:[^"\\]|\\.){0,2000}")')
+_HOST = re.compile(r"[A-Za-z][\w.-]{0,62}\d(?:-\w{1,20})?: ")
 _GUTTER = re.compile(r"\s+[|+](?:[ -]|$)[-+ ]*")  # of an ExceptionGroup
 _INFO = "INFO|DEBUG|TRACE|NOTICE|VERBOSE"
 _WARN = "WARNING|WARN"
@@ -68,15 +85,22 @@ _NEMO = re.compile(r"\[NeMo ([IWEDF]) [^\]]*\]")
 _LOGGER = re.compile(
     rf"(?<![=\w.])({_INFO}|{_WARN}|{_BAD})\b(?=[\]\s:|)>\[-]|$)",
 )
+_HEADER = re.compile(rf"[^\n]{{0,120}}?(?<![=\w.])(?:{_INFO}|{_WARN}|{_BAD})\b[\s:|\])>-]{{0,20}}")
 _LEVEL = re.compile(rf"\blevel\"?[=:] ?\"?(?:({_INFO}|{_WARN})|{_BAD})\b", re.IGNORECASE)
 _LOGGED = re.compile(  # a line of a logger begins so: its level, a date, or something in brackets
-    rf"(?:{_INFO}|{_WARN}|{_BAD})\b[\s:|\[-]|\[|\(|<|\d{{2,4}}[-/:.]\d\d|time=|ts=|\{{\"|[A-Z][a-z]{{2}} +\d+ [\d:]+"
+    rf"(?:{_INFO}|{_WARN}|{_BAD})\b[\s:|\[-]|\[|\(|<|\d{{2,4}}[-/:.](?:\d\d|[A-Z][a-z]{{2}}-\d)|time=|ts=|\{{\"|"
+    r"[A-Z][a-z]{2} +\d+ [\d:]+"
 )
-_NCCL = re.compile(r"\b[NR]CCL (INFO|TRACE|WARN|ABORT)\b")
+_NCCL = re.compile(r"\b(?:[NR]CCL|CCOM) (INFO|TRACE|WARN|ABORT)\b")
+_RCCL_FATAL = re.compile(r"[\w.-]{1,64}:\d+:\d+ \[-?\d+\] \[FATAL ERROR\]: ")
+_CCL = re.compile(r"[\d:-]{10,24}:?\(\d+\) \|CCL_(ERROR|WARN|INFO|DEBUG|TRACE)\| ")
+_ASCEND = re.compile(r"\[ERROR\] \d{4}-\d\d-\d\d-[\d:.]+ \(PID:")  # a line of its exceptions
 _LIBFABRIC = re.compile(r"libfabric:\d+:.{0,200}?<(info|trace|debug|warn|critical)>")
 _UCX = re.compile(r"\bUCX +(ERROR|FATAL|WARN|INFO|DEBUG|DIAG|TRACE)\b")
 _PYTHON_WARNING = re.compile(r"(?:\S+:\d+: )\w*Warning: ")
-_SLURM = re.compile(r"(?:srun|slurmstepd|slurmd|sbatch|salloc)\S{0,64}: (?:error|fatal): ")
+_SLURM = re.compile(
+    r"(?:(?:srun|slurmstepd|slurmd|sbatch|salloc)\S{0,64}:|\[\d{4}-\d\d-\d\dT[\d:.]{8,15}\]) (?:error|fatal): "
+)
 
 _TRACEBACK = re.compile(r"( *)(?:traceback *: )?(?:Exception Group )?Traceback \(most recent call last\):")
 _IGNORED = re.compile(r"Exception ignored (in|while|on)\b")
@@ -89,6 +113,11 @@ _CLASS = re.compile(r"(?:Error|Exception|Exit|Interrupt|Timeout|Refused|Expired|
 _NAMED = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
 _FRAME_BEGINS = re.compile(r'\s+File "[^"]+", line \d+, in ')
 _TRACEBACK_LATER = re.compile(r".*(Traceback \(most recent call last\):)$")  # after a progress bar
+# What stands before a traceback's first line or its frames.
+_STANDS_BEFORE = re.compile(
+    r"(.{1,200}?)(?:(?:Exception Group )?Traceback \(most recent call last\):$|  File \"[^\"]+\", line \d+, in )"
+)
+MOST_PREFIXES = 32  # of one text
 _FRAME_FILE = re.compile(r'\s*File "([^"]+)", line \d+')
 _TERMINATE = re.compile(r"terminate called|libc\+\+abi: terminating|pure virtual method called")
 _WHAT = re.compile(r"\s*what\(\): ")
@@ -109,6 +138,11 @@ _LAUNCHER = re.compile(
     r"(?:srun: error: \S+: tasks? [\d,-]+: )|(?:mpirun|mpiexec|prterun|orterun)\b.{0,40} noticed that|"
     r"Primary job +terminated|-+ Process \d+ terminated with"
 )
+# torchrun's report. It names the ranks that it ended itself, too; what it saw first is the reason.
+_ROOT_CAUSE = "Root Cause (first observed failure):"
+REPORTED = re.compile(r"Root Cause \(first observed failure\):.{0,300}?exitcode *: (-?\d{1,3})\b", re.DOTALL)
+_FIELD = re.compile(r"\s{1,4}(time|host|rank|exitcode|error_file|traceback) *: ?(.*)")
+_OF_THE_REPORT = re.compile(rf"{_FIELD.pattern}|\[\d+\]:$|Failures:$|\s+<NO_OTHER_FAILURES>$|\S{{1,200}} FAILED$")
 _HINT = re.compile(
     r"(?:CUDA|HIP) kernel errors might|For debugging consider passing|Compile with `TORCH_USE|"
     r"Exception raised from |Device-side assertion tracking|note: run with `RUST|NOTE: |Search for `cuda|"
@@ -139,6 +173,11 @@ def exception(text: str) -> re.Match[str] | None:
     return _EXCEPTION.match(text)
 
 
+def bare_line(line: str) -> str:
+    """One line without what launchers and collectors of logs put before it."""
+    return _Line(line, _Prefixes(())).text
+
+
 def statements(text: str) -> list[Statement]:
     """What was said, in the order of the text; frames of backtraces and the like are left out."""
     return list(_Reader(head_and_tail(text, LONGEST_TEXT).splitlines()[-MOST_LINES:]))
@@ -156,12 +195,12 @@ def _halves(text: str, most: int) -> str:
 
 
 class _Line:
-    """A line without what launchers and terminals add to it."""
+    """A line without what launchers, collectors and terminals add to it."""
 
     __slots__ = ("grouped", "indent", "speaker", "text")
 
-    def __init__(self, raw: str) -> None:
-        text, speaker = _COLOUR.sub("", raw).rstrip(), ""
+    def __init__(self, raw: str, known: _Prefixes) -> None:
+        text, speaker = known.without(_plain(raw))
         while prefix := _PREFIX.match(text):
             speaker, text = prefix.group(1).strip(": "), text[prefix.end() :]
         gutter = _GUTTER.match(text)
@@ -172,8 +211,69 @@ class _Line:
             text = re.sub(r"^\+?-{4,}.*", "", text)
         if not _TRACEBACK.match(text) and (later := _TRACEBACK_LATER.match(text)):
             text = later.group(1)
+        text = _without_header(_without_collectors(text))
         self.text, self.speaker = text, speaker
         self.indent = len(text) - len(text.lstrip())
+
+
+def _plain(raw: str) -> str:
+    """The line without colours, and out of the JSON that a collector puts each line into."""
+    text = _COLOUR.sub("", raw).rstrip()
+    if text.startswith("{") and (held := _JSON.match(text)) and not _LEVEL.search(text[:200]):
+        with contextlib.suppress(ValueError):
+            text = str(json.loads(held.group(1))).rstrip()
+    return text
+
+
+def _without_collectors(text: str) -> str:
+    """The line without what collectors of logs put before it. A logger's own header stays: it has the label."""
+    while (before := _COLLECTOR.match(text) or _PREFIX.match(text)) and label(text) is None:
+        text = text[before.end() :]
+    return text
+
+
+def _without_header(text: str) -> str:
+    """What a parent logs of its child's end is an end, whatever level the parent gives it."""
+    if not (header := _HEADER.match(text)) or label(text) is None:
+        return text
+    rest = text[header.end() :]
+    while before := _PREFIX.match(rest) or _HOST.match(rest):
+        rest = rest[before.end() :]
+    relayed = len(rest) < len(text) - header.end()
+    return rest if _CRASH.match(rest) or (relayed and _is_end(rest)) else text
+
+
+def _is_end(text: str) -> bool:
+    ends = (_TRACEBACK, _FRAME_BEGINS, _WHAT, _TERMINATE, _CRASH, _LAUNCHER)
+    return any(each.match(text) for each in ends) or _raised(text) or _PANIC.search(text) is not None
+
+
+class _Prefixes:
+    """What stands before the tracebacks of a text, whoever put it there: it stands before other lines of theirs, too,
+    but for its numbers."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        shapes: dict[bool, dict[str, None]] = {False: {}, True: {}}
+        for line in lines:
+            found = _STANDS_BEFORE.match(_plain(line))
+            before = found.group(1).rstrip() if found else ""
+            if before.strip("|+- \t") and not _GLOG.match(before + " ") and len(shapes[True]) < MOST_PREFIXES:
+                labelled = label(before + " x") is not None
+                shapes[labelled][re.sub(r"\d+", r"\\d{1,20}", re.escape(before))] = None
+        self._plain, self._labelled = (
+            re.compile(f"(?:{'|'.join(each)})[ \t]?") if (each := list(shapes[labelled])[:MOST_PREFIXES]) else None
+            for labelled in (False, True)
+        )
+
+    def without(self, text: str) -> tuple[str, str]:
+        """The line, and who said it. Of a prefix with a level, only what belongs to a traceback is taken: a parent
+        that logs its child's lines logs its own, too."""
+        for prefixes, labelled in ((self._plain, False), (self._labelled, True)):
+            if prefixes is not None and (before := prefixes.match(text)):
+                rest = text[before.end() :]
+                if not labelled or not rest.strip() or rest[0] == " " or _is_end(rest) or _CHAIN.match(rest):
+                    return rest, re.sub(r"\d*[\d:.,-]*:\d\d[\d:.,]*Z?", "", before.group()).strip()
+        return text, ""
 
 
 def _raised(text: str) -> bool:
@@ -186,6 +286,10 @@ def label(text: str) -> Weight | None:
     """The weight that the line's own writer gives it; None for a line without a label."""
     if hit := _NCCL.search(text[:200]):  # a WARN of NCCL is the worst that it says
         return Weight.ERROR if hit.group(1) in ("WARN", "ABORT") else Weight.NOISE
+    if hit := _CCL.match(text):
+        return Weight.ERROR if hit.group(1) == "ERROR" else Weight.NOISE
+    if _RCCL_FATAL.match(text):
+        return Weight.ERROR
     if hit := _LIBFABRIC.match(text):
         return Weight.ERROR if hit.group(1) in ("warn", "critical") else Weight.NOISE
     if hit := _UCX.search(text[:160]):
@@ -210,7 +314,8 @@ class _Reader:
     """Goes through the lines once."""
 
     def __init__(self, lines: Sequence[str]) -> None:
-        self._lines = [_Line(line) for line in lines]
+        known = _Prefixes(lines)
+        self._lines = [_Line(line, known) for line in lines]
         self._at = 0
 
     def __iter__(self) -> Iterator[Statement]:
@@ -231,7 +336,10 @@ class _Reader:
             if _CHAIN.match(text.strip()):
                 chained = True
                 continue
-            if not text.strip():
+            if text.strip() == _ROOT_CAUSE:
+                said += self._report(line)
+                continue
+            if not text.strip() or _OF_THE_REPORT.match(text):
                 continue
             if _IGNORED.match(text):
                 owner = Weight.NOISE, True
@@ -288,8 +396,28 @@ class _Reader:
         kind = Kind.LAUNCHER if _LAUNCHER.match(last.text) else Kind.EXCEPTION
         return Statement(text, weight, kind, last.speaker, grouped=last.grouped, frames=frames)
 
+    def _report(self, line: _Line) -> Iterator[Statement]:
+        """What torchrun says of the rank that ended first: its traceback, where it has one, and its exit code."""
+        fields: dict[str, str] = {}
+        while self._at < len(self._lines):
+            here = self._lines[self._at]
+            field_ = _FIELD.match(here.text)
+            if field_ and field_.group(1) == "traceback" and _TRACEBACK.match(field_.group(2)):
+                here.text = "  " + field_.group(2)
+                yield self._exception(here, Weight.FATAL)
+                continue
+            if not field_ and here.text.strip() and not _OF_THE_REPORT.match(here.text):
+                break
+            if field_:
+                fields[field_.group(1)] = field_.group(2).strip()
+            self._at += 1
+        told = (f"{name}: {fields[name]}" for name in ("host", "rank", "exitcode") if fields.get(name))
+        yield Statement(f"{_ROOT_CAUSE} {', '.join(told)}", Weight.FATAL, Kind.LAUNCHER, line.speaker)
+
     def _message(self, line: _Line) -> str:
         """The line, and those that belong to the same message."""
+        if line.text.rstrip().endswith("ChildFailedError:"):  # its report follows
+            return line.text.strip()
         parts = [line.text.strip()]
         while self._at < len(self._lines) and len(parts) < MESSAGE_LINES:
             here = self._lines[self._at]
@@ -308,7 +436,7 @@ class _Reader:
             or _raised(strip)
             or _TRACEBACK.match(text) is not None
             or strip.startswith(("Exception raised from ", "frame #"))
-            or label(text) is not None
+            or (label(text) is not None and not _ASCEND.match(strip))
         )
 
     def _statement(self, line: _Line) -> Statement:

@@ -12,6 +12,7 @@ TAKEN, REPLACED, LOST = "taken", "replaced", "lost"
 # flags; what becomes of it; whether a value follows
 Option = tuple[str, str, bool]
 
+# Of all releases of torch that are supported (docs/behaviour/torchrun.toml).
 TORCHRUN: tuple[Option, ...] = (
     ("--nnodes", TAKEN, True),
     ("--nproc-per-node --nproc_per_node", TAKEN, True),
@@ -32,6 +33,7 @@ TORCHRUN: tuple[Option, ...] = (
     ("-r --redirects", TAKEN, True),
     ("-t --tee", TAKEN, True),
     ("--local-ranks-filter --local_ranks_filter", TAKEN, True),
+    ("--log-line-prefix-template --log_line_prefix_template", LOST, True),
     ("--duplicate-stdout-filters --duplicate_stdout_filters", LOST, True),
     ("--duplicate-stderr-filters --duplicate_stderr_filters", LOST, True),
     ("--node-rank --node_rank", REPLACED, True),
@@ -43,6 +45,7 @@ TORCHRUN: tuple[Option, ...] = (
     ("--signals-to-handle --signals_to_handle", REPLACED, True),
     ("--shutdown-timeout --shutdown_timeout", REPLACED, True),
     ("--virtual-local-rank --virtual_local_rank", TAKEN, False),
+    ("--print-completion --print_completion", TAKEN, True),
 )
 # torch.distributed.launch has one more.
 TORCH_LAUNCH: tuple[Option, ...] = (*TORCHRUN, ("--use-env --use_env", TAKEN, False))

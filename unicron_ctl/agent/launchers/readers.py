@@ -84,6 +84,8 @@ def _console(read: Options) -> dict[str, str]:
 def _from_torchrun(found: Found, legacy: bool = False) -> Taken:
     table = options.TORCH_LAUNCH if legacy else options.TORCHRUN
     read = read_options(table, found.words, options.torch_defaults(os.environ))
+    if "print-completion" in read:
+        raise NotTaken("its --print-completion starts no rank: run it without --unicron")
     if "virtual-local-rank" in read:
         raise NotTaken("its --virtual-local-rank is nothing that the agent does: leave it out")
     lost = read.that_are(LOST)

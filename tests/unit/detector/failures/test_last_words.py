@@ -125,7 +125,7 @@ def test_a_launchers_report_yields_to_what_its_child_said():
         "  exitcode  : 1 (pid: 13)",
     )
     assert cause("RuntimeError: CUDA error: misaligned address", *report) == "illegal_memory_access"
-    assert cause(*report) == "exited_abnormally"
+    assert cause(*report) == "application_error"  # as for a process that ends with 1
     told = ("[rank1]: RuntimeError: NCCL error: remote process exited", "[rank3]: ValueError: lr", *report)
     assert cause(*told) == "application_error"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from unicron.ctl.agent.launchers.option_tables import Unreadable, name_of, read_
 from unicron.ctl.agent.launchers.readers import Taken, take_over
 from unicron.ctl.agent.launchers.world import count_ranks, describe, fewest_nodes
 from unicron.ctl.agent.ranks.placeholders import fill_words
+
+ROOT = Path(__file__).resolve().parents[5]
 
 
 def taken(line: str) -> Taken:
@@ -257,12 +260,29 @@ def _table(table: tuple[options.Option, ...]) -> dict[str, bool]:
 
 
 def test_torchs_own_options_are_those_of_the_table() -> None:
-    """A new release of torch's with a new option shows here."""
+    """A new release of torch's with a new option shows here; it runs in each cell of tools/matrix.toml."""
     from torch.distributed.run import get_args_parser
 
-    assert _table(options.TORCHRUN) == _flags(get_args_parser())
+    table = _table(options.TORCHRUN)
+    assert _flags(get_args_parser()).items() <= table.items()
+    seen = tomllib.loads((ROOT / "docs/behaviour/torchrun.toml").read_text())["options"]
+    by_release = {
+        release: {each.removesuffix(" VALUE"): each.endswith(" VALUE") for each in flags}
+        for release, flags in seen.items()
+    }
+    assert table == {flag: value for flags in by_release.values() for flag, value in flags.items()}
+    cells = tomllib.loads((ROOT / "tools/matrix.toml").read_text()).values()
+    assert {cell["torch"] for cell in cells} <= by_release.keys()
     for flags, *_ in options.TORCHRUN:
         assert any(name_of(flags) == flag.lstrip("-") for flag in flags.split())
+
+
+def test_options_that_only_some_releases_of_torch_have_leave_a_job_protected() -> None:
+    line = "torchrun --log-line-prefix-template '${hostname}:${rank}: ' --shutdown-timeout 5 --nproc-per-node 2 t.py"
+    read = taken(line)
+    assert (read.ranks, read.command[-1], read.lost) == ("2", "t.py", ["--log-line-prefix-template"])
+    with pytest.raises(NotTaken, match="starts no rank"):
+        taken("torchrun --print-completion bash t.py")
 
 
 @pytest.mark.parametrize(

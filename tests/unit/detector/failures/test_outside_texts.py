@@ -1,0 +1,198 @@
+"""What other programs write, as they were seen to write it: docs/behaviour has the texts and the releases."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unicron.detector.failures.classify import default_classifier
+from unicron.detector.failures.severity import Verdict
+from unicron.detector.failures.statements import Weight, label
+
+SEEN = Path(__file__).parents[4] / "docs/behaviour"
+CLASSIFIER = default_classifier()
+ECC = "CUDA error: uncorrectable ECC error encountered"
+TRACEBACK = f"""Traceback (most recent call last):
+  File "/data/train.py", line 90, in step
+    loss.backward()
+    ~~~~~~~~~~~~~^^
+torch.AcceleratorError: {ECC}
+CUDA kernel errors might be asynchronously reported at some other API call."""
+
+
+def seen(name: str) -> dict[str, Any]:
+    return tomllib.loads((SEEN / name).read_text())
+
+
+def stderr(text: str) -> Verdict:
+    return CLASSIFIER.text(text, "stderr")
+
+
+# ------------------------------------------------------------------------------------------------------- torchrun
+REPORTS = seen("torchrun.toml")["report"]
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=[f"{each['way']} {each['releases']}" for each in REPORTS])
+def test_torchruns_report_names_what_ended_first(report):
+    text = report["text"]
+    assert stderr(text).cause == report["cause"]
+    assert CLASSIFIER.exit(1, text).cause == report["cause"]
+    behind = "\n".join(f"n1: {line}" for line in text.splitlines())
+    assert stderr(behind).cause == report["cause"]
+    said, verdict = CLASSIFIER.last_words(text)  # what is told on alone says the same
+    assert verdict is not None and stderr(said).cause == report["cause"]
+
+
+def test_a_report_whose_beginning_is_lost_blames_no_rank_that_torchrun_ended():
+    report = next(each["text"] for each in REPORTS if each["way"] == "sys.exit(3)")
+    tail = report[report.index("  exitcode ") :]
+    assert stderr(tail).cause == "exited_abnormally"
+    assert "exitcode: 3" in CLASSIFIER.last_words(tail)[0]
+
+
+# ----------------------------------------------------------------------------------------------------- NCCL, RCCL
+@pytest.mark.parametrize("line", seen("nccl.toml")["line"], ids=lambda line: " ".join(line["releases"]))
+def test_what_nccl_says_of_the_hardware_counts_however_its_release_writes_a_line(line):
+    assert label(line["info"]) is Weight.NOISE and label(line["warn"]) is Weight.ERROR
+    insufficient = "CUDA driver version is insufficient for CUDA runtime version"
+    assert stderr(line["warn"]).cause == "configuration_error"
+    for words, cause in (
+        ("uncorrectable ECC error encountered", "ecc_error"),
+        ("uncorrectable NVLink error detected during the execution", "nvlink_error"),
+    ):
+        for text in (line["warn"], "2026-11-28T14:26:43.123 " + line["warn"], f"{line['info']}\n{line['warn']}\n"):
+            verdict = stderr(text.replace(insufficient, words))
+            assert (verdict.cause, verdict.severity) == (cause, 1), text
+    own = stderr(line["warn"].replace(insufficient, "invalid device ordinal"))
+    assert (own.cause, own.scope) == ("cuda_error", "unknown")  # the script chose no device
+
+
+# --------------------------------------------------------------------------------------------- other accelerators
+def codes() -> Iterator[tuple[str, str, int]]:
+    for library in seen("accelerators.toml").values():
+        for form in library["form"]:
+            for code, means in library["codes"].items():
+                yield form.replace("%", code), means["cause"], means["severity"]
+
+
+@pytest.mark.parametrize(("text", "cause", "severity"), list(codes()))
+def test_codes_of_other_accelerators(text, cause, severity):
+    for whole in (text, "\n".join(["Traceback (most recent call last):", '  File "a.py", line 1, in f', text])):
+        verdict = stderr(whole)
+        assert (verdict.cause, verdict.severity) == (cause, severity), verdict
+    if severity == 1:
+        quoted = stderr(f"ValueError: cannot parse {text!r}")
+        assert quoted.scope != "hardware"  # what an application quotes blames no node
+
+
+def test_a_librarys_error_of_the_hardware_stands_above_an_exception_that_says_nothing():
+    lines = (
+        "2026-Sep-01 10:11:12.200201 2200:2301 ERROR   NRT:nrt_infodump  Failure: NRT_EXEC_HW_ERR_HBM_UE in nrt",
+        "RuntimeError: Bad StatusOr access: INTERNAL: RunNeuronCCImpl: error condition !(error != 400)",
+    )
+    assert stderr("\n".join(lines)).cause == "ecc_error"
+    assert (
+        stderr(f"{lines[0]}\nRuntimeError: CUDA out of memory. Tried to allocate 2 GiB").cause == "cuda_out_of_memory"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- Slurm
+def slurms_texts() -> Iterator[tuple[str, str]]:
+    table = seen("slurm-texts.toml")
+    for each in table["slurmstepd"]:
+        yield from ((before + each["text"], each["cause"]) for before in table["before"])
+    yield from ((each["text"], each["cause"]) for each in table["srun"])
+
+
+@pytest.mark.parametrize(("text", "cause"), list(slurms_texts()))
+def test_slurms_own_words(text, cause):
+    assert stderr(text).cause == cause
+    assert stderr(f"step 12 done\n{text}\n").cause == cause
+    assert stderr(f"{TRACEBACK}\n{text}\n").cause == "ecc_error"
+
+
+# ------------------------------------------------------------------------------------------------------- prefixes
+PREFIXES = {
+    "torchx": "i.pretrain/0 ",
+    "pdsh": "worker-1: ",
+    "pdsh, a word": "alpha: ",
+    "a time": "2026-10-31T03:11:02.473Z ",
+    "a time in brackets": "[2026-10-31 03:11:02] ",
+    "ts": "Oct 31 03:11:02 ",
+    "syslog": "Oct 31 03:11:02 n1 train[4242]: ",
+    "syslog, RFC 5424": "<13>1 2026-10-31T03:11:02.473Z n1 train 4242 - - ",
+    "Kubernetes": "2026-10-31T03:11:02.473333333Z stderr F ",
+    "kubectl": "[pod/train-0/main] ",
+    "docker compose": "trainer-0  | ",
+    "foreman": "03:11:02 train.1  | ",
+    "torch": "[rank0]: ",
+    "torchrun": "[trainer3]:",
+    "torchrun's template": "r12i0n8:3: ",
+    "srun --label": "0: ",
+    "srun --label, wide": " 12: ",
+    "mpirun": "[1,3]<stderr>:",
+    "PRRTE": "[prterun-n1-4242@1,3]<stderr>: ",
+    "SageMaker": "[1,mpirank:0,algo-1]<stderr>:",
+    "MPICH": "[0] ",
+    "Ray": "(RayTrainWorker pid=4242, ip=10.0.0.3) ",
+    "SkyPilot": "(head, rank=0, pid=4242) ",
+    "Determined": "[rank=1] || ",
+    "several": "2026-10-31 03:11:02 n1: [rank0]: ",
+}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
+def test_lines_behind_a_prefix_say_the_same(prefix):
+    lines = [prefix + line for line in ("step 12 done", *TRACEBACK.splitlines())]
+    verdict = stderr("\n".join(lines))
+    assert (verdict.cause, verdict.severity) == ("ecc_error", 1)
+    assert CLASSIFIER.last_words("\n".join(lines))[0].startswith("torch.AcceleratorError: ")
+    late = [f"{prefix.replace('03:11:02', f'03:11:{number}')}{line}" for number, line in enumerate(lines, 10)]
+    assert stderr("\n".join(late).replace(prefix + prefix, prefix)).severity == 1
+    without_head = "\n".join(lines[2:])  # the tail of a log
+    assert stderr(without_head).severity == 1
+    full = "\n".join(lines).replace(
+        f"torch.AcceleratorError: {ECC}", "OSError: [Errno 28] No space left on device: 'a'"
+    )
+    assert stderr(full).cause == "disk_full"
+
+
+@pytest.mark.parametrize("prefix", [each for name, each in PREFIXES.items() if name != "pdsh, a word"])
+@pytest.mark.parametrize("line", [f"torch.AcceleratorError: {ECC}", f"RuntimeError: {ECC}"])
+def test_one_line_behind_a_prefix_says_the_same(prefix, line):
+    for text in (prefix + line, f"{prefix}step 12 done\n{prefix}{line}\n"):
+        assert stderr(text).severity == 1
+    for own in ("ValueError", "KeyError", "app.ParseError"):
+        assert stderr(f"{prefix}{own}: {line!r}").scope != "hardware"
+
+
+@pytest.mark.parametrize("level", ["INFO", "DEBUG", "WARNING", "ERROR"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "2026-10-31 03:11:02,473 - Trainer - {} - [rank7]: ",
+        "{}:launcher:[rank7]: ",
+        "2026-10-31 03:11:02 {} n1: ",
+        "[2026-10-31 03:11:02] [{}] (RayTrainWorker pid=4242, ip=10.0.0.3) ",
+        "2026-10-31 03:11:02,473 - {} - ",
+    ],
+)
+def test_the_level_at_which_a_parent_relays_is_not_the_childs(level, header):
+    before = header.format(level)
+    lines = [before + line for line in TRACEBACK.splitlines()]
+    own = before.partition("[rank7]")[0] + "retries: Connection refused by peer"
+    assert stderr("\n".join([*lines, own])).severity == 1
+    assert stderr(f"{before}Segmentation fault (core dumped)").cause == "exited_abnormally"
+
+
+def test_what_a_logger_says_at_level_info_is_still_no_end():
+    text = "2026-10-31 03:11:02,473 - Trainer - INFO - RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    assert stderr(f"{text} was caught\nValueError: lr").cause == "application_error"
+    logged = (
+        f"2026-10-31 03:11:02,473 - Trainer - INFO - cannot send\n{TRACEBACK}\n2026-10-31 03:11:02,473 - Trainer - INFO"
+    )
+    assert stderr(f"{logged} - Connection refused").cause == "ecc_error"
