@@ -255,20 +255,22 @@ def install() -> None:
     if path is None:
         return
     try:
-        _register_stacks()
+        _beside("stacks").register_from_environment()
         _hook(Counters(path))
+        _beside("step_signals").spare_helpers()
     except Exception as error:
         with contextlib.suppress(Exception):
             Counters(path).put_text(f"{type(error).__name__}: {error}"[:200])
 
 
-def _register_stacks() -> None:
-    where = os.path.join(os.path.dirname(os.path.realpath(__file__)), "stacks.py")
-    spec = importlib.util.spec_from_file_location("_unicron_stacks", where)
+def _beside(name: str) -> Any:
+    """A module of this folder, which is not on sys.path."""
+    where = os.path.join(os.path.dirname(os.path.realpath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_unicron_{name}", where)
     assert spec is not None and spec.loader is not None
-    stacks = sys.modules["_unicron_stacks"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stacks)
-    stacks.register_from_environment()
+    module = sys.modules[f"_unicron_{name}"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _hook(counters: Counters) -> None:

@@ -6,7 +6,12 @@ This file must run by itself: the zygote loads it by its path.
 
 from __future__ import annotations
 
+import _posixsubprocess
+import os
 import signal
+import subprocess
+from collections.abc import Callable
+from typing import Any
 
 # SIGINT for Ctrl-C in srun
 STEP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
@@ -18,3 +23,43 @@ def ignore_step_signals() -> list[signal.Signals]:
     for number in heard:
         signal.signal(number, signal.SIG_IGN)
     return heard
+
+
+# ---------------------------------------------------------------- what a rank starts
+FOR_THE_RANK = (signal.SIGUSR1, signal.SIGUSR2)
+_spared = False
+
+
+def spare_helpers() -> None:
+    """What this process starts from here on does not hear the signals for which it has a handler: a worker that loads
+    data, a program. A fork ignores them, and may set a handler of its own. A program that is executed has them
+    blocked: it inherits no handler, and SIGUSR1 would end it."""
+    global _spared
+    if _spared:
+        return
+    _spared = True
+    os.register_at_fork(after_in_child=_ignore_handled)
+    deaf = _blocking(_posixsubprocess.fork_exec)
+    _posixsubprocess.fork_exec = deaf  # of multiprocessing
+    if hasattr(subprocess, "_fork_exec"):
+        subprocess._fork_exec = deaf
+
+
+def _handled() -> list[signal.Signals]:
+    return [number for number in FOR_THE_RANK if callable(signal.getsignal(number))]
+
+
+def _ignore_handled() -> None:
+    for number in _handled():
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _blocking(start: Callable[..., int]) -> Callable[..., int]:
+    def start_deaf(*arguments: Any) -> int:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _handled())
+        try:
+            return start(*arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    return start_deaf

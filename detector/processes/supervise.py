@@ -220,6 +220,16 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
+    def pass_on(self, number: int, trainer: int = 0) -> None:
+        """Send a signal to the process itself, as Slurm does with proctrack/cgroup, and to the `trainer`, where that is
+        another one of the group. Workers that load data do not hear it."""
+        if self._process.returncode is not None:
+            return
+        for pid in {self.pid, trainer} - {0}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(pid) == self.pid:
+                    os.kill(pid, number)
+
     def terminate(self) -> None:
         """Send SIGTERM, unless it has reached the process already: its handler runs once."""
         if not self.terminated:

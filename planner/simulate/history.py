@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import datetime
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,17 +27,24 @@ from unicron.planner.problem.objective import PlanError
 from unicron.planner.simulate.causes import CAUSES, Cause
 from unicron.planner.simulate.policies import CHECKPOINT, ITERATION, POLICIES, SETUP, Policy, detection_seconds
 
-COMMAND = "sacct -a -D -X -P -S START -o JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes"
+COMMAND = "sacct -a -D -X -P -S START -o Cluster,JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes"
 COLUMNS = ("jobid", "user", "jobname", "state", "exitcode", "submit", "start", "end", "nnodes")
 AGAIN_SECONDS = 86400.0  # a job of the same name that is submitted so soon after a failure goes on from it [choice]
 EARLY_SECONDS = 600.0  # what fails so soon after its start has done it itself, unless its node went [choice]
 TRANSITION_SECONDS = 60.0  # our target for one transition of a large model (unicron.planner.simulate.cases)
 HOUR = 3600.0
+_SHAPES = {
+    "jobid": re.compile(r"\d+\S*"),
+    "exitcode": re.compile(r"\d+:\d+"),
+    "nnodes": re.compile(r"\d+"),
+}
+BLANK = "| \t\r"
+MOST_LINES = 1000  # of one record: each but the last ends within the job's name
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a job. Times in seconds; end: infinite while it lasts."""
+    """One run of a job. Times in seconds; end: infinite while it lasts. cluster: empty where the file has none."""
 
     job: str
     user: str
@@ -47,6 +55,12 @@ class Run:
     start: float
     end: float
     nodes: int
+    cluster: str = ""
+
+    @property
+    def whose(self) -> tuple[str, str]:
+        """Jobs of another user or another cluster have nothing to do with it, whatever their number."""
+        return self.cluster, self.user
 
 
 @dataclass(frozen=True)
@@ -128,38 +142,79 @@ class History:
 
 
 # ------------------------------------------------------------ reading
-def load(path: str | Path) -> list[Run]:
+def load(path: str | Path, left_out: list[str] | None = None) -> list[Run]:
     """The runs in a file that COMMAND has made, or in several of them joined, by start; those that never started are
-    left out. Raises PlanError, one line."""
+    left out. left_out: takes why a record cannot be read, where others can. Raises PlanError, one line."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig", errors="replace")
     except OSError as error:
         raise PlanError(f"can't read {path}: {error.strerror or error}") from None
-    rows = [(number, line.split("|")) for number, line in enumerate(text.split("\n"), 1) if line.strip("| \t\r")]
-    header = [field.strip().lower() for field in rows[0][1]] if rows else []
+    rows = list(enumerate(text.split("\n"), 1))
+    head = next((line for _, line in rows if line.strip(BLANK)), "")
+    header = [field.strip().lower() for field in head.split("|")]
     missing = [name for name in COLUMNS if name not in header]
     if missing:
         raise PlanError(f"{path} has no column {', '.join(missing)}: make it with {COMMAND} > FILE")
-    runs = []
-    for number, row in rows[1:]:
-        if row == rows[0][1]:
+    runs, wrong, read = [], list[PlanError](), 0
+    for number, row in _records([row for row in rows if row[1] != head], header):
+        try:
+            run = _run(path, number, dict(zip(header, _fields(path, number, row, header), strict=True)))
+        except PlanError as error:
+            wrong.append(error)
             continue
-        run = _run(path, number, dict(zip(header, _fields(path, number, row, header), strict=True)))
+        read += 1
         if run is not None:
             runs.append(run)
+    if wrong and (left_out is None or not read):
+        raise wrong[0]
+    if left_out is not None:
+        left_out += map(str, wrong)
     return sorted(_whole(runs), key=lambda run: (run.start, run.job))
+
+
+def _records(rows: Sequence[tuple[int, str]], header: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """(number of its first line, fields) of each record. A job's name may hold line feeds, which sacct prints as they
+    are: lines are joined until the fields behind the name fit their columns. A line that is a record by itself is one,
+    and what is left over is no record."""
+    held: list[str] = []
+    first = 0
+    for number, line in rows:
+        if not held and not line.strip(BLANK):
+            continue
+        alone, joined = line.split("|"), "\n".join([*held, line]).split("|")
+        if _is_whole(alone, header) or not held or len(held) >= MOST_LINES:
+            if held:
+                yield first, "\n".join(held).split("|")
+            held, first, joined = [], number, alone
+        if _is_whole(joined, header):
+            held = []
+            yield first, joined
+        else:
+            held.append(line)
+    if held:
+        yield first, "\n".join(held).split("|")
+
+
+def _is_whole(row: Sequence[str], header: Sequence[str]) -> bool:
+    """Whether a record begins with this row's first field and ends with its last one."""
+    if len(row) < len(header):
+        return False
+    before = header.index("jobname")
+    behind = dict(zip(header[before + 1 :], row[len(row) - len(header) + before + 1 :], strict=True))
+    found = {**dict(zip(header[:before], row, strict=False)), **behind}
+    return all(shape.fullmatch(found[name].strip()) for name, shape in _SHAPES.items() if name in found)
 
 
 def _whole(runs: Sequence[Run]) -> Iterator[Run]:
     """Each run once: where files are joined it may be there twice, and at first without its end; and one of the
     components of a heterogeneous job (7+0, 7+1), which start and end together."""
-    parts: dict[tuple[str, float, float], dict[str, Run]] = {}
+    parts: dict[tuple[tuple[str, str], str, float, float], dict[str, Run]] = {}
     for run in runs:
         job, _, component = run.job.partition("+")
-        known = parts.setdefault((job, run.submit, run.start), {})
+        known = parts.setdefault((run.whose, job, run.submit, run.start), {})
         if component not in known or math.isinf(known[component].end):
             known[component] = run
-    for (job, *_), known in parts.items():
+    for (_, job, *_), known in parts.items():
         told = min(known.values(), key=_severity)
         nodes, end = sum(run.nodes for run in known.values()), max(run.end for run in known.values())
         yield replace(told, job=job, nodes=nodes, end=end)
@@ -169,8 +224,8 @@ def _fields(path: str | Path, number: int, row: Sequence[str], header: Sequence[
     """Returns as many fields as the header has. A job's name may hold the separator, and sacct does not mark it."""
     more, name = len(row) - len(header), header.index("jobname")
     if more < 0:
-        why = "is the file cut off? Where a job's name has a line break, leave its lines out"
-        raise PlanError(f"{path}, line {number}: expected {len(header)} fields, found {len(row)}: {why}")
+        what = f"expected {len(header)} fields, found {len(row)}"
+        raise PlanError(f"{path}, line {number}: {what}: is the file cut off? Make it with {COMMAND} > FILE")
     joined = [*row[:name], "|".join(row[name : name + more + 1]), *row[name + more + 1 :]]
     return [field.strip() for field in joined]
 
@@ -187,7 +242,8 @@ def _run(path: str | Path, number: int, row: Mapping[str, str]) -> Run | None:
     except ValueError:
         raise PlanError(f"{path}, line {number}: NNodes must be a number, not {row['nnodes']!r}") from None
     state = row["state"].split()[0].upper() if row["state"] else ""
-    return Run(row["jobid"], row["user"], row["jobname"], state, row["exitcode"], submit, start, max(end, start), nodes)
+    job, user, name, cluster = row["jobid"], row["user"], row["jobname"], row.get("cluster", "")
+    return Run(job, user, name, state, row["exitcode"], submit, start, max(end, start), nodes, cluster)
 
 
 def _moment(path: str | Path, number: int, text: str) -> float:
@@ -226,9 +282,9 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
     counted = [run for run in runs if run.nodes >= costs.least_nodes]
     by_job, alike = defaultdict(list), defaultdict(list)
     for run in counted:
-        if run.job not in by_job:  # its later runs go on with nothing but itself
-            alike[run.user, run.name, run.nodes].append(run)
-        by_job[run.job].append(run)
+        if (run.whose, run.job) not in by_job:  # its later runs go on with nothing but itself
+            alike[run.whose, run.name, run.nodes].append(run)
+        by_job[run.whose, run.job].append(run)
     for others in alike.values():
         others.sort(key=lambda run: run.submit)
     failures, early, left, taken = [], 0, 0, set[Run]()
@@ -239,7 +295,8 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
         if cause.severity > 1 and run.end - run.start < EARLY_SECONDS:
             early += 1
             continue
-        following = _requeued(run, by_job[run.job]) or _next(run, alike[run.user, run.name, run.nodes], taken)
+        same = alike[run.whose, run.name, run.nodes]
+        following = _requeued(run, by_job[run.whose, run.job]) or _next(run, same, taken)
         if following is not None:
             taken.add(following)
             waited = following.start - run.end

@@ -2,17 +2,21 @@
 
 Slurm sends SIGTERM to every process of a step. A rank that died of it would take its micro-batches along; so it goes on
 to the next iteration boundary, and its agent ends it then (`unicron_ctl/agent/loop/ending.py`). So with SIGUSR2, which
-asks the agent for a checkpoint.
+asks the agent for a checkpoint. Processes of multiprocessing, such as workers that load data, go on like the rank.
 """
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import signal
 import threading
 from types import FrameType
 
-_rank = 0  # the process that outlives SIGTERM; its children do not
+from unicron.detector.processes.step_signals import spare_helpers
+from unicron.transition.seams import workers
+
+_rank = 0  # the process that outlives SIGTERM; its children do not, but for those of multiprocessing
 
 
 def _outlive(number: int, frame: FrameType | None) -> None:
@@ -26,12 +30,23 @@ def outlive_notice() -> None:
     global _rank
     if threading.current_thread() is not threading.main_thread():
         return
+    if not _rank:
+        spare_helpers()
+        multiprocessing.util.register_after_fork(_ignore_notice, lambda ignore: ignore())
+        workers.keep_what_is_ignored()
     _rank = os.getpid()
-    for number in (signal.SIGTERM, signal.SIGUSR2):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _outlive)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _outlive)
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # what it executes inherits that
 
 
 def outlives_notice() -> bool:
     """Whether SIGTERM does nothing to this process now."""
     return signal.getsignal(signal.SIGTERM) is _outlive
+
+
+def _ignore_notice() -> None:
+    """In a process of multiprocessing."""
+    if signal.getsignal(signal.SIGTERM) is _outlive:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)

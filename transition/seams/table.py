@@ -23,6 +23,7 @@ KNOWN = {
 }
 TRUST = "UNICRON_TRUST_VERSIONS"  # 1: a release that is not known is tried as if it were the nearest that is
 C10D = "torch.distributed.distributed_c10d"
+WORKERS = "torch.utils.data._utils.signal_handling"
 PEERLESS = "torch.testing._internal.distributed.fake_pg"
 CORE = "megatron.core"
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -91,6 +92,7 @@ TORCH = (
     Seam("torch._C._distributed_c10d", "OpType.SEND", None, "tells waits for messages from others"),
     Seam("torch._C._distributed_c10d", "OpType.RECV", None, "tells waits for messages from others"),
     Seam("torch._C._distributed_c10d", "OpType.RECVANYSOURCE", None, "tells waits for messages from others"),
+    Seam(WORKERS, "_set_worker_signal_handlers", None, "replaced, so that a worker goes on as long as its rank"),
     Seam(PEERLESS, "FakeStore", None, "the world in which a rank builds its model has no peers"),
     Seam("torch", "_foreach_copy_", None, "many tensors are copied in one call"),
     Seam("torch._C", "_current_graph_task_id", None, "tells nested backward passes"),

@@ -158,4 +158,4 @@ def _print_rest(site: Site) -> None:
         print_text(f"\n---- plugstack.conf has the plugin already\n{site.found.line}", lines=True)
     print_text("\n---- then, in this order", lines=True)
     for place, step in enumerate(steps(site), 1):
-        print_text(f"{place}. {step}")
+        print_text(f"{place}. {step}", lines=True)

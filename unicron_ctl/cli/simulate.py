@@ -78,7 +78,7 @@ class Options:
     type=click.Path(),
     metavar="FILE",
     help="What Unicron would have saved here: FILE is made by `sacct -a -D -X -P -S START -o "
-    "JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes`.",
+    "Cluster,JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes`.",
 )
 @click.option(
     "--checkpoint-minutes",
@@ -186,7 +186,11 @@ def _judge_history(path: str, options: Options) -> None:
         checkpoint=seconds(options.checkpoint_minutes, "--checkpoint-minutes", history.Costs.checkpoint),
         setup=seconds(options.setup_minutes, "--setup-minutes", history.Costs.setup),
     )
-    found = history.judge(history.load(path), costs)
+    left_out: list[str] = []
+    found = history.judge(history.load(path, left_out), costs)
+    if left_out:
+        said = f"{counted(len(left_out), 'record')} left out, for it cannot be read; the first: {left_out[0]}"
+        print_text(f"unicronctl: {said}", err=True)
     if options.figure:
         draw_history(found, options.figure, f"{Path(path).name}: node-hours lost to failures")
     print_text(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from unicron.ctl.doctor.slurm_lines import ADMINISTRATOR, WANTED, administrator
 from unicron.ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
-from unicron.ctl.settings.limits import PLANNED_SECONDS, number
+from unicron.ctl.settings.limits import PLANNED_SECONDS, RULES, names, number
 from unicron.ctl.settings.partitions import ACT, DEFAULT
 from unicron.ctl.slurm.slurm_settings import NO_LIMIT, SlurmSettings
 from unicron.detector.words import counted
@@ -108,95 +108,110 @@ def _lines(case: Case, check: str, text: str) -> Iterator[Finding]:
 
 
 class Step(NamedTuple):
-    """One rung of the ladder: `low` must be below `high`. Names with their values in seconds; None: not known."""
+    """One rung of the ladder: the sum of `low` must be at most `high`, or `below` it. Names of :func:`limits`; one
+    without a value is not known."""
 
-    low: tuple[str, float | None]
-    high: tuple[str, float | None]
+    low: tuple[str, ...]
+    high: str
     why: str
-    do: str
+    below: bool = False
+
+
+_SAVES = "a script's time to save its state"
+LADDER: tuple[Step, ...] = (
+    Step(("the prolog",), "BatchStartTimeout", "Slurm takes a job for lost while its node is checked"),
+    Step(("the prolog",), "PrologTimeout", "Slurm kills the prolog and drains the node"),
+    Step(("the prolog",), "cred_expire", "a job's credential expires before it begins"),
+    Step(("BatchStartTimeout",), "cred_expire", "a job's credential expires while Slurm waits for it to begin"),
+    Step((_SAVES,), "KillWait", "Slurm kills a rank in restart mode before it has saved its state"),
+    Step(("KillWait",), "isolate_seconds", "Unicron repeats its request while Slurm still ends the element"),
+    Step(("lease",), "SlurmdTimeout", "Slurm sets a silent node down before Unicron has looked at it"),
+    Step(("MessageTimeout",), "slurm_timeout", "Unicron gives a command up while Slurm still works on it"),
+    Step(("slurm_poll_seconds", "slurm_timeout"), "MinJobAge", "Slurm forgets a job before Unicron has seen its end"),
+)
+OURS = ("lease", "isolate_seconds", "slurm_timeout", "slurm_poll_seconds")
+# What is raised where it is too low, and to what at least.
+USUAL = {
+    "BatchStartTimeout": 10.0,
+    "PrologTimeout": 0.0,
+    "cred_expire": CRED_EXPIRE,
+    "KillWait": 30.0,
+    "isolate_seconds": 300.0,
+    "SlurmdTimeout": 300.0,
+    "slurm_timeout": 10.0,
+    "MinJobAge": 300.0,
+}
+ROOM = 2.0  # seconds above what it must hold
 
 
 def time_outs(case: Case) -> Iterator[Finding]:
-    """Slurm's time-outs fit each other and Unicron's."""
-    sound = True
-    for step in ladder(case):
-        (low, below), (high, above) = step.low, step.high
-        if below is None or above is None or below <= above:
-            continue
-        sound = False
-        yield problem(f"{low} = {number(below)} s must be at most {high} = {number(above)} s: {step.why}", step.do)
-    if case.site.settings.seconds("SlurmdTimeout") == 0:
-        sound = False
+    """Slurm's time-outs fit each other and Unicron's. What is to be done fits, too, and unicrond takes it."""
+    settings, known = case.site.settings, limits(case)
+    better, broken = raised(known), [step for step in LADDER if _is_broken(step, known)]
+    more = [name for name in better if better[name] != known[name] and name not in {step.high for step in broken}]
+    for step in broken:
+        low, below = " + ".join(map(_shown, step.low)), sum(known[name] for name in step.low)
+        do = [_line(settings, name, better[name]) for name in (step.high, *more)]
+        more = []
+        if step.high == "BatchStartTimeout":
+            do[0] += ", or UNICRON_HEALTH_SECONDS in prolog.conf"
+        high = f"{_shown(step.high)} = {number(known[step.high])}"
+        yield problem(f"{low} = {number(below)} s must be at most {high} s: {step.why}", "; with it ".join(do))
+    if settings.seconds("SlurmdTimeout") == 0:
         yield problem(
             "SlurmdTimeout = 0: Slurm never sets a silent node down, so an element there is never started elsewhere",
             "SlurmdTimeout=300 in slurm.conf",
         )
-    if sound:
+    elif not broken:
         yield good("the time-outs fit each other")
 
 
-def ladder(case: Case) -> list[Step]:
-    """The rungs, with this cluster's values."""
+def limits(case: Case) -> dict[str, float]:
+    """What the ladder's names are here, seconds; without those that have no value."""
     settings, ours = case.site.settings, case.site.config.controller
-    prolog = float(case.host.health.seconds + PROLOG_REST)
-    kill, silent = settings.seconds("KillWait"), settings.seconds("SlurmdTimeout")
-    expire = _expire(settings)
-    return [
-        Step(
-            ("the prolog", prolog),
-            ("BatchStartTimeout", settings.seconds("BatchStartTimeout")),
-            "Slurm takes a job for lost while its node is checked",
-            f"BatchStartTimeout={number(prolog + 2)} in slurm.conf, or UNICRON_HEALTH_SECONDS in prolog.conf",
-        ),
-        Step(
-            ("the prolog", prolog),
-            ("PrologTimeout", _prolog_limit(settings)),
-            "Slurm kills the prolog and drains the node",
-            f"PrologTimeout={number(prolog + 2)} in slurm.conf",
-        ),
-        Step(
-            ("the prolog", prolog),
-            ("cred_expire", expire),
-            "a job's credential expires before it begins",
-            f"cred_expire={number(CRED_EXPIRE)} in AuthInfo of slurm.conf",
-        ),
-        Step(
-            ("BatchStartTimeout", settings.seconds("BatchStartTimeout")),
-            ("cred_expire", expire),
-            "a job's credential expires while Slurm waits for it to begin",
-            f"cred_expire={number(CRED_EXPIRE)} in AuthInfo of slurm.conf",
-        ),
-        Step(
-            ("a script's time to save its state", PLANNED_SECONDS),
-            ("KillWait", kill),
-            "Slurm kills a rank in restart mode before it has saved its state",
-            "KillWait=30 in slurm.conf",
-        ),
-        Step(
-            ("KillWait", kill),
-            ("[controller] isolate_seconds", ours.isolate_seconds),
-            "Unicron repeats its request while Slurm still ends the element",
-            f"isolate_seconds = {number(2 * (kill or 0))} in [controller]",
-        ),
-        Step(
-            ("[controller] lease", ours.lease),
-            ("SlurmdTimeout", silent or None),
-            "Slurm sets a silent node down before Unicron has looked at it",
-            "SlurmdTimeout=300 in slurm.conf",
-        ),
-        Step(
-            ("MessageTimeout", settings.seconds("MessageTimeout")),
-            ("[controller] slurm_timeout", ours.slurm_timeout),
-            "Unicron gives a command up while Slurm still works on it",
-            f"slurm_timeout = {number(settings.seconds('MessageTimeout') or 0)} in [controller]",
-        ),
-        Step(
-            ("[controller] slurm_poll_seconds + slurm_timeout", ours.slurm_poll_seconds + ours.slurm_timeout),
-            ("MinJobAge", settings.seconds("MinJobAge")),
-            "Slurm forgets a job before Unicron has seen its end",
-            "MinJobAge=300 in slurm.conf",
-        ),
-    ]
+    found = {
+        "the prolog": float(case.host.health.seconds + PROLOG_REST),
+        _SAVES: PLANNED_SECONDS,
+        "PrologTimeout": _prolog_limit(settings),
+        "cred_expire": _expire(settings),
+        "SlurmdTimeout": settings.seconds("SlurmdTimeout") or None,
+        **{name: settings.seconds(name) for name in ("BatchStartTimeout", "KillWait", "MessageTimeout", "MinJobAge")},
+        **{name: getattr(ours, name) for name in OURS},
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def raised(known: Mapping[str, float]) -> dict[str, float]:
+    """The same with which the whole ladder holds, and unicrond's own rules about the same names."""
+    steps = [*LADDER, *(Step(tuple(names(rule.low)), rule.high, rule.why, not rule.equal) for rule in RULES)]
+    better = dict(known)
+    for _ in steps:  # each raises what a later one depends on at most once
+        for step in steps:
+            if step.high in USUAL and _is_broken(step, better):
+                better[step.high] = max(USUAL[step.high], sum(better[name] for name in step.low) + ROOM)
+    return better
+
+
+def _is_broken(step: Step, known: Mapping[str, float]) -> bool:
+    if not all(name in known for name in (*step.low, step.high)):
+        return False
+    low = sum(known[name] for name in step.low)
+    return low > known[step.high] or (step.below and low == known[step.high])
+
+
+def _shown(name: str) -> str:
+    return f"[controller] {name}" if name in OURS else name
+
+
+def _line(settings: SlurmSettings, name: str, value: float) -> str:
+    """What to write where. Older releases have one limit for prolog and epilog, and take no other name."""
+    if name in OURS:
+        return f"{name} = {number(value)} in [controller]"
+    if name == "cred_expire":
+        return f"cred_expire={number(value)} in AuthInfo of slurm.conf"
+    if name == "PrologTimeout" and not settings.text(name):
+        name = "PrologEpilogTimeout"
+    return f"{name}={number(value)} in slurm.conf"
 
 
 def _expire(settings: SlurmSettings) -> float:

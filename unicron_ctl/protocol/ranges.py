@@ -13,6 +13,7 @@ from msgspec import Meta
 from unicron.ctl.settings.limits import HEARTBEATS
 
 MOST_ELEMENTS = 1 << 22  # of a job: Slurm's largest MaxArraySize is 4,000,001
+MOST_NODES = 1 << 16  # of a cluster: slurm.h's MAX_SLURM_NODES is 65,533
 MOST_RANKS = 1024  # of one node
 MOST_SLOTS = 1 << 20  # of a plan
 MOST_REPLICA = 1 << 16  # ranks of a replica

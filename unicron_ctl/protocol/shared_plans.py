@@ -17,7 +17,8 @@ from unicron.transition.generations import layout
 
 class PlanCommon(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The common part of a plan. members and joiners stand in their order, as runs [first, last]. proposers: the agents
-    of the first members' elements, who act for the controller while it is away."""
+    of the first members' elements, who act for the controller while it is away. nodes: in restart mode the names of the
+    members' nodes, in the order of their slots."""
 
     generation: ranges.Count
     members: ranges.Runs
@@ -32,9 +33,10 @@ class PlanCommon(msgspec.Struct, kw_only=True, omit_defaults=True):
     proposers: Annotated[list[structs.Peer], Meta(max_length=ranges.MOST_PROPOSERS)] = []
     replica: ranges.Replica = 1
     state: ranges.State | None = None
+    nodes: Annotated[list[ranges.Name], Meta(max_length=ranges.MOST_NODES)] = []
 
 
-_ALIKE = [name for name in PlanCommon.__struct_fields__ if name not in ("members", "joiners", "proposers")]
+_ALIKE = [name for name in PlanCommon.__struct_fields__ if name not in ("members", "joiners", "proposers", "nodes")]
 
 
 def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
@@ -57,10 +59,11 @@ def expand(found: Sequence[tuple[int, int]]) -> list[int]:
     return [slot for first, last in found for slot in range(first, last + 1)]
 
 
-def common(plan: wire.Plan, proposers: Sequence[structs.Peer] = ()) -> msgspec.Raw:
+def common(plan: wire.Plan, proposers: Sequence[structs.Peer] = (), nodes: Sequence[str] = ()) -> msgspec.Raw:
     """The part of the plan that all agents get, encoded."""
     alike = {name: getattr(plan, name) for name in _ALIKE}
-    part = PlanCommon(members=runs(plan.members), joiners=runs(plan.joiners), proposers=list(proposers), **alike)
+    members, joiners = runs(plan.members), runs(plan.joiners)
+    part = PlanCommon(members=members, joiners=joiners, proposers=list(proposers), nodes=list(nodes), **alike)
     return msgspec.Raw(wire.encode(part))
 
 
@@ -96,6 +99,11 @@ def whole(part: wire.PlanShare) -> wire.Plan:
 def proposers(part: wire.PlanShare) -> list[structs.Peer]:
     """The agents that act for the controller while it is away, in their order. Raises :class:`wire.BadMessage`."""
     return _known(part).proposers
+
+
+def nodes(part: wire.PlanShare) -> list[str]:
+    """The names of the members' nodes, in the order of their slots. Raises :class:`wire.BadMessage`."""
+    return _known(part).nodes
 
 
 def heads(part: wire.PlanShare, slots: Iterable[int]) -> list[int]:

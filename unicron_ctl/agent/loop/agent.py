@@ -301,8 +301,9 @@ class Agent:
                 self._snapshots.files.request_checkpoint(self._states.isdisjoint(AT_WORK), self._snapshots.copies.whole)
                 self._to_all(Save())
             elif number in FORWARDED and not slurm_signals_all():
-                for child in self._children:
-                    child.signal(number)
+                for rank in self.ranks.values():
+                    if rank.child is not None:
+                        rank.child.pass_on(number, rank.trainer)
             elif number in ENDING and self.exit_code is None:
                 for child in self._children if number == signal.SIGTERM and slurm_signals_all() else ():
                     child.terminated = True

@@ -28,9 +28,8 @@ from unicron.ctl.agent.ranks.fence import Fence
 from unicron.ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
 from unicron.ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
 from unicron.ctl.agent.ranks.zygote_client import Starter
-from unicron.ctl.protocol import structs, wire
+from unicron.ctl.protocol import shared_plans, structs, wire
 from unicron.ctl.settings.limits import PLANNED_SECONDS
-from unicron.ctl.slurm.host_lists import hosts
 from unicron.detector.processes.rank_messages import Step, ToRank
 from unicron.detector.processes.supervise import USUAL, Surroundings
 from unicron.transition.snapshot import cuts
@@ -180,12 +179,11 @@ class RestartAgent(Agent):
         self._snapshots.copies.plain = True
         self._ending.leaves = "its processes end"
         self._fence = Fence(self._net.polling.watch, self._net.polling.unwatch)
-        in_array = "SLURM_ARRAY_TASK_ID" in os.environ
-        self._node_names = [] if in_array else hosts(os.environ.get("SLURM_JOB_NODELIST", ""))  # by element
         self._counted_at = 0.0
         self._began = 0.0  # when the present world's processes were started
         self._term_at = self._kill_at = 0.0
-        self._shares_doors: list[str] = []  # of the last plan
+        self._shares_doors: list[str] = []  # of the last plan, as its nodes' names
+        self._node_names: list[str] = []
         self._absence = Absence(place.element == 0)
         self._next: tuple[wire.Plan, float] | None = None  # a world that begins once its doors were tried; until when
 
@@ -222,7 +220,7 @@ class RestartAgent(Agent):
         super()._on_welcome(message)
 
     def _on_plan(self, share: wire.PlanShare) -> None:
-        self._shares_doors = share.doors
+        self._shares_doors, self._node_names = share.doors, shared_plans.nodes(share)
         super()._on_plan(share)
 
     def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
@@ -371,8 +369,8 @@ def own_end_seconds(message: wire.Break, age: float) -> float:
 
 
 def world_of(plan: wire.Plan, place: Place, names: Sequence[str] = ()) -> World:
-    """The place of this node in the plan's world: its members' nodes in order of their slots. names: of all elements'
-    nodes, where they are known.
+    """The place of this node in the plan's world: its members' nodes in order of their slots. names: of these nodes,
+    where they are known.
 
     Raises BadMessage for a plan whose store has no port.
     """
@@ -382,5 +380,5 @@ def world_of(plan: wire.Plan, place: Place, names: Sequence[str] = ()) -> World:
         raise wire.BadMessage(f"the plan's world meets at {plan.store!r}, which has no port")
     elements = sorted({slot // per_node for slot in plan.members})
     node, before = elements.index(place.element), max(0, plan.generation - 1)
-    known = tuple(names[element] for element in elements) if elements[-1] < len(names) else ()
+    known = tuple(names) if len(names) == len(elements) else ()
     return World(node, len(elements), per_node, host.strip("[]"), int(port), place.job, before, known)

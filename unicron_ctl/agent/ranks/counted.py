@@ -20,7 +20,7 @@ import msgspec
 from unicron.ctl.agent.connections.held_folders import let_go, try_hold
 from unicron.ctl.agent.ranks.ranks import stacks_file
 from unicron.ctl.protocol import structs
-from unicron.detector.processes import counters, stacks
+from unicron.detector.processes import counters, stacks, step_signals
 from unicron.detector.processes.counters import AT, BYTES, TEXT, VERSION
 from unicron.detector.processes.rank_messages import Step
 
@@ -45,7 +45,7 @@ class Folder:
         about = f"{self.autoload}/{counters.NAME}-{VERSION}.dist-info"
         os.makedirs(about)
         # Copies: in a container that the ranks alone are in there is this folder, and none of the project's.
-        for module in (counters, stacks):
+        for module in (counters, stacks, step_signals):
             shutil.copy(str(module.__file__), self.path)
         os.symlink(f"../{os.path.basename(counters.__file__)}", f"{self.autoload}/{counters.NAME}.py")
         for name, text in (

@@ -27,12 +27,14 @@ LAUNCHER = "_UNICRON_LAUNCHER"  # which one the agent stands for, in its own env
 SUBMITIT = "submitit"
 MAX_RESTARTS = 1_000_000  # nobody counts them: whether it goes on is the controller's to say
 # What srun tells of its step and of where it runs (srun(1), OUTPUT ENVIRONMENT VARIABLES), and the launchers' own.
+# The step's number and GPUs are the rank's own, whatever the world.
 _OF_THE_STEP = re.compile(
-    r"SLURM_(STEP.*|NTASKS.*|NPROCS|PROCID|LOCALID|NODEID|NNODES|JOB_NUM_NODES|NODELIST|JOB_NODELIST|TASKS_PER_NODE|"
-    r"GTIDS|TASK_PID|DISTRIBUTION|LAUNCH_NODE_IPADDR|SRUN_COMM_.*|MPI_TYPE|PMI.*)|PMIX?_.*"
+    r"SLURM_(STEP(?!_?ID\Z|_GPUS\Z).*|NTASKS.*|NPROCS|PROCID|LOCALID|NODEID|NNODES|JOB_NUM_NODES|NODELIST|"
+    r"JOB_NODELIST|TASKS_PER_NODE|GTIDS|TASK_PID|DISTRIBUTION|LAUNCH_NODE_IPADDR|SRUN_COMM_.*|MPI_TYPE|PMI.*)|PMIX?_.*"
 )
 
 
+_NODE_LISTS = "SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST"
 _OF_TORCH = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -60,6 +62,9 @@ class World:
         rank, size = str(self.node * self.ranks_per_node + local), str(self.nodes * self.ranks_per_node)
         usual = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "ROLE_NAME": "default"}
         usual |= {"OMP_NUM_THREADS": "1"} if self.ranks_per_node > 1 else {}
+        if "SLURM_ARRAY_TASK_ID" in base:  # JAX makes its port of SLURM_JOB_ID, which each element has to itself
+            host = f"[{self.master}]" if ":" in self.master else self.master
+            usual["JAX_COORDINATOR_ADDRESS"] = f"{host}:{self.port}"
         made = {
             **usual,
             **base,
@@ -78,7 +83,7 @@ class World:
             "TORCHELASTIC_MAX_RESTARTS": str(MAX_RESTARTS),
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store
             **slurm_world(int(rank), int(size), local, self.ranks_per_node, self.node),
-            **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), ",".join(self.names) or self.master),
+            **dict.fromkeys(_NODE_LISTS, ",".join(self.names) or self.master),
         }
         launcher = made.pop(LAUNCHER, "")
         if launcher == SUBMITIT:
@@ -89,8 +94,10 @@ class World:
 
 
 def slurm_world(rank: int, size: int, local: int, per_node: int, node: int) -> dict[str, str]:
-    """What srun would tell the task that is this rank, had one step started the whole world."""
+    """What srun would tell the task that is this rank, had one step started the whole world. JAX, TensorFlow's
+    SlurmClusterResolver and idr_torch read the names with STEP."""
     nodes = size // per_node
+    tasks = f"{per_node}(x{nodes})" if nodes > 1 else str(per_node)
     return {
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(local),
@@ -100,7 +107,10 @@ def slurm_world(rank: int, size: int, local: int, per_node: int, node: int) -> d
         "SLURM_NTASKS_PER_NODE": str(per_node),
         "SLURM_NNODES": str(nodes),
         "SLURM_JOB_NUM_NODES": str(nodes),
-        "SLURM_TASKS_PER_NODE": f"{per_node}(x{nodes})" if nodes > 1 else str(per_node),
+        "SLURM_TASKS_PER_NODE": tasks,
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
     }
 
 

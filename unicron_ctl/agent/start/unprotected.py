@@ -128,8 +128,10 @@ class _Ranks:
                 self._patience = ENDING_SECONDS
             reached = slurm_signals_all()
             for child in self._running:
-                if not reached:
+                if not reached and number in ENDING:
                     child.signal(number)
+                elif not reached:
+                    child.pass_on(number)
                 child.terminated |= number == signal.SIGTERM
         for child in list(self._running):
             if child.stderr in ready and standard_error.full:

@@ -91,7 +91,16 @@ class Letter:
     @cached_property
     def common(self) -> msgspec.Raw:
         """What all agents are told of the plan, encoded."""
-        return shared_plans.common(self.plan, self._proposers) if self.plan is not None else msgspec.Raw(b"")
+        if self.plan is None:
+            return msgspec.Raw(b"")
+        return shared_plans.common(self.plan, self._proposers, () if self._job.mode.keeps_state else self._nodes)
+
+    @cached_property
+    def _nodes(self) -> list[str]:
+        """The names of the members' nodes; [] where one is not known."""
+        records = [self._job.agents.get(element) for element in self._elements]
+        names = [record.node for record in records if record is not None]
+        return names if len(names) == len(records) else []
 
     def share(self, agent: AgentView) -> wire.PlanShare:
         """The agent's part of the plan, of which there must be one."""

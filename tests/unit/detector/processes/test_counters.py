@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 
 import pytest
@@ -121,3 +122,40 @@ def test_a_page_that_is_gone_harms_no_script(monkeypatch):
     before = torch.save
     counters.install()
     assert torch.save is before
+
+
+HELPERS = """
+import os, re, signal, subprocess, sys
+signal.signal(signal.SIGUSR1, lambda *_: None)
+import torch
+
+def bits(pid, name):
+    return int(re.search(name + r":\\s*(\\w+)", open(f"/proc/{pid}/status").read())[1], 16)
+
+def bit(number):
+    return 1 << number - 1
+
+read, write = os.pipe()
+if not (pid := os.fork()):
+    os.read(read, 1)
+    os._exit(0)
+program = subprocess.Popen(["sleep", "60"])
+spawned = "import re; print(int(re.search(r'SigBlk:\\\\s*(\\\\w+)', open('/proc/self/status').read())[1], 16))"
+inner = int(subprocess.run([sys.executable, "-c", spawned], capture_output=True, text=True).stdout)
+print(*map(bool, (
+    bits(pid, "SigIgn") & bit(signal.SIGUSR1), bits(program.pid, "SigBlk") & bit(signal.SIGUSR1),
+    inner & bit(signal.SIGUSR1), bits(os.getpid(), "SigCgt") & bit(signal.SIGUSR1),
+    bits(os.getpid(), "SigBlk"), bits(pid, "SigIgn") & bit(signal.SIGUSR2),
+    bits(program.pid, "SigBlk") & bit(signal.SIGTERM),
+)))
+program.kill()
+os.write(write, b"x")
+"""
+
+
+def test_what_a_plain_program_starts_does_not_hear_a_signal_for_which_it_has_a_handler(folder):
+    """A worker that loads data ran the script's own handler for SIGUSR1, and a program was ended by it. What it has no
+    handler for is as it was, and SIGTERM ends what it starts."""
+    environment = dict(os.environ) | Counted(folder, 0).start(1, 0) | {"PYTHONPATH": folder.autoload}
+    done = subprocess.run([sys.executable, "-c", HELPERS], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "True", "True", "True", "False", "False", "False"], done.stderr

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from tests.support.processes import wait_for
 from unicron.detector.processes.job_output import JobOutput
@@ -72,3 +73,37 @@ def test_sigterm_reaches_a_process_once_whoever_asks_for_its_end() -> None:
     child.signal(signal.SIGKILL)
     assert child.reap(60.0) == -signal.SIGKILL
     child.close()
+
+
+FAMILY = """import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+children = [os.fork()]
+if children[0]:
+    children.append(os.fork())
+if all(children):
+    print(*children, file=sys.stderr, flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_a_signal_that_is_passed_on_reaches_no_worker() -> None:
+    """Defect: the agent sent SIGUSR1 and SIGUSR2 to the rank's whole group; it ended workers that load data."""
+    child = Child([sys.executable, "-c", FAMILY], dict(os.environ))
+    wait_for(lambda: child.pass_stderr() and child.tail(), "it has two children")
+    worker, trainer = map(int, child.tail().split())
+    child.pass_on(signal.SIGUSR1, trainer)
+    wait_for(lambda: child.ended(), "the process has heard it")
+    wait_for(lambda: not runs(trainer), "and so has the one that trains")
+    assert runs(worker)
+    child.pass_on(signal.SIGUSR1, os.getpid())  # of another group
+    assert child.reap(60.0) == 7
+    child.close()
+
+
+def runs(pid: int) -> bool:
+    """It is there, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False

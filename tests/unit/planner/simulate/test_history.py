@@ -192,14 +192,26 @@ def test_small_jobs_steps_and_what_never_started_are_left_out(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt|7b", "|gpt||7b|", "gpt\x0b7b", "gpt\x857b", "gpt\u20287b", "gpt\r7b", pytest.param("x" * 200_000, id="long")],
+    [
+        "gpt\n7b",
+        "\n",
+        "a|b\n\nc|d\n",
+        "9|ann|x\n|y",
+        "gpt|7b",
+        "|gpt||7b|",
+        "gpt\x0b7b",
+        "gpt\x857b",
+        "gpt\u20287b",
+        "gpt\r7b",
+        pytest.param("x" * 200_000, id="long"),
+    ],
 )
 def test_a_jobs_name_may_hold_what_parts_fields_or_lines_elsewhere(tmp_path, name):
     path = tmp_path / "history.txt"
     rows = [HEADER, row("7", "NODE_FAIL", 0, 10, name=name), "", row("8", "COMPLETED", 11, 12, name=name, submit=10.5)]
     path.write_bytes("\ufeff".encode() + "\r\n".join(rows).encode())
     first, second = load(path)
-    assert (first.name, first.state, first.nodes, second.name) == (name, "NODE_FAIL", 8, name)
+    assert (first.name, first.state, first.nodes, second.name) == (name.strip(), "NODE_FAIL", 8, name.strip())
     assert [failure.waited for failure in judge([first, second], FREE).failures] == [3600]
 
 
@@ -228,3 +240,29 @@ def test_the_figure_is_drawn_with_and_without_failures(tmp_path):
         path = tmp_path / f"{number}.svg"
         draw_history(judged(tmp_path, *rows), path)
         assert path.read_text().rstrip().endswith("</svg>")
+
+
+def test_a_record_that_cannot_be_read_is_left_out_and_said(tmp_path):
+    """Defect: one name with a line feed ended the account of a whole site."""
+    path, wrong = tmp_path / "history.txt", list[str]()
+    fake = row("9", "FAILED", 0, 5, name="x")
+    rows = [row("7", "NODE_FAIL", 0, 10), row("6", "FAILED", 0, 10, name=f"y\n{fake}\nz"), "1|ann|gp"]
+    path.write_text("\n".join([HEADER, *rows, row("7", "COMPLETED", 11, 20)]))
+    runs = {(run.job, run.state) for run in load(path, wrong)}
+    assert runs == {("7", "NODE_FAIL"), ("9", "FAILED"), ("7", "COMPLETED")}
+    assert len(wrong) == 2 and "line 3" in wrong[0] and not [line for line in wrong if "\n" in line]
+    with pytest.raises(PlanError, match="line 3: expected 9 fields, found 3"):
+        load(path)
+
+
+def test_jobs_of_two_clusters_or_users_have_nothing_to_do_with_each_other(tmp_path):
+    """Defect: the job of another cluster with the same number was what a job went on as."""
+    path, header = tmp_path / "history.txt", f"Cluster|{HEADER}"
+    rows = [f"a|{row('7', 'NODE_FAIL', 0, 10)}", f"b|{row('7', 'COMPLETED', 11, 20, submit=9)}"]
+    path.write_text("\n".join([header, *rows]))
+    found = judge(load(path), FREE)
+    assert (found.runs, found.failures, found.left) == (2, (), 1)
+    ours = judged(tmp_path, row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 11, 20).replace("|ann|", "|bob|"))
+    assert (ours.runs, ours.failures, ours.left) == (2, (), 1)
+    path.write_text("\n".join([header, *(line.replace("b|", "a|", 1) for line in rows)]))
+    assert [failure.waited for failure in judge(load(path), FREE).failures] == [3600]

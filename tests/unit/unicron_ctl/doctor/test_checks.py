@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from typing import Any
 
 import msgspec
@@ -259,6 +260,43 @@ def test_a_setting_of_slurm_that_does_not_fit(check: str, wrong: dict[str, str],
     results = [result for result in found(judged(host(), site(**wrong)), check) if result.verdict != "good"]
     assert results and all(result.verdict == "problem" and result.do for result in results), results
     assert any(words in result.text for result in results), results
+
+
+@pytest.mark.parametrize("release", ["PrologEpilogTimeout", "PrologTimeout"], ids=["22.05", "with PrologTimeout"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"MessageTimeout": "600", "BatchStartTimeout": "600", "AuthInfo": "cred_expire=120"},
+        {"MessageTimeout": "298", "MinJobAge": "5", "KillWait": "298"},
+        {"MessageTimeout": "296"},
+        {"KillWait": "600 sec", "AuthInfo": "socket=/x,cred_expire=3"},
+        {"PrologTimeout": "3", "BatchStartTimeout": "2", "SlurmdTimeout": "1", "KillWait": "2"},
+        {"SlurmdTimeout": "0", "MinJobAge": "1"},
+    ],
+)
+def test_once_all_is_done_that_is_said_no_problem_is_left_and_unicrond_starts(
+    wrong: dict[str, str], release: str
+) -> None:
+    """Defect: slurm_timeout = 600 was to be written, for which isolate_seconds is too short: unicrond ended."""
+    settings = {release if name == "PrologTimeout" else name: value for name, value in wrong.items()}
+    settings.setdefault(release, "600")
+    ours: dict[str, float] = {}
+    for line in (do for one in time_outs(settings, ours) for do in one.do.split("; with it ")):
+        name, value, where = re.fullmatch(r"(\w+) ?= ?([\d.]+) in (.+?)(?:, or UNICRON.*)?", line).groups()  # type: ignore
+        if where == "[controller]":
+            ours[name] = float(value)
+        elif where == "AuthInfo of slurm.conf":
+            settings["AuthInfo"] = f"{name}={value}"
+        else:
+            assert where == "slurm.conf" and name in SETTINGS | settings, "a name that this release has"
+            settings[name] = value
+    assert time_outs(settings, ours) == [], "and unicrond takes what is written for it"
+
+
+def time_outs(settings: dict[str, str], ours: dict[str, float]) -> list[Result]:
+    """What is found; raises UserError where unicrond would not start."""
+    cluster = dataclasses.replace(site(**settings), config=parse({"controller": ours}))
+    return [one for one in found(judged(host(), cluster), "time-outs") if one.verdict != "good"]
 
 
 def test_slurm_that_does_not_answer_is_a_problem_and_no_setting_is_judged() -> None:

@@ -187,6 +187,13 @@ def test_the_plugins_line_is_one_that_the_plugin_takes() -> None:
 # ---------------------------------------------------------------------------------------------------------- command
 
 
+def test_each_command_of_a_step_stands_on_a_line_of_its_own(slurm: Path) -> None:
+    """Defect: a step was printed as one line, in which a `#` hides all that follows."""
+    lines = call("--config", slurm / "etc" / "unicron.toml").splitlines()
+    alone = ["systemctl enable --now unicrond", "unicronctl ping", "scontrol reconfigure", "unicronctl events -f"]
+    assert [line.strip() for line in lines if line.strip() in alone] == alone
+
+
 def test_it_writes_once_and_then_leaves_the_file_alone(slurm: Path) -> None:
     path = slurm / "etc" / "unicron.toml"
     said = call("--config", path)

@@ -137,6 +137,9 @@ def test_the_world_of_a_plan_is_torchruns():
     plan = wire.Plan(generation=3, members=[2, 3, 10, 11, 14, 15], store="10.0.0.1:20123", prefix="")
     assert world_of(plan, place) == World(1, 3, 2, "10.0.0.1", 20123, "7", 2)
     assert world_of(plan, place).environment(1, {})["RANK"] == "3"
+    told = world_of(plan, place, ["n1", "n5", "n7"]).environment(1, {})
+    assert told["SLURM_STEP_NODELIST"] == told["SLURM_JOB_NODELIST"] == "n1,n5,n7"
+    assert world_of(plan, place, ["n1", "n5"]).names == (), "of another world"
     for nowhere in ("", "10.0.0.1", "10.0.0.1:", "10.0.0.1:http"):
         with pytest.raises(wire.BadMessage, match="has no port"):
             world_of(wire.Plan(generation=3, members=plan.members, store=nowhere, prefix=""), place)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import unicron
+from tests.support.processes import ROOT
 from unicron.ctl.agent.connections.job_environment import read_place
 from unicron.ctl.agent.ranks import static_world as module
 from unicron.ctl.agent.ranks.static_world import World, outside_the_step, static_world
 from unicron.ctl.agent.start.agent_main import hidden_packages, import_folders
+from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.system.errors import UserError
 
+SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm_jobs.toml").read_text())
 SQUEUE = """#!/bin/sh
 printf '2 n7\\n0 n3\\n'
 """
@@ -172,6 +177,7 @@ def test_slurms_variables_tell_the_world_and_not_the_step() -> None:
         "SLURM_JOB_ID": "130",
         "SLURM_JOB_NODELIST": "10.0.0.3",
         "SLURM_NODELIST": "10.0.0.3",
+        "SLURM_STEP_NODELIST": "10.0.0.3",
         "SLURM_PROCID": "7",
         "SLURM_LOCALID": "3",
         "SLURM_NODEID": "1",
@@ -181,14 +187,41 @@ def test_slurms_variables_tell_the_world_and_not_the_step() -> None:
         "SLURM_NNODES": "2",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_TASKS_PER_NODE": "4(x2)",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     }
     assert World(0, 1, 2, "a", 1, "1").environment(0, {})["SLURM_TASKS_PER_NODE"] == "2"
+
+
+@pytest.mark.parametrize("reads", SEEN["reads"], ids=lambda reads: reads["library"])
+def test_libraries_that_read_slurms_variables_find_the_world(reads: dict[str, Any]) -> None:
+    """Defect: jax.distributed.initialize() failed, for SLURM_STEP_NODELIST was hidden."""
+    own = {name: "1" for name in SEEN["step"]["names"]} | {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "130"}
+    world = World(1, 2, 2, "10.0.0.1", 20130, "130", names=("n1", "n2"))
+    shown = world.environment(1, outside_the_step(own))
+    assert set(reads["names"]) <= shown.keys()
+    seen = {f"SLURM_STEP_{name}": value for name, value in SEEN["step"]["values"].items()}
+    told = {name: shown[name] for name in seen}
+    assert hosts(told.pop("SLURM_STEP_NODELIST")) == hosts(seen.pop("SLURM_STEP_NODELIST"))
+    assert told == seen and "SLURM_STEP_LAUNCHER_PORT" not in shown
+
+
+def test_jax_meets_at_one_port_in_an_array() -> None:
+    """It makes the port of SLURM_JOB_ID, which each element has to itself (seen with 0.10.2)."""
+    element, own = {"SLURM_ARRAY_TASK_ID": "1"}, {"JAX_COORDINATOR_ADDRESS": "mine:1"}
+    for master, address in (("10.0.0.3", "10.0.0.3:20130"), ("fd00::3", "[fd00::3]:20130")):
+        world = World(1, 2, 1, master, 20130, "130")
+        assert world.environment(0, element)["JAX_COORDINATOR_ADDRESS"] == address
+        assert world.environment(0, element | own)["JAX_COORDINATOR_ADDRESS"] == "mine:1"
+        assert "JAX_COORDINATOR_ADDRESS" not in world.environment(0, {})
 
 
 def test_what_describes_one_elements_step_is_hidden() -> None:
     kept = {"SLURM_JOB_ID": "131", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NAME": "gpt", "SLURM_CPUS_ON_NODE": "8"}
     kept |= {"SLURM_GPUS_ON_NODE": "8", "SLURMD_NODENAME": "n2", "SLURM_SUBMIT_DIR": "/home/ann", "PMIND": "x"}
-    step = ("NTASKS", "NTASKS_PER_NODE", "PROCID", "NNODES", "JOB_NODELIST", "STEP_ID", "STEPID", "SRUN_COMM_PORT")
+    kept |= {"SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_GPUS": "0,1"}
+    step = ("NTASKS", "NTASKS_PER_NODE", "PROCID", "NNODES", "JOB_NODELIST", "STEP_NUM_TASKS", "STEP_LAUNCHER_PORT")
     hidden = {f"SLURM_{name}": "1" for name in step} | {"PMI_SIZE": "1", "PMIX_RANK": "0"}
     assert outside_the_step(kept | hidden) == kept
 

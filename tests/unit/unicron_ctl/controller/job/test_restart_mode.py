@@ -13,7 +13,7 @@ from unicron.ctl.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS
 from unicron.ctl.controller.api.node_answers import visible_nodes
 from unicron.ctl.controller.job import injection, modes
 from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.protocol import wire
+from unicron.ctl.protocol import shared_plans, wire
 from unicron.ctl.protocol.ranges import LAUNCHES
 from unicron.ctl.protocol.structs import RankStep
 from unicron.ctl.settings.config import ControllerConfig
@@ -51,6 +51,23 @@ def test_a_dead_process_leads_to_a_new_world_of_all():
     assert failure.record.slots == [1] and failure.resumed_at and failure.restored_at
     assert agents[1].ranks[1].incarnation == 1 and agents[0].ranks[0].incarnation == 0
     world.check_replay()
+
+
+def test_the_plan_names_the_nodes_of_its_world():
+    """An array's agents do not know each other's; JAX and others read them from SLURM_STEP_NODELIST."""
+    world = World()
+    agents = start(world, min_nodes=2)
+    assert shared_plans.nodes(last_share(world)) == ["n1", "n2", "n3"]
+    world.run(30)
+    agents[1].die(1, code=1)
+    agents[1].silent = True
+    world.dead_nodes.add("n2")
+    world.run(90.0)
+    assert sorted(world.job().members) == [0, 2] and shared_plans.nodes(last_share(world)) == ["n1", "n3"]
+
+
+def last_share(world: World) -> wire.PlanShare:
+    return [message for _, message in world.sent if isinstance(message, wire.PlanShare)][-1]
 
 
 @pytest.mark.parametrize(
