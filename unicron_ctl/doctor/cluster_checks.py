@@ -181,8 +181,8 @@ def limits(case: Case) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def raised(known: Mapping[str, float]) -> dict[str, float]:
     """Returns settings with which the whole ladder holds, and unicrond's own rules about these names."""
-    """The same with which the whole ladder holds, and unicrond's own rules about the same names."""
     steps = [*LADDER, *(Step(tuple(names(rule.low)), rule.high, rule.why, not rule.equal) for rule in RULES)]
     better = dict(known)
     for _ in steps:  # each raises what a later one depends on at most once
