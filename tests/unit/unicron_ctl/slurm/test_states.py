@@ -122,3 +122,8 @@ def test_the_words_that_others_choose_from_are_in_the_tables() -> None:
 def test_the_pages_map_draws_nodes_by_the_table(words: str) -> None:
     look = page_view._look_of(SimpleNamespace(states=words.split(), healthy=False), [], set())
     assert look == ("drained" if words in ("IDLE DRAIN", "MIXED FAIL") else "down")
+
+
+@pytest.mark.parametrize("row", SEEN["seen_nodes"], ids=lambda row: row["state"])
+def test_nodes_as_they_were_seen(row: dict[str, str]) -> None:
+    assert node(row["state"]).healthy == row["work"]
