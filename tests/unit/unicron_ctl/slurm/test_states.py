@@ -14,6 +14,7 @@ from unicron.ctl.cli.web import page_view
 from unicron.ctl.controller.sense.slurm_states import NODE_STATES
 from unicron.ctl.slurm import command_line, pending_reasons, squeue, states
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, current_reason
+from unicron.detector.failures.classify import default_classifier
 from unicron.planner.simulate import history
 
 SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm-states.toml").read_text())
@@ -127,3 +128,21 @@ def test_the_pages_map_draws_nodes_by_the_table(words: str) -> None:
 @pytest.mark.parametrize("row", SEEN["seen_nodes"], ids=lambda row: row["state"])
 def test_nodes_as_they_were_seen(row: dict[str, str]) -> None:
     assert node(row["state"]).healthy == row["work"]
+
+
+@pytest.mark.parametrize("word", [*SEEN["jobs"], *SEEN["job_flags"]])
+def test_the_severity_table_knows_each_state_of_a_job(word: str) -> None:
+    """`unicronctl classify --slurm`. What waits has not failed, whoever holds it."""
+    short = SEEN["jobs"].get(word, {}).get("short", word)
+    for said in {word} if word == "EXPEDITING" else {word, short}:
+        verdict = default_classifier().slurm(said)
+        assert verdict.rule != "slurm-default", said
+        assert word not in states.WAITS or verdict.cause == "finished", said
+        assert word not in states.ENDED_BADLY or verdict.cause != "finished", said
+
+
+@pytest.mark.parametrize("word", sorted((SEEN["nodes"].keys() | set(SEEN["sinfo"]["words"])) - {"?"}))
+def test_the_severity_table_knows_each_state_of_a_node(word: str) -> None:
+    verdict = default_classifier().slurm(word)
+    assert verdict.rule != "slurm-default"
+    assert word in states.UNUSABLE or verdict.cause == "finished"
