@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import pwd
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from tests.support.processes import unicronctl, wait_for
 from unicron.ctl.lab.cluster import LocalCluster
-from unicron.planner.simulate.history import COMMAND
+from unicron.planner.simulate.history import COMMAND, load
 
 pytestmark = pytest.mark.slurm
 
@@ -51,6 +53,26 @@ def seconds(text: str) -> float:
 
 def earlier(text: str) -> str:
     return (datetime.datetime.fromisoformat(text) - datetime.timedelta(minutes=15)).isoformat()
+
+
+def test_accounts_events_and_runs_are_read_as_they_are_printed(accounted: LocalCluster, tmp_path: Path) -> None:
+    user = pwd.getpwuid(os.getuid()).pw_name
+    slurm(accounted, "sacctmgr", "-i", "add", "account", "lab", "Description=x", "Organization=x")
+    before = accounted.client().admin_level(user)
+    slurm(accounted, "sacctmgr", "-i", "add", "user", user, "Account=lab", "AdminLevel=Operator")
+    assert (before, accounted.client().admin_level(user)) in [("", "Operator"), ("Administrator", "Administrator")]
+    job = submit(accounted, tmp_path / "a", "exit 3")
+    slurm(accounted, "scontrol", "update", "nodename=n2", "state=down", "reason=fan | x")
+    wait_for(lambda: [row["State"] for row in history(accounted) if row["JobID"] == job] == ["FAILED"], "it has failed")
+    (tmp_path / "history").write_text(slurm(accounted, *COMMAND.replace("START", "now-1days").split()))
+    (run,) = load(tmp_path / "history")
+    assert (run.job, run.state, run.exit_code, run.nodes, run.user) == (job, "FAILED", "3:0", 1, user)
+    events = lambda: slurm(accounted, "sacctmgr", "-P", "show", "event")  # noqa: E731
+    wait_for(lambda: "|n2|" in events(), "its event is in the database")
+    (tmp_path / "events").write_text(events())
+    done = unicronctl("simulate", "--trace", str(tmp_path / "events"), "--save-trace", str(tmp_path / "trace"))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^[\d.]+,fail,n2,", (tmp_path / "trace").read_text(), re.MULTILINE)
 
 
 @pytest.mark.wide

@@ -61,7 +61,7 @@ def test_where_it_only_observes_a_lost_node_is_slurms_matter(
     job.controller.wait(goes_on, "it goes on without the lost node")
     assert job.controller.job()["nodes"] >= 2
     reasons = [info.reason for info in client.nodes()]
-    # From 24.11 on Slurm puts its word behind the reason that the node once had, that of another test perhaps.
+    # Slurm 24.11 without slurmdbd puts its word behind the reason that the node once had, that of another test perhaps.
     assert all(slurms_own(reason.rpartition(" : ")[2]) for reason in reasons), reasons
     assert not job.controller.events("slurm_action")
     assert job.controller.ask("status")["controller"]["modes"] == {"default": "observe", "main": "observe"}

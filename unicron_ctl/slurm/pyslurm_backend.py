@@ -8,7 +8,10 @@ first, and each of its calls is limited by that file's MessageTimeout.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import logging
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -19,6 +22,8 @@ from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Reserved, SlurmError, current_reason
 from unicron.ctl.slurm.states import element_state, on_hold, parse_states
 from unicron.ctl.system.errors import one_line
+
+log = logging.getLogger("unicron.slurm")
 
 
 class PyslurmClient(CommandLineClient):
@@ -243,27 +248,85 @@ def _exit_code(record: Any) -> str:
     return f"{code}:{number}" if code or number else ""
 
 
-def matching_pyslurm(
-    slurm_release: str, load: Callable[[str], ModuleType] = importlib.import_module
-) -> ModuleType | None:
-    """pyslurm, if it can be imported and was built for this major release ("22.05.8" -> 22.05); else None."""
-    # Left alone, it reads slurm.conf while it is imported, and libslurm ends the process when there is none.
-    os.environ.setdefault("PYSLURM_DISABLE_AUTO_INIT", "1")
+# What is read of pyslurm. 24.11 and older ones have no Reservations (docs/behaviour/pyslurm.md).
+NAMES = {
+    "JobSubmitDescription": "",
+    "PyslurmError": "",
+    "slurm_init": "",
+    "Jobs": "load",
+    "Nodes": "load",
+    "Reservations": "load",
+    "Reservation": "name nodes start_time end_time",
+    "Node": "name state reason address slurmd_port slurmd_start_time partitions active_features configured_gres modify",
+    "Job": "load requeue hold release modify id array_id array_task_id array_tasks_waiting state state_reason name "
+    "comment admin_comment allocated_nodes scheduled_nodes excluded_nodes user_id user_name account qos partition "
+    "reservation constraints gres_per_node requeue_count submit_time start_time time_limit priority",
+}
+OLDEST = 25, 11, 2  # before, its import without a slurm.conf ends the process, whatever the environment says
+
+
+def installed_pyslurm() -> str:
+    """The release of the pyslurm that is installed, without importing it; "" for none."""
     try:
-        module = load("pyslurm")
-    except Exception:  # it links against libslurm and fails in many ways where that is another one
+        return importlib.metadata.version("pyslurm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def matching_pyslurm(
+    slurm_release: str,
+    load: Callable[[str], ModuleType] = importlib.import_module,
+    installed: Callable[[], str] = installed_pyslurm,
+) -> ModuleType | None:
+    """pyslurm, if it was built for this major release ("22.05.8" -> 22.05), can be imported, and has all that is read
+    of it; else None. One line in the log says which is used, where one is installed."""
+    release = installed()
+    if not release:
         return None
-    built_for = getattr(module, "__version__", "").split(".")[:2]
-    wanted = slurm_release.split(".")[:2]
-    same = len(built_for) == 2 and all(part.isdigit() for part in built_for + wanted)
-    return module if same and [int(part) for part in built_for] == [int(part) for part in wanted] else None
+    why, module = _unfit(release, slurm_release), None
+    if not why:
+        os.environ.setdefault("PYSLURM_DISABLE_AUTO_INIT", "1")  # else its import reads slurm.conf
+        try:
+            module = load("pyslurm")
+        except Exception as error:  # it links against libslurm and fails in many ways where that is another one
+            why = f"it cannot be imported ({one_line(str(error))})"
+        else:
+            missing = _missing(module)
+            why = f"it has no {', '.join(missing)}" if missing else ""
+    if why:
+        log.warning("Slurm is asked by its commands, and not by pyslurm %s: %s", release, why)
+        return None
+    log.info("Slurm is asked by pyslurm %s", release)
+    return module
+
+
+def _unfit(release: str, slurm_release: str) -> str:
+    """Why a pyslurm of this release is not even imported."""
+    built_for, wanted = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (release, slurm_release))
+    if len(built_for) < 2 or built_for[:2] != wanted[:2]:
+        return f"it is for another release than Slurm {slurm_release}"
+    if tuple(built_for) < OLDEST:
+        return f"before {'.'.join(map(str, OLDEST))} its import may end the process, and it may lack what is read of it"
+    return ""
+
+
+def _missing(module: ModuleType) -> list[str]:
+    """What NAMES has and the module has not."""
+    found = []
+    for name, attributes in NAMES.items():
+        one = getattr(module, name, None)
+        if one is None:
+            found.append(name)
+        else:
+            found += [f"{name}.{attribute}" for attribute in attributes.split() if not hasattr(one, attribute)]
+    return found
 
 
 def choose_client(env: Mapping[str, str] | None = None, timeout: float = 10.0) -> CommandLineClient:
     """The pyslurm backend where it fits the cluster's release, else the command line's.
 
     The command line's too when `env` names another cluster than this process's own SLURM_CONF. Raises SlurmError when
-    Slurm's programs are missing or know no cluster.
+    Slurm's programs are missing.
     """
     client = CommandLineClient(env, timeout)
     chosen = (env or {}).get("SLURM_CONF")
@@ -271,6 +334,11 @@ def choose_client(env: Mapping[str, str] | None = None, timeout: float = 10.0) -
         return client
     module = matching_pyslurm(client.version())
     if module is None:
+        return client
+    try:
+        client.settings()  # where there is no slurm.conf, libslurm would end this process
+    except SlurmError as error:
+        log.warning("Slurm is asked by its commands, and not by pyslurm, for Slurm does not answer yet: %s", error)
         return client
     module.slurm_init(os.environ.get("SLURM_CONF"))
     return PyslurmClient(module, env, timeout)

@@ -313,7 +313,7 @@ class SlurmClient(Protocol):
     def resume(self, node: str) -> None:
         """Gives a drained or downed node back to the scheduler. No error for one that is in service.
 
-        From 24.11 on Slurm shows a node as not responding until its slurmd has answered again. The call waits for that,
+        Slurm shows a node as not responding until its slurmd has answered again. The call waits for that,
         but not for long: a listing shows what is still so afterwards.
         """
 

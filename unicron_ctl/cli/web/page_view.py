@@ -9,6 +9,7 @@ from unicron.ctl.cli import status_tables
 from unicron.ctl.cli.pause import paused_lines
 from unicron.ctl.protocol.answer_schema import Explanation, Failure, Job, Node, Scenario, Status
 from unicron.ctl.slurm.host_lists import natural
+from unicron.ctl.slurm.states import DRAINED
 from unicron.planner.solver.plan import Plan
 
 View = dict[str, Any]
@@ -106,7 +107,7 @@ def _node(node: Node, known: set[str]) -> list[Any]:
 def _look_of(node: Node, jobs: list[str], known: set[str]) -> str:
     """How the map draws the node."""
     if not node.healthy:
-        return "drained" if any(state.startswith("DRAIN") for state in node.states) else "down"
+        return "drained" if DRAINED.intersection(node.states) else "down"
     if node.asked_since is not None:
         return "silent"
     if any(job in known for job in jobs):

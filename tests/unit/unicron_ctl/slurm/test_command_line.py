@@ -73,7 +73,7 @@ def test_a_partitions_limits() -> None:
 
 @pytest.mark.parametrize(("state", "kept"), [("IDLE", False), ("MIXED+NOT_RESPONDING", False), ("IDLE+DRAIN", True)])
 def test_a_node_in_service_has_no_reason(state: str, kept: bool) -> None:
-    """From 24.11 on Slurm keeps the reason of a node that was resumed."""
+    """Slurm 24.11 and 25.11 keep the reason of a node that was resumed, where there is no slurmdbd."""
     info = parse_node(f"NodeName=n1 State={state} Reason=unicron[health]: gpu: 7 of 8 [root@2026-11-21T07:26:02]")
     assert info is not None and info.reason == ("unicron[health]: gpu: 7 of 8" if kept else "")
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from unicron.ctl.slurm import CommandLineClient, NodeInfo, Reserved, SlurmError, choose_client, command_line
-from unicron.ctl.slurm.pyslurm_backend import PyslurmClient, expand_indices, matching_pyslurm
+from unicron.ctl.slurm import (
+    CommandLineClient,
+    NodeInfo,
+    SlurmError,
+    choose_client,
+    command_line,
+    pyslurm_backend,
+)
+from unicron.ctl.slurm.pyslurm_backend import NAMES, PyslurmClient, expand_indices, matching_pyslurm
+from unicron.ctl.slurm.slurm_client import Reserved
 
 
 def _record(number: int, **fields: object) -> SimpleNamespace:
@@ -204,29 +215,87 @@ def test_index_lists(text: str, indices: list[int]) -> None:
     assert expand_indices(text) == indices
 
 
+def _whole(without: str = "") -> ModuleType:
+    """A pyslurm with all that is read of it, but for one name."""
+    module = ModuleType("pyslurm")
+    for name, attributes in NAMES.items():
+        found = {one: None for one in attributes.split() if f"{name}.{one}" != without}
+        if name != without:
+            setattr(module, name, type(name, (), found))
+    return module
+
+
 @pytest.mark.parametrize(
     ("version", "release", "fits"),
     [
         ("25.11.2", "25.11.0", True),
-        ("22.5.1", "22.05.8", True),
+        ("26.5.0", "26.05.5", True),
         ("25.11.2", "25.05.1", False),
         ("25.11.2", "22.05.8", False),
+        ("22.5.1", "22.05.8", False),
+        ("24.11.0", "24.11.5", False),
+        ("25.5.0", "25.05.3", False),
+        ("25.11.0", "25.11.7", False),
         ("18.8.0.1", "22.05.8", False),
-        ("", "22.05.8", False),
         ("25", "25.11.1", False),
+        ("", "22.05.8", False),
     ],
 )
-def test_pyslurm_is_used_only_for_its_own_release(version: str, release: str, fits: bool) -> None:
-    module = ModuleType("pyslurm")
-    module.__version__ = version
-    assert (matching_pyslurm(release, load=lambda name: module) is module) is fits
+def test_pyslurm_is_used_only_for_its_own_release(
+    version: str, release: str, fits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that does not fit is not imported: before 25.11.2 that may end the process. One line says which is used."""
+    module, loaded = _whole(), list[str]()
+
+    def load(name: str) -> ModuleType:
+        loaded.append(name)
+        return module
+
+    with caplog.at_level(logging.INFO):
+        assert (matching_pyslurm(release, load, lambda: version) is module) is fits
+    assert len(loaded) == fits and len(caplog.records) == bool(version)
+    assert not version or f"pyslurm {version}" in caplog.text
 
 
-def test_a_pyslurm_that_cannot_be_imported_is_no_error() -> None:
+def test_a_pyslurm_that_cannot_be_imported_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     def load(name: str) -> ModuleType:
         raise ImportError("libslurm.so.44: cannot open shared object file")
 
-    assert matching_pyslurm("22.05.8", load=load) is None
+    assert matching_pyslurm("25.11.8", load, lambda: "25.11.2") is None
+    assert "it cannot be imported (libslurm.so.44: cannot open" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Reservations", "Reservations.load", "Job.gres_per_node", "Node.slurmd_port"])
+def test_a_pyslurm_without_a_name_that_is_read_is_not_chosen(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Defect: with pyslurm 24.11.0, which has no Reservations, unicrond had no nodes for ever."""
+    assert matching_pyslurm("26.05.5", lambda _: _whole(name), lambda: "26.5.1") is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Slurm is asked by its commands, and not by pyslurm 26.5.1: it has no {name}"
+    ]
+
+
+def test_all_that_the_backend_reads_is_in_the_table_of_names() -> None:
+    """Each attribute of a record that the module's source has."""
+    text = Path(pyslurm_backend.__file__).read_text()
+    for word, name in (("record", "Job"), ("node", "Node"), ("one", "Reservation")):
+        read = set(re.findall(rf"(?<![\w.]){word}\.([a-z_]+)\b", text)) - {"split"}
+        assert read and read <= set(NAMES[name].split()), (name, read - set(NAMES[name].split()))
+    assert set(re.findall(r"self\._pyslurm\.(\w+)", text)) <= NAMES.keys()
+
+
+def test_without_an_answer_of_slurm_its_library_is_not_initialised(
+    monkeypatch: pytest.MonkeyPatch, fake: FakePyslurm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """libslurm ends the process where there is no slurm.conf."""
+
+    def settings(self: CommandLineClient) -> None:
+        raise SlurmError("scontrol show config: no configuration file")
+
+    monkeypatch.setattr("unicron.ctl.slurm.pyslurm_backend.matching_pyslurm", lambda release: fake)
+    monkeypatch.setattr(CommandLineClient, "version", lambda self: "25.11.8")
+    monkeypatch.setattr(CommandLineClient, "settings", settings)
+    assert type(choose_client()) is CommandLineClient
+    assert fake.notes == [] and "no configuration file" in caplog.text
 
 
 def test_another_cluster_than_this_processes_own_is_reached_by_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +309,7 @@ def test_choose_client_asks_the_cluster_for_its_release(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "unicron.ctl.slurm.pyslurm_backend.matching_pyslurm", lambda release: fake if release == "25.11.1" else None
     )
+    monkeypatch.setattr(CommandLineClient, "settings", lambda self: None)
     for release, backend in (("25.11.1", PyslurmClient), ("22.05.8", CommandLineClient)):
         monkeypatch.setattr(CommandLineClient, "version", lambda self, release=release: release)
         assert type(choose_client()) is backend

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.processes import ROOT
+from unicron.ctl.cli.web import page_view
 from unicron.ctl.controller.sense.slurm_states import NODE_STATES
 from unicron.ctl.slurm import command_line, pending_reasons, squeue, states
 from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, current_reason
+from unicron.detector.failures.classify import default_classifier
 from unicron.planner.simulate import history
 
 SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm-states.toml").read_text())
@@ -114,3 +117,32 @@ def test_the_words_that_others_choose_from_are_in_the_tables() -> None:
     for word, signal in itertools.product(states.OVER, ("0", "9")):
         run = history.Run("7", "ann", "x", word, f"1:{signal}", 0.0, 0.0, 1.0, 1)
         assert (history.cause_of(run) is not None) == (word in states.ENDED_BADLY), word
+
+
+@pytest.mark.parametrize("words", ["IDLE DRAIN", "MIXED FAIL", "DOWN", "IDLE BLOCKED"])
+def test_the_pages_map_draws_nodes_by_the_table(words: str) -> None:
+    look = page_view._look_of(SimpleNamespace(states=words.split(), healthy=False), [], set())
+    assert look == ("drained" if words in ("IDLE DRAIN", "MIXED FAIL") else "down")
+
+
+@pytest.mark.parametrize("row", SEEN["seen_nodes"], ids=lambda row: row["state"])
+def test_nodes_as_they_were_seen(row: dict[str, str]) -> None:
+    assert node(row["state"]).healthy == row["work"]
+
+
+@pytest.mark.parametrize("word", [*SEEN["jobs"], *SEEN["job_flags"]])
+def test_the_severity_table_knows_each_state_of_a_job(word: str) -> None:
+    """`unicronctl classify --slurm`. What waits has not failed, whoever holds it."""
+    short = SEEN["jobs"].get(word, {}).get("short", word)
+    for said in {word} if word == "EXPEDITING" else {word, short}:
+        verdict = default_classifier().slurm(said)
+        assert verdict.rule != "slurm-default", said
+        assert word not in states.WAITS or verdict.cause == "finished", said
+        assert word not in states.ENDED_BADLY or verdict.cause != "finished", said
+
+
+@pytest.mark.parametrize("word", sorted((SEEN["nodes"].keys() | set(SEEN["sinfo"]["words"])) - {"?"}))
+def test_the_severity_table_knows_each_state_of_a_node(word: str) -> None:
+    verdict = default_classifier().slurm(word)
+    assert verdict.rule != "slurm-default"
+    assert word in states.UNUSABLE or verdict.cause == "finished"
