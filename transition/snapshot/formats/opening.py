@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from unicron.transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Ind
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
 RELEASE = "release"
 MOST_DIGITS = 16
+LEVELS, MOST_ENTRIES = 2, 1000  # how far below a folder is looked for a checkpoint, and at how many names of each
 KNOWN = "Unicron's own, Megatron-LM's torch_dist and torch, torch DCP, safetensors"
 
 
@@ -24,8 +28,40 @@ def index_of(folder: Path) -> Index:
     except OSError as error:
         raise BadCheckpoint(f"{error.filename or folder}: {error.strerror or error}") from None
     if found is None:
-        raise BadCheckpoint(f"{folder} has no whole checkpoint of a format that is known ({KNOWN})")
+        raise BadCheckpoint(f"{folder} has no whole checkpoint of a format that is known ({KNOWN}){hint(folder)}")
     return found
+
+
+def hint(folder: Path) -> str:
+    """What people may have meant by a folder without a checkpoint: the newest one below it, for example."""
+    below = _below(folder, LEVELS)
+    if below is not None:
+        return f"; {below} has one"
+    if folder.is_dir() and any(folder.glob("pytorch_model*.bin")):
+        return f"; pytorch_model.bin is a pickle: save it as {safetensors.NAME} with transformers' save_pretrained"
+    return ""
+
+
+def _below(folder: Path, levels: int) -> Path | None:
+    """The folder with the highest number in its name that looks like a checkpoint, not far below this one."""
+    try:
+        with os.scandir(folder) as entries:
+            some = itertools.islice(entries, MOST_ENTRIES)
+            inner = [folder / each.name for each in some if each.is_dir(follow_symlinks=False)]
+    except OSError:
+        return None
+    inner.sort(key=lambda path: [int(number) for number in re.findall(r"[0-9]{1,9}", path.name)], reverse=True)
+    for path in inner:
+        if _looks(path):
+            return path
+        if levels > 1 and (found := _below(path, levels - 1)) is not None:
+            return found
+    return None
+
+
+def _looks(folder: Path) -> bool:
+    names = (TRACKER, dcp.METADATA, safetensors.NAME, f"{safetensors.NAME}.index.json")
+    return any((folder / name).is_file() for name in names) or rank_files.is_one(folder) or bool(own.newest(folder))
 
 
 def find(folder: Path) -> Index | None:

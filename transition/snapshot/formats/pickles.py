@@ -12,6 +12,7 @@ import functools
 import io
 import math
 import pickle
+import re
 import struct
 import zipfile
 from dataclasses import dataclass
@@ -78,6 +79,15 @@ def _tensor(storage: StorageReference, offset: int, shape: Any, strides: Any, *_
     if not isinstance(storage, StorageReference):
         raise pickle.UnpicklingError("a tensor without a storage")
     return TensorReference(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
+
+
+def _tensor_of_kind(
+    storage: Any, offset: int, shape: Any, strides: Any, _: Any, hooks: Any, kind: Any, *more: Any
+) -> Any:
+    """A tensor of a kind that has no class of storages: the storage's is that of bytes."""
+    if not isinstance(storage, StorageReference) or not isinstance(kind, str):
+        raise pickle.UnpicklingError("a tensor without a storage")
+    return _tensor(StorageReference(storage.key, kind), offset, shape, strides)
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -186,6 +196,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("torch", "UntypedStorage"): _Storage("uint8"),
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_kind,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): lambda function, kind, args, state: function(*args),
     **{("torch", name): _Storage(kind) for name, kind in _STORAGES.items()},
@@ -198,6 +209,8 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): _dtype,
     ("numpy", "ndarray"): Record,
 }
+# Kinds of elements, those that are not known here included: the tensor of such a one is named, and the others are read.
+_KIND = re.compile(r"(?:b?float|complex|u?int|qu?int|bits)\d\w*")
 # Records of these are kept as they are, whatever their class: of torch's format of checkpoints, and of Megatron's
 # options, plans and states.
 _RECORDS = (
@@ -221,6 +234,8 @@ class _Restricted(pickle.Unpickler):
         found = _NAMES.get((module, name))
         if found is not None:
             return found
+        if module == "torch" and _KIND.fullmatch(name):
+            return name
         if f"{module}.".startswith(_RECORDS) and name.replace(".", "").replace("_", "").isalnum():
             return _record(module, name)
         raise BadCheckpoint(
@@ -313,6 +328,9 @@ def archive(path: Path, offset: int = 0, length: int | None = None) -> Archive:
         try:
             packed = zipfile.ZipFile(_Window(file, offset, end - offset))
             entries = packed.infolist()
+            for each in entries:
+                if not each.CRC:  # torch was told to write no checksums; without the attribute none is compared
+                    del each.CRC
             pickles = [each for each in entries if each.filename.endswith("data.pkl")]
             if len(pickles) != 1 or pickles[0].file_size > MOST:
                 raise BadCheckpoint(f"{path}: not a file that torch.save wrote")
@@ -337,7 +355,7 @@ def archive(path: Path, offset: int = 0, length: int | None = None) -> Archive:
                 begin = offset + each.header_offset + _LOCAL.size + name + extra
                 if begin + each.file_size > end:
                     raise BadCheckpoint(f"{path} is cut off: it ends before byte {begin + each.file_size}")
-                storages[each.filename.removeprefix(f"{root}data/")] = begin, each.file_size, each.CRC
+                storages[each.filename.removeprefix(f"{root}data/")] = begin, each.file_size, getattr(each, "CRC", 0)
     return Archive(path, unpickled(content, path), storages)
 
 
