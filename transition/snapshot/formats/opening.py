@@ -12,10 +12,8 @@ from pathlib import Path
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.formats import dcp, own, rank_files, safetensors
 from unicron.transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index
+from unicron.transition.snapshot.formats.tracker import RELEASE, TRACKER, is_number, problem, tracked
 
-TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
-RELEASE = "release"
-MOST_DIGITS = 16
 LEVELS, MOST_ENTRIES = 2, 1000  # how far below a folder is looked for a checkpoint, and at how many names of each
 KNOWN = "Unicron's own, Megatron-LM's torch_dist and torch, torch DCP, safetensors"
 
@@ -120,22 +118,14 @@ def _find(folder: Path) -> Index | None:
 def megatrons_iteration(folder: Path) -> int:
     """The iteration of the newest checkpoint of Megatron-LM's own in a folder; -1 where it names none. Raises
     OSError."""
-    text = _tracked(folder)
-    return int(text) if _is_number(text) else -1
-
-
-def _tracked(folder: Path) -> str:
-    return (folder / TRACKER).read_text(errors="replace").strip() if (folder / TRACKER).is_file() else ""
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < MOST_DIGITS
+    text = tracked(folder)
+    return int(text) if is_number(text) else -1
 
 
 def _of_megatron_lm(folder: Path) -> Index:
-    text = _tracked(folder)
-    if not (_is_number(text) or text == RELEASE):
-        raise BadCheckpoint(f"{folder / TRACKER}: {text[:40]!r} is no iteration: write the number of one that is there")
+    if why := problem(folder):
+        raise BadCheckpoint(why)
+    text = tracked(folder)
     at = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not at.is_dir():
         raise BadCheckpoint(f"{folder / TRACKER} names {at.name}, which is not there: write the number of one that is")

@@ -38,7 +38,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not self._properties:
             return NotImplemented
-        return copyreg.__newobj__, (type(value),), value.__getstate__()[:FIELDS]  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (type(value),), value.__getstate__()[:FIELDS]  # type: ignore[index]
 
 
 class _Writer:
