@@ -12,6 +12,7 @@ from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints,
 from unicron.transition.snapshot.folders import Found
 from unicron.transition.snapshot.foreign import Foreign, Wanted
 from unicron.transition.snapshot.formats import opening
+from unicron.transition.snapshot.formats.tracker import TRACKER
 from unicron.transition.snapshot.migrate import TrainingState
 
 NEEDED = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
@@ -52,7 +53,7 @@ class SavedAndLoaded(Checkpoints):
             raise CheckpointError(
                 f"{self.folder} has Megatron-LM's own iteration {theirs}, and Unicron's newest is "
                 f"{own[0].iteration}: to begin from Megatron-LM's, move the folders iteration-* away; to go on from "
-                f"Unicron's, move {opening.TRACKER} away"
+                f"Unicron's, move {TRACKER} away"
             )
         if not found and self._needed:
             raise CheckpointError(NEEDED.format(self.begin_from or self.folder))

@@ -29,7 +29,7 @@ from unicron.transition.iteration.rank_log import inform, warn
 from unicron.transition.snapshot import contents, exports, folders, foreign, parts
 from unicron.transition.snapshot.checkpoint_file import DAMAGED, finished, folder_name, stem, unfinished
 from unicron.transition.snapshot.folders import Found
-from unicron.transition.snapshot.formats import names
+from unicron.transition.snapshot.formats import names, opening
 from unicron.transition.snapshot.formats.index import BadCheckpoint
 from unicron.transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
 from unicron.transition.snapshot.migrate import TrainingState
@@ -201,7 +201,9 @@ class Checkpoints:
         except (BadCheckpoint, OSError) as error:
             raise CheckpointError(str(error)) from None
         if found is None and self.needs_beginning:
-            raise CheckpointError(f"{folder} has no checkpoint to begin from: give another folder")
+            raise CheckpointError(
+                f"{folder} has no checkpoint to begin from: give another folder{opening.hint(folder)}"
+            )
         return found
 
     def _load_beginning(self, state: TrainingState, folder: Path) -> foreign.Foreign:

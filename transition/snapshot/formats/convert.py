@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from unicron.transition.snapshot.formats import dcp, megatron_arguments, names, own_file, safetensors, write_dcp
 from unicron.transition.snapshot.formats.index import LAYERS, BadCheckpoint, Index
-from unicron.transition.snapshot.formats.opening import RELEASE, TRACKER
+from unicron.transition.snapshot.formats.tracker import RELEASE, TRACKER
 from unicron.transition.snapshot.formats.written import FLOATS, Out, of
 from unicron.transition.snapshot.model_facts import other_arithmetic, other_heads
 

@@ -312,7 +312,8 @@ class Common:
     """What is no tensor, as plain values. groups: settings of the optimizer's groups of parameters. step: its count of
     steps, None where it has none. schedule: the state of the learning rate's schedule. scales: of gradient scalers.
     facts: about the model, see `snapshot.contents.facts`. args: Megatron-LM's arguments. unread: why the optimizer's
-    state is not in the index though there is one, "" otherwise. left: what else is there and is not in the index."""
+    state is not in the index though there is one, "" otherwise. left: what else is there and is not in the
+    index. doubt: what its files do not say, "" for nothing."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     step: float | None = None
@@ -324,10 +325,12 @@ class Common:
     args: dict[str, Any] = field(default_factory=dict)
     unread: str = ""
     left: list[str] = field(default_factory=list)
+    doubt: str = ""
 
     def lost(self) -> list[str]:
         """What is not in the index, in lines for people."""
         found = [f"the optimizer's state is left out: {self.unread}"] if self.unread else []
+        found += [self.doubt] if self.doubt else []
         return found + ([f"left out, for nothing here reads it: {some(self.left)}"] if self.left else [])
 
 

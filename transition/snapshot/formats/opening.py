@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from unicron.transition.snapshot import folders
 from unicron.transition.snapshot.formats import dcp, own, rank_files, safetensors
 from unicron.transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index
-from unicron.transition.snapshot.reading import read_small
+from unicron.transition.snapshot.formats.tracker import RELEASE, TRACKER, is_number, problem, tracked
 
-TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
-RELEASE = "release"
-MOST_DIGITS = 16
+LEVELS, MOST_ENTRIES = 2, 1000  # how far below a folder is looked for a checkpoint, and at how many names of each
 KNOWN = "Unicron's own, Megatron-LM's torch_dist and torch, torch DCP, safetensors"
 
 
@@ -25,8 +26,40 @@ def index_of(folder: Path) -> Index:
     except OSError as error:
         raise BadCheckpoint(f"{error.filename or folder}: {error.strerror or error}") from None
     if found is None:
-        raise BadCheckpoint(f"{folder} has no whole checkpoint of a format that is known ({KNOWN})")
+        raise BadCheckpoint(f"{folder} has no whole checkpoint of a format that is known ({KNOWN}){hint(folder)}")
     return found
+
+
+def hint(folder: Path) -> str:
+    """What people may have meant by a folder without a checkpoint: the newest one below it, for example."""
+    below = _below(folder, LEVELS)
+    if below is not None:
+        return f"; {below} has one"
+    if folder.is_dir() and any(folder.glob("pytorch_model*.bin")):
+        return f"; pytorch_model.bin is a pickle: save it as {safetensors.NAME} with transformers' save_pretrained"
+    return ""
+
+
+def _below(folder: Path, levels: int) -> Path | None:
+    """The folder with the highest number in its name that looks like a checkpoint, not far below this one."""
+    try:
+        with os.scandir(folder) as entries:
+            some = itertools.islice(entries, MOST_ENTRIES)
+            inner = [folder / each.name for each in some if each.is_dir(follow_symlinks=False)]
+    except OSError:
+        return None
+    inner.sort(key=lambda path: [int(number) for number in re.findall(r"[0-9]{1,9}", path.name)], reverse=True)
+    for path in inner:
+        if _looks(path):
+            return path
+        if levels > 1 and (found := _below(path, levels - 1)) is not None:
+            return found
+    return None
+
+
+def _looks(folder: Path) -> bool:
+    names = (TRACKER, dcp.METADATA, safetensors.NAME, f"{safetensors.NAME}.index.json")
+    return any((folder / name).is_file() for name in names) or rank_files.is_one(folder) or bool(own.newest(folder))
 
 
 def find(folder: Path) -> Index | None:
@@ -96,22 +129,14 @@ def _find(folder: Path) -> Index | None:
 def megatrons_iteration(folder: Path) -> int:
     """The iteration of the newest checkpoint of Megatron-LM's own in a folder; -1 where it names none. Raises
     OSError."""
-    text = _tracked(folder)
-    return int(text) if _is_number(text) else -1
-
-
-def _tracked(folder: Path) -> str:
-    return read_small(folder / TRACKER).decode(errors="replace").strip() if (folder / TRACKER).is_file() else ""
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < MOST_DIGITS
+    text = tracked(folder)
+    return int(text) if is_number(text) else -1
 
 
 def _of_megatron_lm(folder: Path) -> Index:
-    text = _tracked(folder)
-    if not (_is_number(text) or text == RELEASE):
-        raise BadCheckpoint(f"{folder / TRACKER}: {text[:40]!r} is no iteration: write the number of one that is there")
+    if why := problem(folder):
+        raise BadCheckpoint(why)
+    text = tracked(folder)
     at = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not at.is_dir():
         raise BadCheckpoint(f"{folder / TRACKER} names {at.name}, which is not there: write the number of one that is")

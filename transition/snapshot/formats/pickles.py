@@ -101,6 +101,15 @@ def _tensor(storage: StorageReference, offset: int, shape: Any, strides: Any, *_
     return TensorReference(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
 
 
+def _tensor_of_kind(
+    storage: Any, offset: int, shape: Any, strides: Any, _: Any, hooks: Any, kind: Any, *more: Any
+) -> Any:
+    """A tensor of a kind that has no class of storages: the storage's is that of bytes."""
+    if not isinstance(storage, StorageReference) or not isinstance(kind, str):
+        raise pickle.UnpicklingError("a tensor without a storage")
+    return _tensor(StorageReference(storage.key, kind), offset, shape, strides)
+
+
 def _parameter(data: Any, *_: Any) -> Any:
     return data
 
@@ -114,7 +123,7 @@ def _path(*parts: str) -> str:
 
 
 def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    if function not in (_tensor, _parameter):
+    if function not in (_tensor, _tensor_of_kind, _parameter):
         raise pickle.UnpicklingError("a tensor that no function of torch makes")
     return function(*args)
 
@@ -217,6 +226,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("torch", "UntypedStorage"): _Storage("uint8"),
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_kind,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
     **{("torch", name): _Storage(kind) for name, kind in _STORAGES.items()},
@@ -229,6 +239,8 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): _dtype,
     ("numpy", "ndarray"): Record,
 }
+# Kinds of elements, those that are not known here included: the tensor of such a one is named, and the others are read.
+_KIND = re.compile(r"(?:b?float|complex|u?int|qu?int|bits)\d\w*")
 # Records of these are kept as they are, whatever their class: of torch's format of checkpoints, and of Megatron's
 # options, plans and states.
 _RECORDS = (
@@ -351,6 +363,8 @@ class _Restricted(_InPython):  # type: ignore[misc]
         found = _NAMES.get(("builtins" if module == "__builtin__" else module, name))  # so torch.save writes it
         if found is not None:
             return found
+        if module == "torch" and _KIND.fullmatch(name):
+            return name
         if f"{module}.".startswith(_RECORDS) and name.replace(".", "").replace("_", "").isalnum():
             self._budget.spend(READ)
             return _record(module, name)
@@ -466,6 +480,9 @@ def _unpacked(path: Path, file: BinaryIO, offset: int, end: int) -> tuple[bytes,
     """(the pickle in an archive, where its storages are)."""
     packed = zipfile.ZipFile(_Window(file, offset, end - offset))
     entries = packed.infolist()
+    for each in entries:
+        if not each.CRC:  # torch was told to write no checksums; without the attribute none is compared
+            del each.CRC
     if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
         raise BadCheckpoint(f"{path}: it is compressed, which torch.save never does: save it anew")
     pickles = [each for each in entries if each.filename.endswith("data.pkl")]
@@ -486,7 +503,7 @@ def _unpacked(path: Path, file: BinaryIO, offset: int, end: int) -> tuple[bytes,
             begin = offset + each.header_offset + _LOCAL.size + name + extra
             if begin + each.file_size > end:
                 raise BadCheckpoint(f"{path} is cut off: it ends before byte {begin + each.file_size}")
-            storages[each.filename.removeprefix(f"{root}data/")] = begin, each.file_size, each.CRC
+            storages[each.filename.removeprefix(f"{root}data/")] = begin, each.file_size, getattr(each, "CRC", 0)
     return content, storages
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron.transition.snapshot.formats import megatron_arguments
-from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Index, Raw, raw_type
+from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Index, Place, Raw, raw_type, some
 from unicron.transition.snapshot.formats.written import Out
 from unicron.transition.snapshot.reading import allowance, open_plain, read_small
 
@@ -19,6 +21,14 @@ FORMAT = "safetensors"
 SUFFIX = ".safetensors"
 NAME = "model.safetensors"
 CONFIG = "config.json"
+PAIRS = "float4_e2m1fn_x2"  # of torch, which counts two elements as one; files have them one by one
+NAMED = "transformers_weights"  # in config.json: the file that has the weights
+OFFSETS = "DCP_SHARDING_INFO"  # in the header of files that torch DCP writes by rank: where in the whole each piece is
+ADAPTER = "adapter_"  # how the files of an adapter begin
+NO_MODEL = "{} is an adapter, and no whole model: merge it into its base model first (peft: merge_and_unload)"
+VARIANT = re.compile(r"model\.[^.]+?(?:-\d+-of-\d+)?\.safetensors")  # as of model.fp16.safetensors
+SHARD = re.compile(r"((?!shard-).*)-(\d+)-of-(\d+)\.safetensors")
+RANK = re.compile(r"shard-(\d+)-.*\.safetensors")  # torch DCP's files by rank, of which the first is 1
 CONSOLIDATED = "consolidated"  # how files begin that Mistral has beside Hugging Face's, with the same weights
 MOST = 100_000_000  # bytes of a header, as the library has it
 _KINDS = {
@@ -37,51 +47,114 @@ _KINDS = {
     "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": PAIRS,
     "C64": "complex64",
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of a folder, or the one that is named itself. Where the folder's index names them, only these."""
+    """The files with the weights of a folder, of which transformers' `from_pretrained` takes the same; or the file, or
+    index of files, that is named itself. Raises BadCheckpoint."""
     if folder.is_file():
-        return [folder] if folder.suffix == SUFFIX else []
+        if folder.suffix == SUFFIX:
+            return _whole_models([folder])
+        return _listed(folder) if ".safetensors.index." in folder.name and folder.suffix == ".json" else []
     if not folder.is_dir():
         return []
-    listed = folder / f"{NAME}.index.json"
-    if listed.is_file():
-        try:
-            names = sorted({str(name) for name in json.loads(read_small(listed))["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise BadCheckpoint(f"{listed}: not as Hugging Face writes it ({str(error)[:100]})") from None
-        if any("/" in name for name in names):
-            raise BadCheckpoint(f"{listed}: names files outside of its folder")
-        return [folder / name for name in names]
+    if named := _named(folder / CONFIG):
+        return [folder / named]
+    if (folder / NAME).is_file():
+        return [folder / NAME]
+    if (folder / f"{NAME}.index.json").is_file():
+        return _listed(folder / f"{NAME}.index.json")
     found = sorted(folder.glob(f"*{SUFFIX}"))
-    return [path for path in found if not path.name.startswith(CONSOLIDATED)] or found
+    return _whole_models([path for path in found if not path.name.startswith(CONSOLIDATED)] or found)
+
+
+def _whole_models(found: list[Path]) -> list[Path]:
+    """Those of some files that are of a model. Raises BadCheckpoint where they are a part of one, or several."""
+    models = [path for path in found if not path.name.startswith(ADAPTER)]
+    if found and not models:
+        raise BadCheckpoint(NO_MODEL.format(found[0]))
+    if len(models) > 1 and (variants := [path.name for path in models if VARIANT.fullmatch(path.name)]):
+        raise BadCheckpoint(
+            f"{found[0].parent} has variants of a model ({some(variants)}) and no {NAME}: name the file that you mean, "
+            f"or the index of its files ({NAME}.index.VARIANT.json)"
+        )
+    there = {path.name for path in models}
+    for path in models if len(models) > 1 else ():
+        if match := SHARD.fullmatch(path.name):
+            count, digits = int(match[3]), len(match[2])
+            every = [f"{match[1]}-{number:0{digits}}-of-{match[3]}{SUFFIX}" for number in range(1, count + 1)]
+            if missing := next((name for name in every if name not in there), ""):
+                raise BadCheckpoint(f"{path.parent / missing} is not there, and the others of the model are")
+    return models
+
+
+def _listed(index: Path) -> list[Path]:
+    """The files that an index of Hugging Face's names. Raises BadCheckpoint."""
+    try:
+        names = sorted({str(name) for name in json.loads(read_small(index))["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadCheckpoint(f"{index}: not as Hugging Face writes it ({str(error)[:100]})") from None
+    if any("/" in name for name in names):
+        raise BadCheckpoint(f"{index}: names files outside of its folder")
+    return [index.parent / name for name in names]
+
+
+def _named(config: Path) -> str:
+    """The file that a model's config.json names for its weights; "" for none. Raises BadCheckpoint."""
+    try:
+        told = json.loads(read_small(config)) if config.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{config}: not a model's configuration ({str(error)[:100]})") from None
+    name = told.get(NAMED) if isinstance(told, dict) else None
+    return name if isinstance(name, str) and name.endswith(SUFFIX) and "/" not in name else ""
 
 
 def read(folder: Path) -> Index:
     """The index of the files in a folder, or of one file. Raises BadCheckpoint, OSError."""
     index = Index(FORMAT, 0, "", {})
+    places: dict[str, list[tuple[Place, Raw]]] = {}
+    ranks = 0
     for path in files(folder):
         told, begin = _header(path)
+        about = told.pop("__metadata__", {})
+        offsets = _offsets(path, about)
+        ranks += offsets is not None
+        _adopt(index, about)
         size = path.stat().st_size
         _check_offsets(path, told, size - begin)
         for name, tensor in told.items():
-            if name == "__metadata__":
-                _adopt(index, tensor)
+            if tensor["dtype"] not in _KINDS:
+                index.common.left.append(f"{name} ({tensor['dtype']}, which is not supported)")
                 continue
             kind, shape, (first, last) = _KINDS[tensor["dtype"]], tuple(tensor["shape"]), tensor["data_offsets"]
-            if name in index.tensors:
+            if name in places and offsets is None:
                 raise BadCheckpoint(f"{path}: {name} is in another file too")
             if not 0 <= first <= last <= size - begin:
                 raise BadCheckpoint(f"{path} is cut off: {name} ends at byte {begin + last}")
-            found = Raw(path, begin + first, kind, shape)
-            block = Block.of((0,) * len(shape), shape, partial(_same, found))
-            index.add(name, shape, kind, block)
-            if index.tensors[name].nbytes != last - first:
+            if kind == PAIRS:
+                if not shape or shape[-1] % 2:
+                    raise BadCheckpoint(f"{path}: {name} has half a byte at the end of a row")
+                shape = (*shape[:-1], shape[-1] // 2)
+            if math.prod(shape) * raw_type(kind).itemsize != last - first:
                 raise BadCheckpoint(f"{path}: {name} has {last - first} bytes, which is not its shape")
+            offset = (0,) * len(shape) if offsets is None else offsets.get(name, ())
+            if len(offset) != len(shape):
+                raise BadCheckpoint(f"{path}: it does not say where in {name} its piece is")
+            places.setdefault(name, []).append((offset, Raw(path, begin + first, kind, shape)))
+    if places and all(".lora_" in name for name in places):
+        raise BadCheckpoint(NO_MODEL.format(folder))
+    _add(index, places)
+    if ranks:
+        _check_ranks(folder, ranks, index)
+    if folder.is_dir() and (folder / f"{ADAPTER}config.json").is_file():
+        index.common.left.append(f"an adapter ({ADAPTER}*), which belongs on top of the model")
     config = (folder if folder.is_dir() else folder.parent) / CONFIG
     if config.is_file():
         index.common.facts |= facts_of(config)
@@ -98,6 +171,46 @@ def _check_offsets(path: Path, told: dict[str, Any], length: int) -> None:
         at = last
     if at < length:
         raise BadCheckpoint(f"{path}: has {length - at} bytes that are of no tensor: it is damaged")
+
+
+def _add(index: Index, places: dict[str, list[tuple[Place, Raw]]]) -> None:
+    """A whole tensor ends where the last of its pieces does. Raises BadCheckpoint."""
+    for name, pieces in places.items():
+        ends = [[at + extent for at, extent in zip(offset, raw.shape, strict=True)] for offset, raw in pieces]
+        if len({len(end) for end in ends}) != 1:
+            raise BadCheckpoint(f"{pieces[0][1].path}: the pieces of {name} are of several shapes")
+        shape = tuple(map(max, zip(*ends, strict=True)))
+        for offset, raw in dict(pieces).items():
+            index.add(name, shape, raw.dtype, Block.of(offset, raw.shape, partial(_same, raw)))
+
+
+def _check_ranks(folder: Path, ranks: int, index: Index) -> None:
+    """Raises BadCheckpoint for files of ranks that are not all there. Of the last ones nothing says that they were."""
+    whole = "put the files of all ranks into one folder, or consolidate them (torch: consolidate_safetensors_files)"
+    if ranks == 1:
+        raise BadCheckpoint(f"{folder} has the file of one rank, and nothing says that there are no others: {whole}")
+    numbers = {int(match[1]) for path in files(folder) if (match := RANK.fullmatch(path.name))}
+    if missing := next((number for number in range(1, max(numbers, default=0)) if number not in numbers), 0):
+        raise BadCheckpoint(f"{folder}: the file of rank {missing - 1} (shard-{missing:05}-*) is not there: {whole}")
+    for tensor in index.tensors.values():
+        if sum(math.prod(extent) for _, extent in {block.box for block in tensor.blocks}) != math.prod(tensor.shape):
+            raise BadCheckpoint(f"{folder}: some ranks' pieces of {tensor.name} are not there: {whole}")
+    index.layout = f"{ranks} ranks"
+    index.common.doubt = f"these are the files of {ranks} ranks, and nothing in them says whether there were more"
+
+
+def _offsets(path: Path, about: Any) -> dict[str, Place] | None:
+    """Where in whole tensors those of a file are, None where they are whole. Raises BadCheckpoint."""
+    told = about.get(OFFSETS) if isinstance(about, dict) else None
+    if told is None:
+        return None
+    try:
+        found = {name: tuple(each["saved_offsets"]) for name, each in json.loads(told).items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadCheckpoint(f"{path}: {OFFSETS} is not as torch writes it ({str(error)[:100]})") from None
+    if not all(type(each) is int and each >= 0 for offset in found.values() for each in offset):
+        raise BadCheckpoint(f"{path}: {OFFSETS} names places that are none")
+    return found
 
 
 def _same(raw: Raw) -> Raw:
@@ -121,8 +234,8 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             shape = tensor["shape"]
             if not all(type(each) is int and each >= 0 for each in (begin, end, *shape)):
                 raise ValueError(f"{name[:60]}: {str(tensor)[:200]}")
-            if tensor["dtype"] not in _KINDS:
-                raise BadCheckpoint(f"{path}: tensors of {tensor['dtype']} are not supported: convert them first")
+            if not isinstance(tensor["dtype"], str):
+                raise ValueError(f"{name[:60]}: {str(tensor)[:200]}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, BadCheckpoint):
             raise
@@ -159,7 +272,8 @@ def write(path: Path, outs: Sequence[Out], about: dict[str, str]) -> None:
         if out.dtype not in _NAMES:
             raise BadCheckpoint(f"{out.name}: safetensors has no {out.dtype}")
         end = at + out.nbytes
-        told[out.name] = {"dtype": _NAMES[out.dtype], "shape": list(out.shape), "data_offsets": [at, end]}
+        shape = [*out.shape[:-1], 2 * out.shape[-1]] if out.dtype == PAIRS else list(out.shape)
+        told[out.name] = {"dtype": _NAMES[out.dtype], "shape": shape, "data_offsets": [at, end]}
         at = end
     header = json.dumps(told, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)

@@ -4,6 +4,7 @@ torch is needed here, and nowhere else in this package."""
 from __future__ import annotations
 
 import argparse
+import copyreg
 import io
 import json
 import os
@@ -22,7 +23,22 @@ from unicron.transition.snapshot.formats.megatron_arguments import arguments
 from unicron.transition.snapshot.formats.written import Out, of
 
 DATA = "__0_0.distcp"
+FIELDS = 5  # of a tensor's properties, which all releases of torch read
 NEEDED = "torch is needed to write {}: pip install torch, or write safetensors"
+
+
+class _Pickler(pickle.Pickler):
+    """torch 2.15 gives the properties of a tensor a sixth field, with which no release before reads them; it reads five
+    itself."""
+
+    def __init__(self, file: IO[bytes], properties: type):
+        super().__init__(file)
+        self._properties = properties
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not self._properties:
+            return NotImplemented
+        return copyreg.__newobj__, (type(value),), value.__getstate__()[:FIELDS]  # type: ignore[attr-defined, index]
 
 
 class _Writer:
@@ -58,7 +74,9 @@ class _Writer:
         paths = {name: (name,) for name in self._known}
         told = self._types.Metadata(self._known, paths, self._where, self._types.StorageMeta())
         told.version = "1.0.0"
-        (self._folder / METADATA).write_bytes(pickle.dumps(told))
+        packed = io.BytesIO()
+        _Pickler(packed, self._types.TensorProperties).dump(told)
+        (self._folder / METADATA).write_bytes(packed.getvalue())
 
     def _add(self, file: IO[bytes], out: Out, aliases: Sequence[str]) -> None:
         types, kind = self._types, getattr(self._torch, out.dtype)
@@ -189,5 +207,5 @@ def _optimizer(common: Common, writer: _Writer) -> dict[str, Any]:
         scale = {
             key: writer.tensor(value) if isinstance(value, list) else value for key, value in common.scales[0].items()
         }
-        found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale  # type: ignore[index]
+        found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale  # type: ignore[attr-defined, index]
     return found

@@ -33,6 +33,7 @@ from unicron.ctl.settings.limits import PLANNED_SECONDS
 from unicron.detector.processes.rank_messages import Step, ToRank
 from unicron.detector.processes.supervise import USUAL, Surroundings
 from unicron.transition.snapshot import cuts
+from unicron.transition.snapshot.formats import tracker
 
 YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
 OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error
@@ -67,9 +68,12 @@ class PlainRank(Rank):
 
     def enter_generation(self, generation: int, iteration: int, environment: Mapping[str, str]) -> None:
         """Its process of this generation, which begins with this iteration of the job. One that cannot be started
-        counts as exited."""
+        counts as exited, and so does one that would end at once as if it were through."""
         self.breaking, self.told = None, False
         self.status.state, self.status.generation, self.status.changed = "running", generation, time.time()
+        if why := tracker.problem_of(self._command):
+            self._ends(1, why)
+            return
         self._begin_process({**environment, **self.counted.start(generation, iteration)})
 
     @property

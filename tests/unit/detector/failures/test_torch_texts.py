@@ -3,7 +3,12 @@ everybody: they are what the survivors of a dead rank see."""
 
 from __future__ import annotations
 
+import decimal
+import pickle
+
 import pytest
+import torch
+from megatron.core import rerun_state_machine
 
 from unicron.detector.failures.classify import default_classifier
 from unicron.detector.failures.severity import Severity
@@ -35,3 +40,38 @@ def test_torch_texts(text):
     verdict = default_classifier().text(f"RuntimeError: {text}")
     assert (verdict.cause, verdict.severity) == (TEXTS[text], Severity.SEV3)
     assert default_classifier().match(text) is not None
+
+
+ALLOWED = (
+    "_pickle.UnpicklingError: Weights only load failed. This file can still be loaded, to do so you have two options, "
+    "\x1b[1mdo those steps only if you trust the source of the checkpoint\x1b[0m. \n\t(1) In PyTorch 2.6, we changed "
+    "the default value of the `weights_only` argument in `torch.load` from `False` to `True`.\n\t(2) Alternatively, to "
+    "load with `weights_only=True` please check the recommended steps in the following error message."
+    "\n\tWeightsUnpickler error: Unsupported global: GLOBAL argparse.Namespace was not an allowed global by default."
+)
+
+
+def test_a_file_with_more_than_weights_is_not_called_corrupt(tmp_path):
+    """Defect: it was, and with it a checkpoint that is whole."""
+    torch.save(decimal.Decimal(1), tmp_path / "one.pt")
+    with pytest.raises(pickle.UnpicklingError) as refused:
+        torch.load(tmp_path / "one.pt", weights_only=True)
+    for text in (ALLOWED, f"_pickle.UnpicklingError: {refused.value}"):
+        for part in (text, text.splitlines()[0]):
+            assert default_classifier().text(part).cause == "configuration_error"
+    (tmp_path / "two.pt").write_bytes(b"<html>")
+    with pytest.raises(pickle.UnpicklingError) as refused:
+        torch.load(tmp_path / "two.pt", weights_only=True)
+    assert default_classifier().text(f"_pickle.UnpicklingError: {refused.value}").cause == "checkpoint_corrupt"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("EXIT_CODE_RESUME_TO_DISAMBIGUATE", "resume from the checkpoint to rerun the last iteration"),
+        ("EXIT_CODE_FAILED_ON_RESULT_VALIDATION", "failed on result validation"),
+    ],
+)
+def test_the_statuses_of_megatrons_rerun_machine_are_known(name, says):
+    verdict = default_classifier().exit(getattr(rerun_state_machine, name))
+    assert verdict.cause == "numerical_error" and says in verdict.reason

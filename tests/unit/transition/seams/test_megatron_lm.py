@@ -18,7 +18,7 @@ from unicron.transition.seams.megatron_lm import Refused, growing_batches
 from unicron.transition.session.session import StepResult
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron.transition.snapshot.formats import opening, write_dcp
-from unicron.transition.snapshot.formats.opening import TRACKER
+from unicron.transition.snapshot.formats.tracker import TRACKER
 from unicron.transition.snapshot.migrate import TrainingState
 
 

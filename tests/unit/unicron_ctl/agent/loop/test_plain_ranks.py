@@ -204,6 +204,31 @@ def test_who_has_ended_well_is_needed_again_and_a_program_that_is_gone_counts_as
     assert gone.status.state == "exited" and gone.status.exit.code == 127
 
 
+@pytest.mark.parametrize("words", [("--load", "{}"), ("--load={}",), ("--load", "/elsewhere", "--load", "{}")])
+@pytest.mark.parametrize("said", ["", "12a", "relea"])
+def test_a_half_written_tracker_of_megatrons_is_a_line_and_not_the_end_of_the_training(pages, tmp_path, words, said):
+    """Defect: Megatron-LM ends with status 0 then, and the healed job counted as finished with nothing trained."""
+    command = ["true", *(word.format(tmp_path / "saves") for word in words)]
+    (tmp_path / "saves").mkdir()
+    tracker = tmp_path / "saves" / "latest_checkpointed_iteration.txt"
+    tracker.write_text(said)
+    rank = plain_rank(pages, 0, *command)
+    rank.start(0)
+    rank.enter_generation(1, 0, {"PATH": "/usr/bin:/bin"})
+    assert (rank.status.state, rank.status.exit.code, rank.alive) == ("exited", 1, False)
+    assert rank.status.exit.last_line == f"{tracker}: {said!r} is no iteration: write the number of one that is there"
+    for sound in ("100\n", "release", None):
+        tracker.unlink()
+        if sound is not None:
+            tracker.write_text(sound)
+        rank.start(1)
+        rank.enter_generation(2, 0, {"PATH": "/usr/bin:/bin"})
+        assert rank.child.ended(10.0)
+        rank.collect()
+        assert rank.status.state == "finished"
+        tracker.touch()
+
+
 def test_the_line_that_tells_why():
     assert last_words("Traceback\n  File x\nValueError: no\nframe #0: c10::f() (0x12 in libc10.so)") == "ValueError: no"
     assert last_words("[rank1]: torch.OutOfMemoryError: CUDA\n[W] destroy_process_group() was not called").endswith(

@@ -1,0 +1,286 @@
+"""Folders of Hugging Face's, and of others with safetensors: which of their files are the model. What transformers'
+`from_pretrained` takes of each is in docs/behaviour/checkpoint-layouts.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
+from unicron.transition.snapshot.formats import convert, opening
+from unicron.transition.snapshot.formats.index import BadCheckpoint
+from unicron.transition.snapshot.migrate import TrainingState
+
+NAMES = ("head.weight", "layers.0.weight", "layers.1.weight")
+
+
+def write(path: Path, value: float, names: tuple[str, ...] = NAMES, kind: torch.dtype = torch.float32) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: torch.full((2, 2), value, dtype=kind) for name in names}, path, metadata={"format": "pt"})
+
+
+def shards(folder: Path, value: float, variant: str = "") -> None:
+    """A model in a file for each tensor, with their index."""
+    files = [f"model{variant}-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    for file, name in zip(files, NAMES, strict=True):
+        write(folder / file, value, (name,))
+    index = {"metadata": {"total_size": 48}, "weight_map": dict(zip(NAMES, files, strict=True))}
+    (folder / f"model.safetensors.index{variant}.json").write_text(json.dumps(index))
+
+
+def adapter(folder: Path, config: bool = True) -> None:
+    write(folder / "adapter_model.safetensors", 9.0, ("base_model.model.layers.0.lora_A.weight",))
+    if config:
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
+
+
+def single_and_shards(folder: Path) -> None:
+    write(folder / "model.safetensors", 1.0)
+    shards(folder, 2.0)
+
+
+def stale_index(folder: Path) -> None:
+    single_and_shards(folder)
+    for path in folder.glob("model-*"):
+        path.unlink()
+
+
+def shards_alone(folder: Path) -> None:
+    shards(folder, 1.0)
+
+
+def shards_and_another_file(folder: Path) -> None:
+    shards(folder, 1.0)
+    write(folder / "model-extra.safetensors", 2.0)
+
+
+def a_variant_beside(folder: Path) -> None:
+    write(folder / "model.safetensors", 1.0)
+    write(folder / "model.fp16.safetensors", 2.0, kind=torch.float16)
+
+
+def a_variant_in_shards_beside(folder: Path) -> None:
+    write(folder / "model.safetensors", 1.0)
+    shards(folder, 2.0, ".fp16")
+
+
+def shards_beside_a_variant_in_shards(folder: Path) -> None:
+    shards(folder, 1.0)
+    shards(folder, 2.0, ".bf16")
+
+
+def consolidated_beside(folder: Path) -> None:
+    write(folder / "model.safetensors", 1.0)
+    write(folder / "consolidated.safetensors", 2.0)
+
+
+def named_by_the_config(folder: Path) -> None:
+    write(folder / "weights.safetensors", 1.0)
+    write(folder / "model.safetensors", 2.0)
+    (folder / "config.json").write_text(json.dumps({"transformers_weights": "weights.safetensors"}))
+
+
+def an_adapter_beside(folder: Path) -> None:
+    write(folder / "model.safetensors", 1.0)
+    adapter(folder)
+
+
+def an_adapter_without_a_config_beside(folder: Path) -> None:
+    write(folder / "model.safetensors", 1.0)
+    adapter(folder, config=False)
+
+
+def an_adapter_beside_shards(folder: Path) -> None:
+    shards(folder, 1.0)
+    adapter(folder)
+
+
+def another_name(folder: Path) -> None:
+    write(folder / "weights.safetensors", 1.0)
+
+
+def one_variant_alone(folder: Path) -> None:
+    write(folder / "model.fp16.safetensors", 1.0)
+
+
+LIKE_TRANSFORMERS = [
+    single_and_shards,
+    stale_index,
+    shards_alone,
+    shards_and_another_file,
+    a_variant_beside,
+    a_variant_in_shards_beside,
+    shards_beside_a_variant_in_shards,
+    consolidated_beside,
+    named_by_the_config,
+    an_adapter_beside,
+    an_adapter_without_a_config_beside,
+    an_adapter_beside_shards,
+    another_name,  # this one and the next are refused there, for want of a known name
+    one_variant_alone,
+]
+
+
+@pytest.mark.parametrize("made", LIKE_TRANSFORMERS, ids=lambda made: made.__name__)
+def test_the_weights_of_a_folder_are_those_that_transformers_takes(tmp_path, made):
+    """Defect: weights of another file without a word, a mixture of both, or a folder that could not be read."""
+    made(tmp_path)
+    index = opening.index_of(tmp_path)
+    assert sorted(index.tensors) == sorted(NAMES)
+    assert all((tensor.read() == 1.0).all() for tensor in index.tensors.values())
+    with_adapter = (tmp_path / "adapter_config.json").exists()
+    assert any("an adapter" in line for line in index.common.lost()) == with_adapter
+
+
+def variants_alone(folder: Path) -> None:
+    write(folder / "model.fp16.safetensors", 1.0)
+    write(folder / "model.bf16.safetensors", 2.0)
+
+
+def a_variant_in_shards_alone(folder: Path) -> None:
+    shards(folder, 1.0, ".fp16")
+
+
+def adapter_alone(folder: Path) -> None:
+    adapter(folder)
+
+
+def adapter_under_another_name(folder: Path) -> None:
+    write(folder / "model.safetensors", 1.0, ("a.lora_A.weight", "a.lora_B.weight"))
+
+
+def a_shard_is_gone(folder: Path) -> None:
+    shards(folder, 1.0)
+    (folder / "model-00003-of-00003.safetensors").unlink()
+
+
+def a_shard_is_gone_and_the_index(folder: Path) -> None:
+    a_shard_is_gone(folder)
+    (folder / "model.safetensors.index.json").unlink()
+
+
+REFUSED = {
+    variants_alone: "has variants of a model .*: name the file that you mean",
+    a_variant_in_shards_alone: "has variants of a model .*index.VARIANT.json",
+    adapter_alone: "is an adapter, and no whole model: merge it",
+    adapter_under_another_name: "is an adapter, and no whole model: merge it",
+    a_shard_is_gone: "model-00003-of-00003.safetensors: No such file",
+    a_shard_is_gone_and_the_index: "model-00003-of-00003.safetensors is not there",
+}
+
+
+@pytest.mark.parametrize("made", REFUSED, ids=lambda made: made.__name__)
+def test_what_is_no_whole_model_is_refused_in_a_line(tmp_path, made):
+    made(tmp_path)
+    with pytest.raises(BadCheckpoint, match=REFUSED[made]) as refused:
+        opening.index_of(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_variant_is_read_by_its_file_or_its_index(tmp_path):
+    variants_alone(tmp_path / "files")
+    found = opening.index_of(tmp_path / "files" / "model.bf16.safetensors")
+    assert (found.tensors["head.weight"].read() == 2.0).all()
+    a_variant_in_shards_beside(tmp_path / "shards")
+    found = opening.index_of(tmp_path / "shards" / "model.safetensors.index.fp16.json")
+    assert len(found.tensors) == 3 and (found.tensors["head.weight"].read() == 2.0).all()
+
+
+# ------------------------------------------------------------ torch DCP's, by rank
+WHOLE = {"weight": torch.arange(35.0).reshape(7, 5), "bias": torch.arange(7.0)}
+
+
+def by_rank(folder: Path, cuts: list[int], kept: list[int]) -> Path:
+    """As torch 2.13 to 2.15 write them (`HuggingFaceStorageWriter(save_distributed=True)`), of some ranks."""
+    folder.mkdir()
+    for rank in kept:
+        rows = slice(cuts[rank], cuts[rank + 1])
+        told = {"weight": {"saved_offsets": [cuts[rank], 0]}, "bias": {"saved_offsets": [cuts[rank]]}}
+        about = {"DCP_SHARDING_INFO": json.dumps(told), "DCP_VERSION": "1.0", "format": "pt"}
+        path = folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+        save_file({name: each[rows].clone() for name, each in WHOLE.items()}, path, about)
+    return folder
+
+
+@pytest.mark.parametrize("cuts", [[0, 4, 7], [0, 3, 6, 7], [0, 2, 4, 6, 7]])
+def test_files_by_rank_are_one_model(tmp_path, cuts):
+    folder = by_rank(tmp_path / "there", cuts, list(range(len(cuts) - 1)))
+    index = opening.index_of(folder)
+    assert index.layout == f"{len(cuts) - 1} ranks" and "whether there were more" in index.common.lost()[0]
+    convert.export(index, tmp_path / "out", "safetensors")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], each) for name, each in WHOLE.items())
+    read = {name: torch.zeros_like(each) for name, each in WHOLE.items()}
+    dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert all(torch.equal(read[name], each) for name, each in WHOLE.items()), "torch reads the same"
+
+
+@pytest.mark.parametrize("kept", [[0], [1], [1, 2], [0, 2]])
+def test_some_of_the_ranks_files_are_refused(tmp_path, kept):
+    """Defect: one half alone was exported as a whole."""
+    folder = by_rank(tmp_path / "there", [0, 3, 6, 7], kept)
+    with pytest.raises(BadCheckpoint, match="put the files of all ranks into one folder"):
+        opening.index_of(folder)
+    with pytest.raises(BadCheckpoint, match="put the files of all ranks into one folder"):
+        opening.index_of(next(folder.iterdir()))
+
+
+# ------------------------------------------------------------ kinds of elements
+def test_rare_kinds_go_through_safetensors(tmp_path):
+    kinds = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2", "uint16", "uint32", "uint64")
+    told = {kind: torch.arange(48, dtype=torch.uint8).reshape(2, 24).view(getattr(torch, kind)) for kind in kinds}
+    (tmp_path / "there").mkdir()
+    save_file(told, tmp_path / "there" / "model.safetensors")
+    index = opening.index_of(tmp_path / "there")
+    assert {tensor.name: tensor.shape for tensor in index.parameters()} == {k: tuple(t.shape) for k, t in told.items()}
+    convert.export(index, tmp_path / "out", "safetensors")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as found:
+        for kind, each in told.items():
+            there = found.get_tensor(kind)
+            assert (there.dtype, there.shape) == (each.dtype, each.shape)
+            assert np.array_equal(there.view(torch.uint8).numpy(), each.view(torch.uint8).numpy())
+
+
+# ------------------------------------------------------------ one level up
+def titan(folder: Path) -> Path:
+    for step in (90, 100):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=folder / f"step-{step}", no_dist=True)
+    return folder / "step-100"
+
+
+def olmo(folder: Path) -> Path:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder / "step1000" / "model_and_optim", no_dist=True)
+    return folder / "step1000" / "model_and_optim"
+
+
+def trainer(folder: Path) -> Path:
+    write(folder / "checkpoint-500" / "model.safetensors", 1.0)
+    shards(folder / "checkpoint-1000", 1.0)
+    (folder / "runs").mkdir()
+    return folder / "checkpoint-1000"
+
+
+@pytest.mark.parametrize("made", [titan, olmo, trainer], ids=lambda made: made.__name__)
+def test_a_folder_above_says_which_one_it_is(tmp_path, made):
+    below = made(tmp_path / "run")
+    with pytest.raises(BadCheckpoint, match=f"; {below} has one$"):
+        opening.index_of(tmp_path / "run")
+    model = torch.nn.Linear(2, 2)
+    state = TrainingState([model], torch.optim.SGD(model.parameters()), None)
+    with pytest.raises(CheckpointError, match=f"; {below} has one$"):
+        Checkpoints(tmp_path / "new", begin_from=tmp_path / "run").load(state)
+
+
+def test_a_link_is_not_followed_for_a_hint(tmp_path):
+    titan(tmp_path / "elsewhere")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-5").symlink_to(tmp_path / "elsewhere" / "step-100")
+    with pytest.raises(BadCheckpoint, match=r"safetensors\)$"):
+        opening.index_of(tmp_path / "run")
