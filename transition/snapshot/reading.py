@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 PIECE = 1 << 22  # bytes
-# What is read whole may be as large as this, and as so many times what its file takes on disk (a file system may
-# compress). A file of a few blocks can claim any length.
+# A file may be as large as this, and as so many times what is written in it: one that is nothing but a hole can have
+# any length. Zeros may be holes, too.
 ROOM, DENSE = 1 << 24, 16
 # What a file system answers that has lost what it was given, or a part of it.
 LOST = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
 
 
-def open_plain(path: Path) -> BinaryIO:
-    """A plain file, opened without a buffer. Raises OSError, also for a pipe, a device or a folder, where nobody waits,
-    and within :func:`files_of` for a file of somebody else."""
+def open_plain(path: Path, holes: bool = False) -> BinaryIO:
+    """A plain file, opened without a buffer. holes: it may be one, for the most part.
+
+    Raises OSError, also for a pipe, a device or a folder, where nobody waits, and within :func:`files_of` for a file of
+    somebody else.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     try:
@@ -32,6 +35,8 @@ def open_plain(path: Path) -> BinaryIO:
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         if _owners and found.st_uid not in _owners:
             raise OSError(errno.EPERM, "not of the owner of its folder: work as that user, not as root", str(path))
+        if not holes and found.st_size > ROOM + DENSE * _written(descriptor, found):
+            raise OSError(errno.EFBIG, "larger than what is written in it: it is damaged", str(path))
     except OSError:
         os.close(descriptor)
         raise
@@ -45,8 +50,8 @@ _owners: set[int] = set()  # of the files that are read; empty for anybody
 def files_of(folder: Path) -> Iterator[None]:
     """Makes root read nothing but files of the folder's owner meanwhile: a link that he puts there would give him what
     he may not read. Raises OSError, also where a link of somebody else leads to the folder."""
-    owner, place = folder.stat().st_uid, folder.absolute()
-    if os.geteuid() == 0:
+    owner, place = folder.stat().st_uid if folder.exists() else 0, folder.absolute()
+    if os.geteuid() == 0 and folder.exists():
         for each in (place, *place.parents):
             if each.is_symlink() and each.lstat().st_uid not in (0, owner):
                 raise OSError(errno.EPERM, "a link of somebody else: name the folder itself", str(each))
@@ -57,19 +62,41 @@ def files_of(folder: Path) -> Iterator[None]:
         _owners.discard(owner)
 
 
+def _written(descriptor: int, found: os.stat_result) -> int:
+    """Bytes that are written in a file, or enough of them. The count of blocks is quick to ask for, and may be low: of
+    what is compressed, on tape, or not on disk yet."""
+    data, at, enough = 512 * found.st_blocks, 0, found.st_size // DENSE
+    if data >= enough:
+        return data
+    data = 0
+    while at < found.st_size and data < enough:
+        begin = behind_hole(descriptor, at)
+        at = os.lseek(descriptor, begin, os.SEEK_HOLE) if begin < found.st_size else found.st_size
+        data += at - begin
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return data
+
+
+def behind_hole(descriptor: int, position: int) -> int:
+    """Where something is written in a file from there on; its end where nothing is. Raises OSError."""
+    try:
+        return os.lseek(descriptor, position, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return os.lseek(descriptor, 0, os.SEEK_END)
+
+
 def allowance(file: BinaryIO) -> int:
     """How many bytes of an open file may be read to learn what is in it."""
-    return ROOM + DENSE * 512 * os.fstat(file.fileno()).st_blocks
+    found = os.fstat(file.fileno())
+    return ROOM + DENSE * _written(file.fileno(), found)
 
 
 def read_small(path: Path) -> bytes:
-    """The whole of a file that says what is in others. Raises OSError, also for one that is larger than what is
-    written in it."""
+    """The whole of a file that says what is in others. Raises OSError."""
     with open_plain(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > allowance(file):
-            raise OSError(errno.EFBIG, "larger than what is written in it: damaged", str(path))
-        return b"".join(pieces(file, path, 0, size))
+        return b"".join(pieces(file, path, 0, os.fstat(file.fileno()).st_size))
 
 
 def pieces(file: BinaryIO, path: Path, begin: int, size: int) -> Iterator[bytearray]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import heapq
 import io
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from unicron.ctl.cli.options import controller_option
 from unicron.ctl.protocol.client import ask_controller
 from unicron.ctl.system.errors import WRONG_USE, UserError
 from unicron.ctl.system.printable import print_text
-from unicron.transition.snapshot.reading import open_plain
+from unicron.transition.snapshot.reading import behind_hole, open_plain
 
 POLL_SECONDS = 0.3
 MOST_LINE = 1 << 18  # bytes; an agent ends a line after a quarter of it
@@ -45,7 +43,7 @@ class RankFile:
     def new_lines(self) -> Iterator[LogLine]:
         """Each once; of one that is longer than any of an agent's, the beginning. Raises UserError."""
         try:
-            with open_plain(self._path) as opened, io.BufferedReader(opened, MOST_LINE) as file:  # type: ignore[type-var]
+            with open_plain(self._path, holes=True) as opened, io.BufferedReader(opened, MOST_LINE) as file:  # type: ignore[type-var]
                 file.seek(self._position)
                 while line := file.readline(MOST_LINE):
                     ended, shown = line.endswith(b"\n"), not self._cut
@@ -54,23 +52,13 @@ class RankFile:
                     self._position += len(line)
                     self._cut = not ended
                     if not ended:
-                        self._position = _behind_hole(opened.fileno(), self._position)
+                        self._position = behind_hole(opened.fileno(), self._position)
                         file.seek(self._position)
                     if shown:
                         text = line.decode(errors="replace").rstrip("\n") + ("" if ended else " ...")
                         yield LogLine(time=text[:TIME], rank=self.rank, text=text[TIME + 1 :])
         except OSError as error:
             raise UserError(f"cannot read {self._path}: {error.strerror}") from None
-
-
-def _behind_hole(descriptor: int, position: int) -> int:
-    """Where something is written in a file from there on. Raises OSError."""
-    try:
-        return os.lseek(descriptor, position, os.SEEK_DATA)
-    except OSError as error:
-        if error.errno != errno.ENXIO:
-            raise
-        return os.lseek(descriptor, 0, os.SEEK_END)
 
 
 def rank_files(folder: Path, rank: int | None, known: dict[int, RankFile]) -> None:

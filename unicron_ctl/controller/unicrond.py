@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from unicron.ctl.controller.log.store import Damaged
 from unicron.ctl.controller.log.term import Claim, Renewal, Tenure
 from unicron.ctl.controller.server import journal
 from unicron.ctl.controller.server.sockets import Ports, bind
@@ -26,6 +27,7 @@ from unicron.ctl.controller.server.standby import (
     other_hosts,
     wait_for_claim,
 )
+from unicron.ctl.controller.server.state_copies import replace_damaged
 from unicron.ctl.controller.server.systemd import SystemdNotifier
 from unicron.ctl.protocol import encryption
 from unicron.ctl.settings import limits
@@ -105,6 +107,20 @@ def unicrond(
         return 0
     notifier = SystemdNotifier()
     client = slurm_client(config)  # Slurm may not answer for a while: no lease waits for it
+    try:
+        lead(config, read, folder, client, notifier)
+    except Damaged as error:
+        kept = replace_damaged(folder, error.why)
+        log.error(
+            "%s was damaged (%s): it is in %s, and a new one begins; jobs are adopted", error.path, error.why, kept
+        )
+        lead(config, read, folder, client, notifier)
+    return 0
+
+
+def lead(config: Config, read: Read, folder: Path, client: SlurmClient | None, notifier: SystemdNotifier) -> None:
+    """Claims the state folder, at once or as soon as it can, and runs the controller. Raises Damaged for a log that is
+    not as it was written."""
     if len(config.controller.addresses) < 2:
         section = config.controller
         claimed, ports = claim_with_ports(
@@ -118,7 +134,6 @@ def unicrond(
         serve(config, read, claimed, ports, client, notifier)
     finally:
         claimed.close()
-    return 0
 
 
 def accept(config: Config, found: Sequence[str]) -> None:
@@ -177,7 +192,11 @@ def serve(
         notifier.starting(time.monotonic())
         claimed.renew()
 
-    server = Server(config, store, ports, client, config.classifier(), connections, progress, tenure)
+    try:
+        server = Server(config, store, ports, client, config.classifier(), connections, progress, tenure)
+    except Damaged:
+        ports.close()
+        raise
     if claimed.stolen:
         server.worker.not_before = time.monotonic() + config.controller.slurm_timeout + CALLS_END_SECONDS
     renewal = keep_lease(config, claimed, tenure, server) if claimed.lease else None

@@ -20,7 +20,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from unicron.transition.snapshot.reading import PIECE, open_plain, read_into
+from unicron.transition.snapshot.reading import PIECE, open_plain, pieces, read_into
 
 Array = np.ndarray[Any, np.dtype[Any]]
 PARAMETER = "parameter"  # of a tensor, what the optimizer steps; its other keys are the optimizer's own
@@ -118,6 +118,18 @@ class Raw:
             self._fill(file, flat, self.offset, flat.shape, (slice(0, last + 1),))
         return np.lib.stride_tricks.as_strided(flat, self.shape, [stride * kind.itemsize for stride in strides])[its]
 
+    def check(self) -> None:
+        """Reads all of it, piece by piece. Raises BadCheckpoint where it does not match its checksum, OSError."""
+        strides = self.strides or row_major(self.shape)
+        last = sum((extent - 1) * stride for extent, stride in zip(self.shape, strides, strict=True))
+        size = (last + 1) * raw_type(self.dtype).itemsize if all(self.shape) else 0
+        found = 0
+        with open_plain(self.path) as file:
+            for piece in pieces(file, self.path, self.offset, size):
+                found = zlib.crc32(piece, found)
+        if self.crc is not None and self.strides is None and found != self.crc:
+            raise BadCheckpoint("the bytes do not match their checksum")
+
     def _fill(self, file: BinaryIO, into: Array, begin: int, shape: Place, its: Slices) -> None:
         """Read the part `its` of a row-major array of this shape that begins at this byte. Raises OSError."""
         row = math.prod(shape[1:]) * into.itemsize
@@ -192,19 +204,26 @@ class Block:
         OSError."""
         shape = self.extent if self.whole else (self.end - self.begin,)
         wanted = tuple(slice(0, extent) for extent in shape) if its is None else its
-        if self.find is None:
+        raw = self.raw(dtype)
+        if raw is None:
             return np.zeros([each.stop - each.start for each in wanted], raw_type(dtype))
+        if raw.strides is None:
+            return replace(raw, shape=shape).part(wanted)
+        return raw.array().reshape(shape)[wanted]
+
+    def raw(self, dtype: str) -> Raw | None:
+        """Where its elements lie; None for zeros. Raises BadCheckpoint, OSError."""
+        if self.find is None:
+            return None
         try:
             raw = self.find()
         except (BadCheckpoint, OSError):
             raise
         except DAMAGE as error:
             raise BadCheckpoint(f"a file of it is damaged ({type(error).__name__}: {error})") from None
-        if raw.dtype != dtype or math.prod(raw.shape) != math.prod(shape):
+        if raw.dtype != dtype or math.prod(raw.shape) != self.end - self.begin:
             raise BadCheckpoint(f"{raw.path} does not hold what its index says")
-        if raw.strides is None:
-            return replace(raw, shape=shape).part(wanted)
-        return raw.array().reshape(shape)[wanted]
+        return raw
 
     @classmethod
     def of(cls, offset: Place, extent: Place, find: Callable[[], Raw] | None) -> Block:
@@ -236,7 +255,9 @@ class Tensor:
         """Raises BadCheckpoint where its blocks are no partition of it: some elements would be there twice, and others
         would come from nowhere."""
         check_shape(self.name, self.shape)
-        boxes = dict.fromkeys(block.box for block in self.blocks)
+        boxes: dict[tuple[Place, Place], list[Block]] = {}
+        for block in self.blocks:
+            boxes.setdefault(block.box, []).append(block)
         for numbers in (numbers for box in boxes for numbers in box):
             check_shape(self.name, numbers)
             if len(numbers) != len(self.shape):
@@ -246,6 +267,14 @@ class Tensor:
                 f"{self.name}: its parts are no partition of it: some of its {math.prod(self.shape)} elements are in "
                 "no file, or in two"
             )
+        for (_, extent), blocks in boxes.items():
+            reached = 0
+            for block in sorted(blocks, key=lambda block: (block.begin, -block.end)):
+                if not 0 <= block.begin <= reached:
+                    break
+                reached = max(reached, block.end)
+            if reached != math.prod(extent):
+                raise BadCheckpoint(f"{self.name}: elements from {reached} on of a block are in no file")
 
     def read(self, offset: Place | None = None, extent: Place | None = None) -> Array:
         """The elements of a part of it, the whole by default. Raises BadCheckpoint where some are in no block, or in
@@ -288,6 +317,20 @@ class Tensor:
         if reached != flat.size:
             raise BadCheckpoint(f"{self.name}: elements from {reached} on of a block are in no file")
         return flat.reshape(ranges[0].extent)
+
+
+def in_pieces(offset: Place, extent: Place, most: int) -> Iterator[tuple[Place, Place]]:
+    """The same box in parts of so many elements, or a few more, in row-major order: so none is all in memory."""
+    if not extent or math.prod(extent) <= most:
+        yield offset, extent
+    elif (row := math.prod(extent[1:])) > most:
+        for number in range(extent[0]):
+            for begin, size in in_pieces(offset[1:], extent[1:], most):
+                yield (offset[0] + number, *begin), (1, *size)
+    else:
+        step = max(1, most // row)
+        for number in range(0, extent[0], step):
+            yield (offset[0] + number, *offset[1:]), (min(step, extent[0] - number), *extent[1:])
 
 
 def box_of(part: Slices) -> tuple[Place, Place]:

@@ -15,6 +15,7 @@ import xxhash
 
 from unicron.transition.snapshot.checkpoint_file import finished, folder_name, stem, unfinished
 from unicron.transition.snapshot.formats.index import MAINS, PARAMETER, BadCheckpoint, Index, Tensor, raw_type
+from unicron.transition.snapshot.formats.written import pieces_of
 from unicron.transition.snapshot.image_format import ALIGN, DIGEST, STATE, STEP, SUFFIX, Key, file_front
 
 
@@ -61,10 +62,14 @@ class _Piece:
 
 
 def _write(file: BinaryIO, total: Any, block: _Piece) -> None:
-    array = np.ascontiguousarray(block.tensor.read(block.offset, block.extent))
-    for data in (memoryview(array.data).cast("B") if array.size else b"", bytes(-block.nbytes % ALIGN)):
+    for part in pieces_of((block.offset, block.extent)):
+        array = np.ascontiguousarray(block.tensor.read(*part))
+        data = memoryview(array.data).cast("B") if array.size else b""
         file.write(data)
         total.update(data)
+    padding = bytes(-block.nbytes % ALIGN)
+    file.write(padding)
+    total.update(padding)
 
 
 def _about(index: Index) -> tuple[bytes, list[_Piece]]:

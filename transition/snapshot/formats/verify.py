@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 from unicron.transition.snapshot.formats import opening, own
-from unicron.transition.snapshot.formats.index import DAMAGE, Array, BadCheckpoint, Index, Raw, Tensor
-
-PIECE = 1 << 24  # bytes
+from unicron.transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index, Tensor
 
 
 def problems(folder: Path) -> tuple[Index | None, list[str]]:
@@ -39,26 +36,12 @@ def problems(folder: Path) -> tuple[Index | None, list[str]]:
 
 def _check(tensor: Tensor) -> None:
     """Raises BadCheckpoint, OSError."""
-    sums = {}
     for block in tensor.blocks:
-        raw = block.find() if block.find is not None else None
-        if raw is not None and raw.crc is not None and raw.strides is None:
-            if block.whole:
-                sums[block.box] = raw
-            elif _sum(raw.array()) != raw.crc:
-                raise _differs(raw, tensor)
-    for box in tensor.boxes():
-        found = tensor.read(*box)
-        if box in sums and _sum(found) != sums[box].crc:
-            raise _differs(sums[box], tensor)
-
-
-def _differs(raw: Raw, tensor: Tensor) -> BadCheckpoint:
-    return BadCheckpoint(f"{raw.path}: the bytes of {tensor.name} do not match their checksum")
-
-
-def _sum(array: Array) -> int:
-    data, found = memoryview(array.reshape(-1).data).cast("B"), 0
-    for begin in range(0, len(data), PIECE):
-        found = zlib.crc32(data[begin : begin + PIECE], found)
-    return found
+        if (raw := block.raw(tensor.dtype)) is not None:
+            try:
+                raw.check()
+            except BadCheckpoint:
+                raise BadCheckpoint(f"{raw.path}: the bytes of {tensor.name} do not match their checksum") from None
+    if tensor.check is not None:
+        for box in tensor.boxes():
+            tensor.read(*box)

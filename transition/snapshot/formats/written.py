@@ -9,9 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unicron.transition.snapshot.formats.index import Array, BadCheckpoint, Place, Tensor, raw_type
+from unicron.transition.snapshot.formats.index import Array, BadCheckpoint, Place, Tensor, in_pieces, raw_type
 
+LEAST = 1 << 22  # elements that are read at once
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def pieces_of(box: tuple[Place, Place]) -> Iterator[tuple[Place, Place]]:
+    """The parts in which a block is read and written. A block that is put together from ranges is put together for each
+    of them: there are some eight."""
+    return in_pieces(*box, max(LEAST, math.prod(box[1]) // 8))
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,8 @@ class Out:
         rows = sorted(self.boxes)
         if all(offset[1:] == zeros[1:] and extent[1:] == self.shape[1:] for offset, extent in rows):
             for box in rows:
-                yield np.ascontiguousarray(self.read(*box))
+                for part in pieces_of(box):
+                    yield np.ascontiguousarray(self.read(*part))
         else:
             yield np.ascontiguousarray(self.read(zeros, self.shape))
 

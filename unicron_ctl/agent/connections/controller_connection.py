@@ -26,6 +26,7 @@ from unicron.ctl.settings.config_file import load
 from unicron.ctl.system.addresses import Target, endpoints, is_numeric
 from unicron.ctl.system.mailbox import Mailbox
 
+OUTLIVED_SECONDS = 20.0  # after which a controller that was taken over has ended
 DOWN_SECONDS = 1.0  # between two questions for the controller's key while the line is down
 # A host that vanishes closes no connection, and TCP tries for a quarter of an hour: ZeroMQ asks every second, and
 # connects again when five seconds brought no answer, or two no connection.
@@ -78,6 +79,7 @@ class Line:
         self.results: Mailbox[Callable[[], None]] = Mailbox()
         self._working: set[str] = set()
         self._term = 0  # the highest of a controller with this key
+        self._doubted = 0.0  # since when only earlier ones speak; 0.0: the last word was not one's
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         for option, value in (*TO_CONTROLLER, *(TO_ONE_OF_SEVERAL if self._hello.several else ())):
             self.socket.setsockopt(option, value)
@@ -220,11 +222,18 @@ class Line:
             self.up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def is_current(self, term: int) -> bool:
-        """Whether what a controller of this term says counts: no later one has spoken. Else another is looked for."""
+        """Whether what a controller of this term says counts: no later one has spoken. Else another is looked for.
+
+        One that has been taken over ends soon. One that still speaks after OUTLIVED_SECONDS, in which no later one did,
+        has its right: the clock was far ahead in another's time, and its log is from a backup of before.
+        """
+        now = time.monotonic()
         if term < self._term:
-            self.up = False
-            return False
-        self._term = term
+            self._doubted = self._doubted or now
+            if now - self._doubted < OUTLIVED_SECONDS:
+                self.up = False
+                return False
+        self._term, self._doubted = term, 0.0
         return True
 
     def close(self) -> None:

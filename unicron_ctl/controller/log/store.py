@@ -91,6 +91,14 @@ class Locked(StoreError):
     """Another process is in the middle of a transaction."""
 
 
+class Damaged(StoreError):
+    """The file is not as SQLite wrote it. why: in SQLite's words."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: damaged ({why}): move it away and start again")
+        self.path, self.why = path, why
+
+
 class NoRoom(StoreError):
     """The disk is full; that may pass."""
 
@@ -532,5 +540,5 @@ def _explained(path: Path, error: Exception) -> StoreError:
     if "full" in text:
         return NoRoom(f"{path}: the disk is full: make room, nothing that was decided is lost")
     if "malformed" in text or "not a database" in text or isinstance(error, ValueError):
-        return StoreError(f"{path}: damaged ({text}): move it away and start again")
+        return Damaged(path, text)
     return StoreError(f"{path}: {text}")

@@ -32,6 +32,7 @@ from unicron.ctl.system.whole_file import write_whole
 
 MOST_BYTES = 4 << 30  # of a file in a copy: a log has some 130 MB
 MOST_KEY_BYTES = 4096
+DAMAGED_LOGS, MOST_DAMAGED = "damaged", 5  # how the folders of damaged logs begin, and how many may be there
 KEPT, DRAFT = "before-restore", ".restore-"  # what was there, and what is to come
 BESIDE = 1_000_000  # ids that are left out where the log that is replaced cannot be read
 
@@ -83,6 +84,36 @@ def backup(folder: Path, target: Path) -> Copy:
     return found
 
 
+def replace_damaged(folder: Path, why: str) -> Path:
+    """Puts a new log in the place of one that is damaged, which is kept; returns where.
+
+    The new one begins with a record that says so, and as after a restore nothing in Slurm is changed until an admin
+    says so: what was asked of it is not known any more. Raises UserError, with the folder as it was, while a unicrond
+    runs on it, and where so many logs have been damaged that something else is wrong.
+    """
+    log = folder / LOG_FILE
+    if len(list(folder.glob(f"{DAMAGED_LOGS}-*"))) >= MOST_DAMAGED:
+        raise UserError(
+            f"{log}: damaged ({why}), as {MOST_DAMAGED} before it: see what is wrong with the disk, then remove "
+            f"{folder}/{DAMAGED_LOGS}-*"
+        )
+    with _in_one_line(folder), _alone(folder) as term:
+        kept = _fresh_folder(folder, DAMAGED_LOGS)
+        with tempfile.TemporaryDirectory(prefix=DRAFT, dir=folder) as place:
+            os.link(log, kept / LOG_FILE)
+            for beside in folder.glob(f"{LOG_FILE}-*"):
+                os.replace(beside, kept / beside.name)
+            reason = (
+                f"the log was damaged ({why}) and is kept in {kept.name}; this is a new one, and jobs are adopted. "
+                "Nothing in Slurm is changed until `unicronctl resume`"
+            )
+            # Above all that others have seen, where that cannot be read: there is less than an event a second.
+            _mark(Path(place) / LOG_FILE, 0, int(time.time()), log, term, 0.0, reason)
+            os.replace(Path(place) / LOG_FILE, log)
+        _sync(folder)
+    return kept
+
+
 def _key(folder: Path) -> bytes | None:
     """The secret key of a state folder; None for auth = "none", which has no key. Raises OSError."""
     try:
@@ -110,7 +141,12 @@ def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix=DRAFT, dir=folder))
         fresh = Path(place)
         found = _unpacked(file, source, fresh)
-        _mark(fresh / LOG_FILE, found, folder / LOG_FILE, term)
+        taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.at))
+        reason = (
+            f"the log was restored from a backup of {taken}; what came later is not in it. Nothing in Slurm is changed "
+            "until `unicronctl resume`"
+        )
+        _mark(fresh / LOG_FILE, found.last, found.last + BESIDE, folder / LOG_FILE, term, found.at, reason)
         mark = folder / RESTORING
         write_whole(mark, str(file.absolute()))
         _sync(folder)
@@ -207,26 +243,22 @@ def _examined(file: Path, log: Path, key: bool) -> Copy:
     return Copy(count, last, at, key)
 
 
-def _mark(log: Path, copy: Copy, replaced: Path, term: int) -> None:
-    """Appends what the log has to say of itself. Ids and terms go on above those that others have seen."""
-    before, last = Holder(), copy.last + BESIDE
+def _mark(log: Path, mine: int, unseen: int, replaced: Path, term: int, taken: float, reason: str) -> None:
+    """Appends what the log has to say of itself. Ids and terms go on above those that others have seen. mine: its last
+    id; unseen: the one to go on from where the log that it replaces cannot be read."""
+    before, last = Holder(), unseen
     if replaced.is_file():
         with contextlib.suppress(UserError, sqlite3.Error), _opened(replaced) as db:
-            last = max(copy.last, db.execute("SELECT max(id) FROM event").fetchone()[0] or 0)
+            last = max(mine, db.execute("SELECT max(id) FROM event").fetchone()[0] or 0)
             row = db.execute("SELECT number, holder, lease, beat FROM term").fetchone()
             before = Holder(*row) if row else before
     store = Store(log, shared=True)
     try:
-        mine = store.holder()
-        number = max(term, before.number + 1, mine.number + 1)
-        store.begin_term(Holder(number, "unicronctl restore"), mine)
-        taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(copy.at))
-        reason = (
-            f"the log was restored from a backup of {taken}; what came later is not in it. Nothing in Slurm is changed "
-            "until `unicronctl resume`"
-        )
-        now = max(time.time(), copy.at)
-        store.append([Event(last + 1, now, "", 0, records.Restored(taken=copy.at, reason=reason))])
+        holder = store.holder()
+        number = max(term, before.number + 1, holder.number + 1)
+        store.begin_term(Holder(number, "unicronctl restore"), holder)
+        now = max(time.time(), taken)
+        store.append([Event(last + 1, now, "", 0, records.Restored(taken=taken, reason=reason))])
     finally:
         store.close()
     log.with_name(f"{log.name}-journal").unlink(missing_ok=True)
@@ -241,14 +273,20 @@ def _set_aside(folder: Path, fresh: Path) -> Path | None:
     ]
     if not old:
         return None
-    name = f"{KEPT}-{time.strftime('%Y%m%dT%H%M%S')}"
+    kept = _fresh_folder(folder, KEPT)
+    for path in old:
+        os.replace(path, kept / path.name)
+    _sync(kept)
+    return kept
+
+
+def _fresh_folder(folder: Path, prefix: str) -> Path:
+    """A new folder for what was there."""
+    name = f"{prefix}-{time.strftime('%Y%m%dT%H%M%S')}"
     if same := len(list(folder.glob(f"{name}*"))):  # one in the same second
         name += f".{same}"
     kept = folder / name
     kept.mkdir(mode=0o700)
-    for path in old:
-        os.replace(path, kept / path.name)
-    _sync(kept)
     return kept
 
 

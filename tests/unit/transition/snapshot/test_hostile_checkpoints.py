@@ -35,7 +35,7 @@ from unicron.ctl.cli.checkpoint import command
 from unicron.transition.snapshot import contents, reading
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron.transition.snapshot.formats import opening, pickles, verify
-from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Raw, Tensor, tiles
+from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Raw, Tensor, in_pieces, tiles
 from unicron.transition.snapshot.image_format import BadImage, read_page
 from unicron.transition.snapshot.migrate import TrainingState
 
@@ -616,6 +616,41 @@ def test_a_file_that_is_a_hole_is_not_read(tmp_path, what):
     (tmp_path / "in").mkdir()
     holes()[what](tmp_path / "in")
     assert refusal(tmp_path / "in") or what == "image", "of an image without a head nothing is read"
+
+
+@pytest.mark.parametrize("name", ["show", "verify", "import", "export"])
+def test_a_tensor_that_is_a_hole_is_not_read(tmp_path, name):
+    size = 4 << 33
+    folder = safetensors(tmp_path / "in", {"a": tensor(0, size, shape=[1 << 33])}, 0)
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size + size)
+    words = [str(tmp_path / "out")] if name in ("import", "export") else []
+    done = click.testing.CliRunner().invoke(command, [name, str(folder), *words], standalone_mode=False)
+    assert "larger than what is written in it" in str(done.exception or done.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+def test_zeros_may_be_holes(tmp_path):
+    """As of a copy without them, or on a file system that compresses."""
+    values = torch.cat([torch.zeros(1 << 21), torch.ones(1 << 19)])
+    save_file({"w": values}, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(4096)
+        file.truncate(len(data))
+        file.seek(len(data) - (1 << 20))
+        file.write(data[-(1 << 20) :])
+    raw = opening.index_of(tmp_path).tensors["w"].read()
+    assert raw[: 1 << 21].sum() == 0.0 and raw[-4:].tolist() == [1.0] * 4
+
+
+def test_a_box_is_cut_into_pieces_in_its_order():
+    for extent in ((7,), (3, 5), (2, 3, 4), (1, 9, 1), (), (4, 0)):
+        values = np.arange(int(np.prod(extent))).reshape(extent)
+        for most in (1, 2, 4, 6, 100):
+            found = list(in_pieces((0,) * len(extent), extent, most))
+            cut = [values[tuple(slice(a, a + b) for a, b in zip(at, size, strict=True))] for at, size in found]
+            assert np.concatenate([each.reshape(-1) for each in cut]).tolist() == values.reshape(-1).tolist()
+            assert all(each.size <= max(most, 1) for each in cut)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "mp_rank_00/model_optim_rng.pt", "own"])

@@ -226,3 +226,21 @@ def test_an_error_is_one_in_the_journal(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setattr(journal, "is_journal", lambda stream: True)
     assert unicronctl.run("unicrond", main.unicrond, ["--listen", "here"], tell=journal.tell_error) == 2
     assert capsys.readouterr().err.startswith("<3>unicrond: --listen")
+
+
+def test_a_damaged_log_does_not_end_the_start_for_ever(
+    unicrond: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    damaged = b"no log, but long enough for SQLite to look at it" * 100
+    (state / "events.sqlite").write_bytes(damaged)
+    path = written(tmp_path, '[controller]\nlisten = "tcp://127.0.0.1:0"\nauth = "none"\nslurm = "none"\n')
+    monkeypatch.setattr(main.Server, "run", lambda server: None)
+    status, _, err = unicrond("--config", path, "--state-dir", str(state))
+    (kept,) = state.glob("damaged-*")
+    assert status == 0 and (kept / "events.sqlite").read_bytes() == damaged
+    assert any("was damaged" in line and kept.name in line and "ERROR" in line for line in err)
+    status, _, err = unicrond("--config", path, "--state-dir", str(state))
+    assert status == 0 and not any("damaged (" in line and "ERROR" in line for line in err)
+    assert len(list(state.glob("damaged-*"))) == 1

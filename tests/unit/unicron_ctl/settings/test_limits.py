@@ -70,6 +70,11 @@ FIXED_RULES = (
     ("prolog.UNICRON_HEALTH_SECONDS", "slurm.BatchStartTimeout", "a batch job starts after its prolog"),
     ("health.UNICRON_HEALTH_SECONDS", "slurm.HealthCheckProgram", "slurmd kills it then"),
     ("controller.BUSY_SECONDS", "service.WatchdogSec", "a locked event log is not a stalled loop"),
+    (
+        "controller.LOST_SECONDS + controller.LEASE_SECONDS + controller.RENEW_SECONDS",
+        "agent.OUTLIVED_SECONDS",
+        "who still speaks then was not taken over",
+    ),
     ("process.CONNECTIONS", "service.LimitNOFILE", "each connection is an open file"),
 )
 

@@ -11,7 +11,7 @@ import zmq
 
 from tests.support.processes import wait_for
 from unicron.ctl.agent.connections import controller_connection
-from unicron.ctl.agent.connections.controller_connection import Line
+from unicron.ctl.agent.connections.controller_connection import OUTLIVED_SECONDS, Line
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.protocol import claims, controller_discovery, datagrams, structs, wire
 from unicron.ctl.protocol.encryption import new_pair
@@ -129,6 +129,22 @@ def test_what_a_controller_says_after_another_has_taken_over_does_not_count(line
     assert lines.is_current(7) and lines.is_current(7) and lines.is_current(9) and lines.up
     assert not lines.is_current(7) and not lines.up, "another is looked for"
     assert lines.is_current(9)
+
+
+def test_a_controller_that_outlives_its_end_counts_again(lines: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock was far ahead in the other's time, and the log is from a backup of before: no term will be as high."""
+    clock = [1000.0]
+    monkeypatch.setattr(controller_connection.time, "monotonic", lambda: clock[0])
+    assert lines.is_current(4_000_000_000) and not lines.is_current(7)
+    clock[0] += OUTLIVED_SECONDS / 2
+    assert lines.is_current(4_000_000_000), "it lives"
+    clock[0] += OUTLIVED_SECONDS * 10
+    assert not lines.is_current(7), "who was silent for long may be frozen"
+    clock[0] += OUTLIVED_SECONDS - 0.1
+    assert not lines.is_current(7)
+    clock[0] += 0.2
+    assert lines.is_current(7) and lines.is_current(8) and not lines.is_current(7)
+    assert lines.is_current(4_000_000_000), "it may come back"
 
 
 def test_the_line_goes_to_whichever_controller_answers(monkeypatch: pytest.MonkeyPatch) -> None:

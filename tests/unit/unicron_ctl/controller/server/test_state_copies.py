@@ -22,11 +22,11 @@ from unicron.ctl.cli import backup as commands
 from unicron.ctl.controller.core.state_snapshot import freeze, read_state
 from unicron.ctl.controller.log import records
 from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.log.store import Store
+from unicron.ctl.controller.log.store import Damaged, Holder, Store
 from unicron.ctl.controller.log.term import LOG_FILE, RESTORING, claim
 from unicron.ctl.controller.model.cluster_state import ClusterState
 from unicron.ctl.controller.model.fold import fold, replay
-from unicron.ctl.controller.server.state_copies import BESIDE, backup, restore
+from unicron.ctl.controller.server.state_copies import BESIDE, MOST_DAMAGED, backup, replace_damaged, restore
 from unicron.ctl.protocol.encryption import SECRET_FILE, make_key
 from unicron.ctl.system.errors import UserError
 
@@ -322,6 +322,52 @@ def test_the_rest_of_a_transaction_beside_a_log_is_the_owners(anothers: Path, tm
         patch.setattr(sqlite3, "connect", noted)
         backup(anothers, Path(place) / "copy")
     assert asked == [OTHER]
+
+
+def harm(log: Path, what: str) -> bytes:
+    """Damages a log; returns what is in it then."""
+    data = bytearray(log.read_bytes())
+    if what == "a page":
+        data[len(data) // 2 : len(data) // 2 + 8192] = bytes(8192)
+    elif what == "its end":
+        del data[len(data) // 2 :]
+    else:
+        data[:100] = b"x" * 100
+    for beside in log.parent.glob(f"{log.name}-*"):
+        beside.unlink()
+    log.write_bytes(data)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("what", ["a page", "its end", "its beginning"])
+def test_a_damaged_log_is_kept_and_a_new_one_begins(tmp_path: Path, what: str) -> None:
+    store = Store(tmp_path / LOG_FILE, shared=True)
+    store.begin_term(Holder(7_000_000_000, "before"), Holder())
+    store.append([Event(n, 1e9 + n, "1", 1, records.Steady(reason="x" * 200)) for n in range(1, 400)])
+    store.close()
+    (tmp_path / SECRET_FILE).write_text("the key")
+    damaged = harm(tmp_path / LOG_FILE, what)
+    with pytest.raises(Damaged) as found:
+        broken = Store(tmp_path / LOG_FILE)
+        list(broken.replay())
+    kept = replace_damaged(tmp_path, found.value.why)
+    assert (kept / LOG_FILE).read_bytes()[200:] == damaged[200:] and (tmp_path / SECRET_FILE).read_text() == "the key"
+    fresh = claim(tmp_path, False)
+    (told,) = fresh.store.replay()
+    assert told.id >= 400 and isinstance(told.record, records.Restored) and kept.name in told.record.reason
+    assert what != "a page" or fresh.store.term > 7_000_000_000, "where it can be read"
+    with pytest.raises(UserError, match="runs on this state folder"):
+        replace_damaged(tmp_path, "x")
+    fresh.close()
+
+
+def test_logs_that_are_damaged_again_and_again_are_another_fault(tmp_path: Path) -> None:
+    for number in range(MOST_DAMAGED + 1):
+        Store(tmp_path / LOG_FILE, shared=True).close()
+        if number < MOST_DAMAGED:
+            replace_damaged(tmp_path, "malformed")
+    with pytest.raises(UserError, match="see what is wrong with the disk"):
+        replace_damaged(tmp_path, "malformed")
 
 
 def test_a_log_that_is_none_is_one_line(tmp_path: Path) -> None:
