@@ -57,7 +57,7 @@ def multi_task() -> bool:
         if fed.assignment != plan.assignment:
             kept = " ".join(str(count) for count in fed.assignment.values())
             share = f"({100 * fed.waf / top:.0f} %)"
-            print(f"{'':<6}{fed.waf / 1e15:>8.2f} {share:>7}{'':>48}   {kept}: each keeps a node, as the controller does")
+            print(f"{'':<6}{fed.waf / 1e15:>8.2f} {share:>7}{'':>48}   {kept}: each keeps a node")
     print(
         "recalled: Unicron is best or tied in every case. "
         f"Here: {'so in every case' if best_everywhere else 'NOT in every case'}."
