@@ -53,6 +53,11 @@ def multi_task() -> bool:
         best_everywhere &= plan.waf >= top * (1 - 1e-12)
         cells = "".join(f"{waf / 1e15:>8.2f} {f'({100 * waf / top:.0f} %)':>7}" for waf in (plan.waf, *wafs.values()))
         print(f"{number:<6}{cells}   {' '.join(str(count) for count in plan.assignment.values())}")
+        fed = solve(case(number, all_run=True))
+        if fed.assignment != plan.assignment:
+            kept = " ".join(str(count) for count in fed.assignment.values())
+            share = f"({100 * fed.waf / top:.0f} %)"
+            print(f"{'':<6}{fed.waf / 1e15:>8.2f} {share:>7}{'':>48}   {kept}: each keeps a node")
     print(
         "recalled: Unicron is best or tied in every case. "
         f"Here: {'so in every case' if best_everywhere else 'NOT in every case'}."

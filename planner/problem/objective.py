@@ -85,6 +85,7 @@ class Job:
     owner: whose job it is. FLOP/s are compared among the jobs of one owner only (`unicron.planner.solver.shares`).
     unit: nodes of a whole replica: only multiples of it, and the minimum, are worth asking for.
     keep: nodes that hold the state of a running job; its owner has at least as many.
+    must_run: it gets no nodes only where there are too few for all such jobs.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Job:
     owner: str = ""
     unit: int = 1
     keep: int = 0
+    must_run: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():

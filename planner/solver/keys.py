@@ -129,7 +129,7 @@ def _integers(arrays: list[np.ndarray]) -> list[np.ndarray] | None:
 
 def _exact(scenario: Scenario, jobs: Sequence[Job], limit: int) -> list[np.ndarray] | None:
     """G / (unit x D_running) of all jobs as exact integers whose largest sizes add up to less than `limit`, or None."""
-    if any(job.layouts for job in jobs):
+    if any(job.layouts or job.must_run for job in jobs):
         return None
     tables = [sizes_of(job, scenario.nodes) for job in jobs]
     current = [np.array([job.flops[job.nodes] if job.nodes and job.runs(job.nodes) else 0.0]) for job in jobs]
@@ -177,6 +177,10 @@ def rows(scenario: Scenario, jobs: Sequence[Job] | None = None) -> list[Row]:
     values = _exact(scenario, jobs, 2**value_bits)
     tables = [gains(scenario, job) for job in jobs]
     if values is None:
+        total = sum(float(np.abs(gain).max()) for _, gain in tables)
+        for job, (_, gain) in zip(jobs, tables, strict=True):
+            if job.must_run:
+                gain[0] -= 2 * total  # more than all other choices together bring
         total = sum(float(np.abs(gain).max()) for _, gain in tables)
         scale = 2.0 ** (value_bits - 1) / total if total > 0 else 0.0
         values = [np.rint(gain * scale).astype(np.int64) for _, gain in tables]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +21,8 @@ import msgpack
 from unicron.transition.data.files import OpenFiles, Shards
 
 INDEX = ".unicron-index"
-VERSION = 1
+VERSION = 2
+_META = re.compile(r"__[^/]*__($|/)")  # what WebDataset (1.0.2) passes over: files that tell of the others
 Parts = dict[str, tuple[int, int]]  # name -> (first byte, bytes)
 
 
@@ -86,7 +88,7 @@ def _scanned(path: Path) -> list[tuple[str, Parts]]:
             for member in tar:
                 folder, _, name = member.name.rpartition("/")
                 stem, dot, part = name.partition(".")
-                if not member.isfile() or not stem or not dot or member.issparse():
+                if not member.isfile() or not stem or not dot or member.issparse() or _META.match(member.name):
                     continue
                 key, part = f"{folder}/{stem}" if folder else stem, part.lower()
                 if not samples or samples[-1][0] != key:

@@ -43,7 +43,7 @@ class Logger(ABC):
             if _first_rank():
                 self._log(step)
             else:
-                self.close()
+                self._stop_writing()
         except Exception as error:  # whatever a service has in store
             self._open = False
             if not self._warned:
@@ -53,7 +53,7 @@ class Logger(ABC):
 
     def _log(self, step: int) -> None:
         if not self._open or step <= self._before:
-            self.close()
+            self._stop_writing()
             first = self._kept[0][0]
             self._last = self._opened(first)
             self._open = True
@@ -66,6 +66,9 @@ class Logger(ABC):
 
     def close(self) -> None:
         """This rank writes no more, unless it is called as the first one again."""
+        self._stop_writing()
+
+    def _stop_writing(self) -> None:
         if self._open:
             self._open = False
             self._closed()

@@ -66,11 +66,9 @@ def command(
     classifier = load(config).classifier()
     if text == "-":
         text = sys.stdin.read()
-    first = (text or "").strip().split("\n", 1)[0]
-    source = source or ("kernel" if _OF_A_KERNEL.search(first) else "exception")
     if lines:
         for line in (text or "").splitlines():
-            verdict = classifier.match(line, source)
+            verdict = classifier.match(line, source or _source(line))
             if verdict:
                 _print(verdict, as_json, line)
         return
@@ -82,10 +80,15 @@ def command(
         elif slurm is not None:
             verdict = classifier.slurm(slurm)
         else:
-            verdict = classifier.text(text or "", source)
+            verdict = classifier.text(text or "", source or _source(text or ""))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     _print(verdict, as_json)
+
+
+def _source(text: str) -> str:
+    """Where a text comes from that nobody told: its first line says."""
+    return "kernel" if _OF_A_KERNEL.search(text.strip().split("\n", 1)[0]) else "exception"
 
 
 class Classified(msgspec.Struct, kw_only=True):

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 class PolicyResult(msgspec.Struct, kw_only=True):
     """One item of the JSON of `unicronctl simulate`. efficiency and the values of lost are shares of the ideal that add
-    up to 1. failures: how many hit a job; plans: how often nodes were redistributed."""
+    up to 1. failures: how many hit a job; plans: how often nodes were redistributed. all_running: mean_waf, ideal_waf
+    and efficiency where each of the six jobs keeps a node."""
 
     policy: str
     mean_waf: float
@@ -38,6 +39,7 @@ class PolicyResult(msgspec.Struct, kw_only=True):
     failures: int
     plans: int
     sources: list[str] | UnsetType = UNSET
+    all_running: dict[str, float] | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ def _replay_trace(options: Options) -> None:
     if path := options.save_trace:
         _write_file(path, lambda: write(trace, path))
     results = [simulate(cluster, trace, each) for each in policies]
+    fed = None if options.scenario else case(CASE, options.nodes or NODES, all_run=True)
+    all_running = [simulate(fed, trace, each) for each in policies] if fed else []
     title = f"{trace.name}: {counted(cluster.nodes, 'node')}, {counted(len(cluster.jobs), 'job')}"
     if options.figure:
         from unicron.planner.simulate.figure import draw
@@ -169,9 +173,17 @@ def _replay_trace(options: Options) -> None:
         listed = [msgspec.convert(result.to_dict(), PolicyResult) for result in results]
         for one, each in zip(listed, policies, strict=True):
             one.sources = list(each.sources) if options.sources else UNSET
+        for one, result in zip(listed, all_running, strict=False):
+            told = result.to_dict()
+            one.all_running = {name: told[name] for name in ("mean_waf", "ideal_waf", "efficiency")}
         print_text(json.dumps(msgspec.to_builtins(listed), indent=2), lines=True)
     else:
         _show(results, policies if options.sources else ())
+        if all_running:
+            print_text(
+                "the six jobs' best plan leaves some without nodes; if each keeps one, as the controller has it:"
+            )
+            _show(all_running, ())
 
 
 def _judge_history(path: str, options: Options) -> None:

@@ -129,6 +129,9 @@ HEALTHY = (
     "XFS (nvme0n1p2): User initiated shutdown received. (0x2) detected at xfs_fs_goingdown+0x5a/0xb0 "
     "(fs/xfs/xfs_fsops.c:511).  Shutting down filesystem.",
     "EXT4-fs (sda1): error count since last fsck: 4",
+    "hfi1 0000:5e:00.0: hfi1_0: QSFP not responding, waiting and retrying 3",
+    "[Hardware Error]: Uncorrected, software containable error.",
+    "qed 0000:5e:00.0: [qed_int:12()]Illegal read by chip from [dead:dead] blocked.",
     "Memory failure: 0x1f3c5a: recovery action for clean LRU page: Recovered",
 )
 
@@ -176,6 +179,8 @@ def test_roots_check_knows_the_memory_error_of_an_epyc_and_an_exception():
         ("SError Interrupt on CPU4, code 0x00000000be000411 -- SError", "host_hardware_error", 1),
         ("{1}[Hardware Error]: event severity: fatal", "host_hardware_error", 1),
         ("{1}[Hardware Error]: event severity: corrected", "hardware_warning", 3),
+        ("pcieport 0000:00:01.0: PCIe Bus Error: severity=Uncorrectable (Non-Fatal)", "hardware_warning", 3),
+        ("cxi_ss1 0000:c1:00.0: cxi3[hsn3] PCIe non-fatal error", "hardware_warning", 3),
         ("[Hardware Error]: Deferred error, no action required.", "no_fault", 3),
         ("nvme nvme0: controller is down; will reset: CSTS=0x3, PCI_STATUS=0x10", "hardware_warning", 3),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from dataclasses import replace
 
@@ -197,6 +198,35 @@ def test_naive_splits():
     assert split(scenario, "by_weight") == {"x-1b": 2, "y-3b": 4}
     assert split(scenario, "by_size") == {"x-1b": 2, "y-3b": 4}
     assert sum(split(small(nodes=7), "equally").values()) <= 7
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_each_job_of_a_case_keeps_a_node_where_it_must_run_and_nothing_better_does(number):
+    free, fed = solve(case(number)), solve(case(number, all_run=True))
+    assert min(fed.assignment.values()) >= 1 and fed.waf <= free.waf
+    assert (min(free.assignment.values()) == 0) == (number >= 3), "these starve four of six"
+    others = [solve(case(number, nodes, all_run=True)).assignment.values() for nodes in (4, 6)]
+    assert [sum(count > 0 for count in counts) for counts in others] == [4, 6], "as many as there are nodes"
+
+
+def test_jobs_that_must_run_get_the_best_plan_of_those_that_let_them():
+    """Against all plans of three small jobs."""
+    rates = {"a": {1: 1.0, 2: 5.0, 3: 9.0, 4: 12.0}, "b": {1: 2.0, 2: 3.0, 3: 3.5}, "c": {2: 1.0, 3: 1.1}}
+    for holds in itertools.product(range(3), repeat=3):
+        jobs = tuple(
+            Job(name, table, nodes=held, must_run=True)
+            for (name, table), held in zip(rates.items(), holds, strict=True)
+        )
+        scenario = small(jobs=jobs, nodes=6)
+        plans = [
+            plan
+            for plan in itertools.product(range(1, 5), repeat=3)
+            if sum(plan) <= 6 and all(job.runs(count) for job, count in zip(jobs, plan, strict=True))
+        ]
+        best = max(sum(scenario.g(job, count) for job, count in zip(jobs, plan, strict=True)) for plan in plans)
+        found = solve(scenario).assignment
+        assert all(found.values())
+        assert sum(scenario.g(job, found[job.name]) for job in jobs) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("number", CASES)

@@ -112,6 +112,23 @@ def test_the_index_is_made_once_and_anew_for_another_file(tars, monkeypatch):
     assert (tars / "elsewhere" / "train-1.tar.unicron-index").exists()
 
 
+def test_files_of_metadata_are_no_samples(tmp_path):
+    """As WebDataset 1.0.2 reads this file."""
+    told = {
+        "__meta__/info": {"json": b"{}"},
+        "a.b/0001": {"cls": b"1"},
+        "__key__": {"txt": b"2"},
+        "x/__meta__/0": {"txt": b"3"},
+    }
+    tar(tmp_path / "t.tar", told)
+    assert [sample["__key__"] for sample in map(Tars(tmp_path / "t.tar").__getitem__, range(3))] == [
+        "a.b/0001",
+        "__key__",
+        "x/__meta__/0",
+    ]
+    assert len(Tars(tmp_path / "t.tar")) == 3
+
+
 def test_tar_files_that_cannot_be_used_are_one_line(tars):
     with pytest.raises(ValueError, match="no tar files"):
         Tars(tars / "none-*.tar")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections import defaultdict
 from types import SimpleNamespace
@@ -132,8 +133,15 @@ class Client:
         return [each for each in self.store.values() if condition.endswith(f"= '{each.name}'")]
 
     def create_run(self, experiment, run_name, tags):
-        run = SimpleNamespace(info=SimpleNamespace(run_id=f"id-{run_name}"), name=tags["unicron.run"], metrics=[])
+        info = SimpleNamespace(run_id=f"id-{run_name}", status="RUNNING")
+        run = SimpleNamespace(info=info, name=tags["unicron.run"], metrics=[])
         return self.store.setdefault(run.info.run_id, run)
+
+    def update_run(self, run, status):
+        self.store[run].info.status = status
+
+    def set_terminated(self, run, status):
+        self.store[run].info.status = status
 
     def get_metric_history(self, run, name):
         return [each for each in self.store[run].metrics if each.key == name]
@@ -142,13 +150,54 @@ class Client:
         self.store[run].metrics += metrics
 
 
-def test_a_run_of_mlflow_is_found_again_by_whoever_writes(world, monkeypatch):
+@pytest.fixture
+def mlflow(monkeypatch):
+    """A stand-in for the package, and what it has registered for the end of the process."""
+
     def metric(key, value, timestamp, step):
         return SimpleNamespace(key=key, value=value, step=step)
 
     Client.store = {}
     module = SimpleNamespace(MlflowClient=Client, entities=SimpleNamespace(Metric=metric))
     monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    at_end = []
+    monkeypatch.setattr(atexit, "register", at_end.append)
+    return at_end
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_run_of_mlflow_ends_with_the_process_that_writes_it(world, mlflow, failed):
+    ranks = {rank: loggers.MLflow("mine", tracking_uri="file:/x") for rank in range(2)}
+    train(world, ranks, range(3))
+    (run,) = Client.store.values()
+    assert run.info.status == "RUNNING"
+    if failed:
+        sys.excepthook(ValueError, ValueError("x"), None)
+    assert len(mlflow) == 1, "the other rank writes nothing"
+    mlflow[0]()
+    assert run.info.status == ("FAILED" if failed else "FINISHED")
+    train(world, {0: ranks[1]}, range(3, 5))
+    assert run.info.status == "RUNNING", "a healed job goes on with it"
+    train(world, {1: ranks[1]}, [5])
+    mlflow[1]()
+    assert run.info.status == "RUNNING", "now another rank writes it"
+
+
+def test_a_run_of_mlflow_ends_with_its_block(world, mlflow):
+    world.rank = 0
+    with pytest.raises(ValueError, match="of the script"), loggers.MLflow("mine", tracking_uri="file:/x") as log:
+        log(result(1))
+        raise ValueError("of the script")
+    (run,) = Client.store.values()
+    assert run.info.status == "FAILED"
+    with loggers.MLflow("mine", tracking_uri="file:/x") as log:
+        log(result(2))
+        assert run.info.status == "RUNNING"
+    assert run.info.status == "FINISHED"
+
+
+def test_a_run_of_mlflow_is_found_again_by_whoever_writes(world, mlflow):
     ranks = {rank: loggers.MLflow("mine", tracking_uri="file:/x") for rank in range(2)}
     train(world, ranks, range(4))
     train(world, {0: ranks[1]}, range(4, 6))

@@ -35,6 +35,14 @@ def test_standard_input():
     assert "ecc_error" in call("-", stdin="line\nCUDA error: uncorrectable ECC error encountered\n").output
 
 
+def test_an_xids_line_needs_no_source():
+    line = "[ 12.5] NVRM: Xid (PCI:0000:4e:00): 95, pid=221, name=pt_main, Uncontained: LTC TAG (0x2,0x0)"
+    assert "SEV1 ecc_error" in call(line).output
+    assert "SEV1 ecc_error" in call("--lines", "-", stdin=f"step 7\n{line}\n").output
+    assert "SEV1" not in call("--source", "stderr", line).output
+    assert "SEV1" not in call(f"ValueError: bad line in the data\n{line}").output, "an application quotes it"
+
+
 def test_a_log_line_by_line():
     log = "usb 1-1: new device\nNVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus\nnothing\n"
     out = call("--lines", "--json", "--source", "kernel", "-", stdin=log).output.splitlines()
