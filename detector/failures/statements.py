@@ -72,7 +72,8 @@ COLLECTORS = (
     r"\[rank=\d{1,6}\] (?:\|\| )?"
 )
 _COLLECTOR = re.compile(COLLECTORS)
-_JSON = re.compile(r'\{.{0,300}?"(?:log|message|msg|data|line|text)": ?("(?:[^"\\]|\\.){0,2000}")')
+_JSON = re.compile(r'\{.{0,300}?"(?:log|message|msg|data)": ?("(?:[^"\\]|\\.){0,2000}")')
+_OF_A_STREAM = re.compile(r'"(?:stream|pipe|time|timestamp|ts|level|levelname|severity)": ?["\d]')
 _HOST = re.compile(r"[A-Za-z][\w.-]{0,62}\d(?:-\w{1,20})?: ")
 _GUTTER = re.compile(r"\s+[|+](?:[ -]|$)[-+ ]*")  # of an ExceptionGroup
 _INFO = "INFO|DEBUG|TRACE|NOTICE|VERBOSE"
@@ -219,9 +220,10 @@ class _Line:
 def _plain(raw: str) -> str:
     """The line without colours, and out of the JSON that a collector puts each line into."""
     text = _COLOUR.sub("", raw).rstrip()
-    if text.startswith("{") and (held := _JSON.match(text)) and not _LEVEL.search(text[:200]):
+    if text.startswith("{") and (held := _JSON.match(text)) and _OF_A_STREAM.search(text):
         with contextlib.suppress(ValueError):
-            text = str(json.loads(held.group(1))).rstrip()
+            said = str(json.loads(held.group(1))).rstrip()
+            return said if not _LEVEL.search(text[:200]) or said[:1] == " " or _is_end(said) else text
     return text
 
 
