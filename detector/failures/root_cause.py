@@ -125,6 +125,11 @@ def _last(said: Sequence[Statement], judge: Judge) -> Found:
     return best
 
 
+def _is_broken(found: Found) -> bool:
+    """Whether it is hardware that broke: what other ranks say then is what that looks like from there."""
+    return found is not None and found[1] is not None and (found[1].scope, found[1].severity) == ("hardware", 1)
+
+
 def _of_the_fatal(fatal: Sequence[Statement], judge: Judge) -> Found:
     if not fatal:
         return None
@@ -132,6 +137,10 @@ def _of_the_fatal(fatal: Sequence[Statement], judge: Judge) -> Found:
     links = _chain(fatal)
     best = _of_a_chain(links, judge)
     alone = len({one.speaker for one in fatal}) == 1 and not last.grouped
+    if not alone and (
+        broken := next((each for one in reversed(fatal) if _is_broken(each := _judged(one, judge))), None)
+    ):
+        return broken
     if last.kind is not Kind.EXCEPTION or not alone:
         for one in reversed(fatal[: len(fatal) - len(links)]):
             if _rank(best) == _SPECIFIC:

@@ -72,7 +72,8 @@ COLLECTORS = (
     r"\[rank=\d{1,6}\] (?:\|\| )?"
 )
 _COLLECTOR = re.compile(COLLECTORS)
-_JSON = re.compile(r'\{.{0,300}?"(?:log|message|msg|data|line|text)": ?("(?:[^"\\]|\\.){0,2000}")')
+_JSON = re.compile(r'\{.{0,300}?"(?:log|message|msg|data)": ?("(?:[^"\\]|\\.){0,2000}")')
+_OF_A_STREAM = re.compile(r'"(?:stream|pipe|time|timestamp|ts|level|levelname|severity)": ?["\d]')
 _HOST = re.compile(r"[A-Za-z][\w.-]{0,62}\d(?:-\w{1,20})?: ")
 _GUTTER = re.compile(r"\s+[|+](?:[ -]|$)[-+ ]*")  # of an ExceptionGroup
 _INFO = "INFO|DEBUG|TRACE|NOTICE|VERBOSE"
@@ -115,7 +116,8 @@ _FRAME_BEGINS = re.compile(r'\s+File "[^"]+", line \d+, in ')
 _TRACEBACK_LATER = re.compile(r".*(Traceback \(most recent call last\):)$")  # after a progress bar
 # What stands before a traceback's first line or its frames.
 _STANDS_BEFORE = re.compile(
-    r"(.{1,200}?)(?:(?:Exception Group )?Traceback \(most recent call last\):$|  File \"[^\"]+\", line \d+, in )"
+    r"(.{1,200}?)(?:(?:Exception Group )?Traceback \(most recent call last\):$|  File \"[^\"]+\", line \d+, in |"
+    r"(?:[\w.]+\.)?ChildFailedError: ?$|Root Cause \(first observed failure\):$)"
 )
 MOST_PREFIXES = 32  # of one text
 _FRAME_FILE = re.compile(r'\s*File "([^"]+)", line \d+')
@@ -142,7 +144,9 @@ _LAUNCHER = re.compile(
 _ROOT_CAUSE = "Root Cause (first observed failure):"
 REPORTED = re.compile(r"Root Cause \(first observed failure\):.{0,300}?exitcode *: (-?\d{1,3})\b", re.DOTALL)
 _FIELD = re.compile(r"\s{1,4}(time|host|rank|exitcode|error_file|traceback) *: ?(.*)")
-_OF_THE_REPORT = re.compile(rf"{_FIELD.pattern}|\[\d+\]:$|Failures:$|\s+<NO_OTHER_FAILURES>$|\S{{1,200}} FAILED$")
+_OF_THE_REPORT = re.compile(
+    rf"{_FIELD.pattern}|{re.escape(_ROOT_CAUSE)}$|\[\d+\]:$|Failures:$|\s+<NO_OTHER_FAILURES>$|\S{{1,200}} FAILED$"
+)
 _HINT = re.compile(
     r"(?:CUDA|HIP) kernel errors might|For debugging consider passing|Compile with `TORCH_USE|"
     r"Exception raised from |Device-side assertion tracking|note: run with `RUST|NOTE: |Search for `cuda|"
@@ -209,7 +213,7 @@ class _Line:
             bare = text.lstrip(" |+-")
             text = text[len(re.match(r"\s+[|+]-?", text).group(0)) :].removeprefix(" ") if bare else ""  # type: ignore[union-attr]
             text = re.sub(r"^\+?-{4,}.*", "", text)
-        if not _TRACEBACK.match(text) and (later := _TRACEBACK_LATER.match(text)):
+        if not _TRACEBACK.match(text) and not _FIELD.match(text) and (later := _TRACEBACK_LATER.match(text)):
             text = later.group(1)
         text = _without_header(_without_collectors(text))
         self.text, self.speaker = text, speaker
@@ -219,9 +223,10 @@ class _Line:
 def _plain(raw: str) -> str:
     """The line without colours, and out of the JSON that a collector puts each line into."""
     text = _COLOUR.sub("", raw).rstrip()
-    if text.startswith("{") and (held := _JSON.match(text)) and not _LEVEL.search(text[:200]):
+    if text.startswith("{") and (held := _JSON.match(text)) and _OF_A_STREAM.search(text):
         with contextlib.suppress(ValueError):
-            text = str(json.loads(held.group(1))).rstrip()
+            said = str(json.loads(held.group(1))).rstrip()
+            return said if not _LEVEL.search(text[:200]) or said[:1] == " " or _is_end(said) else text
     return text
 
 
@@ -244,7 +249,7 @@ def _without_header(text: str) -> str:
 
 
 def _is_end(text: str) -> bool:
-    ends = (_TRACEBACK, _FRAME_BEGINS, _WHAT, _TERMINATE, _CRASH, _LAUNCHER)
+    ends = (_TRACEBACK, _FRAME_BEGINS, _WHAT, _TERMINATE, _CRASH, _LAUNCHER, _OF_THE_REPORT)
     return any(each.match(text) for each in ends) or _raised(text) or _PANIC.search(text) is not None
 
 
@@ -256,7 +261,7 @@ class _Prefixes:
         shapes: dict[bool, dict[str, None]] = {False: {}, True: {}}
         for line in lines:
             found = _STANDS_BEFORE.match(_plain(line))
-            before = found.group(1).rstrip() if found else ""
+            before = re.sub(r"\s{1,4}traceback *:$", "", found.group(1).rstrip()) if found else ""
             if before.strip("|+- \t") and not _GLOG.match(before + " ") and len(shapes[True]) < MOST_PREFIXES:
                 labelled = label(before + " x") is not None
                 shapes[labelled][re.sub(r"\d+", r"\\d{1,20}", re.escape(before))] = None
@@ -403,10 +408,10 @@ class _Reader:
             here = self._lines[self._at]
             field_ = _FIELD.match(here.text)
             if field_ and field_.group(1) == "traceback" and _TRACEBACK.match(field_.group(2)):
-                here.text = "  " + field_.group(2)
+                here.text, here.indent = field_.group(2), 2
                 yield self._exception(here, Weight.FATAL)
                 continue
-            if not field_ and here.text.strip() and not _OF_THE_REPORT.match(here.text):
+            if not field_ and here.text.strip() and not re.match(r"\[\d+\]:$", here.text):
                 break
             if field_:
                 fields[field_.group(1)] = field_.group(2).strip()

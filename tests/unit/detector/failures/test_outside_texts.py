@@ -47,6 +47,22 @@ def test_torchruns_report_names_what_ended_first(report):
     assert verdict is not None and stderr(said).cause == report["cause"]
 
 
+def test_a_report_alone_says_it_too_behind_whatever_prefix():
+    """The ranks' own output may be in files of their own."""
+    for report in REPORTS:
+        text = report["text"]
+        if "record(" not in report["way"] and "fail(" not in report["way"] and "getppid" not in report["way"]:
+            alone = text[text.index("torch.distributed.elastic.multiprocessing.errors.Chi") :]
+        elif "record(" in report["way"]:
+            alone = text[text.index("torch.distributed.elastic.multiprocessing.errors.Chi") :]
+            assert "ValueError" in alone or "OSError" in alone
+        else:
+            continue
+        expected = report["cause"] if "import" not in report["way"] else "application_error"
+        for prefix in ("", "n1: ", "0: ", "2026-10-31 03:11:02,473 - INFO - ", "i.pretrain/0 "):
+            assert stderr("\n".join(prefix + line for line in alone.splitlines())).cause == expected, (prefix, alone)
+
+
 def test_a_report_whose_beginning_is_lost_blames_no_rank_that_torchrun_ended():
     report = next(each["text"] for each in REPORTS if each["way"] == "sys.exit(3)")
     tail = report[report.index("  exitcode ") :]
