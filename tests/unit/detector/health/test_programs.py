@@ -143,7 +143,7 @@ def test_what_others_can_put_into_its_place_is_not_run(tmp_path: Path, which: st
     assert check_program("mine", path, 5.0).verdict == "bad"
 
 
-@pytest.mark.parametrize("owned", ["", "..", "../..", "check", "link"])
+@pytest.mark.parametrize("owned", ["", "..", "../..", "/", "check", "link"])
 def test_what_belongs_to_another_is_not_run(tmp_path: Path, owned: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file, a folder on the way, and a link that another has put into a folder like /tmp."""
     folder = tmp_path / "a" / "b"
