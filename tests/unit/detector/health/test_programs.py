@@ -179,6 +179,18 @@ def test_the_interpreter_of_a_script_is_looked_at_too(tmp_path: Path) -> None:
     assert "no absolute path" in check_program("mine", path, 5.0).reason
 
 
+@pytest.mark.parametrize("front", ["/bin/sh", "/usr/bin/env bash -e", "/usr/bin/timeout 5 sh"])
+def test_the_script_of_an_interpreter_is_looked_at_too(tmp_path: Path, front: str) -> None:
+    path = tmp_path / "check.sh"
+    path.write_text("exit 2\n")
+    path.chmod(0o644)
+    assert check_program("mine", f"{front} {path}", 5.0).verdict == "bad"
+    path.chmod(0o664)
+    assert f"others can write {path}:" in check_program("mine", f"{front} {path}", 5.0).reason
+    told = f"/bin/echo {path}"
+    assert check_program("mine", told, 5.0).verdict == "good", "an argument that nobody runs may be anybody's"
+
+
 def test_a_path_of_links_without_end_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     found = check_program("mine", f"{tmp_path}/loop", 5.0)
