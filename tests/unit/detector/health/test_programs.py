@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from unicron.detector.health.checks import Settings, checks_of
 from unicron.detector.health.programs import HealthProgram, check_program, judge
 from unicron.detector.health.runner import run
 
+DOCS = Path(__file__).resolve().parents[4] / "docs"
 HEALTHY = """\
 +---------------------------+----------------------------------------------------------+
 | Health Monitor Report                                                                |
@@ -198,10 +200,12 @@ def test_a_path_of_links_without_end_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_script_hears_its_own_name(tmp_path: Path) -> None:
-    """NHC makes the name of its configuration of it."""
-    path = program(tmp_path, 'echo "name ${0##*/}"')
-    (tmp_path / "linked").symlink_to(path)
-    assert check_program("mine", f"{tmp_path}/linked", 5.0).reason == "name linked"
+    """NHC makes the name of its configuration of it, by this line of its own."""
+    line = tomllib.loads((DOCS / "behaviour" / "health-programs.toml").read_text())["name"]["nhc"]
+    path = program(tmp_path, f'{line}\necho "reads $NAME.conf"')
+    Path(path).write_text(Path(path).read_text().replace("#!/bin/sh", "#!/bin/bash"))
+    (tmp_path / "nhc").symlink_to(path)
+    assert check_program("mine", f"{tmp_path}/nhc", 5.0).reason == "reads nhc.conf"
 
 
 def test_statuses_can_be_named() -> None:
