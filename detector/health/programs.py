@@ -28,6 +28,11 @@ LINE = 300  # characters of what a program said
 GRACE_SECONDS = 0.2  # before the check's own time is over: the program has to be ended before that
 ENVIRONMENT = ("PATH", "LC_ALL", "LANG", "SLURMD_NODENAME", "SLURM_CONF", "SLURM_JOB_ID", "HOME")
 MOST_INTERPRETERS = 5  # that the kernel follows from one to the next
+# Programs that run what an argument of theirs names
+_RUNS_OTHERS = re.compile(
+    r"(?:a|ba|da|k|z)?sh|python[\d.]*|perl|ruby|env|flock|ionice|nice|nohup|numactl|runuser|setpriv|setsid|stdbuf|sudo|"
+    r"taskset|timeout"
+)
 MOST_LINKS = 40  # ... and symbolic links
 USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -157,21 +162,25 @@ def _unfit(command: Sequence[str], user: str) -> str:
             pwd.getpwnam(user)
         except KeyError:
             return f"there is no user {user!r} here"
-    return untrusted(command[0])
+    scripts = []
+    if not user and _RUNS_OTHERS.fullmatch(os.path.basename(command[0])):
+        scripts = [word for word in command[1:] if os.path.isabs(word) and os.path.isfile(word)]
+    return next(filter(None, (untrusted(command[0]), *(untrusted(path, executed=False) for path in scripts))), "")
 
 
-def untrusted(program: str) -> str:
+def untrusted(program: str, executed: bool = True) -> str:
     """Why this process must not run the program, and what to do; empty when it may. Only root and this process's user
     may have written it, and whatever its path leads through: links, all folders up to /, the interpreters of a script.
-    Then nobody else can change what the path names, and it can be run by that path, which a script may look at."""
+    Then nobody else can change what the path names, and it can be run by that path, which a script may look at.
+    executed: by itself; else an interpreter reads it."""
     for _ in range(MOST_INTERPRETERS):
         try:
             path, why = _followed(program)
             if why:
                 return why
-            if not stat.S_ISREG(os.stat(path).st_mode) or not os.access(path, os.X_OK):
+            if not stat.S_ISREG(os.stat(path).st_mode) or (executed and not os.access(path, os.X_OK)):
                 return f"no program: `chmod u+x {path}`"
-            program = _interpreter(path)
+            program = _interpreter(path) if executed else ""
         except OSError as error:
             return f"{program}: {error.strerror}: install it, or take its line out of unicron.toml"
         if not program:

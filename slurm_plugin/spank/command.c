@@ -308,7 +308,7 @@ static void hear_inner_words(struct command *found, char *const argv[], char *co
 	}
 }
 
-/* A user chooses how many words and wrappers there are, and slurmstepd runs this: each word is visited a few times at the most. */
+/* A user chooses how many words and wrappers there are: each word is visited a few times at the most. */
 struct command command_of(char *const argv[], bool reads_text)
 {
 	struct command found = { .kind = COMMAND_MAY_TRAIN };

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import tomllib
 import urllib.parse
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from unicron.ctl.settings.limits import Range
 from unicron.ctl.system.addresses import is_loopback, split
 from unicron.ctl.system.errors import UserError
+from unicron.ctl.system.plain_file import open_plain
 from unicron.detector.health.programs import untrusted
 
 Notified = Literal["admin", "healed", "left"]
@@ -129,12 +129,13 @@ def load_secrets(config: NotifyConfig) -> Secrets:
     if why := wrong_targets(config).get("secrets"):
         raise UserError(why)
     try:
-        status = os.stat(path)
-        if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
-            raise UserError(
-                f"{path}: others can read it, or own it: `chown` it to unicrond's user and `chmod 600 {path}`"
-            )
-        given = msgspec.convert(tomllib.loads(Path(path).read_text()), Secrets)
+        with open_plain(path) as file:
+            status = os.fstat(file.fileno())  # of what is read, whatever the path leads to by now
+            if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
+                raise UserError(
+                    f"{path}: others can read it, or own it: `chown` it to unicrond's user and `chmod 600 {path}`"
+                )
+            given = msgspec.convert(tomllib.load(file), Secrets)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):

@@ -507,7 +507,7 @@ static void test_commands(void)
 	}
 }
 
-/* However many wrappers a user writes, slurmstepd judges them in a moment and within its stack. */
+/* However many wrappers a user writes, they are judged in a moment and within the stack. */
 static void test_many_wrappers(void)
 {
 	static const struct { size_t count; const char *command; enum command_kind kind; } cases[] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from unicron.detector.health.checks import Settings, checks_of
 from unicron.detector.health.programs import HealthProgram, check_program, judge
 from unicron.detector.health.runner import run
 
+DOCS = Path(__file__).resolve().parents[4] / "docs"
 HEALTHY = """\
 +---------------------------+----------------------------------------------------------+
 | Health Monitor Report                                                                |
@@ -163,7 +165,7 @@ def test_what_others_can_put_into_its_place_is_not_run(tmp_path: Path, which: st
     assert check_program("mine", path, 5.0).verdict == "bad"
 
 
-@pytest.mark.parametrize("owned", ["", "..", "../..", "check", "link"])
+@pytest.mark.parametrize("owned", ["", "..", "../..", "/", "check", "link"])
 def test_what_belongs_to_another_is_not_run(tmp_path: Path, owned: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file, a folder on the way, and a link that another has put into a folder like /tmp."""
     folder = tmp_path / "a" / "b"
@@ -199,6 +201,18 @@ def test_the_interpreter_of_a_script_is_looked_at_too(tmp_path: Path) -> None:
     assert "no absolute path" in check_program("mine", path, 5.0).reason
 
 
+@pytest.mark.parametrize("front", ["/bin/sh", "/usr/bin/env bash -e", "/usr/bin/timeout 5 sh"])
+def test_the_script_of_an_interpreter_is_looked_at_too(tmp_path: Path, front: str) -> None:
+    path = tmp_path / "check.sh"
+    path.write_text("exit 2\n")
+    path.chmod(0o644)
+    assert check_program("mine", f"{front} {path}", 5.0).verdict == "bad"
+    path.chmod(0o664)
+    assert f"others can write {path}:" in check_program("mine", f"{front} {path}", 5.0).reason
+    told = f"/bin/echo {path}"
+    assert check_program("mine", told, 5.0).verdict == "good", "an argument that nobody runs may be anybody's"
+
+
 def test_a_path_of_links_without_end_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     found = check_program("mine", f"{tmp_path}/loop", 5.0)
@@ -206,10 +220,12 @@ def test_a_path_of_links_without_end_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_script_hears_its_own_name(tmp_path: Path) -> None:
-    """NHC makes the name of its configuration of it."""
-    path = program(tmp_path, 'echo "name ${0##*/}"')
-    (tmp_path / "linked").symlink_to(path)
-    assert check_program("mine", f"{tmp_path}/linked", 5.0).reason == "name linked"
+    """NHC makes the name of its configuration of it, by this line of its own."""
+    line = tomllib.loads((DOCS / "behaviour" / "health-programs.toml").read_text())["name"]["nhc"]
+    path = program(tmp_path, f'{line}\necho "reads $NAME.conf"')
+    Path(path).write_text(Path(path).read_text().replace("#!/bin/sh", "#!/bin/bash"))
+    (tmp_path / "nhc").symlink_to(path)
+    assert check_program("mine", f"{tmp_path}/nhc", 5.0).reason == "reads nhc.conf"
 
 
 def test_statuses_can_be_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,6 +89,18 @@ def test_a_question_is_not_shorter_than_its_answer() -> None:
     answer = wire.encode(datagrams.Introduction(credential="c" * 600))
     question = wire.encode(datagrams.Hello(padding=" " * controller_discovery.HELLO_BYTES))
     assert len(answer) <= controller_discovery.HELLO_BYTES <= len(question)
+
+
+@pytest.mark.parametrize(
+    ("host", "believed"), [("127.0.0.1", True), ("::1", True), ("192.0.2.1", False), ("2001:db8::1", False)]
+)
+def test_who_encrypts_nothing_is_believed_on_this_machine_alone(host: str, believed: bool) -> None:
+    hello = controller_discovery.Hello("tcp://127.0.0.1:9")
+    target = addresses.Target(socket.AF_INET, (host, 9))
+    answer = controller_discovery.Answer(datagrams.Introduction(plain=True), target)
+    found = hello.believed([answer])
+    assert (found is not None and found.key == encryption.PLAIN) is believed
+    assert believed or "loopback address only" in hello.problem
 
 
 def test_the_key_that_somebody_has_configured(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from unicron.ctl.agent.connections import controller_connection
 from unicron.ctl.agent.connections.controller_connection import OUTLIVED_SECONDS, Line
 from unicron.ctl.agent.connections.job_environment import Place
 from unicron.ctl.protocol import claims, controller_discovery, datagrams, structs, wire
-from unicron.ctl.protocol.encryption import new_pair
+from unicron.ctl.protocol.client import ask_controller
+from unicron.ctl.protocol.encryption import PLAIN, new_pair
 from unicron.ctl.protocol.munge import Credential, MungeError
+from unicron.ctl.system.errors import UserError
 
 PLACE = Place(job="7", element=0, node="n1", address="127.0.0.1", settings=structs.Settings(name="a", user="b"))
 
@@ -122,6 +124,40 @@ def test_the_loop_goes_on_while_slurm_says_whom_to_believe(
     slow.go.set()
     wait_for(lambda: served(lines), "it is believed")
     assert lines.key == lines.pair[0] and learned == [True]
+
+
+def test_a_line_that_was_encrypted_once_is_never_unencrypted(lines: Line, controller: socket.socket) -> None:
+    """Who takes the controller's port on this machine when it is down could have the agent's messages by saying so."""
+    lines.find_controller()
+    _, where = controller.recvfrom(4096)
+    theirs, learned = new_pair()[0], list[bool]()
+    lines._connect(theirs)
+    connected = lines._endpoint
+    controller.sendto(wire.encode(datagrams.Introduction(plain=True)), where)
+    wait_for(lambda: lines.learn(lambda: learned.append(True)) or served(lines), "the answer is looked at")
+    assert lines._theirs == theirs and lines.key == lines.pair[0] and not learned and lines._endpoint == connected
+
+
+@pytest.mark.parametrize(("host", "plain"), [("127.0.0.1", True), ("192.0.2.1", False)])
+def test_nothing_is_unencrypted_over_a_network(monkeypatch: pytest.MonkeyPatch, host: str, plain: bool) -> None:
+    """Whatever the environment of a job says: the line asks for the key then."""
+    asked = list[bool]()
+    monkeypatch.setattr(controller_discovery.Hello, "send_questions", lambda hello: asked.append(True))
+    monkeypatch.setenv("UNICRON_PUBLIC_KEY", "none")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    line = Line(context, f"tcp://{host}:9")
+    line.socket.setsockopt(zmq.LINGER, 0)
+    assert (line.key == PLAIN, bool(line._endpoint)) == (plain, plain)
+    line.find_controller()
+    assert bool(asked) is not plain
+    line.close()
+    context.term()
+
+
+def test_a_command_asks_nobody_unencrypted_over_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNICRON_PUBLIC_KEY", "none")
+    with pytest.raises(UserError, match=r"for a loopback address only, not for tcp://192\.0\.2\.1:9"):
+        ask_controller({"kind": "status"}, "tcp://192.0.2.1:9", timeout=0.3)
 
 
 def test_what_a_controller_says_after_another_has_taken_over_does_not_count(lines: Line) -> None:

@@ -34,6 +34,15 @@ from unicron.ctl.agent.start import bare
         ("LAUNCHER=torchrun\n$LAUNCHER train.py", True),
         ("if true; then numactl -l torchrun train.py; fi", True),
         ("pip install accelerate deepspeed; python train.py", False),
+        ("torchrun=1\npython train.py", False),
+        ("nice python a.py\nls x torchrun", False),
+        ("nice python a.py; ls torchrun", False),
+        ("nice python a.py <torchrun >x", False),
+        ("A=1 B=2 C='x y' torchrun train.py", True),
+        ("if A=1 exec nice -n 3 torchrun train.py; then true; fi", True),
+        ("(A=torchrun x)", False),
+        (". env/bin/activate; nice ls; torchrun t.py", True),
+        ("conda activate e\nexec 3>&1\ntorchrun t.py", True),
     ],
 )
 def test_a_script_that_names_a_launcher(tmp_path: Path, text: str, found: bool) -> None:

@@ -497,6 +497,23 @@ def test_secrets_are_read_from_a_file_that_nobody_else_can_read(
     assert "others can read it" in problem and "topsecret" not in problem
 
 
+def test_the_secrets_that_are_read_are_those_that_were_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of a file that takes their place between the two, and nothing of a pipe, which might never answer."""
+    path, good = tmp_path / "secrets", tmp_path / "good"
+    for file, mode in ((path, 0o644), (good, 0o600)):
+        file.write_text('slack = "https://hooks.slack.com/services/T/B/topsecret"\n')
+        file.chmod(mode)
+    looked = os.stat(good)
+    monkeypatch.setattr(os, "stat", lambda *_, **__: looked)
+    with pytest.raises(UserError, match="others can read it"):
+        load_secrets(NotifyConfig(secrets=str(path)))
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(UserError, match="no plain file"):
+        load_secrets(NotifyConfig(secrets=str(tmp_path / "pipe")))
+
+
 def test_without_its_secrets_a_section_tells_the_hook_alone_until_they_can_be_read(tmp_path: Path) -> None:
     """The secrets say, too, that mail has to be encrypted on its way. Their file system may be mounted later."""
     secrets = tmp_path / "mount" / "secrets"
