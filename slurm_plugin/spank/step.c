@@ -46,6 +46,7 @@ void step_read(spank_t sp, struct step *step)
 
 	memset(step, 0, sizeof(*step));
 	step->command.kind = COMMAND_MAY_TRAIN;
+	command_set_path(spank_getenv(sp, "PATH", text, sizeof(text)) == ESPANK_SUCCESS ? text : NULL);
 	if (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) == ESPANK_SUCCESS && argc > 0 && argv != NULL)
 		step->command = command_of(argv, true);
 	step->tasks = 1;

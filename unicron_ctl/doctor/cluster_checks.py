@@ -182,7 +182,7 @@ def limits(case: Case) -> dict[str, float]:
 
 
 def raised(known: Mapping[str, float]) -> dict[str, float]:
-    """The same with which the whole ladder holds, and unicrond's own rules about the same names."""
+    """Values with which the whole ladder holds, and unicrond's own rules about the same names."""
     steps = [*LADDER, *(Step(tuple(names(rule.low)), rule.high, rule.why, not rule.equal) for rule in RULES)]
     better = dict(known)
     for _ in steps:  # each raises what a later one depends on at most once

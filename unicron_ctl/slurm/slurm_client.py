@@ -13,7 +13,7 @@ _UNUSABLE = frozenset(
     "DOWN DRAIN DRAINED DRAINING FAIL FAILING ERROR NOT_RESPONDING UNKNOWN INVAL "
     "INVALID_REG FUTURE MAINTENANCE REBOOT_ISSUED POWER_DRAIN BLOCKED".split()
 )
-# While Slurm hears a node and gives it work, its reason is an old one: releases from 24.11 on keep it after a resume.
+# While Slurm hears a node and gives it work, its reason is an old one: 24.11.5 keeps it after a resume.
 _REASON_COUNTS = _UNUSABLE - {"NOT_RESPONDING"} | {"POWER_DOWN", "POWERED_DOWN", "POWERING_DOWN", "REBOOT_REQUESTED"}
 # Power saving: Slurm has switched the node off, or is switching it off or on, and wakes it for whom it is given to.
 # Until it has booted it answers nobody. (POWER_DOWN and POWER_UP alone are what is to be done once it is free.)
@@ -267,8 +267,8 @@ class SlurmClient(Protocol):
     def resume(self, node: str) -> None:
         """Gives a drained or downed node back to the scheduler. No error for one that is in service.
 
-        From 24.11 on Slurm shows a node as not responding until its slurmd has answered again. The call waits for that,
-        but not for long: a listing shows what is still so afterwards.
+        Slurm shows a node as not responding until its slurmd has answered again. The call waits for that, but not for
+        long: a listing shows what is still so afterwards.
         """
 
     def requeue(self, job: str, element: int) -> None:

@@ -41,6 +41,21 @@ _BEHIND = "|".join(sorted({"exec", *WRAPPERS}))
 _BEGIN = r"(?:^|[;&|(){}`\"'!]|\b(?:then|do|else|exec|time|if|while|until|eval)\s|(?:^|\s)[A-Za-z_]\w*=)\s*"
 _BEGIN += rf"(?:[A-Za-z_]\w*=\S*\s+)*(?:(?:{_BEHIND})\s[^;&|\"'\n]*?(?<=\s))?"
 _LAUNCHER = re.compile(rf"{_BEGIN}(?:{_NAME}){_WORD_END}|-m\s+(?:{_MODULE}){_WORD_END}", re.MULTILINE)
+# Programs that start the ranks of their node by themselves, as a rule by torchrun or its API: name, and what follows it
+# (docs/behaviour/front_ends.toml). The agent does not read what they are told.
+OWN_RANKS = {
+    "ft_launcher": "",
+    "tune": r"\s+run",
+    "llamafactory-cli": r"\s+train",
+    "lmf": r"\s+train",
+    "swift": r"\s+(?:pt|sft|rlhf|infer)",
+    "megatron": r"\s+(?:pt|sft|rlhf)",
+    "axolotl": r"\s+train",
+    "oumi": r"\s+distributed",
+    "torchx": r"\s+run",
+}
+_OWN = "|".join(f"{re.escape(name)}{then}" for name, then in OWN_RANKS.items())
+_OWN_RANKS = re.compile(rf"{_BEGIN}(?:\S*/)?({_OWN}){_WORD_END}", re.MULTILINE)
 _NAMED = re.compile(rf"(?:{_NAME}|{_MODULE}){_WORD_END}")
 # What a container is given to run, to the end of the command.
 _CONTAINER = re.compile(rf"""(?<![\w.-])(?:{"|".join(sorted(CONTAINERS))})\s(?:"[^"]*"|'[^']*'|[^;&|\n"'])*""")
@@ -106,6 +121,17 @@ def launches(command: Sequence[str]) -> bool:
     if _CHANGES_PATH.search(text) and _NOT_BY_FUNCTION.search(text):
         raise NotTaken(f"{how} behind exec or a wrapper after PATH was changed: {told}")
     return True
+
+
+def starts_own_ranks(command: Sequence[str]) -> str:
+    """What the job's log says of a program that starts the ranks of its node by itself; empty for another one."""
+    text = shell_text(command)
+    found = _OWN_RANKS.search(shlex.join(command) if text is None else text)
+    if found is None:
+        return ""
+    name = " ".join(found[1].split())
+    told = f"{name} starts the ranks of a node by itself, so Unicron restarts whole nodes"
+    return f"{told}: to have each rank healed, write `srun torchrun ...` with the script that it runs"
 
 
 def kept_in_container(command: Sequence[str]) -> str:

@@ -34,6 +34,8 @@ _MEGATRON_LM = re.compile(
 )
 _PYTHON = re.compile(r"(?:^|[\s/\"'=;&|(])i?(?:python|pypy)[\d.]*t?(?=[\s\"');&|]|$)|\.(?:py|pyz|pex)\b", re.MULTILINE)
 _SCRIPT = re.compile(r"[\w./~+-]+\.py\b")
+_PROGRAM = re.compile(r"(?<![\w./$=+-])[\w./+-]*[A-Za-z][\w./+-]*(?![\w=])")  # of a shell's text
+MOST_WORDS = 64  # of such a text
 MOST_PROGRAMS = 8  # of a command's words that may name the program, behind wrappers
 _MONITORS = {"GPUtil", "gpustat", "nvidia_smi", "prometheus_client", "psutil", "pynvml", "requests"}
 # Modules and calls by which a program of Python's runs another one
@@ -111,7 +113,8 @@ def is_python(command: Sequence[str], text: str) -> bool:
     """Whether the command names Python, or a program of Python's. text: what its shell runs, where it has one."""
     if _PYTHON.search("\n".join([*command, text])):
         return True
-    for word in command[:MOST_PROGRAMS]:
+    words = list(dict.fromkeys(_PROGRAM.findall(text)))[:MOST_WORDS]  # front ends that the shell runs, by PATH
+    for word in (*command[:MOST_PROGRAMS], *words):
         with contextlib.suppress(OSError), open(shutil.which(word) or os.devnull, "rb") as file:
             first = file.readline(4096)
             if first.startswith(b"#!") and b"python" in first:
