@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <ctype.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "command.h"
 #include "shell_text.h"
@@ -110,6 +112,45 @@ static void hear_text(struct command *found, char *text)
 	}
 }
 
+bool command_is_builtin(const char *word)
+{
+	return (IS_ONE_OF(word, builtins) || isdigit((unsigned char) word[0]));
+}
+
+static char search_path[4096];
+
+void command_set_path(const char *path)
+{
+	snprintf(search_path, sizeof(search_path), "%s", path != NULL ? path : "");
+}
+
+static void hear_script(struct command *found, const char *path, bool reads_text);
+static char *const *inner_command(char *const argv[]);
+
+/* Whether a command, behind its wrappers, is a front end: the first of PATH is Python's, or a shell script that trains. */
+static bool is_front_end(char *const argv[])
+{
+	char folders[sizeof(search_path)], file[sizeof(search_path) + 256], *rest;
+	const char *name;
+
+	for (int i = 0; i < MOST_WRAPPERS && *argv != NULL && IS_ONE_OF(base_name(*argv), wrappers); ++i)
+		argv = inner_command(argv);
+	name = *argv;
+	if (name == NULL || strchr(name, '/') != NULL || strchr("-$", name[0]) != NULL || strlen(name) > 255)
+		return (false);
+	strcpy(folders, search_path);
+	for (char *folder = strtok_r(folders, ":", &rest); folder != NULL; folder = strtok_r(NULL, ":", &rest)) {
+		struct command found = { .kind = COMMAND_MAY_TRAIN };
+
+		snprintf(file, sizeof(file), "%s/%s", folder, name);
+		if (access(file, X_OK) != 0)
+			continue;
+		hear_script(&found, file, false);
+		return (found.kind == COMMAND_TRAINS);
+	}
+	return (false);
+}
+
 /* Whether all commands of a shell's text are utilities. One that trains is heard; the scripts that they run are read. */
 static bool hear_commands(struct command *found, char *text)
 {
@@ -123,11 +164,13 @@ static bool hear_commands(struct command *found, char *text)
 	     count = next_command(NULL, &rest, words), --left) {
 		struct command run = { .kind = COMMAND_UTILITY };
 
-		if (count > 0 && !IS_ONE_OF(words[0], builtins) && !isdigit((unsigned char) words[0][0]))
+		if (count > 0 && !command_is_builtin(words[0]))
 			run = command_of(words, false);
 		helps = helps && run.kind == COMMAND_UTILITY;
 		if (run.kind == COMMAND_TRAINS)
 			*found = run;
+		else if (run.kind == COMMAND_MAY_TRAIN && is_front_end(words))
+			found->kind = COMMAND_MAY_TRAIN;    /* as without the shell */
 	}
 	return (helps && left > 0);
 }

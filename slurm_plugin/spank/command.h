@@ -5,7 +5,7 @@
  *   - it is a UTILITY when it is a program of the system's that trains nothing (hostname, mkdir, nvidia-smi, ...), or a shell
  *     that runs nothing else;
  *   - it is another SHELL when it is one whose text names no training;
- *   - else it MAY train.
+ *   - else it MAY train, and so does a shell that runs a front end, found by PATH: a program of Python's, or a script that trains.
  * Wrappers (env, nice, timeout, numactl, ...) are looked through. Nothing is executed; a script is read.
  */
 #ifndef UNICRON_COMMAND_H
@@ -21,6 +21,12 @@ struct command {
 
 /* reads_text: a shell's text that runs utilities alone is a utility, for which the scripts that it names are read. */
 struct command command_of(char *const argv[], bool reads_text);
+
+/* Whether a word of a shell's text is what a shell does itself. */
+bool command_is_builtin(const char *word);
+
+/* The PATH by which front ends in a shell's text are found: none until it is set. */
+void command_set_path(const char *path);
 
 /* What one word says, as the first of a command or behind others. */
 enum command_kind command_of_word(const char *word);

@@ -72,6 +72,21 @@ static bool starts_step(char *const words[], bool may_mean)
 	return (false);
 }
 
+/* Whether a text of Python's runs other programs, and does not train by itself: any of them may be srun. */
+static bool is_python_launcher(const char *text)
+{
+	static const char *const runs[] = { "subprocess", "os.system", "popen", "os.exec", "os.spawn", "posix_spawn", "pexpect", "submitit" };
+	static const char *const trains[] = { "torch", "jax", "tensorflow", "lightning", "transformers" };
+
+	for (size_t i = 0; i < sizeof(trains) / sizeof(*trains); ++i)
+		if (strstr(text, trains[i]) != NULL)
+			return (false);
+	for (size_t i = 0; i < sizeof(runs) / sizeof(*runs); ++i)
+		if (strstr(text, runs[i]) != NULL)
+			return (true);
+	return (false);
+}
+
 /* Whether a text of Python's may start a step, its comments and what is between three quotes left out. */
 static bool python_starts_step(char *text)
 {
@@ -80,7 +95,7 @@ static bool python_starts_step(char *text)
 	blank_comments(text);
 	for (char *at = text; (at = strstr(at, "\"\"\"")) != NULL && (end = strstr(at + 3, "\"\"\"")) != NULL; at = end + 3)
 		memset(at, ' ', (size_t) (end + 3 - at));
-	return (strstr(text, "srun") != NULL || strstr(text, "unicron-agent") != NULL);
+	return (strstr(text, "srun") != NULL || strstr(text, "unicron-agent") != NULL || is_python_launcher(text));
 }
 
 static bool is_python_text(const char *path, const char *text)
@@ -125,11 +140,18 @@ static bool is_new_name(struct names *heard, const char *word)
 	return (true);
 }
 
+/* A program of which nobody knows what it runs. */
+static bool is_unknown(char *const words[])
+{
+	return (!command_is_builtin(words[0]) && command_of(words, false).kind == COMMAND_MAY_TRAIN);
+}
+
 static void hear_batch_command(struct script *script, char *const words[], bool may_mean, struct names *heard)
 {
 	char sourced[64];
 	bool step = false;
 
+	script->unknown = script->unknown || (script->word[0] == '\0' && is_unknown(words));
 	script->step = script->step || starts_step(words, may_mean);
 	for (int i = 0; words[i] != NULL; ++i) {
 		step = step || strcmp(base_name(words[i]), "srun") == 0;
@@ -168,5 +190,7 @@ bool script_read(const char *path, struct script *script)
 	}
 	free(text);
 	script->cut = reading_is_cut();
+	/* Where no step comes of that, it is said at the script's end. */
+	script->step = script->step || (script->unknown && !script->cut && script->word[0] == '\0');
 	return (true);
 }

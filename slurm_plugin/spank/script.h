@@ -7,6 +7,7 @@
 /* What a batch script, with the files that its commands name, says. */
 struct script {
 	bool step;          /* an srun that may train, or something that may call one */
+	bool unknown;       /* a program of which nothing is known */
 	bool agent;         /* unicron-agent, which a script may call by itself */
 	bool cut;           /* there are more files than are read: what they say is not known */
 	char word[64];      /* of the first training without srun; empty for none */

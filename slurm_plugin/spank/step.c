@@ -48,6 +48,7 @@ void step_read(spank_t sp, struct step *step)
 	memset(step, 0, sizeof(*step));
 	step->command.kind = COMMAND_MAY_TRAIN;
 	reading_begin();
+	command_set_path(spank_getenv(sp, "PATH", text, sizeof(text)) == ESPANK_SUCCESS ? text : NULL);
 	if (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) == ESPANK_SUCCESS && argc > 0 && argv != NULL)
 		step->command = command_of(argv, true);
 	/* What was not read may train. The agent sees. */

@@ -68,7 +68,8 @@ def test_each_step_runs_as_it_is_meant(site: Site) -> None:
     sweep = submit(site, "sweep.sh", SWEEP.replace("$*", "*__import__('sys').argv"))
     hidden = site.folder / "hidden.sh"
     hidden.write_text("srun python train.py --lr $1 $SLURM_JOB_ID\n")
-    alone = submit(site, "alone.sh", "#!/bin/sh\nmake --version\n")
+    alone = submit(site, "alone.sh", "#!/bin/sh\npython3 -c 'print(5)'\n")
+    unknown = submit(site, "unknown.sh", "#!/bin/sh\nmake --version\n")  # it may run srun
     branch = submit(site, "branch.sh", "#!/bin/sh\nif false; then srun python train.py; fi\n")
     site_idle(site)
     other = submit(site, "other.sh", "#!/bin/sh\n. ./hidden.sh\n", "--array=0-1", "-N1", "--exclusive")
@@ -105,9 +106,11 @@ def test_each_step_runs_as_it_is_meant(site: Site) -> None:
         assert "its command is another one than that of the other elements" in text, text
     text = (site.folder / f"slurm-{alone}.out").read_text()
     assert text.startswith("unicron: nothing protects this job, for no srun in its script starts a training"), text
+    text = (site.folder / f"slurm-{unknown}.out").read_text()
+    assert "nothing protects" not in text and "unicron: no step of this job was protected" in text, text
     text = (site.folder / f"slurm-{branch}.out").read_text()
     assert text.startswith("unicron: no step of this job was protected, for its script has run no srun"), text
-    assert site.logs().count("no step of this job was protected") == 1, site.logs()
+    assert site.logs().count("no step of this job was protected") == 2, site.logs()
 
 
 def site_idle(site: Site) -> None:

@@ -26,6 +26,9 @@ def check(module: torch.nn.Module, optimizer: Any, schedule: Any) -> None:
     refuse(_settings(optimizer, schedule))
 
 
+RESTART = "leave the session out: restart mode heals the script as it is (--unicron-mode=restart)"
+
+
 def _wrappers(module: torch.nn.Module) -> Iterator[str]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -33,7 +36,7 @@ def _wrappers(module: torch.nn.Module) -> Iterator[str]:
         if isinstance(each, torch.nn.parallel.DistributedDataParallel):
             yield "a model in DistributedDataParallel, since it reduces by itself: give the module without it"
         if isinstance(each, FullyShardedDataParallel):
-            yield "FSDP: give the module without it"
+            yield f"FSDP: give the module without it, or {RESTART}"
 
 
 def _statistics(module: torch.nn.Module) -> Iterator[str]:
@@ -55,7 +58,7 @@ def _parameters(module: torch.nn.Module) -> Iterator[str]:
         if is_lazy(parameter):
             yield f"{name}, which has no shape yet: let a batch through the model before"
         if isinstance(parameter, DTensor):
-            yield f"{name}, which is sharded (FSDP2, tensor parallelism): a rank holds the whole model"
+            yield f"{name}, which is sharded (FSDP2, tensor parallelism): a rank holds the whole model; {RESTART}"
         if parameter.is_complex():
             yield f"{name}, which is complex: use torch.view_as_complex on a real parameter"
         if modules.steps_in_backward(parameter):

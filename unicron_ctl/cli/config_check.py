@@ -8,7 +8,7 @@ import os
 import click
 import msgspec
 
-from unicron.ctl.settings.config import Config
+from unicron.ctl.settings.config import Config, port_notes
 from unicron.ctl.settings.config_file import examine
 from unicron.ctl.settings.partitions import ACT, DEFAULT, PERMISSIONS
 from unicron.ctl.slurm import CommandLineClient, PartitionInfo, SlurmError
@@ -61,7 +61,7 @@ def check(path: str | None, as_json: bool) -> int:
     The exit status is 3 if there is a problem.
     """
     config, problems = examine(path, os.environ)
-    error, listed, warnings = "", [], []
+    error, listed, warnings = "", [], port_notes(config.controller)
     try:
         if config.controller.slurm != "none":
             client = CommandLineClient(timeout=config.controller.slurm_timeout)

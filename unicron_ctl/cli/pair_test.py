@@ -50,6 +50,7 @@ class PairReport(msgspec.Struct, kw_only=True):
 
 @click.command(name="pair-test")
 @click.option("--nodes", metavar="N1,N[2-8],...", default="", help="Nodes to test [default: all idle ones].")
+@click.option("--helpers", is_flag=True, help="Let idle nodes help that are not named, as for a single one.")
 @click.option("--seconds", type=Number(0.1, 600), default=2.0, show_default=True, help="Seconds of measuring per pair.")
 @click.option(
     "--backend",
@@ -79,6 +80,7 @@ class PairReport(msgspec.Struct, kw_only=True):
 @controller_option()
 def command(
     nodes: str,
+    helpers: bool,
     seconds: float,
     backend: str,
     slower: float,
@@ -103,12 +105,12 @@ def command(
     environment = pairs.search_path()
     client = CommandLineClient(env={"PATH": environment["PATH"]})
     known = client.nodes()
-    tested, helpers, left_out = pairs.choose(known, client.hostnames(nodes))
+    tested, others, left_out = pairs.choose(known, client.hostnames(nodes), helpers)
     wish = pairs.Wish(seconds, backend, slower, patience, queue, partition)
     wish = dataclasses.replace(wish, python=python) if python else wish
     if dry_run:
         by_name = {node.name: node for node in known}
-        for group in pairs.pairs(tested, helpers):
+        for group in pairs.pairs(tested, others):
             print_text(shlex.join(pairs.command(group, by_name, wish, "TOKEN")))
         for name, why in left_out.items():
             print_text(f"{name} is not tested: {why}", err=True)
@@ -117,7 +119,7 @@ def command(
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no node is idle"
         raise UserError(f"nothing to test: {why}")
     runner = pairs.Runner(known, wish, environment, lambda text: None if as_json else print_text(text, err=True))
-    found = runner.play(tested, helpers)
+    found = runner.play(tested, others)
     found.left_out = {**left_out, **found.left_out}
     drained = _drain(client, found) if drain else {}
     told = _report_verdicts(found, controller)

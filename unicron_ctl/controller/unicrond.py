@@ -31,7 +31,7 @@ from unicron.ctl.controller.server.state_copies import replace_damaged
 from unicron.ctl.controller.server.systemd import SystemdNotifier
 from unicron.ctl.protocol import encryption
 from unicron.ctl.settings import limits
-from unicron.ctl.settings.config import Config, listen_problem, rule_values
+from unicron.ctl.settings.config import Config, listen_problem, port_notes, rule_values
 from unicron.ctl.settings.config_file import examine, refuse, without_notify
 from unicron.ctl.settings.places import state_dir
 from unicron.ctl.slurm.slurm_client import SlurmClient
@@ -101,6 +101,8 @@ def unicrond(
     if check:
         return report(config, found)
     accept(config, found)
+    for line in port_notes(config.controller):
+        log.warning("%s", line)
     folder = Path(state) if state else state_dir(config)
     if make_key:
         print_text(f'public_key = "{encryption.make_key(folder)}"  # into [controller] of unicron.toml on all nodes')
@@ -166,6 +168,8 @@ def report(config: Config, found: list[str]) -> int:
         print_text(f"{PROGRAM}: {where}: {line}", err=True)
     if found:
         return WRONG_USE
+    for line in port_notes(config.controller):
+        print_text(f"{PROGRAM}: {where}: {line}", err=True)
     for line in limits.rule_lines(rule_values(config.controller, os.environ)[0], config.controller.slurm != "none"):
         print_text(line)
     print_text(f"{where}: no problem found")

@@ -129,6 +129,7 @@ LADDER: tuple[Step, ...] = (
     Step(("MessageTimeout",), "slurm_timeout", "Unicron gives a command up while Slurm still works on it"),
     Step(("slurm_poll_seconds", "slurm_timeout"), "MinJobAge", "Slurm forgets a job before Unicron has seen its end"),
 )
+_RUNGS = (*LADDER, *(Step(tuple(names(rule.low)), rule.high, rule.why, not rule.equal) for rule in RULES))
 OURS = ("lease", "isolate_seconds", "slurm_timeout", "slurm_poll_seconds")
 # What is raised where it is too low, and to what at least.
 USUAL = {
@@ -151,8 +152,9 @@ def time_outs(case: Case) -> Iterator[Finding]:
     more = [name for name in better if better[name] != known[name] and name not in {step.high for step in broken}]
     for step in broken:
         low, below = " + ".join(map(_shown, step.low)), sum(known[name] for name in step.low)
-        do = [_line(settings, name, better[name]) for name in (step.high, *more)]
-        more = []
+        follow = [rung.high for rung in _RUNGS if rung.high in more and step.high in rung.low]
+        more = [name for name in more if name not in follow]
+        do = [_line(settings, name, better[name]) for name in dict.fromkeys((step.high, *follow))]
         if step.high == "BatchStartTimeout":
             do[0] += ", or UNICRON_HEALTH_SECONDS in prolog.conf"
         high = f"{_shown(step.high)} = {number(known[step.high])}"
@@ -182,11 +184,10 @@ def limits(case: Case) -> dict[str, float]:
 
 
 def raised(known: Mapping[str, float]) -> dict[str, float]:
-    """Returns settings with which the whole ladder holds, and unicrond's own rules about these names."""
-    steps = [*LADDER, *(Step(tuple(names(rule.low)), rule.high, rule.why, not rule.equal) for rule in RULES)]
+    """Values with which the whole ladder holds, and unicrond's own rules about the same names."""
     better = dict(known)
-    for _ in steps:  # each raises what a later one depends on at most once
-        for step in steps:
+    for _ in _RUNGS:  # each raises what a later one depends on at most once
+        for step in _RUNGS:
             if step.high in USUAL and _is_broken(step, better):
                 better[step.high] = max(USUAL[step.high], sum(better[name] for name in step.low) + ROOM)
     return better

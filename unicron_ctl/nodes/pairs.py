@@ -74,8 +74,11 @@ class Findings:
         return f"{self.judgement.bad[node]}: {said[-1][:120]}" if said else self.judgement.bad[node]
 
 
-def choose(nodes: Sequence[NodeInfo], wanted: Sequence[str]) -> tuple[list[str], list[str], dict[str, str]]:
+def choose(
+    nodes: Sequence[NodeInfo], wanted: Sequence[str], with_others: bool = False
+) -> tuple[list[str], list[str], dict[str, str]]:
     """(nodes to test, idle helpers to prove witnesses with, nodes that cannot be tested: why). No wish: all idle ones.
+    with_others: idle nodes that were not named may help; a single one has no other partner.
 
     Raises UserError for a node that Slurm does not know or that is named twice.
     """
@@ -91,7 +94,9 @@ def choose(nodes: Sequence[NodeInfo], wanted: Sequence[str]) -> tuple[list[str],
     for name in left_out:
         if known[name].reason.startswith(REASON):  # a test may be what it waits for
             left_out[name] += f"; for a test `scontrol update NodeName={name} State=RESUME` first"
-    helpers = [name for name in idle if name not in tested] if tested else []
+    helpers = [name for name in idle if name not in tested] if tested and (with_others or len(wanted) == 1) else []
+    if len(tested) == 1 and not helpers:
+        left_out[tested.pop()] = "it has no partner: no other idle node was named, and --helpers takes others"
     need = max(0, 2 * PAIRS_WANTED - len(tested))
     need += (len(tested) + need) % 2
     return tested, helpers[:need], left_out

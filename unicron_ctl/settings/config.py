@@ -269,6 +269,18 @@ def _standby_problems(section: ControllerConfig) -> list[str]:
     return [f'metrics = "{section.metrics}": with a standby write 0.0.0.0 in place of {host}, which is one host alone']
 
 
+def port_notes(section: ControllerConfig) -> list[str]:
+    """What `address` and `listen` say of ports, where these differ: it is no mistake where something stands between."""
+    at = section.listen.rpartition(":")[2]
+    return [
+        f'[controller] address = "{address}" and listen = "{section.listen}": agents connect to port '
+        f"{address.rpartition(':')[2]}, and unicrond listens at {at}; write the same port in both, unless something "
+        "forwards the one to the other"
+        for address in section.addresses
+        if at != "0" and address.rpartition(":")[2] != at
+    ]
+
+
 def rule_values(section: ControllerConfig, environment: Mapping[str, str] | None) -> tuple[dict[str, float], list[str]]:
     """The values that the rules of `limits` are about, by name, and what is wrong with variables of the environment."""
     values, found = ({}, []) if environment is None else limits.fixed_values(environment)

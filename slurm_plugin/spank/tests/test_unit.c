@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -507,6 +508,52 @@ static void test_commands(void)
 	}
 }
 
+/* What a shell runs is found by PATH, as without the shell: a front end of Python's, or a script that trains. */
+static void test_front_ends(void)
+{
+	static const struct { const char *text; enum command_kind kind; } cases[] = {
+		{ "NODE_RANK=$SLURM_NODEID tunecli train config.yaml", COMMAND_MAY_TRAIN },
+		{ "cd work && exec wrapped train", COMMAND_MAY_TRAIN },
+		{ "hostname; timeout 5 tunecli train", COMMAND_MAY_TRAIN },
+		{ "copies a b", COMMAND_SHELL },
+		{ "plain", COMMAND_SHELL },
+		{ "nowhere train", COMMAND_SHELL },
+		{ "hostname; sleep 5", COMMAND_UTILITY },
+		{ "tunecli train; python x.py", COMMAND_TRAINS },
+	};
+	static const struct { const char *name, *text; mode_t mode; } files[] = {
+		{ "tunecli", "#!/opt/env/bin/python3\nimport sys\n", 0700 }, { "wrapped", "#!/bin/sh\nexec python train.py\n", 0700 },
+		{ "copies", "#!/bin/sh\ncp $1 $2\n", 0700 }, { "plain", "#!/usr/bin/python3\n", 0600 },
+	};
+	char folder[] = "/tmp/unicron-test-XXXXXX", path[128];
+
+	assert(mkdtemp(folder) != NULL);
+	for (size_t i = 0; i < sizeof(files) / sizeof(*files); ++i) {
+		FILE *file;
+
+		snprintf(path, sizeof(path), "%s/%s", folder, files[i].name);
+		file = fopen(path, "w");
+		assert(file != NULL && fputs(files[i].text, file) >= 0 && fclose(file) == 0 && chmod(path, files[i].mode) == 0);
+	}
+	snprintf(path, sizeof(path), "/nonexistent:%s:/usr/bin", folder);
+	command_set_path(path);
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
+		char *words[] = { (char *) "bash", (char *) "-c", (char *) cases[i].text, NULL };
+		enum command_kind kind = command_of(words, true).kind;
+
+		if (kind != cases[i].kind) {
+			fprintf(stderr, "%s: kind %d\n", cases[i].text, kind);
+			abort();
+		}
+	}
+	command_set_path(NULL);
+	for (size_t i = 0; i < sizeof(files) / sizeof(*files); ++i) {
+		snprintf(path, sizeof(path), "%s/%s", folder, files[i].name);
+		assert(unlink(path) == 0);
+	}
+	assert(rmdir(folder) == 0);
+}
+
 /* However many wrappers a user writes, they are judged in a moment and within the stack. */
 static void test_many_wrappers(void)
 {
@@ -545,8 +592,13 @@ static void test_batch_scripts(void)
 		{ "#!/bin/sh\npython prepare.py\nsrun $CMD\n", "", true, "" },
 		{ "#!/bin/sh\npython prepare.py; /usr/bin/time srun ./train\n", "", true, "" },
 		{ "#!/bin/sh\nunicron-agent run -- python train.py\n", "", true, "" },
-		{ "#!/bin/sh\nhostname; sleep 5; ./train\n", "", false, "" },
-		{ "#!/bin/sh\nmake train\n", "", false, "" },
+		{ "#!/bin/sh\nhostname; sleep 5; cd /tmp; export A=1\n", "", false, "" },
+		{ "#!/bin/sh\nhostname; sleep 5; ./train\n", "", true, "" },
+		{ "#!/bin/sh\nmake train\n", "", true, "" },
+		{ "#!/bin/bash\nPATH=$PWD:$PATH\nlaunch --config ds.json\n", "", true, "" },
+		{ "#!/bin/sh\npython hides.py\n", "", true, "" },
+		{ "#!/bin/sh\n./prepare data; python train.py\n", "python", false, "" },
+		{ "#!/usr/bin/env python3\nimport os, subprocess\nsubprocess.run([os.environ['RUN'], 'x'])\n", "", true, "" },
 		{ "#!/bin/sh\nsrun -N 1 -w n1 --mpi=pmix ./train -c echo\n", "", true, "" },
 		{ "#!/bin/sh\nsrun env A=1 python train.py\n", "", true, "" },
 		{ "#!/bin/sh\n./x.py\n", "./x.py", false, "" },
@@ -577,6 +629,8 @@ static void test_batch_scripts(void)
 	assert(file != NULL && fputs("# no srun\nsrun hostname\necho 'no srun here'\ntorchrun x.py\n", file) >= 0 && fclose(file) == 0);
 	file = fopen("says.py", "w");
 	assert(file != NULL && fputs("\"\"\"srun python says.py\"\"\"\nimport torch  # by srun\n", file) >= 0 && fclose(file) == 0);
+	file = fopen("hides.py", "w");
+	assert(file != NULL && fputs("import subprocess\nsubprocess.run(['s' + 'run', 'x'])\n", file) >= 0 && fclose(file) == 0);
 	snprintf(path, sizeof(path), "%s/script", folder);
 	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
 		file = fopen(path, "w");
@@ -590,7 +644,7 @@ static void test_batch_scripts(void)
 		}
 	}
 	assert(!script_read("/nonexistent", &found));
-	assert(unlink(path) == 0 && unlink("names_srun") == 0 && unlink("speaks_of_it") == 0 && unlink("says.py") == 0 && chdir("/") == 0 && rmdir(folder) == 0);
+	assert(unlink(path) == 0 && unlink("names_srun") == 0 && unlink("speaks_of_it") == 0 && unlink("says.py") == 0 && unlink("hides.py") == 0 && chdir("/") == 0 && rmdir(folder) == 0);
 }
 
 static void write_file(const char *path, const char *beginning, const char *line, size_t times, size_t names)
@@ -900,6 +954,7 @@ int main(int argc, char **argv)
 	test_addresses();
 	test_config();
 	test_commands();
+	test_front_ends();
 	test_many_wrappers();
 	test_judge();
 	test_batch_scripts();

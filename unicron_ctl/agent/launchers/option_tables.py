@@ -47,6 +47,8 @@ TORCHRUN: tuple[Option, ...] = (
     ("--virtual-local-rank --virtual_local_rank", TAKEN, False),
     ("--print-completion --print_completion", TAKEN, True),
 )
+# torch's own rendezvous backends; others are registered by packages (the entry points torchrun.handlers).
+BACKENDS = ("c10d", "etcd", "etcd-v2", "static")
 # torch.distributed.launch has one more.
 TORCH_LAUNCH: tuple[Option, ...] = (*TORCHRUN, ("--use-env --use_env", TAKEN, False))
 

@@ -34,7 +34,7 @@ class Taken:
     launcher: its name. command: what each rank runs. ranks: on a node, as the launcher has it: a number, or gpu, auto,
     cpu; empty where nothing says. nodes: fewest and most, (0, 0) where nothing says. total: ranks of all nodes, 0 where
     nothing says. environment: variables that the ranks get. replaced, lost: options that Unicron has its own way of,
-    and those that nobody honours now.
+    and those that nobody honours now. warning: what a part of it did that nobody does now.
     """
 
     launcher: str
@@ -45,6 +45,7 @@ class Taken:
     environment: dict[str, str] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    warning: str = ""
 
 
 # ---------------------------------------------------------------- torchrun
@@ -100,6 +101,17 @@ def _from_torchrun(found: Found, legacy: bool = False) -> Taken:
         environment=_console(read) | ({"ROLE_NAME": read.text("role")} if "role" in read else {}),
         replaced=read.that_are(REPLACED),
         lost=lost,
+        warning=_strange_rendezvous(read.text("rdzv-backend")),
+    )
+
+
+def _strange_rendezvous(backend: str) -> str:
+    """The warning about a rendezvous that is none of torch's own: it may do more than to form a world."""
+    if backend in ("", *options.BACKENDS):
+        return ""
+    return (
+        f"--rdzv-backend={backend} is none of torch's own, and nobody calls it, for Unicron forms each world: "
+        "if it does more than that, run the job without --unicron"
     )
 
 

@@ -44,6 +44,19 @@ _BEHIND = {"exec", *WRAPPERS}
 _SETTING = re.compile(r"[A-Za-z_]\w*")
 _BY_ANY_NAME = re.compile(rf"(?<![\w/-])(?:{'|'.join(re.escape(name) for name in sorted(NAMES))})$")
 _PYTHON_BY_PATH = re.compile(r"/python[\d.]*$")
+# Programs that start the ranks of their node by themselves, as a rule by torchrun or its API, and what follows the name
+# where only some of its commands do (docs/behaviour/front_ends.toml). The agent does not read what they are told.
+OWN_RANKS: dict[str, tuple[str, ...]] = {
+    "ft_launcher": (),
+    "tune": ("run",),
+    "llamafactory-cli": ("train",),
+    "lmf": ("train",),
+    "swift": ("pt", "sft", "rlhf", "infer"),
+    "megatron": ("pt", "sft", "rlhf"),
+    "axolotl": ("train",),
+    "oumi": ("distributed",),
+    "torchx": ("run",),
+}
 # What a container is given to run, to the end of the command.
 _CONTAINER = re.compile(rf"""(?<![\w.-])(?:{"|".join(sorted(CONTAINERS))})\s(?:"[^"]*"|'[^']*'|[^;&|\n"'])*""")
 _CHANGES_PATH = re.compile(r"activate\b|\bmodule\s+(?:load|add)\b|\bPATH=", re.MULTILINE)
@@ -109,10 +122,12 @@ def launches(command: Sequence[str]) -> bool:
 
 @dataclass
 class Named:
-    """What a shell's text names. launcher: the first that a command begins with, or a wrapper runs. by_path: one is
+    """What a shell's text names. launcher: the first that a command begins with, or a wrapper runs. own_ranks: the same
+    of a program that starts ranks by itself. by_path: one is
     named by its path. by_no_function: one stands behind exec or a wrapper, which ask no function of the shell's."""
 
     launcher: str = ""
+    own_ranks: str = ""
     by_path: bool = False
     by_no_function: bool = False
 
@@ -121,7 +136,8 @@ class Named:
 class _Here:
     """Where in a command the next piece stands. begins: a command may begin there. wrapped: behind a wrapper that one
     began with, and unasked: behind any. by_path: behind a Python with a path. module: behind -m. setting: the piece
-    before is a name in front of =, and value: so is one before that, with its value still going on."""
+    before is a name in front of =, and value: so is one before that, with its value still going on. program: the piece
+    before is the name of one of OWN_RANKS, of which some commands start ranks."""
 
     begins: bool = True
     wrapped: bool = False
@@ -130,16 +146,23 @@ class _Here:
     module: bool = False
     setting: bool = False
     value: bool = False
+    program: str = ""
+
+    def runs(self, before: str) -> bool:
+        """Whether a word that stands here is a command, by itself or behind a wrapper."""
+        return self.begins or (self.wrapped and before.isspace())
 
     def pass_blanks(self, blanks: str, before: str) -> None:
         line = "\n" in blanks
         self.begins = self.begins or self.value or line or _KEYWORD.search(before) is not None
         self.module, self.setting, self.value = before.endswith("-m"), False, False
         if line:
+            self.program = ""
             self.wrapped = self.unasked = self.by_path = False
 
     def pass_sign(self, sign: str) -> None:
         self.begins = sign in _BEGINS or (sign == "=" and self.setting)
+        self.program = ""
         self.module = self.setting = False
         self.wrapped = self.wrapped and sign not in ";&|\"'"
         self.unasked = self.unasked and sign not in ";&|"
@@ -153,6 +176,8 @@ class _Here:
         self.wrapped = self.wrapped or (alone and self.begins and word in _BEHIND)
         self.unasked = self.unasked or (alone and word in _BEHIND)
         self.by_path = self.by_path or (alone and _PYTHON_BY_PATH.search(word) is not None)
+        name, runs = word.rpartition("/")[2], self.runs(before)
+        self.program = name if runs and name in OWN_RANKS else ""
         self.begins = self.module = False
 
 
@@ -174,12 +199,27 @@ def read_names(text: str) -> Named:
 
 def _hear_word(named: Named, here: _Here, word: str, before: str) -> None:
     module = here.module and word in MODULES
-    if module or (word in NAMES and (here.begins or (here.wrapped and before.isspace()))):
+    runs = here.runs(before)
+    if module or (word in NAMES and runs):
         named.launcher = named.launcher or word
     _, slash, name = word.rpartition("/")
+    if here.program and word in OWN_RANKS[here.program]:
+        named.own_ranks = named.own_ranks or f"{here.program} {word}"
+    elif runs and OWN_RANKS.get(name) == ():
+        named.own_ranks = named.own_ranks or name
     named.by_path = named.by_path or bool(slash and name in NAMES) or (module and here.by_path)
     if here.unasked and (module or _BY_ANY_NAME.search(word)):
         named.by_no_function = True
+
+
+def starts_own_ranks(command: Sequence[str]) -> str:
+    """What the job's log says of a program that starts the ranks of its node by itself; empty for another one."""
+    text = shell_text(command)
+    name = read_names(shlex.join(command) if text is None else text).own_ranks
+    if not name:
+        return ""
+    told = f"{name} starts the ranks of a node by itself, so Unicron restarts whole nodes"
+    return f"{told}: to have each rank healed, write `srun torchrun ...` with the script that it runs"
 
 
 def kept_in_container(command: Sequence[str]) -> str:

@@ -117,7 +117,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     replaced = replace_launcher(command, outside)
     if isinstance(replaced, int):
         return replaced
-    rank_command, told_launcher = replaced
+    rank_command, told_launcher, warning = replaced
     try:
         chosen, place, words, seconds, why_one = prepare(controller, mode, rank_command)
         from unicron.ctl.agent.start.unprotected import run_unprotected
@@ -148,8 +148,7 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
         told_ranks = rank_count.describe_ranks(place, why_one, os.environ)
         told_array = untouched.describe_array(os.environ, place.settings.max_nodes // place.settings.block)
         said = (told_array, f"{chosen.name} mode: {chosen.reason}", told_launcher, told_ranks, place.warning)
-        for told in filter(None, said):
-            agent.log.inform(told)
+        say_all(agent, said, warning)
         status = agent.run()
         around = [rank.surroundings for rank in agent.ranks.values()]
         flush(standard_output, standard_error, *(each.out for each in around), *(each.err for each in around))
@@ -166,6 +165,14 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     return run_unprotected(place, words, agent.registration.why_not(address))
 
 
+def say_all(agent: Agent, said: Sequence[str], warning: str) -> None:
+    """Write these lines, and the warning, to the job's log."""
+    for told in filter(None, said):
+        agent.log.inform(told)
+    if warning:
+        agent.log.warn(warning)
+
+
 def flush(*outputs: JobOutput) -> None:
     """Write what waits for the job's log, as long as that takes it."""
     for output in set(outputs):
@@ -179,9 +186,10 @@ def replace_variables(environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
 
 
-def replace_launcher(command: Sequence[str], outside: Mapping[str, str]) -> tuple[list[str], str] | int:
-    """(what each rank runs, what the job's log says of the launcher that is left out). A shell with a launcher in it is
-    run here: its exit status. A command whose launcher stays is executed, with the environment `outside`."""
+def replace_launcher(command: Sequence[str], outside: Mapping[str, str]) -> tuple[list[str], str, str] | int:
+    """(what each rank runs, what the job's log says of the launcher that is left out, of what it warns). A shell with a
+    launcher in it is run here: its exit status. A command whose launcher stays is executed, with the environment
+    `outside`."""
     try:
         text = shells.shell_text(command)
         if why := untouched.why_sweep(os.environ, "its shell script", text or ""):
@@ -204,18 +212,18 @@ def check_tasks() -> None:
         raise NotTaken(f"{many}: give it one (--ntasks-per-node=1)")
 
 
-def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
-    """(what each rank runs, what the job's log says of the launcher that is left out). What the launcher was told goes
-    into this process's environment. Raises NotTaken."""
+def without_launcher(command: Sequence[str]) -> tuple[list[str], str, str]:
+    """(what each rank runs, what the job's log says of the launcher that is left out, of what it warns). What the
+    launcher was told goes into this process's environment. Raises NotTaken."""
     environment = os.environ
     if is_submitit(command):
         if "SLURM_ARRAY_TASK_ID" in environment:
             raise NotTaken("each element of submitit's array is a job of its own: submit one with nodes=N")
         environment[LAUNCHER] = SUBMITIT
-        return list(command), ""
+        return list(command), "", ""
     taken = readers.take_over(command)
     if taken is None:
-        return list(command), shells.kept_in_container(command)
+        return list(command), shells.kept_in_container(command) or shells.starts_own_ranks(command), ""
     if why := untouched.why_alone(environment, taken):
         raise NotTaken(why)
     check_tasks()
@@ -234,7 +242,7 @@ def without_launcher(command: Sequence[str]) -> tuple[list[str], str]:
     added = {"UNICRON_RANKS_PER_NODE": str(ranks)} | ({"UNICRON_MIN_NODES": str(fewest)} if fewest else {})
     os.environ.update({name: value for name, value in added.items() if not environment.get(name)})
     os.environ.update(taken.environment)
-    return taken.command, told
+    return taken.command, told, taken.warning
 
 
 def prepare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -38,6 +39,9 @@ _SCRIPT = re.compile(r"(?<![\w./~+-])[\w./~+-]+\.py\b")
 MOST_NAMES = 256  # of scripts in a shell's text that are looked for
 MOST_SCRIPTS = 16  # that are read of those that a shell's text names
 MOST_OF_HELPER = 1 << 17  # bytes of a program that only helps: it is parsed, which takes long for much
+_PIECE = re.compile(r"[^\s;&|(){}`\"'!<>]+")  # of a shell's text
+_PROGRAM = re.compile(r"[\w./+][\w./+-]{0,254}")
+MOST_WORDS = 64  # of such a text
 MOST_PROGRAMS = 8  # of a command's words that may name the program, behind wrappers
 _MONITORS = {"GPUtil", "gpustat", "nvidia_smi", "prometheus_client", "psutil", "pynvml", "requests"}
 # Modules and calls by which a program of Python's runs another one
@@ -115,7 +119,8 @@ def is_python(command: Sequence[str], text: str) -> bool:
     """Whether the command names Python, or a program of Python's. text: what its shell runs, where it has one."""
     if _PYTHON.search("\n".join([*command, text])):
         return True
-    for word in command[:MOST_PROGRAMS]:
+    words = dict.fromkeys(filter(_PROGRAM.fullmatch, _PIECE.findall(text)))  # front ends that the shell runs, by PATH
+    for word in (*command[:MOST_PROGRAMS], *itertools.islice(words, MOST_WORDS)):
         with contextlib.suppress(OSError), open(shutil.which(word) or os.devnull, "rb") as file:
             first = file.readline(4096)
             if first.startswith(b"#!") and b"python" in first:

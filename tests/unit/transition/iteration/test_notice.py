@@ -47,6 +47,8 @@ def parent(pid):
 
 batches = iter(DataLoader(Data(), batch_size=1, num_workers=2))
 next(batches)
+rest_of_it = iter(DataLoader(Data(), batch_size=1, num_workers=2))  # its workers are there at the end
+next(rest_of_it)
 other = multiprocessing.get_context("fork").Process(target=rest, daemon=True)
 other.start()
 program = subprocess.Popen(["sleep", "600"])
@@ -84,6 +86,7 @@ def test_what_a_rank_starts_outlives_the_signals_of_its_step(tmp_path: Path, han
         [sys.executable, str(path), handler], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "went on" + " USR1" * (handler == "handler")), done.stderr
+    assert done.stderr == "", "torch does not call its workers' end a failure"
 
 
 def test_a_process_that_the_rank_forks_by_itself_ends_by_sigterm_as_ever(tmp_path: Path) -> None:

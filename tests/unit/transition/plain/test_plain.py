@@ -78,6 +78,16 @@ def test_a_wrapped_model_is_refused_by_name(world):
         plain(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(3, 3)))).check(Layout())
 
 
+def test_the_refusal_of_fsdp_names_restart_mode(world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(3, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(UnsupportedLayout, match=r"sharded \(FSDP2.*restart mode heals.*--unicron-mode=restart"):
+        plain(model).check(Layout())
+
+
 def test_what_looks_alike_and_can_be_healed_is_not_refused():
     frozen = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4, track_running_stats=False))
     frozen[0].weight.requires_grad_(False)

@@ -34,15 +34,23 @@ def test_a_single_suspect_gets_helpers_that_also_meet_each_other() -> None:
     assert pairs.pairs(tested, helpers) == [("n3", "n1"), ("n2", "n4"), ("n5", "n6")]
 
 
+def test_only_nodes_that_are_named_are_used() -> None:
+    """Defect: idle nodes that nobody had named were tested beside two that were."""
+    assert pairs.choose(cluster(8), ["n1", "n2"]) == (["n1", "n2"], [], {})
+    tested, helpers, left = pairs.choose(cluster(8, n2={"ALLOCATED"}), ["n1", "n2"])
+    assert (tested, helpers) == ([], []) and "no partner" in left["n1"] and "try again" in left["n2"]
+    assert pairs.choose(cluster(1), [])[2] == pairs.choose(cluster(1), ["n1"])[2] == {"n1": left["n1"]}
+
+
 def test_each_of_several_suspects_meets_a_helper_as_far_as_there_are_some() -> None:
-    tested, helpers, _ = pairs.choose(cluster(8), ["n1", "n2"])
+    tested, helpers, _ = pairs.choose(cluster(8), ["n1", "n2"], with_others=True)
     assert pairs.pairs(tested, helpers) == [("n1", "n3"), ("n2", "n4"), ("n5", "n6")]
     assert pairs.pairs(["a", "b", "c"], ["x"]) == [("a", "b"), ("c", "x")]
 
 
 def test_nodes_that_cannot_be_tested_are_named_with_what_to_do() -> None:
     nodes = cluster(n2={"ALLOCATED"}, n3={"IDLE", "DRAIN"})
-    tested, _, left = pairs.choose(nodes, ["n1", "n2", "n3"])
+    tested, _, left = pairs.choose(nodes, ["n1", "n2", "n3"], with_others=True)
     assert tested == ["n1"] and "try again" in left["n2"] and "State=RESUME" in left["n3"]
 
 

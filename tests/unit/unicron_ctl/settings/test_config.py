@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.settings.config import AgentConfig, Config, ControllerConfig, listen_problem, problems
+from unicron.ctl.settings.config import AgentConfig, Config, ControllerConfig, listen_problem, port_notes, problems
 from unicron.ctl.settings.config_file import examine, load, parse, parse_sections, search_path
 from unicron.ctl.settings.places import controller_address, is_guess, state_dir
 from unicron.ctl.system.errors import UserError
@@ -305,3 +305,13 @@ def test_a_standby_is_a_second_address() -> None:
     assert problems(ControllerConfig(address=[both[0], "head2"]))[0].startswith('address = "head2": write tcp://')
     assert problems(ControllerConfig(address=[both[0]] * 2)) == ['address = "tcp://head1:7451": named twice']
     assert "the most" in problems(ControllerConfig(address=[f"tcp://h{n}:1" for n in range(5)]))[0]
+
+
+def test_an_address_with_another_port_than_listen_is_told_of() -> None:
+    """Defect: agents tried a port at which nobody listened, and nothing said so. A forwarded port is no mistake."""
+    two = ["tcp://head1:7451", "tcp://[fd00::2]:7000"]
+    config = parse({"controller": {"address": two, "listen": "tcp://0.0.0.0:7451"}})
+    (line,) = port_notes(config.controller)
+    assert "connect to port 7000, and unicrond listens at 7451" in line and two[1] in line
+    for section in ({"address": two[0]}, {"listen": "tcp://0.0.0.0:9000"}, {"address": two, "listen": "tcp://*:0"}):
+        assert port_notes(ControllerConfig(**section)) == [], section  # type: ignore[arg-type]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import stat
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT
 from unicron.ctl.slurm import ElementInfo, NodeInfo, SlurmError, command_line
 from unicron.ctl.slurm.command_line import (
     CommandLineClient,
@@ -19,6 +21,7 @@ from unicron.ctl.slurm.sizes import parse_partitions
 from unicron.ctl.slurm.slurm_client import PartitionInfo, Reserved, Size
 from unicron.ctl.slurm.states import parse_states
 
+SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm_jobs.toml").read_text())
 NODE = (
     "NodeName=n1 Arch=x86_64 CoresPerSocket=4  CPUAlloc=0 CPUEfctv=4 CPUTot=4 CPULoad=0.37 AvailableFeatures=a100,ib "
     "ActiveFeatures=a100,ib Gres=gpu:a100:8(S:0-1) NodeAddr=127.0.0.1 NodeHostName=head Port=21824 Version=22.05.8 "
@@ -76,6 +79,14 @@ def test_a_node_in_service_has_no_reason(state: str, kept: bool) -> None:
     """Slurm 24.11 and 25.11 keep the reason of a node that was resumed, where there is no slurmdbd."""
     info = parse_node(f"NodeName=n1 State={state} Reason=unicron[health]: gpu: 7 of 8 [root@2026-11-21T07:26:02]")
     assert info is not None and info.reason == ("unicron[health]: gpu: 7 of 8" if kept else "")
+
+
+@pytest.mark.parametrize("seen", SEEN["resumed"], ids=lambda seen: seen["release"])
+def test_a_resumed_node_has_no_reason_in_any_release(seen: dict[str, str]) -> None:
+    told = f" Reason={seen['reason']} [root@2026-11-28T15:01:17]" if seen["reason"] else ""
+    for state in (seen["first"], seen["then"]):
+        info = parse_node(f"NodeName=n1 State={state}{told}")
+        assert info is not None and (info.reason, info.healthy) == ("", state == seen["then"])
 
 
 def test_a_line_that_is_no_node_is_left_out() -> None:

@@ -333,3 +333,18 @@ def test_deepspeeds_own_options_are_those_of_the_table(monkeypatch: pytest.Monke
 def test_an_ambiguous_abbreviation_is_no_option() -> None:
     with pytest.raises(Unreadable):
         read_options(options.TORCHRUN, ["--rdzv", "x", "t.py"])
+
+
+def test_a_rendezvous_that_is_none_of_torchs_own_is_named() -> None:
+    """Defect: what a package had registered was replaced, and an INFO line named the option alone."""
+    from torch.distributed.elastic.rendezvous import registry
+
+    registry._register_default_handlers()
+    assert set(options.BACKENDS) == set(registry.handler_registry._registry)
+    for backend in options.BACKENDS:
+        taken = take_over(["torchrun", f"--rdzv-backend={backend}", "train.py"])
+        assert taken is not None and taken.warning == "" and "--rdzv-backend" in taken.replaced
+    taken = take_over(["torchrun", "--rdzv_backend", "mine", "train.py"])
+    assert taken is not None and taken.warning.startswith(
+        "--rdzv-backend=mine is none of torch's own, and nobody calls"
+    )

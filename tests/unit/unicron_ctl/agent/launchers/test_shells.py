@@ -6,14 +6,24 @@ import os
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.processes import ROOT
 from unicron.ctl.agent.launchers.commands import NotTaken
 from unicron.ctl.agent.launchers.readers import take_over
-from unicron.ctl.agent.launchers.shells import FOLDER, kept_in_container, launches, leave_shell, meaning_the_agent
+from unicron.ctl.agent.launchers.shells import (
+    FOLDER,
+    kept_in_container,
+    launches,
+    leave_shell,
+    meaning_the_agent,
+    starts_own_ranks,
+)
 from unicron.ctl.agent.start import bare
 
 
@@ -194,3 +204,25 @@ def test_a_launcher_inside_a_container_stays_and_a_line_says_so(line, told, tmp_
     assert not launches(command) and take_over(command) is None
     said = kept_in_container(command)
     assert (told in said and "so Unicron restarts whole nodes" in said) if told else not said, said
+
+
+FRONT_ENDS = tomllib.loads((ROOT / "docs" / "behaviour" / "front_ends.toml").read_text())["program"]
+
+
+@pytest.mark.parametrize("program", FRONT_ENDS, ids=lambda program: program["name"])
+def test_what_starts_its_own_ranks_gets_its_line(program: dict[str, Any]) -> None:
+    """Defect: it was one rank a node, and nobody said so."""
+    for words in program["starts"]:
+        line = f"{program['name']} {words}".strip()
+        told = f"{line} starts the ranks of a node by itself, so Unicron restarts whole nodes"
+        for command in (
+            [*line.split(), "x.yaml"],
+            ["env", "A=1", f"/opt/env/bin/{program['name']}", *words.split(), "x.yaml"],
+            ["bash", "-c", f"NODE_RANK=$SLURM_NODEID NPROC_PER_NODE=8 {line} x.yaml"],
+            ["bash", "-c", f"cd work && exec {line} x.yaml"],
+        ):
+            assert starts_own_ranks(command).startswith(told), command
+    for words in program["alone"]:
+        assert starts_own_ranks([program["name"], *words.split(), "x"]) == "", words
+    assert starts_own_ranks(["python", "train.py", "--with", program["name"]]) == ""
+    assert starts_own_ranks(["bash", "-c", f"ls {program['name']}.log; cat {program['name']}"]) == ""

@@ -71,9 +71,14 @@ def test_what_may_train(text: str) -> None:
         ("numactl -N 0 FOLDER/console-script run", "", True),
         ("FOLDER/shell-script", "", False),
         ("./solver in.txt", "", False),
+        ("bash -c TEXT", "NODE_RANK=$SLURM_NODEID console-script train x.yaml", True),  # by PATH, as without the shell
+        ("bash -c TEXT", "cd x && shell-script a; ./solver --with=console-script", False),
     ],
 )
-def test_commands_of_pythons(tmp_path: Path, command: str, shell: str, found: bool) -> None:
+def test_commands_of_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, shell: str, found: bool
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     for name, first in (("console-script", "#!/opt/env/bin/python3.11"), ("shell-script", "#!/bin/sh")):
         (tmp_path / name).write_text(f"{first}\n")
         (tmp_path / name).chmod(0o700)
