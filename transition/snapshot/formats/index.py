@@ -320,7 +320,7 @@ class Tensor:
 
 
 def in_pieces(offset: Place, extent: Place, most: int) -> Iterator[tuple[Place, Place]]:
-    """The same box in parts of so many elements, or a few more, in row-major order: so none is all in memory."""
+    """Cuts a box into parts of so many elements, in row-major order: no box is all in memory then."""
     if not extent or math.prod(extent) <= most:
         yield offset, extent
     elif (row := math.prod(extent[1:])) > most:

@@ -211,10 +211,8 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("builtins", "bytearray"): _bytearray,
     ("builtins", "complex"): complex,
     ("builtins", "getattr"): lambda *_: Record(),  # of an enumeration in a namespace: not asked for here
-    ("pathlib", "PosixPath"): _path,
-    ("pathlib", "PurePosixPath"): _path,
-    ("pathlib._local", "PosixPath"): _path,  # what Python 3.13 calls them
-    ("pathlib._local", "PurePosixPath"): _path,
+    # Python 3.13 calls the module pathlib._local
+    **{(f"pathlib{part}", f"{kind}Path"): _path for part in ("", "._local") for kind in ("Posix", "PurePosix")},
     ("datetime", "timedelta"): Record,
     ("io", "BytesIO"): Record,
     ("_io", "BytesIO"): Record,
@@ -276,6 +274,16 @@ _CALLED = {id(each) for each in _NAMES.values() if callable(each)}
 _InPython: Any = pickle._Unpickler  # whose methods the type checkers do not know
 
 
+def _checked(load: Any, step: int) -> Any:
+    """Has a method look at the keys first: every so many of what is on the stack since the last mark."""
+
+    def checked(self: Any) -> None:
+        _check_keys(self.stack[::step])
+        load(self)
+
+    return checked
+
+
 class _Restricted(_InPython):  # type: ignore[misc]
     """Makes nothing but what the tables name."""
 
@@ -328,22 +336,6 @@ class _Restricted(_InPython):  # type: ignore[misc]
         _check_keys(self.stack[-2:-1])
         super().load_setitem()
 
-    def _set_items(self) -> None:
-        _check_keys(self.stack[::2])
-        super().load_setitems()
-
-    def _dict(self) -> None:
-        _check_keys(self.stack[::2])
-        super().load_dict()
-
-    def _add_items(self) -> None:
-        _check_keys(self.stack)
-        super().load_additems()
-
-    def _frozenset(self) -> None:
-        _check_keys(self.stack)
-        super().load_frozenset()
-
     for _op, _load in (
         (pickle.REDUCE, _reduce),
         (pickle.NEWOBJ, _reduce),
@@ -352,10 +344,10 @@ class _Restricted(_InPython):  # type: ignore[misc]
         (pickle.BYTEARRAY8, _bytearray8),
         (pickle.EMPTY_SET, _empty_set),
         (pickle.SETITEM, _set_item),
-        (pickle.SETITEMS, _set_items),
-        (pickle.DICT, _dict),
-        (pickle.ADDITEMS, _add_items),
-        (pickle.FROZENSET, _frozenset),
+        (pickle.SETITEMS, _checked(_InPython.load_setitems, 2)),
+        (pickle.DICT, _checked(_InPython.load_dict, 2)),
+        (pickle.ADDITEMS, _checked(_InPython.load_additems, 1)),
+        (pickle.FROZENSET, _checked(_InPython.load_frozenset, 1)),
     ):
         dispatch[_op[0]] = _load
 
