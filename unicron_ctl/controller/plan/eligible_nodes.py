@@ -154,7 +154,7 @@ def _limits(ask: ElementInfo, node: NodeInfo) -> list[PartitionInfo]:
 def _allows(partition: PartitionInfo, ask: ElementInfo) -> bool:
     """Whether what is asked for is within the partition's limits. Of a single partition Slurm itself says that it is
     not, and there may be a QOS that allows it; only for CPUs of a node it has no reason of its own."""
-    if ask.asked.cpus > partition.max_cpus:
+    if ask.asked.nodes == 1 and ask.asked.cpus_in_all > partition.max_cpus:
         return False
     seconds = ask.time_limit if ask.time_limit is not None else 0.0
     return "," not in ask.partition or (
@@ -181,6 +181,7 @@ def too_small(ask: Asked, size: Size) -> str:
         (ask.cpus, usable, "CPUs"),
         (max(ask.sockets, next(for_tasks)), size.sockets, "sockets"),
         (next(for_tasks), cores, "cores"),
+        (max(ask.tasks_per_socket, ask.tasks_per_core), size.cores * size.threads, "CPUs a socket"),
         (ask.cores, per_socket, "cores a socket"),
         (ask.threads, size.threads, "threads a core"),
         (memory, given, "MB of memory"),

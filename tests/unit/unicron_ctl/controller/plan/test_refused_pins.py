@@ -1,4 +1,4 @@
-"""A pin that Slurm refuses: it is taken back, the node is out of reach for the job, and that is what people are told."""
+"""A pin that Slurm refuses is taken back, the node is out of reach for the job, and people are told just that."""
 
 from __future__ import annotations
 
