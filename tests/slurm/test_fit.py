@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import wait_for
+from tests.support.controller import Controller, quick_on_slurm
+from tests.support.jobs import sleepers
+from tests.support.processes import call, outside_slurm, wait_for
 from unicron.ctl.controller.plan.eligible_nodes import misfit
 from unicron.ctl.lab.cluster import LocalCluster, configuration
 from unicron.ctl.lab.cluster.cluster_layout import Layout, Spec
@@ -240,3 +242,40 @@ def test_the_first_form_of_each_listing_is_read(mixed: LocalCluster, caplog: pyt
         assert (e.asked.nodes, e.asked.cpus, e.asked.memory, e.asked.in_all) == (1, 2, 100, 200)
     assert own.excluded_nodes == {"n1"}
     assert other.excluded_nodes == (set() if version.startswith("22.") else {"n1"})
+
+
+@pytest.mark.parametrize(
+    ("options", "pins"),
+    [(["--mem=1500"], ["n4"]), (["--ntasks=4", "--ntasks-per-gpu=2"], ["n3", "n4"])],  # squeue shows none of the latter
+)
+def test_a_lost_element_goes_to_a_node_that_can_take_it(
+    make: Make, tmp_path: Path, options: list[str], pins: list[str]
+) -> None:
+    """Defect: it was pinned to n3, which has too little, and waited there for ever while n4 was idle."""
+    shape = "CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory={} Gres=gpu:{}"
+    large, small = shape.format(8000, 2), shape.format(1000, 1)
+    cluster = make([large, large, small, large], "CR_Core")
+    environment = outside_slurm() | cluster.env()
+    controller = Controller(tmp_path, quick_on_slurm("act"), environment)
+    cluster.client().drain("n4", "for the test")
+    try:
+        form = ["--parsable", "-N1", "--array=0-1", "--exclusive", "--requeue", "-o", "/dev/null", *options]
+        done = call("sbatch", *form, sleepers(tmp_path, controller), environment=environment)
+        assert done.returncode == 0, done.stderr
+
+        def nodes() -> dict[int, str]:
+            return {e["element"]: e["node"] for e in controller.job().get("elements", []) if not e["gone"]}
+
+        controller.wait(lambda: sorted(nodes().values()) == ["n1", "n2"], "two agents")
+        controller.wait(lambda: controller.job()["state"] == "running", "the job runs")
+        cluster.client().resume("n4")
+        lost = next(element for element, name in nodes().items() if name == "n1")
+        cluster.power_off("n1")
+        controller.wait(lambda: nodes().get(lost) == "n4", "the lost element is on n4")
+        asked = [e["node"] for e in controller.events("slurm_action") if e["action"] == "pin"]
+        assert asked == pins
+        assert (
+            "refused by Slurm (BadConstraints)" in controller.ask("explain", job=done.stdout.strip())["bounds"]
+        ) is ("n3" in pins)
+    finally:
+        controller.close()
