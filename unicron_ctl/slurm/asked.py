@@ -16,6 +16,7 @@ from unicron.ctl.slurm.slurm_client import Asked
 COLUMNS = (
     ("ReqNodes", 64),
     ("NumNodes", 6),
+    ("MaxNodes", 6),
     ("NumCPUs", 7),
     ("MinCpus", 7),
     ("NumTasks", 7),
@@ -68,6 +69,8 @@ def _parse(values: tuple[str, ...]) -> tuple[Asked, str]:
         return _number(texts.get(name, ""))
 
     nodes, tasks = max(1, number("NumNodes")), number("NTPerNode")
+    if most := number("MaxNodes"):
+        nodes = min(nodes, most)  # NumNodes is what the CPUs need, where that is more
     alone = nodes == 1
     if alone:
         tasks = max(tasks, number("NumTasks"))
@@ -84,7 +87,8 @@ def _parse(values: tuple[str, ...]) -> tuple[Asked, str]:
     total, per_cpu = _memory(texts, memory, number("MinCpus"), nodes)
     asked = Asked(
         nodes=nodes,
-        cpus=max(cpus, *for_gpus, 0) if for_gpus else cpus,
+        cpus=max([cpus, *for_gpus]),
+        cpus_in_all=number("NumCPUs"),
         tasks=tasks,
         memory=memory,
         in_all=total,

@@ -93,12 +93,13 @@ class Asked:
     """What a pending element asks of one node at least (:mod:`unicron.ctl.slurm.asked`); 0 where it asks for nothing,
     or that is not known.
 
-    nodes: how many it is to have. memory: MB for a node, or for a CPU, as Slurm stores it. in_all: MB for all that it
-    is to have there. per_cpu: MB for each CPU, where memory is asked for like that. tmp: MB of local disk. sockets,
-    cores, threads: of a node, a socket and a core."""
+    nodes: how many it is to have. cpus_in_all: on all of them together. memory: MB for a node, or for a CPU, as
+    Slurm stores it. in_all: MB for all that it is to have there. per_cpu: MB for each CPU, where memory is asked
+    for like that. tmp: MB of local disk. sockets, cores, threads: of a node, a socket and a core."""
 
     nodes: int = 1
     cpus: int = 0
+    cpus_in_all: int = 0
     tasks: int = 0
     memory: int = 0
     in_all: int = 0

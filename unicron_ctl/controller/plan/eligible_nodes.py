@@ -154,7 +154,7 @@ def _limits(ask: ElementInfo, node: NodeInfo) -> list[PartitionInfo]:
 def _allows(partition: PartitionInfo, ask: ElementInfo) -> bool:
     """Whether what is asked for is within the partition's limits. Of a single partition Slurm itself says that it is
     not, and there may be a QOS that allows it; only for CPUs of a node it has no reason of its own."""
-    if ask.asked.cpus > partition.max_cpus:
+    if ask.asked.nodes == 1 and ask.asked.cpus_in_all > partition.max_cpus:
         return False
     seconds = ask.time_limit if ask.time_limit is not None else 0.0
     return "," not in ask.partition or (
@@ -181,6 +181,7 @@ def too_small(ask: Asked, size: Size) -> str:
         (ask.cpus, usable, "CPUs"),
         (max(ask.sockets, next(for_tasks)), size.sockets, "sockets"),
         (next(for_tasks), cores, "cores"),
+        (max(ask.tasks_per_socket, ask.tasks_per_core), size.cores * size.threads, "CPUs a socket"),
         (ask.cores, per_socket, "cores a socket"),
         (ask.threads, size.threads, "threads a core"),
         (memory, given, "MB of memory"),
@@ -214,29 +215,30 @@ def _gres(text: str) -> list[tuple[str, str, int]]:
 
 
 def has_features(constraint: str, features: Collection[str]) -> bool:
-    """Whether one node meets a constraint of sbatch(1): names with & and |, taken from the left, brackets of any kind,
-    counts ("a*2"). False for what cannot be understood: such an element stays where Slurm puts it."""
+    """Whether one node meets a constraint of sbatch(1): names with & and |, taken from the left, brackets of any kind.
+    Of names with counts ("[a*2&b*1]") a node needs one. False for what cannot be understood: such an element stays
+    where Slurm puts it."""
     tokens = re.findall(r"[\[\]()&|,]|[^\[\]()&|,]+", constraint.replace(" ", ""))
     try:
-        value, rest = _expression(tokens, set(features))
+        value, rest = _expression(tokens, set(features), "*" in constraint)
     except IndexError:
         return False
     return value and not rest
 
 
-def _expression(tokens: Sequence[str], features: Collection[str]) -> tuple[bool, Sequence[str]]:
-    value, rest = _term(tokens, features)
+def _expression(tokens: Sequence[str], features: Collection[str], counted: bool) -> tuple[bool, Sequence[str]]:
+    value, rest = _term(tokens, features, counted)
     while rest and rest[0] in "&|,":
-        more, after = _term(rest[1:], features)
-        value = (value or more) if rest[0] == "|" else (value and more)
+        more, after = _term(rest[1:], features, counted)
+        value = (value or more) if counted or rest[0] == "|" else (value and more)
         rest = after
     return value, rest
 
 
-def _term(tokens: Sequence[str], features: Collection[str]) -> tuple[bool, Sequence[str]]:
+def _term(tokens: Sequence[str], features: Collection[str], counted: bool) -> tuple[bool, Sequence[str]]:
     first, rest = tokens[0], tokens[1:]
     if first in "([":
-        value, rest = _expression(rest, features)
+        value, rest = _expression(rest, features, counted and first == "[")
         if rest[0] not in ")]":
             return False, rest
         rest = rest[1:]

@@ -33,7 +33,7 @@ from unicron.ctl.controller.plan.inputs import (
     unit_of,
 )
 from unicron.ctl.controller.plan.job_comments import Comments, comment_on_jobs
-from unicron.ctl.controller.plan.placement import Need, Placement, held_by_others, place
+from unicron.ctl.controller.plan.placement import PIN_SECONDS, Need, Placement, held_by_others, place
 from unicron.ctl.controller.plan.pools import pools
 from unicron.ctl.controller.plan.slurm_actions import Retries, request_actions
 from unicron.ctl.controller.sense.slurm_states import describe
@@ -58,6 +58,7 @@ STOPPED = 128 + signal.SIGTERM  # exit code of a job that was stopped, as a shel
 # After the last word of an agent that has left, where nobody says that its task has ended: it may still write files
 # for a minute (agent.loop.agent.FILES_SECONDS)
 ENDS_SECONDS = 75.0
+SILENT_SECONDS = 600.0  # for which a node is not tried again on which an element has not started, for no reason given
 REFUSED_BLOCK_SECONDS = 300.0  # for which a block is given none of the nodes that Slurm refused it: one may be at fault
 GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
 
@@ -278,18 +279,21 @@ def _refused_pins(view: View, listing: Listing, jobs: Sequence[JobState], out: O
     names = {job.job for job in jobs}
     for (name, number), pin in view.state.pins.items():
         e = listing.rows_of(name).get(number) if name in names and pin.at < listing.asked_at else None
-        seconds = pending_reasons.refusal_seconds(e.reason) if e is not None and e.state == "PENDING" else 0.0
-        nodes = names_of(pin.node)
-        job = view.state.jobs.get(name)
-        if e is None or job is None or not seconds:
+        nodes, job = names_of(pin.node), view.state.jobs.get(name)
+        if e is None or job is None or e.state != "PENDING":
+            continue
+        seconds, said = pending_reasons.refusal_seconds(e.reason), e.reason
+        if "," in e.partition and not said and view.now - pin.at > PIN_SECONDS:  # then Slurm gives no reason
+            seconds, said = SILENT_SECONDS, "no reason"
+        if not seconds:
             continue
         known = found.setdefault(name, set(view.refused(job)))
         if known.issuperset(nodes):
             continue
         known.update(nodes)
         seconds = seconds if len(nodes) == 1 else min(seconds, REFUSED_BLOCK_SECONDS)
-        why = f"Slurm does not start {e.label} on {pin.node}, where it was told to: {e.reason}"
-        record = records.Unpinned(element=number, node=pin.node, said=e.reason, until=view.now + seconds, reason=why)
+        why = f"Slurm does not start {e.label} on {pin.node}, where it was told to: {said}"
+        record = records.Unpinned(element=number, node=pin.node, said=said, until=view.now + seconds, reason=why)
         out.record(job, record)
     return found
 

@@ -71,6 +71,7 @@ def test_cpus_tasks_disk_and_cores() -> None:
     assert (size.cpus, size.tasks, size.tmp, size.sockets, size.cores, size.threads) == (8, 4, 1024, 2, 0, 1)
     size, _ = _read(NumCPUs="8", MinCpus="3", NumNodes="2", NTPerNode="3", NTPerSocket="N/A", NTPerCore="1")
     assert (size.nodes, size.cpus, size.tasks, size.tasks_per_socket, size.tasks_per_core) == (2, 3, 3, 0, 1)
+    assert _read(NumCPUs="6", NumNodes="2", MaxNodes="1")[0].cpus == 6  # of --nodes=1, where no node has six
     assert _read(cpus_per_tres="gres:gpu:4", tres_per_job="gres:gpu:a100:2")[0].cpus == 8  # 22.05 says NumCPUs=1
 
 

@@ -74,7 +74,10 @@ def test_gres(asked: str, there: str, fits: bool) -> None:
         ("a|b&c", False),  # from the left, as sbatch(1) says
         ("a|(b&c)", True),
         ("[c|b]", True),
-        ("[a*2&c*1]", False),
+        ("[a*2&c*1]", True),  # seen with 22.05 and 26.05: some nodes with a, one with c
+        ("[c*2&d*1]", False),
+        ("[(a&c)*1&d*2]", False),
+        ("[(a&b)*1&c*2]", True),
         ("a*4", True),
         ("(a|c)&b", True),
         ("a,b", True),
@@ -188,6 +191,8 @@ SIZED = replace(NODE, size=Size(cpus=8, sockets=2, cores=2, threads=2, memory=40
         (Asked(cpus=4, threads=1), ""),
         (Asked(tasks=5, tasks_per_core=1), "with fewer than 5 cores"),
         (Asked(tasks=5, tasks_per_socket=2), "with fewer than 3 sockets"),
+        (Asked(tasks=1, tasks_per_socket=5), "with fewer than 5 CPUs a socket"),  # seen in all releases
+        (Asked(tasks=1, tasks_per_core=4), ""),
         (Asked(sockets=3), "with fewer than 3 sockets"),
         (Asked(cores=3), "with fewer than 3 cores a socket"),
         (Asked(threads=4), "with fewer than 4 threads a core"),
@@ -219,13 +224,19 @@ def test_where_slurm_deals_out_no_memory_only_the_nodes_own_counts() -> None:
         ("gpu,other", {"max_nodes": 1.0}, "beyond the limits of partition gpu,other"),
         ("gpu,other", {"min_nodes": 3.0}, "beyond the limits of partition gpu,other"),
         ("gpu,other", {"max_memory": 999.0}, "beyond the limits of partition gpu,other"),
-        ("gpu", {"max_cpus": 3.0}, "beyond the limits of partition gpu"),  # Slurm gives BadConstraints, no other reason
+        ("gpu", {"max_cpus": 3.0}, ""),  # those two nodes may share them
     ],
 )
 def test_a_partition_allows_it(partition: str, limits: dict[str, float], why: str) -> None:
     node = replace(NODE, limits=(PartitionInfo("gpu", 9, "UP", **limits),))
     ask = replace(ASK, partition=partition, asked=Asked(nodes=2, cpus=4, memory=1000, in_all=1000))
     assert misfit(ask, node, 0.0) == why
+
+
+def test_of_too_many_cpus_for_a_partition_slurm_gives_no_reason_of_its_own() -> None:
+    node = replace(NODE, limits=(PartitionInfo("gpu", 9, "UP", max_cpus=3.0),))
+    assert misfit(replace(ASK, asked=Asked(cpus=4, cpus_in_all=4)), node, 0.0) == "beyond the limits of partition gpu"
+    assert misfit(replace(ASK, asked=Asked(cpus=4, cpus_in_all=1)), node, 0.0) == "", "--mincpus does not count"
 
 
 def test_a_pending_job_that_must_have_nodes_gets_no_others() -> None:

@@ -1,4 +1,4 @@
-"""Pins that Slurm refuses: they are taken back, the node is out of reach for the job, and people are told that."""
+"""A pin that Slurm refuses is taken back, the node is out of reach for the job, and people are told just that."""
 
 from __future__ import annotations
 

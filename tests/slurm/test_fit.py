@@ -1,0 +1,281 @@
+"""What a node is said to be too small for, and what Slurm does with elements that are pinned to it: random nodes of a
+real cluster, random requests."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.controller import Controller, quick_on_slurm
+from tests.support.jobs import sleepers
+from tests.support.processes import call, outside_slurm, wait_for
+from unicron.ctl.controller.plan.eligible_nodes import misfit
+from unicron.ctl.lab.cluster import LocalCluster, configuration
+from unicron.ctl.lab.cluster.cluster_layout import Layout, Spec
+from unicron.ctl.slurm import ElementInfo, SlurmClient, SlurmError, pending_reasons, squeue
+from unicron.ctl.slurm.slurm_client import NodeInfo
+
+pytestmark = pytest.mark.slurm
+NODES = 10
+PARTITIONS = (
+    "PartitionName=short Nodes=n[1-6] MaxTime=10 State=UP",
+    "PartitionName=narrow Nodes=n[4-10] MaxCPUsPerNode=3 State=UP",
+    "PartitionName=lean Nodes=n[3-9] MaxMemPerNode=1500 State=UP",
+)
+
+
+def _node(rng: random.Random) -> str:
+    """The rest of a node's line of slurm.conf."""
+    sockets, cores, threads = rng.choice([1, 1, 2]), rng.randint(1, 4), rng.choice([1, 1, 2])
+    memory = rng.choice([800, 1000, 2000, 3000, 4000])
+    gpus = rng.choice(["", "gpu:1", "gpu:2", "gpu:a100:1", "gpu:a100:2", "gpu:h100:2"])
+    features = rng.sample("abc", rng.randint(0, 3))
+    return " ".join(
+        [
+            f"CPUs={sockets * cores * threads} Boards=1 SocketsPerBoard={sockets} CoresPerSocket={cores}",
+            f"ThreadsPerCore={threads} RealMemory={memory} TmpDisk={rng.choice([0, 500, 2000])}",
+            rng.choice(["", "", "MemSpecLimit=300"]),
+            "CoreSpecCount=1" if cores > 2 and rng.random() < 0.3 else "",
+            f"Gres={gpus}" if gpus else "",
+            f"Feature={','.join(features)}" if features else "",
+        ]
+    )
+
+
+def _request(rng: random.Random) -> list[str]:
+    """Options of sbatch, few at a time: most of many at once no node could meet."""
+    memory = [f"--mem={rng.choice([500, 900, 1500, 2500])}", f"--mem-per-cpu={rng.choice([200, 400, 900])}", "--mem=0"]
+    cpus = [
+        *(f"--ntasks={rng.randint(1, 8)}", f"--cpus-per-task={rng.randint(1, 6)}"),
+        *(f"--ntasks-per-node={rng.randint(1, 4)}", f"--mincpus={rng.randint(1, 6)}"),
+        f"--ntasks={rng.randint(1, 3)} --cpus-per-task={rng.randint(1, 3)}",
+        f"--cpus-per-task={rng.randint(1, 5)} --hint=nomultithread",
+        f"--ntasks={rng.randint(1, 5)} --ntasks-per-core=1",
+        f"--ntasks={rng.randint(1, 5)} --ntasks-per-socket={rng.randint(1, 3)}",
+        *(f"--sockets-per-node={rng.randint(1, 2)}", f"--cores-per-socket={rng.randint(1, 4)}"),
+        f"--threads-per-core={rng.randint(1, 2)}",
+    ]
+    kind = rng.choice(["", "", "a100:", "h100:"])
+    gpus = [
+        *(f"--gres=gpu:{kind}{rng.randint(1, 2)}", f"--gpus-per-node={kind}{rng.randint(1, 2)}"),
+        *(f"--gpus={kind}{rng.randint(1, 2)}", f"--gpus-per-task={kind}1 --ntasks={rng.randint(1, 2)}"),
+        f"--gpus-per-socket={kind}1 --sockets-per-node={rng.randint(1, 2)}",
+        f"--gpus={rng.randint(1, 2)} --cpus-per-gpu={rng.randint(1, 3)}",
+        f"--gpus={rng.randint(1, 2)} --mem-per-gpu={rng.choice([400, 900])}",
+        f"--tres-per-task=gres/gpu:{kind}1 --ntasks={rng.randint(1, 2)}",  # 22.05 does not know it
+    ]
+    others = [
+        *(f"--tmp={rng.choice([100, 500, 1000])}", f"--exclude=n{rng.randint(1, NODES)}"),
+        *(f"--constraint={text}" for text in rng.sample(["a", "b", "a&b", "a|b", "a|b&c", "a&b|c", "[a|b]"], 2)),
+        *("--partition=short", "--partition=short,main --time=20", "--partition=narrow", "--partition=lean,narrow"),
+    ]
+    chosen = [rng.choice(group) for group in (memory, cpus, gpus, others) if rng.random() < 0.45]
+    return " ".join(chosen or [rng.choice(rng.choice([memory, cpus, gpus, others]))]).split()
+
+
+Make = Callable[[Sequence[str], str], LocalCluster]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """make(shapes, select) starts a cluster with such nodes and SelectTypeParameters."""
+    made: list[LocalCluster] = []
+    as_usual = configuration.slurm_conf
+
+    def call(shapes: Sequence[str], select: str) -> LocalCluster:
+        def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tuple[int, int]) -> str:
+            lines = as_usual(layout, spec, user, hostname, version).splitlines()
+            found = iter(shapes)
+            lines = [f"{line} {next(found)}" if line.startswith("NodeName=n") else line for line in lines]
+            kept = [line for line in lines if not line.startswith(("NodeName=DEFAULT", "SelectTypeParameters"))]
+            kept = [line.replace("OverSubscribe=EXCLUSIVE", "OverSubscribe=NO") for line in kept]
+            others = PARTITIONS if len(shapes) == NODES else ()
+            return "\n".join([*kept, f"SelectTypeParameters={select}", *others]) + "\n"
+
+        def gres_conf(layout: Layout, spec: Spec) -> str:
+            files, lines = configuration.gpu_files(layout, spec), []
+            for number, shape in enumerate(shapes, start=1):
+                gres = next((word for word in shape.split() if word.startswith("Gres=")), "").split(":")[1:]
+                kind = f"Type={gres[0]} " if len(gres) == 2 else ""
+                count = int(gres[-1]) if gres else 0
+                lines += [f"NodeName=n{number} Name=gpu {kind}File={path}\n" for path in files[:count]]
+            return "".join(lines)
+
+        monkeypatch.setattr(configuration, "slurm_conf", slurm_conf)
+        monkeypatch.setattr(configuration, "gres_conf", gres_conf)
+        made.append(LocalCluster(tmp_path / "state", nodes=len(shapes), gpus_per_node=2))
+        made[-1].up()
+        return made[-1]
+
+    yield call
+    for cluster in made:
+        cluster.down()
+
+
+@pytest.fixture(params=["CR_Core", "CR_Core_Memory"])
+def mixed(request: pytest.FixtureRequest, make: Make) -> LocalCluster:
+    """A cluster whose nodes all differ."""
+    rng = random.Random(f"nodes {request.node.name}")
+    return make([_node(rng) for _ in range(NODES)], request.param)
+
+
+def _submit(cluster: LocalCluster, options: Sequence[str]) -> str:
+    """The job's number; empty where no node at all, or no release, can meet the request."""
+    form = ["--parsable", "--array=0-0", "--nodes=1", "--hold", "--output=/dev/null", *options, "--wrap=sleep 300"]
+    env = os.environ | cluster.env()
+    done = subprocess.run(["sbatch", *form], env=env, capture_output=True, text=True, timeout=30)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _wave(cluster: LocalCluster, client: SlurmClient, nodes: Sequence[NodeInfo], rng: random.Random) -> list[str]:
+    """One request for each node. Returns those of which Slurm makes something else than was said."""
+    asked: dict[str, tuple[list[str], NodeInfo]] = {}
+    for node in nodes:
+        job = ""
+        while not job:
+            job = _submit(cluster, options := _request(rng))
+        asked[job] = (options, node)
+    said: dict[str, str] = {}
+    for e in client.elements(set(asked)):
+        node = asked[e.job][1]
+        why = misfit(e, node, time.time())
+        said[e.job] = why or ("excluded" if node.name in e.excluded_nodes else "")
+        try:
+            client.pin(e.job, e.element, node.name)
+        except SlurmError as error:  # within no partition's limits: then nothing of it starts anywhere
+            assert "Requested partition configuration not available now" in str(error), asked[e.job]
+            client.cancel(e.job)
+            del asked[e.job]
+            continue
+        client.release(e.job, e.element)
+    found: dict[str, ElementInfo] = {}
+
+    def decided() -> bool:
+        found.update({e.job: e for e in client.elements(set(asked))})
+        # Of an element of several partitions Slurm gives no reason when it starts in none of them.
+        silent = {e.job for e in found.values() if "," in e.partition and not e.reason and said[e.job]}
+        return all(_is_decided(e) or e.job in silent for e in found.values()) and len(found) == len(asked)
+
+    wait_for(decided, "Slurm has decided on all", now=lambda: [e for e in found.values() if not _is_decided(e)])
+    wrong = []
+    for job, e in found.items():
+        options, node = asked[job]
+        starts = e.state != "PENDING"
+        if not starts and e.asked.cpus == 1 and any(text.startswith("--mem-per-cpu") for text in options):
+            continue  # squeue prints that as memory for the node: Slurm's refusal counts
+        if starts == bool(said[job]) or (starts and list(squeue.nodes_of(e)) != [node.name]):
+            wrong.append(
+                f"{' '.join(options)} on {node.name}: said {said[job] or 'fits'!r}, {e.state} {e.reason} ({e})"
+            )
+        client.cancel(job)
+    wait_for(lambda: not any(e.state in ("RUNNING", "COMPLETING") for e in client.elements()), "all have ended")
+    return wrong
+
+
+def _is_decided(e: ElementInfo) -> bool:
+    return (
+        e.state == "RUNNING" or pending_reasons.refusal_seconds(e.reason) > 0 or pending_reasons.barred(e, time.time())
+    )
+
+
+def _agrees(cluster: LocalCluster, waves: int) -> None:
+    client = cluster.client()
+    nodes = client.nodes()
+    assert len({node.size for node in nodes}) > NODES // 2 and all(node.size.cpus for node in nodes)
+    rng = random.Random("requests")
+    wrong = [text for _ in range(waves) for text in _wave(cluster, client, nodes, rng)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_said_to_fit_is_what_slurm_starts(mixed: LocalCluster) -> None:
+    """An element that is pinned to a node that cannot take it would wait for ever."""
+    _agrees(mixed, 3)
+
+
+@pytest.mark.wide
+def test_what_is_said_of_many_requests_is_what_slurm_does(mixed: LocalCluster) -> None:
+    _agrees(mixed, 15)
+
+
+@pytest.mark.parametrize("answer", ["BadConstraints", "ReqNodeNotAvail"])
+def test_a_pin_that_is_taken_back_lets_the_element_start(mixed: LocalCluster, answer: str) -> None:
+    """Slurm sets the priority to 0 with BadConstraints and gives it back when the pin changes: no release is needed."""
+    client = mixed.client()
+    bad = {"BadConstraints": "n1", "ReqNodeNotAvail": "n2"}[answer]
+    if answer == "ReqNodeNotAvail":
+        client.drain("n2", "test")
+    job = _submit(mixed, ["--exclude=n1"])
+    client.pin(job, 0, bad)
+    client.release(job, 0)
+
+    def element() -> ElementInfo:
+        return client.elements({job})[0]
+
+    wait_for(lambda: element().reason.startswith(answer), f"Slurm says {answer}", now=element)
+    assert element().required_nodes == {bad} and pending_reasons.refusal_seconds(element().reason)
+    assert pending_reasons.explained(element(), time.time()).startswith(f"it must start on {bad} (ReqNodeList)")
+    client.pin(job, 0, None)
+    assert element().reason == "" or element().state == "RUNNING"
+    wait_for(lambda: element().state == "RUNNING", "it starts elsewhere", now=element)
+
+
+def test_the_first_form_of_each_listing_is_read(mixed: LocalCluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Defect: no release knows squeue's ReservationName, and 22.05 no ExcNodes: the whole queue was read in a second
+    form, without what others ask for, and squeue ran twice for each listing."""
+    client, env = mixed.client(), os.environ | mixed.env()
+    job = _submit(mixed, ["--constraint=a|b|c", "--exclude=n1", "--mem-per-cpu=100", "--cpus-per-task=2", "--gpus=1"])
+    client.pin(job, 0, "n2")
+    version = subprocess.run(
+        ["squeue", "--version"], env=env, capture_output=True, text=True, timeout=20
+    ).stdout.split()[-1]
+    (other,) = [e for e in client.others().elements if e.state == "PENDING"]
+    (own,) = client.elements({job})
+    assert not caplog.records
+    for e in (own, other):
+        assert (e.features, e.gres, e.required_nodes) == ("a|b|c", "gpu:1", {"n2"})
+        assert (e.asked.nodes, e.asked.cpus, e.asked.memory, e.asked.in_all) == (1, 2, 100, 200)
+    assert own.excluded_nodes == {"n1"}
+    assert other.excluded_nodes == (set() if version.startswith("22.") else {"n1"})
+
+
+@pytest.mark.parametrize(
+    ("options", "pins"),
+    [(["--mem=1500"], ["n4"]), (["--ntasks=4", "--ntasks-per-gpu=2"], ["n3", "n4"])],  # squeue shows none of the latter
+)
+def test_a_lost_element_goes_to_a_node_that_can_take_it(
+    make: Make, tmp_path: Path, options: list[str], pins: list[str]
+) -> None:
+    """Defect: it was pinned to n3, which has too little, and waited there for ever while n4 was idle."""
+    shape = "CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory={} Gres=gpu:{}"
+    large, small = shape.format(8000, 2), shape.format(1000, 1)
+    cluster = make([large, large, small, large], "CR_Core")
+    environment = outside_slurm() | cluster.env()
+    controller = Controller(tmp_path, quick_on_slurm("act"), environment)
+    cluster.client().drain("n4", "for the test")
+    try:
+        form = ["--parsable", "-N1", "--array=0-1", "--exclusive", "--requeue", "-o", "/dev/null", *options]
+        done = call("sbatch", *form, sleepers(tmp_path, controller), environment=environment)
+        assert done.returncode == 0, done.stderr
+
+        def nodes() -> dict[int, str]:
+            return {e["element"]: e["node"] for e in controller.job().get("elements", []) if not e["gone"]}
+
+        controller.wait(lambda: sorted(nodes().values()) == ["n1", "n2"], "two agents")
+        controller.wait(lambda: controller.job()["state"] == "running", "the job runs")
+        cluster.client().resume("n4")
+        lost = next(element for element, name in nodes().items() if name == "n1")
+        cluster.power_off("n1")
+        controller.wait(lambda: nodes().get(lost) == "n4", "the lost element is on n4")
+        asked = [e["node"] for e in controller.events("slurm_action") if e["action"] == "pin"]
+        assert asked == pins
+        assert (
+            "refused by Slurm (BadConstraints)" in controller.ask("explain", job=done.stdout.strip())["bounds"]
+        ) is ("n3" in pins)
+    finally:
+        controller.close()
