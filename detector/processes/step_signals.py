@@ -43,6 +43,8 @@ def spare_helpers() -> None:
     _posixsubprocess.fork_exec = deaf  # of multiprocessing
     if hasattr(subprocess, "_fork_exec"):
         subprocess._fork_exec = deaf
+    os.posix_spawn = _blocking(os.posix_spawn)  # of subprocess, too, from Python 3.13 on
+    os.posix_spawnp = _blocking(os.posix_spawnp)
 
 
 def _handled() -> list[signal.Signals]:
@@ -55,10 +57,10 @@ def _ignore_handled() -> None:
 
 
 def _blocking(start: Callable[..., int]) -> Callable[..., int]:
-    def start_deaf(*arguments: Any) -> int:
+    def start_deaf(*arguments: Any, **more: Any) -> int:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _handled())
         try:
-            return start(*arguments)
+            return start(*arguments, **more)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -2,7 +2,7 @@
 
 Slurm sends SIGTERM to every process of a step. A rank that died of it would take its micro-batches along; so it goes on
 to the next iteration boundary, and its agent ends it then (`unicron_ctl/agent/loop/ending.py`). So with SIGUSR2, which
-asks the agent for a checkpoint. Processes of multiprocessing, such as workers that load data, go on like the rank.
+asks the agent for a checkpoint. Workers that multiprocessing has forked go on like the rank.
 """
 
 from __future__ import annotations

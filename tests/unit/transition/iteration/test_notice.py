@@ -45,10 +45,13 @@ def parent(pid):
     except OSError:
         return -1
 
-batches = iter(DataLoader(Data(), batch_size=1, num_workers=2))
-next(batches)
-rest_of_it = iter(DataLoader(Data(), batch_size=1, num_workers=2))  # its workers are there at the end
-next(rest_of_it)
+def loaded():
+    batches = iter(DataLoader(Data(), batch_size=1, num_workers=2, multiprocessing_context="fork"))
+    next(batches)
+    return batches
+
+batches = loaded()
+left_over = loaded()  # its workers are there at the end
 other = multiprocessing.get_context("fork").Process(target=rest, daemon=True)
 other.start()
 program = subprocess.Popen(["sleep", "600"])
