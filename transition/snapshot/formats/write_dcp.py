@@ -38,7 +38,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not self._properties:
             return NotImplemented
-        return copyreg.__newobj__, (type(value),), value.__getstate__()[:FIELDS]  # type: ignore[index]
+        return copyreg.__newobj__, (type(value),), value.__getstate__()[:FIELDS]  # type: ignore[attr-defined,index]
 
 
 class _Writer:
@@ -207,5 +207,5 @@ def _optimizer(common: Common, writer: _Writer) -> dict[str, Any]:
         scale = {
             key: writer.tensor(value) if isinstance(value, list) else value for key, value in common.scales[0].items()
         }
-        found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale  # type: ignore[index]
+        found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale  # type: ignore[attr-defined,index]
     return found
