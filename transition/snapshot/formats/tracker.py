@@ -38,19 +38,19 @@ def problem(folder: Path) -> str:
 
 
 def problem_of(command: Sequence[str]) -> str:
-    """The same of the folder that a command loads from (--load FOLDER), where that can be said soon."""
+    """Why the file in the folder that a command loads from (--load FOLDER) is of no use, if that can be said soon."""
     folders = [word.removeprefix("--load=") for word in command if word.startswith("--load=")]
     folders += [after for word, after in itertools.pairwise(command) if word == "--load"]
     found: list[str] = []
 
-    def look() -> None:
+    def read_tracker() -> None:
         try:
             found.append(problem(Path(folders[-1])))
         except (OSError, ValueError):
             found.append("")
 
     if folders:
-        looking = threading.Thread(target=look, name="unicron-tracker", daemon=True)
+        looking = threading.Thread(target=read_tracker, name="unicron-tracker", daemon=True)
         looking.start()
         looking.join(SECONDS)
     return found[0] if found else ""
