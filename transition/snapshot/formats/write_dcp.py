@@ -207,5 +207,5 @@ def _optimizer(common: Common, writer: _Writer) -> dict[str, Any]:
         scale = {
             key: writer.tensor(value) if isinstance(value, list) else value for key, value in common.scales[0].items()
         }
-        found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale  # type: ignore[attr-defined,index]
+        found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale  # type: ignore[index]
     return found
