@@ -76,7 +76,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def _whole_models(found: list[Path]) -> list[Path]:
-    """Those of some files that are of a model. Raises BadCheckpoint where they are a part of one, or several."""
+    """Some files without those that are of no model. Raises BadCheckpoint where they are a part of one, or several."""
     models = [path for path in found if not path.name.startswith(ADAPTER)]
     if found and not models:
         raise BadCheckpoint(NO_MODEL.format(found[0]))

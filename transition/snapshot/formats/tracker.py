@@ -45,14 +45,14 @@ def problem_of(command: Sequence[str]) -> str:
     folders += [after for word, after in itertools.pairwise(command) if word == "--load"]
     found: list[str] = []
 
-    def look() -> None:
+    def read_tracker() -> None:
         try:
             found.append(problem(Path(folders[-1])))
         except (OSError, ValueError):
             found.append("")
 
     if folders:
-        looking = threading.Thread(target=look, name="unicron-tracker", daemon=True)
+        looking = threading.Thread(target=read_tracker, name="unicron-tracker", daemon=True)
         looking.start()
         looking.join(SECONDS)
     return found[0] if found else ""
