@@ -387,7 +387,8 @@ class FakeSlurm:
         self.unheard: set[str] = set()
         """Nodes whose slurmd does not answer: what was requeued there is COMPLETING until the node is set down."""
         self.unfit: set[str] = set()
-        """Nodes on which Slurm starts nothing that is pinned to them."""
+        """Nodes on which Slurm starts nothing that is pinned to them, and what it says of that."""
+        self.refusal = "BadConstraints"
         self.failed: set[tuple[str, int]] = set()
         """Elements of which it has heard that their scripts failed, and that are COMPLETING on such a node."""
 
@@ -418,7 +419,7 @@ class FakeSlurm:
             names = names_of(entry["pin"]) if entry["pin"] else list(free)[: entry.get("size", 1)]
             enough = len(names) == entry.get("size", 1) and free.keys() >= set(names)
             if entry["state"] == "PENDING" and not waits and entry["pin"] and not self.unfit.isdisjoint(names):
-                entry["reason"] = "BadConstraints"
+                entry["reason"] = self.refusal
             elif entry["state"] == "PENDING" and not waits and enough and self.unfit.isdisjoint(names):
                 for name in names:
                     del free[name]

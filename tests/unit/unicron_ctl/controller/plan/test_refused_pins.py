@@ -17,11 +17,11 @@ from unicron.ctl.settings.partitions import PartitionConfig
 from unicron.ctl.slurm import pending_reasons
 
 
-def _lost(nodes: int, unfit: str) -> tuple[World, FakeSlurm, FakeAgent]:
+def _lost(nodes: int, unfit: str, **facts: str) -> tuple[World, FakeSlurm, FakeAgent]:
     """A job of two elements of which one has lost its node, where Slurm starts nothing of it on the nodes `unfit`."""
     world, slurm = world_of(nodes, default=PartitionConfig(mode="act"))
     slurm.unfit = set(unfit.split())
-    first, _ = run(world, slurm, "1", 2)
+    first, _ = run(world, slurm, "1", 2, **facts)
     world.run(2.0)
     world.dead_nodes.add("n1")
     first.silent = True
@@ -79,6 +79,13 @@ def test_it_is_tried_again_after_a_time() -> None:
     world.core.state.jobs["1"].refused["n3"] = replace(world.core.state.jobs["1"].refused["n3"], until=world.now + 2.0)
     world.run(6.0)
     assert slurm.queue["1", 0]["node"] == "n3"
+
+
+def test_of_several_partitions_slurm_gives_no_reason_and_another_node_is_tried_all_the_same() -> None:
+    world, slurm, _ = _lost(4, "n3", partition="main,other")
+    slurm.refusal = ""
+    world.run(45.0)
+    assert slurm.queue["1", 0]["node"] == "n4" and world.core.view.refused(world.job()) == {"n3": "no reason"}
 
 
 @pytest.mark.parametrize(
