@@ -211,7 +211,6 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("builtins", "bytearray"): _bytearray,
     ("builtins", "complex"): complex,
     ("builtins", "getattr"): lambda *_: Record(),  # of an enumeration in a namespace: not asked for here
-    # Python 3.13 calls the module pathlib._local
     **{(f"pathlib{part}", f"{kind}Path"): _path for part in ("", "._local") for kind in ("Posix", "PurePosix")},
     ("datetime", "timedelta"): Record,
     ("io", "BytesIO"): Record,
@@ -249,8 +248,6 @@ _RECORDS = (
     "megatron.legacy.",
     "signal.",
 )
-
-
 # What a pickle of Python 3 needs no longer, or what is outside of it.
 _UNUSED = (pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.OBJ, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
 _KEYS = (str, bytes, int, float, complex, type(None), Record, StorageReference)
