@@ -289,7 +289,7 @@ def _split_status(status: int | str | signal.Signals) -> tuple[int, int]:
             code, number = int(slurm.group(1)), int(slurm.group(2))
             return (0, number) if number else _split_status(code)
         name = status.strip().upper()
-        if name.lstrip("-").isdigit():
+        if name.lstrip("-").isdecimal():
             return _split_status(int(name))
         try:
             return 0, int(signal.Signals[name if name.startswith("SIG") else "SIG" + name])

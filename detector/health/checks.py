@@ -151,7 +151,7 @@ def _judge_gpu(row: dict[str, str]) -> Finding:
     pending = {row.get(key, "").lower() for key in ("remapped_rows.pending", "retired_pages.pending")} & {"1", "yes"}
     if pending:
         return Finding(WARNING, f"{name}: memory waits to be retired, reset the GPU when the node is idle")
-    if uncorrected.isdigit() and int(uncorrected) > 0:
+    if uncorrected.isdecimal() and int(uncorrected) > 0:
         return Finding(WARNING, f"{name}: {uncorrected} uncorrectable memory errors since the driver was loaded")
     return Finding(GOOD, "")
 

@@ -86,8 +86,8 @@ def node_peak(gres: str) -> float:
     for item in gres.split(","):
         words = item.strip().split(":")
         if words[0] == "gpu":
-            count = int(words[-1]) if words[-1].isdigit() else 1
-            total += count * peak(words[1] if len(words) > 1 and not words[1].isdigit() else "")
+            count = int(words[-1]) if words[-1].isdecimal() else 1
+            total += count * peak(words[1] if len(words) > 1 and not words[1].isdecimal() else "")
     return total or BEST
 
 

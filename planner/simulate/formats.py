@@ -318,7 +318,7 @@ def _has_failed(state: str, reason: str) -> bool:
 def is_counts(first: Sequence[str]) -> bool:
     """The line is a date, a time and a number of nodes."""
     return (
-        len(first) == 3 and _date(f"{first[0].strip()} {first[1].strip()}") is not None and first[2].strip().isdigit()
+        len(first) == 3 and _date(f"{first[0].strip()} {first[1].strip()}") is not None and first[2].strip().isdecimal()
     )
 
 

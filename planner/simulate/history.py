@@ -266,7 +266,7 @@ def cause_of(run: Run) -> Cause | None:
         return CAUSES["host_out_of_memory"]
     if run.state == "FAILED":
         code, _, signal = run.exit_code.partition(":")
-        killed = signal not in ("", "0") or (code.isdigit() and int(code) > 128)
+        killed = signal not in ("", "0") or (code.isdecimal() and int(code) > 128)
         return CAUSES["killed_from_outside" if killed else "exited_abnormally"]
     return None
 

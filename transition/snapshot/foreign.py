@@ -160,7 +160,7 @@ class _Blocks:
         for tensor in self._index.parameters():
             if tensor.name in mine:
                 continue
-            layers = tensor.name.startswith(LAYERS) and not tensor.name.removeprefix(LAYERS)[:1].isdigit()
+            layers = tensor.name.startswith(LAYERS) and not tensor.name.removeprefix(LAYERS)[:1].isdecimal()
             if layers and any(name.startswith(LAYERS) for name in mine):
                 raise parts.Missing(f"it has {tensor.name}, and the model here has not")
 

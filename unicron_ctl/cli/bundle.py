@@ -163,7 +163,7 @@ def _of(job: str, elements: list[str]) -> bool:
 
 def _slurm(job: str, left_out: list[str]) -> Iterator[tuple[str, str]]:
     """What Slurm shows this user of the job."""
-    if not job.isdigit():
+    if not job.isdecimal():
         return
     said, error = _output(["scontrol", "--local", "show", "job", job], SLURM_SECONDS)
     if error:
@@ -179,7 +179,7 @@ def _logs(explained: Mapping[str, Any], job: str, user: str, left_out: list[str]
     files = {int(found[1]): path for path in _listed(folder) if (found := re.fullmatch(r"rank-(\d+)\.log", path.name))}
     order = dict.fromkeys([slot for slot in reversed(failed) if slot in files] + sorted(files))
     paths = {f"logs/rank-{rank}.log": files[rank] for rank in list(order)[:MOST_FILES]}
-    said, _ = _output(["scontrol", "--local", "show", "job", job], SLURM_SECONDS) if job.isdigit() else ("", "")
+    said, _ = _output(["scontrol", "--local", "show", "job", job], SLURM_SECONDS) if job.isdecimal() else ("", "")
     for number, path in enumerate(dict.fromkeys(re.findall(r"^\s*Std(?:Out|Err)=(.+?)\s*$", said, re.MULTILINE))):
         paths[f"logs/job-{number}.log"] = Path(path)
     owner = _owner(user, job)
@@ -204,7 +204,7 @@ def _owner(user: str, job: str) -> int | None:
     with contextlib.suppress(KeyError):
         return pwd.getpwnam(user).pw_uid
     said = (
-        _output(["squeue", "--local", "-h", "-o", "%U", "-j", job], SLURM_SECONDS)[0].split() if job.isdigit() else []
+        _output(["squeue", "--local", "-h", "-o", "%U", "-j", job], SLURM_SECONDS)[0].split() if job.isdecimal() else []
     )
     return int(said[0]) if said and said[0].isdecimal() else None
 

@@ -164,7 +164,7 @@ def export(
     With JOB, a running job of yours, it is asked for a checkpoint first.
     """
     folder = Path(source)
-    of_job = not folder.exists() and source.replace("_", "").isdigit()
+    of_job = not folder.exists() and source.replace("_", "").isdecimal()
     try:
         with _tidy(), _of_job(source, saves or _folder_of(source), wait) if of_job else _of_folder(folder) as index:
             convert.export(index, out, form, names, config, dtype, lambda line: print_text(line, err=True))

@@ -60,7 +60,7 @@ SINCE = Since()
 
 def _ago(text: str, now: datetime) -> datetime | None:
     try:
-        return now - timedelta(seconds=DURATION.convert(text, None, None)) if not text.isdigit() else None
+        return now - timedelta(seconds=DURATION.convert(text, None, None)) if not text.isdecimal() else None
     except (click.BadParameter, OverflowError):
         return None
 

@@ -51,7 +51,7 @@ def _number(text: str) -> int:
     """0 for "N/A", "*" and whatever else is no number. Large numbers may be shortened: "131.25K"."""
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)K", text):
         return round(float(found[1]) * 1024)
-    number = int(text) if text.isdigit() else 0
+    number = int(text) if text.isdecimal() else 0
     return number if number < _NO_LIMIT else 0
 
 

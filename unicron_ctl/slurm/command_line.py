@@ -437,7 +437,7 @@ def parse_node(line: str, slurmd_port: int = SLURMD_PORT) -> NodeInfo | None:
         states=states,
         reason=current_reason(states, reason[1].strip() if reason else ""),
         address=fields.get("NodeAddr", name),
-        port=int(fields["Port"]) if fields.get("Port", "").isdigit() else slurmd_port,
+        port=int(fields["Port"]) if fields.get("Port", "").isdecimal() else slurmd_port,
         slurmd_start=squeue.parse_time(fields.get("SlurmdStartTime", "None")),
         gpus=count_gpus(gres),
         partitions=_split(fields.get("Partitions", "")),
@@ -482,5 +482,5 @@ def count_gpus(gres: str) -> int:
     for item in re.sub(r"\([^)]*\)", "", gres).split(","):
         words = item.strip().split(":")
         if words[0] == "gpu":
-            total += int(words[-1]) if words[-1].isdigit() else 1
+            total += int(words[-1]) if words[-1].isdecimal() else 1
     return total

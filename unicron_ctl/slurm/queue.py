@@ -45,7 +45,7 @@ _SEPARATOR = b"\x1f"
 
 def forms(release: str) -> tuple[Columns, ...]:
     """What squeue of this release ("22.05.8") is asked for, in turn, until the answer can be read."""
-    number = tuple(int(part) for part in release.split(".")[:2] if part.isdigit())
+    number = tuple(int(part) for part in release.split(".")[:2] if part.isdecimal())
     known = tuple(one for one in COLUMNS[0] if not number or number >= _SINCE.get(one[0], (0,)))
     return known, *COLUMNS[1:]
 
@@ -114,12 +114,12 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
     index, nodes = cells["ArrayTaskID"], cells["NodeList"]
     priority, reasons = cells["PriorityLong"], cells["Reason"].split(",")
     size, gres = asked.parse(cells)
-    importance = int(priority) if priority.isdigit() else 0
+    importance = int(priority) if priority.isdecimal() else 0
     # squeue prints an array's pending elements in one row, with all their reasons.
     reason = next((one for one in reasons if one in WAITS_FOR_NODES), cells["Reason"])
     return ElementInfo(
         job=cells["ArrayJobID"],
-        element=int(index) if index.isdigit() else 0,
+        element=int(index) if index.isdecimal() else 0,
         slurm_id=cells["JobID"],
         state=element_state(cells["State"]),
         node=nodes or None,
@@ -140,6 +140,6 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         required_nodes=frozenset(hosts(cells.get("ReqNodes", ""))),
         asked=size,
         brief=True,
-        array=index.isdigit(),
+        array=index.isdecimal(),
         on_hold=on_hold(cells["State"], importance),
     )

@@ -18,7 +18,7 @@ def parse_partitions(text: str) -> list[PartitionInfo]:
 def _partition(fields: Mapping[str, str]) -> PartitionInfo:
     def number(name: str, unset: float) -> float:
         text = fields.get(name, "")
-        return float(text) if text.isdigit() else unset
+        return float(text) if text.isdecimal() else unset
 
     seconds = squeue.parse_limit(fields.get("MaxTime", ""))
     return PartitionInfo(
@@ -39,7 +39,7 @@ def node_size(fields: Mapping[str, str]) -> Size:
     """What a node has, as Slurm counts it: CPUEfctv (since 22.05) is without what is kept for the system."""
 
     def number(name: str, least: int) -> int:
-        return max(least, int(fields[name])) if fields.get(name, "").isdigit() else least
+        return max(least, int(fields[name])) if fields.get(name, "").isdecimal() else least
 
     sockets, cores, total = number("Sockets", 1), number("CoresPerSocket", 1), number("CPUTot", 0)
     memory = number("RealMemory", 0)

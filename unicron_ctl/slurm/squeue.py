@@ -100,7 +100,7 @@ def _more_of(job: str, state: str) -> re.Pattern[str]:
 def _shares_record(line: str) -> tuple[str, ...]:
     """The array's id and the state, if it is one of its pending elements that share its record; else empty."""
     head = line.split(_SEPARATOR, 4)
-    alike = len(head) == 5 and head[3] in WAITS and head[0] == head[2] and head[0].isdigit()
+    alike = len(head) == 5 and head[3] in WAITS and head[0] == head[2] and head[0].isdecimal()
     return (head[0], head[3]) if alike else ()
 
 
@@ -111,14 +111,14 @@ def _fact(line: str) -> Fact | None:
     job, index, slurm_id, state, user, uid, submitted, limit, priority, starts, partition, reservation = values[:12]
     node, planned, excluded = values[12:]
     at = parse_time(submitted)
-    if not (job.isdigit() and slurm_id.isdigit() and uid.isdigit() and _WORD.fullmatch(state)) or at is None:
+    if not (job.isdecimal() and slurm_id.isdecimal() and uid.isdecimal() and _WORD.fullmatch(state)) or at is None:
         return None
-    if not index.isdigit() and index != "N/A":
+    if not index.isdecimal() and index != "N/A":
         return None
-    importance = int(priority) if priority.isdigit() else 0
+    importance = int(priority) if priority.isdecimal() else 0
     info = ElementInfo(
         job=job,
-        element=int(index) if index.isdigit() else 0,
+        element=int(index) if index.isdecimal() else 0,
         slurm_id=slurm_id,
         state=element_state(state),
         node=None if node in _NOTHING else node,
@@ -136,10 +136,10 @@ def _fact(line: str) -> Fact | None:
         priority=importance,
         starts=parse_time(starts),
         planned_nodes=_hosts(known(planned)),
-        array=index.isdigit(),
+        array=index.isdecimal(),
         on_hold=on_hold(state, importance),
     )
-    return Fact(info, index.isdigit(), (job, index))
+    return Fact(info, index.isdecimal(), (job, index))
 
 
 def parse_columns(
@@ -187,7 +187,7 @@ def complete(fact: Fact, texts: Mapping[str, str]) -> ElementInfo:
     return replace(
         fact.info,
         reason="" if reason == "None" else reason,
-        restarts=int(restarts) if restarts.isdigit() else 0,
+        restarts=int(restarts) if restarts.isdecimal() else 0,
         exit_code=code_and_signal(texts["exit_code"]),
         account=known(texts.get("Account", "")),
         qos=known(texts.get("QOS", "")),
@@ -227,12 +227,12 @@ def parse_limit(text: str) -> float | None:
     if found:
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-    return 60.0 * int(text) if text.isdigit() else None
+    return 60.0 * int(text) if text.isdecimal() else None
 
 
 def code_and_signal(text: str) -> str:
     """squeue's exit_code, a wait status (wait(2)), as Slurm writes it elsewhere: "35072" -> "137:0", "9" -> "0:9"."""
-    if not text.isdigit():
+    if not text.isdecimal():
         return text if ":" in text else ""
     status = int(text)
     return f"{status >> 8 & 0xFF}:{status & 0x7F}" if status else ""

@@ -266,7 +266,7 @@ def _hidden(match: re.Match[str]) -> str:
 def _noise(match: re.Match[str]) -> str:
     """TAKEN_OUT for a word that looks as drawn by lot, _LINE if it may be a line of several."""
     word = match[0]
-    kinds = [1 if one.isupper() else 2 if one.islower() else 3 if one.isdigit() else 0 for one in word]
+    kinds = [1 if one.isupper() else 2 if one.islower() else 3 if one.isdecimal() else 0 for one in word]
     upper, lower, digits = (kinds.count(kind) for kind in (1, 2, 3))
     changes = sum(a != b for a, b in pairwise(kinds)) / len(word)
     if "/" in word or not digits:  # it may be a path, or names put together

@@ -225,7 +225,7 @@ def _adopt_torchs_optimizer(index: Index, objects: dict[str, Any]) -> None:
     if unknown:
         number = unknown.split(".")[2:3]
         index.without_optimizer(
-            f"an optimizer's state with {'numbers' if number and number[0].isdigit() else 'names that are not known'} "
+            f"an optimizer's state with {'numbers' if number and number[0].isdecimal() else 'names that are not known'} "
             f"({unknown}): save it as get_state_dict of torch.distributed.checkpoint.state_dict gives it"
         )
 
@@ -240,7 +240,7 @@ def _folded(groups: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name, group in groups.items():
         settings = {key: value for key, value in group.items() if key != "params"}
-        if name.isdigit() or settings not in found:
+        if name.isdecimal() or settings not in found:
             found.append(settings)
     return found
 

@@ -245,7 +245,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 def _adopt(index: Index, told: Any) -> None:
     iteration = str(told.get("iteration", "")) if isinstance(told, dict) else ""
-    if iteration.isdigit():
+    if iteration.isdecimal():
         index.iteration = int(iteration)
 
 

@@ -28,7 +28,7 @@ def tracked(folder: Path) -> str:
 
 def is_number(text: str) -> bool:
     """Whether it is an iteration."""
-    return text.isascii() and text.isdigit() and len(text) < MOST_DIGITS
+    return text.isascii() and text.isdecimal() and len(text) < MOST_DIGITS
 
 
 def problem(folder: Path) -> str:

@@ -152,7 +152,7 @@ def read_place(
             "python train.py`",
             WRONG_USE,
         )
-    if not job.isascii() or not job.isdigit():
+    if not job.isascii() or not job.isdecimal():
         raise UserError(f"SLURM_JOB_ID={job!r} is not a job id: start unicron-agent inside a Slurm job", WRONG_USE)
     array = "SLURM_ARRAY_TASK_ID" in environment
     gpus = environment.get("SLURM_GPUS_ON_NODE", "") if by_gpus else ""

@@ -23,7 +23,7 @@ def read_model(environment: Mapping[str, str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for word in text.split():
         name, _, value = word.partition("=")
-        if name not in SIZES or name in sizes or not value.isascii() or not value.isdigit():
+        if name not in SIZES or name in sizes or not value.isascii() or not value.isdecimal():
             raise _wrong(MODEL, f"{word} is {'there twice' if name in sizes else 'no size of a model'}", _EXAMPLE)
         sizes[name] = int(value)
         if not int(name != "recompute") <= sizes[name] <= ranges.MOST_COUNT:

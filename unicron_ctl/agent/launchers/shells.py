@@ -259,7 +259,7 @@ def shell_text(command: Sequence[str]) -> str | None:
     at, last = 0, len(command) - 1
     while at < last and Path(command[at]).name in WRAPPERS:
         at += 1
-        while at < last and (command[at].startswith("-") or "=" in command[at] or command[at][:1].isdigit()):
+        while at < last and (command[at].startswith("-") or "=" in command[at] or command[at][:1].isdecimal()):
             at += 1
     if not command:
         return None

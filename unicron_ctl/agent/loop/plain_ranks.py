@@ -380,7 +380,7 @@ def world_of(plan: wire.Plan, place: Place, names: Sequence[str] = ()) -> World:
     """
     per_node = place.settings.ranks_per_node
     host, _, port = plan.store.rpartition(":")
-    if not (port.isascii() and port.isdigit()):
+    if not (port.isascii() and port.isdecimal()):
         raise wire.BadMessage(f"the plan's world meets at {plan.store!r}, which has no port")
     elements = sorted({slot // per_node for slot in plan.members})
     node, before = elements.index(place.element), max(0, plan.generation - 1)

@@ -169,7 +169,7 @@ def _settled(job: str, own: int, block: int) -> dict[int, str]:
 def _running(job: str, block: int) -> dict[int, str]:
     lines = _answer(["squeue", "--local", "-h", "-r", "-j", job, "-t", "RUNNING", "-o", "%K %N"])
     words = [line.split() for line in lines]
-    running = [(int(pair[0]), hosts(pair[1])) for pair in words if len(pair) == 2 and pair[0].isdigit()]
+    running = [(int(pair[0]), hosts(pair[1])) for pair in words if len(pair) == 2 and pair[0].isdecimal()]
     return {first * block + place: name for first, names in running for place, name in enumerate(names[:block])}
 
 

@@ -35,7 +35,7 @@ _READS_THE_STEP = re.compile(r"\bSLURM_(?:PROCID|LOCALID|NODEID|NTASKS\w*|STEP\w
 def tasks_per_node(environment: Mapping[str, str]) -> int:
     """The most tasks of this step on one node, from Slurm's "2(x3),1"."""
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")
-    return max((int(count) for text in counts if (count := text.partition("(")[0]).isdigit()), default=1)
+    return max((int(count) for text in counts if (count := text.partition("(")[0]).isdecimal()), default=1)
 
 
 def why_by_shape(environment: Mapping[str, str], joined: int = 1) -> str:

@@ -158,7 +158,7 @@ def find(marks: Marks) -> list[Process]:
     """All living processes of the cluster, tasks after the daemons that they descend from."""
     stats: dict[int, _Stat] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := _stat(int(entry))) is not None:
+        if entry.isdecimal() and (stat := _stat(int(entry))) is not None:
             stats[int(entry)] = stat
     found: dict[int, Process] = {}
     me = os.getpid()

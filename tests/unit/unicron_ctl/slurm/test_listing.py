@@ -108,6 +108,7 @@ def _shown(text: str) -> str:
 
 def test_a_line_that_cannot_be_read_spoils_only_itself() -> None:
     bad = [_facts(uid="-1"), _facts(job="7x"), _facts(submitted="never"), _facts(index="?"), _facts() + S, "oops", ""]
+    bad += [_facts(job="²"), _facts(uid="²"), _facts(index="²")]  # a digit, but no number
     for line in bad:
         assert [f.info.slurm_id for f in squeue.parse_facts(f"{_facts()}\n{line}\n{_facts(id='11')}")] == ["9", "11"]
 
