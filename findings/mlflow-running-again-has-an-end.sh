@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # mlflow-skinny 3.17.2, store in SQLite, Python 3.11: a run that has ended and is set back to RUNNING keeps its end time.
 #
 # Seen:

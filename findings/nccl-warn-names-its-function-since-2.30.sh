@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # NCCL 2.29.7 and 2.30.7 (PyPI: nvidia-nccl-cu12), Python 3.9 or newer, no GPU needed.
 #
 # Behaviour: from 2.30 on a warning has the function's name between the place in the source and "NCCL WARN", and an

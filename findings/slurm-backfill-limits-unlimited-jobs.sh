@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # Slurm: which scheduler starts a job decides what its time limit is, where neither job nor partition has one.
 #
 # Seen with 22.05.8 (Debian 12); 24.11.5 and 26.05.5 show both, too, and src/plugins/sched/backfill/backfill.c of all has

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # Slurm: the state RESV_DEL_HOLD outlives the hold. After `scontrol release` squeue goes on to print it until the job starts.
 #
 # Seen with 22.05.8 (Debian 12), alike with 24.11.5 and 26.05.5. By their sources no release takes the flag back before the

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # torch 2.13.0, torchrun (torch.distributed.elastic); the same with 2.11.0, 2.14.1 and 2.15.0.
 #
 # Behaviour: a rank ends by itself, and torchrun ends the others by SIGTERM. Its report lists those under "Failures" before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -131,3 +132,17 @@ def test_every_test_that_the_threat_model_names_is_there() -> None:
         assert found, f"{path} has no {name}"
     for row in re.findall(r"^\| (?!threat|---)(.*) \|$", text, re.MULTILINE):
         assert "`tests/" in row.rpartition("|")[2], f"no test attacks: {row}"
+
+
+@pytest.mark.parametrize(("folder", "files"), [("findings", "*.sh"), ("docs/behaviour", "*.*")])
+def test_the_list_of_what_was_seen_outside_is_whole(folder: str, files: str) -> None:
+    listed = set(LINK.findall((ROOT / folder / "README.md").read_text()))
+    there = {path.name for path in (ROOT / folder).glob(files)} - {"README.md"}
+    assert there and there <= listed
+
+
+def test_each_finding_can_be_run() -> None:
+    for path in (ROOT / "findings").glob("*.sh"):
+        text = path.read_text()
+        assert os.access(path, os.X_OK) and text.startswith("#!/usr/bin/env bash\n#"), path.name
+        assert "set -euo pipefail" in text and "unicron" not in text.lower(), path.name

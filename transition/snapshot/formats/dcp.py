@@ -224,9 +224,10 @@ def _adopt_torchs_optimizer(index: Index, objects: dict[str, Any]) -> None:
     index.common.groups = _folded(groups)
     if unknown:
         number = unknown.split(".")[2:3]
+        names = "numbers" if number and number[0].isdecimal() else "names that are not known"
         index.without_optimizer(
-            f"an optimizer's state with {'numbers' if number and number[0].isdecimal() else 'names that are not known'} "
-            f"({unknown}): save it as get_state_dict of torch.distributed.checkpoint.state_dict gives it"
+            f"an optimizer's state with {names} ({unknown}): "
+            "save it as get_state_dict of torch.distributed.checkpoint.state_dict gives it"
         )
 
 

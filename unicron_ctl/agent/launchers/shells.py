@@ -45,7 +45,7 @@ _SETTING = re.compile(r"[A-Za-z_]\w*")
 _BY_ANY_NAME = re.compile(rf"(?<![\w/-])(?:{'|'.join(re.escape(name) for name in sorted(NAMES))})$")
 _PYTHON_BY_PATH = re.compile(r"/python[\d.]*$")
 # Programs that start the ranks of their node by themselves, as a rule by torchrun or its API, and what follows the name
-# where only some of its commands do (docs/behaviour/front_ends.toml). The agent does not read what they are told.
+# where only some of its commands do (docs/behaviour/front-ends.toml). The agent does not read what they are told.
 OWN_RANKS: dict[str, tuple[str, ...]] = {
     "ft_launcher": (),
     "tune": ("run",),

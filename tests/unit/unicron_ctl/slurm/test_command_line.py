@@ -21,7 +21,7 @@ from unicron.ctl.slurm.sizes import parse_partitions
 from unicron.ctl.slurm.slurm_client import PartitionInfo, Reserved, Size
 from unicron.ctl.slurm.states import parse_states
 
-SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm_jobs.toml").read_text())
+SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm-jobs.toml").read_text())
 NODE = (
     "NodeName=n1 Arch=x86_64 CoresPerSocket=4  CPUAlloc=0 CPUEfctv=4 CPUTot=4 CPULoad=0.37 AvailableFeatures=a100,ib "
     "ActiveFeatures=a100,ib Gres=gpu:a100:8(S:0-1) NodeAddr=127.0.0.1 NodeHostName=head Port=21824 Version=22.05.8 "

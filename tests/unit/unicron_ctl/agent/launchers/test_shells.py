@@ -206,7 +206,7 @@ def test_a_launcher_inside_a_container_stays_and_a_line_says_so(line, told, tmp_
     assert (told in said and "so Unicron restarts whole nodes" in said) if told else not said, said
 
 
-FRONT_ENDS = tomllib.loads((ROOT / "docs" / "behaviour" / "front_ends.toml").read_text())["program"]
+FRONT_ENDS = tomllib.loads((ROOT / "docs" / "behaviour" / "front-ends.toml").read_text())["program"]
 
 
 @pytest.mark.parametrize("program", FRONT_ENDS, ids=lambda program: program["name"])

@@ -21,7 +21,7 @@ from unicron.ctl.agent.start.agent_main import hidden_packages, import_folders
 from unicron.ctl.slurm.host_lists import hosts
 from unicron.ctl.system.errors import UserError
 
-SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm_jobs.toml").read_text())
+SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm-jobs.toml").read_text())
 SQUEUE = """#!/bin/sh
 printf '2 n7\\n0 n3\\n'
 """

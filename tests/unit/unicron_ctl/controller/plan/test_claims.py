@@ -11,7 +11,7 @@ import pytest
 from tests.support.processes import ROOT
 from tests.support.world import FakeAgent, FakeSlurm, World
 
-SEEN = ROOT / "docs" / "behaviour" / "slurm_jobs.toml"
+SEEN = ROOT / "docs" / "behaviour" / "slurm-jobs.toml"
 LEFT = "stopped by SIGTERM"
 
 

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # torch 2.13.0 (CPU, gloo). DistributedDataParallel cuts its buckets anew after its first iteration, and gloo adds an
 # element's terms in an order that depends on the element's place in the bucket. So with three ranks or more the first
 # gradient of a new process differs from that of a process that has made an iteration, for the same parameters and

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # tensorflow 2.21.0's SlurmClusterResolver gives tasks the addresses of other nodes, where Slurm counts the nodes without
 # leading zeros.
 #

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/usr/bin/env bash
 # jax 0.10.2 under Slurm: the coordinator's port is made of SLURM_JOB_ID alone.
 #
 # Seen: the five variables of a step are all that jax.distributed.initialize() looks at, and it takes the port
