@@ -339,7 +339,9 @@ def test_nodes_are_named_in_slurms_own_notation(cluster: LocalCluster) -> None:
 def test_the_paired_test_takes_that_notation(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in cluster.env().items():
         monkeypatch.setenv(name, value)
-    shown = CliRunner().invoke(pair_test.command, ["--dry-run", "--nodes", "n[2-5]"])
-    assert shown.exit_code == 0, shown.output
-    words = [word for word in shown.output.split() if word.startswith("--nodelist=")]
-    assert words == ["--nodelist=n2,n3", "--nodelist=n4,n5", "--nodelist=n1,n6"], "n1 and n6 are witnesses"
+    for more in ((), ("--helpers",)):
+        shown = CliRunner().invoke(pair_test.command, ["--dry-run", "--nodes", "n[2-5]", *more])
+        assert shown.exit_code == 0, shown.output
+        words = [word for word in shown.output.split() if word.startswith("--nodelist=")]
+        witnesses = ["--nodelist=n1,n6"] if more else []  # which nobody has named
+        assert words == ["--nodelist=n2,n3", "--nodelist=n4,n5", *witnesses]

@@ -63,7 +63,8 @@ def test_nodes_reservations_and_partitions(asked: Asked, cluster: LocalCluster) 
     assert [node.name for node in nodes] == [*cluster.spec.node_names] and all(node.heard for node in nodes)
     assert all(node.slurmd_start and node.partitions and node.address and node.gres == "gpu:1" for node in nodes)
     assert [(one.name, one.nodes, one.state) for one in asked.partitions()] == [("main", len(nodes), "UP")]
-    assert len(asked.commands) == 4, "nodes, reservations, settings, partitions: once each"
+    shown = [command[-1] for command in asked.commands]
+    assert sorted(shown) == ["config", "node", "partition", "partition", "reservation"], "with the nodes, and asked for"
 
 
 def test_settings_are_all_read(asked: Asked, answered: Callable[..., list[str]]) -> None:

@@ -202,7 +202,7 @@ def test_orders_and_questions_about_anothers_job_are_refused(site: SimpleNamespa
     (ranks,) = owner.folder.glob("unicron-*/ranks")
     words = [controller.address, job, before.node, registered["agent"], str(ranks), owner.name]
     his = _attack(thief, words)
-    assert his["explain"] == f"refused: {thief.name} may not read this: only the job's owner and admins"
+    assert his["explain"] == f"refused: {thief.name} may not read this: only the job's owner, readers and admins"
     assert his["inject"] == f"refused: {thief.name} may not inject here: only the job's owner and admins"
     assert his["health"] == f"refused: {thief.name} may not report health here: only root and admins"
     assert his["status of his agent"] == "refused: register first" and his["ranks"] == "refused: Permission denied"

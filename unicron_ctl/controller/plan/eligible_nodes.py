@@ -181,7 +181,7 @@ def too_small(ask: Asked, size: Size) -> str:
         (ask.cpus, usable, "CPUs"),
         (max(ask.sockets, next(for_tasks)), size.sockets, "sockets"),
         (next(for_tasks), cores, "cores"),
-        (max(ask.tasks_per_socket, ask.tasks_per_core), size.cores * size.threads, "CPUs a socket"),
+        (max(ask.tasks_per_socket, ask.tasks_per_core), per_socket * size.threads, "CPUs a socket"),
         (ask.cores, per_socket, "cores a socket"),
         (ask.threads, size.threads, "threads a core"),
         (memory, given, "MB of memory"),

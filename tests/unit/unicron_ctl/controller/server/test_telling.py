@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -487,11 +486,14 @@ def test_secrets_are_read_from_a_file_that_nobody_else_can_read(
     path.chmod(0o600)
     config = NotifyConfig(secrets=str(path))
     assert load_secrets(config).slack.endswith("topsecret") and notify_problems(config) == []
-    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
-    monkeypatch.setattr("os.stat", lambda one: SimpleNamespace(st_mode=0o100600, st_uid=os.getuid() + 2))
+    if os.geteuid() == 0:
+        os.chown(path, 65534, -1)
+    else:
+        monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
     (problem,) = notify_problems(config)
     assert "or own it" in problem, "its owner could make it readable"
     monkeypatch.undo()
+    os.chown(path, os.getuid(), -1)
     path.chmod(0o640)
     (problem,) = notify_problems(config)
     assert "others can read it" in problem and "topsecret" not in problem
