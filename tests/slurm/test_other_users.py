@@ -208,7 +208,7 @@ def test_orders_and_questions_about_anothers_job_are_refused(site: SimpleNamespa
     assert his["status of his agent"] == "refused: register first" and his["ranks"] == "refused: Permission denied"
     failed = f"exit status {_status(owner)}"
     assert his["events"] == [] and failed not in json.dumps(his)
-    may_not = f"refused: {thief.name} may not read events of {owner.name}'s jobs: only they and admins"
+    may_not = f"refused: {thief.name} may not read events of {owner.name}'s jobs: only they, readers and admins"
     assert his["events of the owner"] == may_not and his["events of the node"] == []
     assert his["failures on the node"]["failures"] == []
     for command in (
