@@ -117,7 +117,7 @@ _TRACEBACK_LATER = re.compile(r".*(Traceback \(most recent call last\):)$")  # a
 # What stands before a traceback's first line or its frames.
 _STANDS_BEFORE = re.compile(
     r"(.{1,200}?)(?:(?:Exception Group )?Traceback \(most recent call last\):$|  File \"[^\"]+\", line \d+, in |"
-    r"(?:[\w.]+\.)?ChildFailedError: ?$|Root Cause \(first observed failure\):$)"
+    r"(?:torch\.[a-z.]{1,60}\.)?ChildFailedError: ?$|Root Cause \(first observed failure\):$)"
 )
 MOST_PREFIXES = 32  # of one text
 _FRAME_FILE = re.compile(r'\s*File "([^"]+)", line \d+')

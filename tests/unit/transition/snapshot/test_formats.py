@@ -263,7 +263,7 @@ def test_the_command_shows_converts_and_verifies(tmp_path, saved):
     refused = invoke("export", saves, tmp_path / "out", "--format", "dcp")
     assert isinstance(refused.exception, UserError) and "is there already" in str(refused.exception)
     nothing = invoke("show", tmp_path / "nothing")
-    assert isinstance(nothing.exception, UserError) and "No such file" in str(nothing.exception)
+    assert isinstance(nothing.exception, UserError) and "no whole checkpoint" in str(nothing.exception)
 
 
 @pytest.mark.parametrize("to", ["export", "import"])
