@@ -19,7 +19,7 @@ Judge = Callable[[str, bool], Verdict | None]
 
 LONGEST = 500  # characters of what is told on
 # Rules that say how a process ended, not why; and those that sum up what others said of it.
-CRASHES = ("segfault", "slurm-other", "slurm-own", "nccl-internal", "launcher-report", "ray-report")
+CRASHES = ("segfault", "slurm-other", "slurm-own", "nccl-internal", "launcher-report", "launcher-killed", "ray-report")
 SUMMARIES = ("slurm-cancel", "nccl-system", "nccl-remote", "slurm-controller", "container-report")
 # Rules that name who failed; another error may say what it failed of.
 # torchrun ends the other ranks by SIGTERM after one of them ended by itself, that is not with one of these.

@@ -130,9 +130,9 @@ _PANIC = re.compile(
 _CRASH = re.compile(
     r"Fatal Python error: |\*\*\* SIG[A-Z]+ |\[\S+:\d+\] Signal: |Segmentation fault\b|Bus error\b|"
     r"Aborted\b(?: \(core)?|"
-    r"Illegal instruction\b|Floating point exception\b|Killed$|double free or corruption|free\(\): |malloc\(\): |"
-    r"corrupted (?:size|double)|munmap_chunk\(\)|realloc\(\): |\*\*\* stack smashing detected|Trace/breakpoint trap|"
-    r"\*\*\* Error in |Caught signal \d+"
+    r"Illegal instruction\b|Floating point exception\b|Killed$|double free or corruption|corrupted (?:size|double)|"
+    r"(?:free|munmap_chunk|(?:re|[mc])alloc|malloc_consolidate)\(\)|\*\*\* (?:stack smashing|buffer overflow) detected|"
+    r"Trace/breakpoint trap|\*\*\* Error in |Caught signal \d+"
 )
 _LAUNCHER = re.compile(
     r"(?:[\w.]+\.)?(?:ChildFailedError|ProcessExitedException|ProcessRaisedException|CalledProcessError|"
@@ -144,6 +144,7 @@ _LAUNCHER = re.compile(
 _ROOT_CAUSE = "Root Cause (first observed failure):"
 REPORTED = re.compile(r"Root Cause \(first observed failure\):.{0,300}?exitcode *: (-?\d{1,3})\b", re.DOTALL)
 _FIELD = re.compile(r"\s{1,4}(time|host|rank|exitcode|error_file|traceback) *: ?(.*)")
+_HOW_IT_ENDED = re.compile(r"-?\d{1,3} +\(pid: \d+\)|Signal (\d{1,2}) \(SIG\w+\) received by PID")
 _OF_THE_REPORT = re.compile(
     rf"{_FIELD.pattern}|{re.escape(_ROOT_CAUSE)}$|\[\d+\]:$|Failures:$|\s+<NO_OTHER_FAILURES>$|\S{{1,200}} FAILED$"
 )
@@ -321,6 +322,7 @@ class _Reader:
     def __init__(self, lines: Sequence[str]) -> None:
         known = _Prefixes(lines)
         self._lines = [_Line(line, known) for line in lines]
+        self._has_root_cause = any(line.text.strip() == _ROOT_CAUSE for line in self._lines)
         self._at = 0
 
     def __iter__(self) -> Iterator[Statement]:
@@ -342,6 +344,10 @@ class _Reader:
                 chained = True
                 continue
             if text.strip() == _ROOT_CAUSE:
+                said += self._report(line)
+                continue
+            if self._is_of_a_cut_report(text):
+                self._at -= 1
                 said += self._report(line)
                 continue
             if not text.strip() or _OF_THE_REPORT.match(text):
@@ -401,6 +407,11 @@ class _Reader:
         kind = Kind.LAUNCHER if _LAUNCHER.match(last.text) else Kind.EXCEPTION
         return Statement(text, weight, kind, last.speaker, grouped=last.grouped, frames=frames)
 
+    def _is_of_a_cut_report(self, text: str) -> bool:
+        """A field that says how a rank ended, where the report's head is not in the text."""
+        field_ = _FIELD.match(text)
+        return field_ is not None and not self._has_root_cause and _HOW_IT_ENDED.match(field_.group(2)) is not None
+
     def _report(self, line: _Line) -> Iterator[Statement]:
         """What torchrun says of the rank that ended first: its traceback, where it has one, and its exit code."""
         fields: dict[str, str] = {}
@@ -416,6 +427,8 @@ class _Reader:
             if field_:
                 fields[field_.group(1)] = field_.group(2).strip()
             self._at += 1
+        if "exitcode" not in fields and (ended := _HOW_IT_ENDED.match(fields.get("traceback", ""))):
+            fields["exitcode"] = f"-{ended.group(1)}"
         told = (f"{name}: {fields[name]}" for name in ("host", "rank", "exitcode") if fields.get(name))
         yield Statement(f"{_ROOT_CAUSE} {', '.join(told)}", Weight.FATAL, Kind.LAUNCHER, line.speaker)
 

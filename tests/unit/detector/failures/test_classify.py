@@ -87,6 +87,31 @@ def test_a_programs_own_words_blame_no_node_and_no_network():
             "service_unreachable",
         ),
         ("yaml.scanner.ScannerError: mapping values are not allowed here", "application_error"),
+        (
+            "E1 torch/elastic api.py:1] failed (exitcode: -9) local_rank: 2 (pid: 7) of binary: python",
+            "killed_from_outside",
+        ),
+        (
+            "E1 torch/elastic api.py:1] failed (exitcode: -11) local_rank: 2 (pid: 7) of binary: python",
+            "exited_abnormally",
+        ),
+        ("launch.py: main: ['python', 'own.py'] exits with return code = -9", "killed_from_outside"),
+        (
+            "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGKILL",
+            "killed_from_outside",
+        ),
+        ("(raylet) 2 Workers (tasks / actors) killed due to memory pressure (OOM)", "host_out_of_memory"),
+        ("own.errors.NanLossDuringTraining: nan loss during step 7", "numerical_error"),
+        ("pyarrow.lib.ArrowInvalid: Column 2 named ids expected length 3 but got length 4", "application_error"),
+        ("INVALID_ARGUMENT: the operands of a dot have 3 and 4 elements", "application_error"),
+        ("UNKNOWN: Failed to get convolution algorithm. Perhaps cuDNN failed to initialize", "cuda_error"),
+        ("Failed in file own/copy.cpp, with error: HSA_STATUS_ERROR: A generic error has occurred.", "cuda_error"),
+        ("slurmd: error: NodeName=n3 RealMemory is below what the file has", "configuration_error"),
+        ("slurmctld: error: Could not open job state file /var/spool/own", "configuration_error"),
+        ("frobnicator 7: the prefix is not valid", "configuration_error"),
+        ("frobnicator 7: no tokenizer name given", "configuration_error"),
+        ("malloc_consolidate(): unaligned fastbin chunk detected", "exited_abnormally"),
+        ("*** buffer overflow detected ***: terminated", "exited_abnormally"),
     ],
 )
 def test_kinds_that_blind_parts_taught(text, expected):
@@ -450,6 +475,21 @@ def test_slurm_could_not_open_the_output(status):
         ("pcieport 0000:64:01.0: pciehp: Slot(21): Link Down", "host_hardware_error", 1),
         ("mlx5_core 0000:61:00.0 ib0: Port: 1 Link DOWN", "link_flapping", 3),
         ("NVRM: Xid (PCI:0000:01:00): 122, SPI PMU RPC Read Failure", "gpu_driver_error", 2),
+        (
+            "EXT4-fs error (device loop7): ext4_find_entry:1455: inode #2: comm find: reading directory",
+            "file_system_error",
+            2,
+        ),
+        (
+            "EXT4-fs error (device sda2): ext4_find_entry:1455: inode #2: comm find: reading directory",
+            "local_disk_error",
+            1,
+        ),
+        ("I/O error, dev loop7, sector 2050 op 0x1:(WRITE) flags 0x0", "file_system_error", 2),
+        ("XFS (dm-3): Internal error xfs_trans_cancel at line 954 of file fs/xfs/xfs_trans.c", "file_system_error", 2),
+        ("rcu: rcu_preempt self-detected stall on CPU 3", "task_hang", 2),
+        ("ata3: SError: { RecovComm PHYRdyChg 10B8B }", "hardware_warning", 3),
+        ("mmc0: recovered after 2 tries", "no_fault", 3),
     ],
 )
 def test_kernel_lines_of_several_drivers(line, cause, severity):

@@ -130,6 +130,21 @@ def test_a_launchers_report_yields_to_what_its_child_said():
     assert cause(*told) == "application_error"
 
 
+@pytest.mark.parametrize(("code", "expected"), [(-9, "killed_from_outside"), (-11, "exited_abnormally")])
+def test_a_report_and_the_line_before_it_say_the_same(code, expected):
+    head = "ChildFailedError:", "Root Cause (first observed failure):"
+    field = f"  exitcode  : {code} (pid: 13)"
+    assert cause(*head, field) == expected
+    assert CLASSIFIER.text(field, "stderr").cause == expected  # what is left of it where its head was cut off
+    assert cause(f"api.py:732] failed (exitcode: {code}) local_rank: 0 (pid: 13) of binary: python3") == expected
+    assert cause(f"  traceback : Signal {-code} (SIGOWN) received by PID 13") == expected
+
+
+def test_a_programs_own_field_of_that_name_is_no_report():
+    assert cause("ValueError: lr", "  exitcode: 0") == "application_error"
+    assert "Root Cause" not in CLASSIFIER.last_words("step 1 done\n  exitcode: -9\n")[0]
+
+
 @pytest.mark.parametrize(
     ("file", "error", "expected"),
     [
