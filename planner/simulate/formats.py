@@ -11,8 +11,8 @@
 - Numbers of nodes over time: lines `date, time, nodes` (uclasystem/bamboo, traces/gcloud), or JSON with `gap_seconds`
   and `data` (skypilot-org/spot-traces). Which node left is not told: the last to come is the first to leave.
 
-In a table with a state or status, only rows of nodes that are not there count; a word that is not known is refused.
-What is left out is said in a note.
+A table that names jobs is refused: its rows may be their runs. In a table with a state or status, only rows of nodes
+that are not there count; a word that is not known is refused. What is left out is said in a note.
 
 Times of the last two are seconds, or dates and times of ISO 8601; then the earliest is second 0. Digits alone are
 seconds; where all of them could be dates (20250131), they are refused. A node is away from its first open fault until
@@ -39,6 +39,7 @@ DAY = 86400.0
 NODES = ("node", "node_id", "node_name", "nodename", "host", "hostname", "machine", "machine_id", "server", "instance")
 STARTS = ("start", "start_time", "begin", "fault_start", "down", "failed", "timestart", "event_start_time")
 STOPS = ("stop", "stop_time", "end", "end_time", "fault_end", "up", "repaired", "timeend", "event_stop_time")
+JOBS = ("job", "job_id", "jobid", "job_name", "jobname", "task", "task_id", "taskid", "task_name", "taskname")
 OPEN = ("", "none", "null", "unknown", "nan", "inf")  # ends that nobody knows
 BARE_DATE = re.compile(r"(19|20)\d\d(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])")
 MOST_NODES = 100_000
@@ -137,6 +138,7 @@ def from_json(path: str | Path, text: str) -> Told:
     rows = [_object(path, row) for row in _list(path, told)]
     if rows and "event_type" in rows[0]:
         return Told(merged(_opened_and_closed(path, rows)))
+    _check_no_jobs(path, {name for row in rows for name in row})
     state = next((name for name in STATES if any(name in row for row in rows)), None)
     if state is None:
         return Told(merged(_between(path, rows)))
@@ -208,6 +210,7 @@ def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> Told:
     if "event_type" in header:
         why = "event_type may mark the times between outages, too: keep the rows of the outages, without this column"
         raise PlanError(f"{path}: {why}")
+    _check_no_jobs(path, header)
     body, notes = _outages(path, header, rows[1:])
     told = []
     for number, row in body:
@@ -216,6 +219,13 @@ def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> Told:
         text = row[cause] if cause is not None and cause < len(row) else ""
         told.append({"node": row[node], "start": row[start], "end": row[stop], "cause": text, "line": number})
     return Told(merged(_between(path, told)), notes)
+
+
+def _check_no_jobs(path: str | Path, columns: Iterable[str]) -> None:
+    """Raises PlanError for a table whose rows begin and end on nodes because jobs do."""
+    if found := next((name for name in columns if _plain(name) in JOBS), ""):
+        why = f"its rows may be runs of jobs, for they have {found}: keep those of outages, without it"
+        raise PlanError(f"{path}: {why}")
 
 
 def _column(header: Sequence[str], names: Sequence[str]) -> int | None:

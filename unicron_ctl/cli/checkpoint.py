@@ -138,6 +138,8 @@ def verify_command(folder: Path) -> int:
         print_text(line, err=True)
     if wrong or index is None:
         return FOUND if index is not None else FAILURE
+    if index.common.doubt:
+        print_text(index.common.doubt, err=True)
     known = "all whole" if index.format != "safetensors" else "of the right length (this format has no checksums)"
     print_text(
         f"{folder}: {index.format}, iteration {index.iteration}: {counted(len(index.tensors), 'tensor')}, {known}"

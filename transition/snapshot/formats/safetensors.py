@@ -7,7 +7,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,13 +97,29 @@ def _whole_models(found: list[Path]) -> list[Path]:
 
 def _listed(index: Path) -> list[Path]:
     """The files that an index of Hugging Face's names. Raises BadCheckpoint."""
+    return [index.parent / name for name in sorted(set(_weight_map(index).values()))]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """In which file an index of Hugging Face's says that each tensor is. Raises BadCheckpoint."""
     try:
-        names = sorted({str(name) for name in json.loads(read_small(index))["weight_map"].values()})
+        told = {name: str(file) for name, file in json.loads(read_small(index))["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{index}: not as Hugging Face writes it ({str(error)[:100]})") from None
-    if any("/" in name for name in names):
+    if any("/" in name for name in told.values()):
         raise BadCheckpoint(f"{index}: names files outside of its folder")
-    return [index.parent / name for name in names]
+    return told
+
+
+def _missed(folder: Path, paths: Sequence[Path], there: Collection[str]) -> str:
+    """A line on the tensors that the index of these files names and that are in none of them; "" for none. transformers
+    gives these new random values, and says so. Raises BadCheckpoint."""
+    index = folder if folder.suffix == ".json" else folder / f"{NAME}.index.json"
+    told = _weight_map(index) if index.is_file() else {}
+    if {index.parent / file for file in told.values()} != set(paths):  # the files are others, and it counts for nothing
+        return ""
+    names = [name for name in told if name not in there]
+    return f"{index} names tensors that are in none of its files: {some(names)}" if names else ""
 
 
 def _named(config: Path) -> str:
@@ -120,8 +136,9 @@ def read(folder: Path) -> Index:
     """The index of the files in a folder, or of one file. Raises BadCheckpoint, OSError."""
     index = Index(FORMAT, 0, "", {})
     places: dict[str, list[tuple[Place, Raw]]] = {}
-    ranks = 0
-    for path in files(folder):
+    ranks, paths = 0, files(folder)
+    there: set[str] = set()
+    for path in paths:
         told, begin = _header(path)
         about = told.pop("__metadata__", {})
         offsets = _offsets(path, about)
@@ -129,6 +146,7 @@ def read(folder: Path) -> Index:
         _adopt(index, about)
         size = path.stat().st_size
         _check_offsets(path, told, size - begin)
+        there.update(told)
         for name, tensor in told.items():
             if tensor["dtype"] not in _KINDS:
                 index.common.left.append(f"{name} ({tensor['dtype']}, which is not supported)")
@@ -151,6 +169,7 @@ def read(folder: Path) -> Index:
     if places and all(".lora_" in name for name in places):
         raise BadCheckpoint(NO_MODEL.format(folder))
     _add(index, places)
+    index.common.doubt = _missed(folder, paths, there)
     if ranks:
         _check_ranks(folder, ranks, index)
     if folder.is_dir() and (folder / f"{ADAPTER}config.json").is_file():

@@ -177,6 +177,12 @@ def test_roots_check_knows_the_memory_error_of_an_epyc_and_an_exception():
         ("traps: PANIC: double fault, error_code: 0x0", "kernel_error", 1),
         ("BUG: kernel NULL pointer dereference, address: 0000000000000010", "kernel_error", 1),
         ("SError Interrupt on CPU4, code 0x00000000be000411 -- SError", "host_hardware_error", 1),
+        # Bit 61 of the status behind the bank says that it was not corrected, bit 2 of the number before it that the
+        # CPU is in the exception. A public report has the first line beside EDAC's "1 CE memory read error".
+        ("EDAC sbridge MC0: CPU 0: Machine Check Exception: 0 Bank 5: 8c00004000010090", "hardware_warning", 3),
+        ("EDAC MC1: CPU 8: Machine Check Exception: 1 Bank 9: cc000f80000800c0", "hardware_warning", 3),
+        ("CPU 0: Machine Check Exception: 0 Bank 5: be00000000800400", "host_hardware_error", 1),
+        ("mce: [Hardware Error]: CPU 8: Machine Check Exception: 5 Bank 9: 8c00004000010090", "host_hardware_error", 1),
         ("{1}[Hardware Error]: event severity: fatal", "host_hardware_error", 1),
         ("{1}[Hardware Error]: event severity: corrected", "hardware_warning", 3),
         ("pcieport 0000:00:01.0: PCIe Bus Error: severity=Uncorrectable (Non-Fatal)", "hardware_warning", 3),

@@ -214,6 +214,12 @@ def test_only_a_line_break_ends_a_line(tmp_path):
         ('[{"node": "a", "start": 20250101, "end": 20250102}]', "write dates as 2025-01-31"),
         (f"node,start,stop\na,{UNIX}000,{UNIX + 60}000\n", "give seconds"),
         ("node_id,event_type,event_start_time,event_stop_time\n7,1,0,36\n7,0,36,40\n", "keep the rows of the outages"),
+        (
+            "JobID,hostname,start,end\n1,n1,0,100\n2,n1,200,300\n",
+            "runs of jobs, for they have jobid: keep",
+        ),
+        ("Task Name,node,start_time,end_time\nt,n1,0,100\n", "runs of jobs"),
+        ('[{"job_id": 1, "node": "n1", "start": 0, "end": 100}]', "runs of jobs, for they have job_id"),
         ('{"a": [[0, 100]], "b": [["2026-01-01", "2026-01-02"]]}', "write all in one way"),
         ("node,start,stop\na,2026-01-01,5\n", "write all in one way"),
         ("x,y,z\n1,2,3\n", "the first line must be"),

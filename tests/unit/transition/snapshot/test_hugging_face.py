@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from unicron.ctl.cli import checkpoint
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron.transition.snapshot.formats import convert, opening
 from unicron.transition.snapshot.formats.index import BadCheckpoint
@@ -182,6 +183,28 @@ def test_what_is_no_whole_model_is_refused_in_a_line(tmp_path, made):
     with pytest.raises(BadCheckpoint, match=REFUSED[made]) as refused:
         opening.index_of(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("variant", ["", ".fp16"])
+def test_a_tensor_that_an_index_names_and_no_file_has_is_said(tmp_path, variant, capfd):
+    """Defect: it was lost without a word, and `verify` found nothing. transformers loads the others, and says so."""
+    shards(tmp_path, 1.0, variant)
+    at = tmp_path / f"model.safetensors.index{variant}.json"
+    assert opening.index_of(at if variant else tmp_path).common.lost() == []
+    told = json.loads(at.read_text())
+    told["weight_map"]["mtp.weight"] = told["weight_map"]["head.weight"]
+    at.write_text(json.dumps(told))
+    found = opening.index_of(at if variant else tmp_path)
+    assert sorted(found.tensors) == sorted(NAMES)
+    said = f"{at} names tensors that are in none of its files: mtp.weight"
+    assert found.common.lost() == [said]
+    assert checkpoint.verify_command.callback(at if variant else tmp_path) == 0
+    assert capfd.readouterr().err.splitlines() == [said]
+
+
+def test_an_index_of_files_that_are_not_taken_counts_for_nothing(tmp_path):
+    stale_index(tmp_path)
+    assert opening.index_of(tmp_path).common.lost() == []
 
 
 def test_a_variant_is_read_by_its_file_or_its_index(tmp_path):
