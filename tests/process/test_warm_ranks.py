@@ -242,8 +242,10 @@ def test_programs_of_restart_mode_are_forked_too(tmp_path):
             return path.read_text().count("\n") if path.is_file() else 0
 
         wait_for(lambda: steps(0) > 3, lambda: f"a world\n{job.logs}")
+        starts = lambda: [controller.rank(slot, "75")["start"] for slot in (0, 1)]  # noqa: E731
+        controller.wait(lambda: all(starts()), "both have said how they started")
+        assert starts() == ["warm", "warm"]
         before = controller.rank(1, "75")
-        assert (before["start"], controller.rank(0, "75")["start"]) == ("warm", "warm")
         os.kill(before["pid"], signal.SIGKILL)
         controller.wait(lambda: controller.rank(1, "75")["pid"] not in (0, before["pid"]), "a process")
         assert controller.rank(1, "75")["start"] == "warm"
