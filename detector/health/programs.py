@@ -162,10 +162,17 @@ def _unfit(command: Sequence[str], user: str) -> str:
             pwd.getpwnam(user)
         except KeyError:
             return f"there is no user {user!r} here"
-    scripts = []
-    if not user and _RUNS_OTHERS.fullmatch(os.path.basename(command[0])):
-        scripts = [word for word in command[1:] if os.path.isabs(word) and os.path.isfile(word)]
-    return next(filter(None, (untrusted(command[0]), *(untrusted(path, executed=False) for path in scripts))), "")
+    others = [] if user else _named(command)
+    return next(filter(None, (untrusted(command[0]), *(untrusted(path, executed=False) for path in others))), "")
+
+
+def _named(command: Sequence[str]) -> list[str]:
+    """The files in a command's arguments that it may run, also within a text for a shell: programs, and whatever a
+    program reads that is known to run what it is given."""
+    reads = _RUNS_OTHERS.fullmatch(os.path.basename(command[0]))
+    words = [word for text in command[1:] for word in (text, *re.split(r"[\s'\"`;|&<>(){}=]+", text)) if word]
+    paths = dict.fromkeys(os.path.join("/", word) for word in words)  # a program is started in /
+    return [path for path in paths if os.path.isfile(path) and (reads or os.access(path, os.X_OK))]
 
 
 def untrusted(program: str, executed: bool = True) -> str:

@@ -213,6 +213,24 @@ def test_the_script_of_an_interpreter_is_looked_at_too(tmp_path: Path, front: st
     assert check_program("mine", told, 5.0).verdict == "good", "an argument that nobody runs may be anybody's"
 
 
+@pytest.mark.parametrize(
+    "front",
+    [
+        "/bin/sh -c '. {}; true'",
+        "/bin/sh -c '{} --quick'",
+        "/bin/sh {relative}",
+        "/usr/bin/chrt -o 0 {}",
+        "/usr/bin/xargs -a /dev/null {}",
+    ],
+)
+def test_what_a_command_runs_besides_is_looked_at_too(tmp_path: Path, front: str) -> None:
+    path = Path(program(tmp_path, "exit 0"))
+    told = front.format(path, relative=str(path)[1:])
+    assert check_program("mine", told, 5.0).verdict == "good"
+    path.chmod(0o777)
+    assert f"others can write {path}:" in check_program("mine", told, 5.0).reason
+
+
 def test_a_path_of_links_without_end_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     found = check_program("mine", f"{tmp_path}/loop", 5.0)
