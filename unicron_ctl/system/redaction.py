@@ -19,13 +19,17 @@ NOISE = 28  # characters of a word that may be a secret by its look alone
 # Every repetition is bounded: whoever writes long words into a log must not keep its reader busy.
 
 # ---------------------------------------------------------------- names
-_KEYS = "api access private public peer secret client encryption signing master account storage shared ssh license"
+_KEYS = (
+    "api access private public peer secret client encryption signing master account storage shared ssh license enc aes"
+    " hmac wandb deploy"
+)
 _NAME = (
     r"[\w.-]{0,100}(?:(?P<token>token(?!iz))|passwor[dt]|passwd|passphrase|passcode|secret|credential|authorization|cookie"
     rf"|webhook|sshpass(?![a-z])|(?:{'|'.join(_KEYS.split())}|pre[_-]?shared|session)[ _-]?key|key[_-]data"
     r"|conn(?:ection)?[_-]?string"
     r"|(?<![a-z])(?:slack|creds?|jwt|psk)(?![a-z_])|(?<![a-z])auth[_-]?key|_pwd(?![a-z])|_pass(?![a-z])"
     r"|(?:storage|comp|db|dbd|smtp|ldap|user|admin|root|bind)pass(?![a-z])"
+    r"|(?<![a-z])(?:pw|t?otp|csrf|hmac)(?![a-z])|totp_?seed|(?:access|amz)[_-]?signature|askpass"
     r")[\w.-]{0,100}"
 )
 _SECRET_NAME = re.compile(rf"(?i)\A(?:{_NAME}|.*_key|key|pass|pwd)\Z")
@@ -122,6 +126,17 @@ _HEADED = tuple(
         (_option_of("redis-cli|http|https|xh", "-a|--auth"), _VALUE),
         (_option_of("ldap[a-z]{1,20}", "-w"), _VALUE),
         (_option_of("snmp[a-z]{1,20}", "-[AXc]"), _VALUE),
+        (_option_of("ssh-keygen", "-[NP]"), _VALUE),
+        (_option_of("openssl", "-(?:k|K|passin|passout)"), _VALUE),
+        # USER and secret in one word: all of it.
+        (_option_of("smbclient|rpcclient|lftp", "-[uU]"), _VALUE),
+        (rf"(?i:(?<![\w-])--(?:proxy-)?(?:auth|user){_NEXT})(?!\d{{1,10}}:\d)(?=\S{{1,200}}:\S)", _VALUE),
+        (r"(?i:\bnet[ \t]{1,20}use[ \t]{1,20}(?:\w:|\*|\\\\\S{1,200})[ \t]{1,20})(?!/)", _VALUE),
+        (r"(?i:\bkinit\b[^\n|;]{0,200}<<<[ \t]{0,20})", _VALUE),
+        (r"(?i:\bwandb(?::[ \t]{1,20}key[ \t]{1,20}|\.login\([^)\n]{0,80}?\bkey[ \t]{0,20}=[ \t]{0,20}))", _VALUE),
+        (r"(?i:\b(?:conda|vault)[ \t]{1,20}token[ \t]{1,20}(?:set[ \t]{1,20})?)(?!-)", _VALUE),
+        (rf"(?i:\bconfig{_GAP}create{_GAP}[^\n]{{0,200}}?{_NAME}{_GAP})(?![-=|])", _VALUE),
+        (r"(?i:\bsend[ \t]{1,20}(?:--[ \t]{1,20})?)(?=\"[^\"\n]{1,200}\\r\")", _VALUE),  # expect
         (_option_of(r"curl|wget|aria2c", r"-[uU]|--(?:proxy-)?user"), _VALUE),
         (r"(?i:\b(?:wandb|vault)[\"'\s,]{1,6}login[\"'\s,]{1,6})(?!-)", _VALUE),
         (r"\bpass:(?=\S)", _VALUE),
@@ -136,6 +151,8 @@ _HEADED = tuple(
         ),
         (r"(?i:https?://[^\s/\"'<>]{0,200}(?:hook|discord|office|zapier|teams)[^\s/\"'<>]{0,200}/)", r"[^\s\"'<>]+"),
         (r"(?i:https?://[^\s\"'<>]{0,300}/(?:web)?hooks?/)", r"[^\s\"'<>]+"),
+        (r"(?i:https?://(?:api\.telegram\.org/bot|ntfy\.sh/))", r"[^\s\"'<>]+"),
+        (r"(?i:\bjdbc:oracle:thin:[^\s/@]{1,100}/)", r"[^\s@]{1,200}(?=@)"),
         (r"(?i:\b[a-z][a-z0-9+.-]{0,20}://[^\s\"'<>?]{1,500}\?)", r"[^\s\"'<>]+"),
         (r"(?m:^[^\s:]{1,200}:(?:\d{2,5}|\*):[^\s:]{1,100}:[^\s:]{1,100}:)", r"(?m:\S+$)"),  # .pgpass
         (r"Private-Lines:[ \t]{0,9}\d{1,4}", r"(?:\r?\n[^\n:]{1,200}(?=[\r\n]|\Z)){1,200}"),  # PuTTY

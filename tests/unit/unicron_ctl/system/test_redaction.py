@@ -170,6 +170,26 @@ FORMS = {
     "base64 with a slash": ("blob {} end", "bWF/aGluZSBhcGkud2FuZGIuYWkg+G9naW4gdXNlciBwYXNz"),
     "WireGuard": ("PrivateKey = {}", "wolf+wolf="),
     "vault": ("vault login {}", "s.wolfwolfwolf"),
+    "short names": ("DB_PW={} otp=x", "wolfwolf"),
+    "keys of ciphers": ("aes_key={}", "wolfwolf"),
+    "hyphens before key": ("train --wandb-key {} --lr 1", "wolfwolf"),
+    "signature": ("X-Amz-Signature={}", "wolfwolf"),
+    "wandb, short": ("wandb.login(key='{}')", "wolfwolf"),
+    "wandb, said": ("wandb: key {}", "wolfwolf"),
+    "user and secret": ("mlflow --auth ann:{} x", "wolfwolf"),
+    "proxy": ("pip install --proxy-user ann:{} x", "wolfwolf"),
+    "ssh-keygen": ("ssh-keygen -t ed25519 -N {} -f x", "wolfwolf"),
+    "openssl, option": ("openssl enc -aes-256-cbc -k {} -in f", "wolfwolf"),
+    "smbclient": ("smbclient //h/s -U ann%{}", "wolfwolf"),
+    "lftp": ("lftp -u ann,{} h", "wolfwolf"),
+    "net use": ("net use x: {} /user:ann", "wolfwolf"),
+    "kinit": ("kinit ann <<< {}", "wolfwolf"),
+    "expect": (r'expect: send "{}\r"', "wolfwolf"),
+    "conda": ("conda token set {}", "wolfwolf"),
+    "rclone": ("rclone config create r s3 secret_access_key {}", "wolfwolf"),
+    "oracle": ("jdbc:oracle:thin:ann/{}@h", "wolfwolf"),
+    "telegram URL": ("https://api.telegram.org/bot1:{}/sendMessage", "wolfwolf"),
+    "ntfy": ("https://ntfy.sh/{}", "wolfwolf"),
 }
 
 
@@ -214,7 +234,8 @@ def test_long_words_in_a_log_do_not_keep_its_reader_busy() -> None:
     rare = """token=' | token="x" | token=( | token:\n  | - token: | mysql - | docker login | \\ | password for | http://a:
         | aA1/ | name: token | env | echo a | set token | x://u:p | a.b:1: | -----BEGIN PRIVATE KEY----- | -----BEGIN
         | \x1b[ | SecretStr( | &quot;token&quot;: | token=a,b; | Private-Lines: 1\n
-        | key= | auth= | ['--token', | <token"""
+        | key= | auth= | ['--token', | <token | net use x: | kinit a | config create | jdbc:oracle:thin: | --auth a
+        | wandb.login( | send "a | smbclient a | ssh-keygen a"""
     for word in rare.split("|"):
         assert without_secrets(word * (2048 // len(word)))
 
@@ -257,6 +278,7 @@ def test_a_known_value_is_taken_out_as_json_urls_and_base64_write_it(before: str
         "tests/unit/test_credentials.py::test_of_credentials pass: 3 fail: 0",
         '{"options": ["password", 1], "b": 2}',
         "srun -p gpu -P 4 docker run -p 80:80; KeyError: 'token'",
+        "docker run --user 1000:1000 x; the net use of memory; wandb: keys of the run; neural net -u 3 enc=1",
         "models/GPT3_175B/TransformerLayer/SelfAttention/QueryKeyValueProjection.py",
     ],
 )
