@@ -386,3 +386,19 @@ def test_unicron_on_a_cluster_comes_and_goes_with_it(small: LocalCluster) -> Non
     assert _unicronctl(folder, "down").returncode == 0
     _assert_nothing_left(LocalCluster.load(folder))
     assert protection.address(small.layout) == ""
+
+
+def test_the_unicron_of_a_new_cluster_knows_nothing_of_the_jobs_of_the_last_one(small: LocalCluster) -> None:
+    """Slurm's numbers begin anew: whoever remembers job 1 as trained to the end ends the next job 1 untrained."""
+    folder, known = small.layout.state_dir, small.layout.state_dir / "unicron" / "controller" / "events.sqlite"
+    up = "up", "--nodes", "2", "--auth", "none", "--unicron"
+    assert _unicronctl(folder, "down").returncode == 0 and _unicronctl(folder, *up).returncode == 0
+    before, port = known.stat().st_ino, int(protection.address(small.layout).rpartition(":")[2])
+    assert _unicronctl(folder, *up).returncode == 0 and known.stat().st_ino == before, "once more"
+    assert _unicronctl(folder, "down").returncode == 0
+    (known.parent / "last").touch()
+    with socket.create_server(("127.0.0.1", port)):
+        done = _unicronctl(folder, *up)
+        assert done.returncode == 0, done.stderr
+    assert known.is_file() and not (known.parent / "last").exists()
+    assert _unicronctl(folder, "down").returncode == 0

@@ -68,6 +68,8 @@ def up(
     fresh = protected and not protection.running(layout)
     if protected:
         protection.plugin_line("")  # before anything is started
+        if fresh and not LocalCluster(state_dir).processes():
+            protection.forget(layout)
         plugstack_lines = (*plugstack_lines, protection.plugin_line(protection.start(layout)))
     lines = plugstack_lines, auth, config_lines
     cluster = LocalCluster(state_dir, nodes, gpus_per_node, *lines, links, topology_lines, accounting, family)

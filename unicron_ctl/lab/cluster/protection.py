@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -109,6 +110,13 @@ def start(layout: Layout) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         known.write_text(f"tcp://127.0.0.1:{port}")
     return spawn(folder, layout, known.read_text())[1]
+
+
+def forget(layout: Layout) -> None:
+    """Removes what the cluster's own unicrond remembers of a Slurm that is gone: a new one gives its jobs the same
+    numbers again, and the port may be somebody else's by now. The log stays."""
+    shutil.rmtree(_folder(layout) / "controller", ignore_errors=True)
+    (_folder(layout) / "listen").unlink(missing_ok=True)
 
 
 def stop(layout: Layout) -> None:
