@@ -201,7 +201,7 @@ def _judge_history(path: str, options: Options) -> None:
     left_out: list[str] = []
     found = history.judge(history.load(path, left_out), costs)
     if left_out:
-        said = f"{counted(len(left_out), 'record')} left out, for it cannot be read; the first: {left_out[0]}"
+        said = f"{counted(len(left_out), 'record')} left out as unreadable; the first: {left_out[0]}"
         print_text(f"unicronctl: {said}", err=True)
     if options.figure:
         draw_history(found, options.figure, f"{Path(path).name}: node-hours lost to failures")

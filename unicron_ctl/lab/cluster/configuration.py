@@ -66,7 +66,7 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
         "MaxArraySize=4001",
         "GresTypes=gpu" if spec.gpus_per_node else "",
         "TopologyPlugin=topology/tree" if spec.topology_lines else "",
-        *spec.config_lines,
+        *(_with_socket(line, auth_info) for line in spec.config_lines),
         f"NodeName=DEFAULT CPUs={CPUS_PER_NODE} Boards=1 SocketsPerBoard=1 CoresPerSocket={CPUS_PER_NODE} "
         f"ThreadsPerCore=1 RealMemory={MEMORY_MB} State=UNKNOWN{gres}",
         *(
@@ -76,6 +76,15 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
         f"PartitionName=main Nodes=n[1-{spec.nodes}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=EXCLUSIVE",
     ]
     return "\n".join(line for line in lines if line) + "\n"
+
+
+def _with_socket(line: str, auth_info: list[str]) -> str:
+    """A line of the user's; one of AuthInfo keeps the cluster's own munge, without which nobody is heard."""
+    key, _, value = line.partition("=")
+    sockets = [part for part in auth_info if part.startswith("socket=")]
+    if key.strip().lower() != "authinfo" or not sockets or "socket=" in value:
+        return line
+    return f"{line.strip()},{sockets[0]}"
 
 
 def task_prolog(layout: Layout) -> str:

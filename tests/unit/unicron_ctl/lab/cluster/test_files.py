@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -41,6 +42,19 @@ def test_slurm_conf_without_gpus_and_munge_and_for_a_later_release(tmp_path: Pat
     lines = _conf(Layout(tmp_path), spec, (24, 11))
     assert "AuthInfo=cred_expire=5" in lines and "Prolog=/p" in lines
     assert not any("Gres" in line or "SwitchType" in line for line in lines)
+
+
+@pytest.mark.parametrize("line", ["AuthInfo=cred_expire=120", " authinfo = ttl=60,cred_expire=120 "])
+def test_a_line_of_authinfo_keeps_the_clusters_own_munge(tmp_path: Path, line: str) -> None:
+    layout = Layout(tmp_path)
+    lines = _conf(layout, _with(line))
+    assert f"{line.strip()},socket={layout.munge_socket}" in lines
+    own = "AuthInfo=socket=/mine,cred_expire=120"
+    assert own in _conf(layout, _with(own))
+
+
+def _with(line: str) -> Spec:
+    return dataclasses.replace(SPEC, config_lines=(line,))
 
 
 def test_with_links_each_host_has_its_name_and_address(tmp_path: Path) -> None:
