@@ -212,3 +212,11 @@ def test_what_a_logger_says_at_level_info_is_still_no_end():
         f"2026-10-31 03:11:02,473 - Trainer - INFO - cannot send\n{TRACEBACK}\n2026-10-31 03:11:02,473 - Trainer - INFO"
     )
     assert stderr(f"{logged} - Connection refused").cause == "ecc_error"
+
+
+def test_slurms_words_that_an_application_quotes_blame_no_node() -> None:
+    quoted = 'RuntimeError: the log had "srun: error: Node failure on n7" in it'
+    known = default_classifier().text(quoted, "stderr")
+    assert known is None or known.severity > 1
+    said = default_classifier().text("srun: error: Node failure on n7", "stderr")
+    assert said is not None and said.cause == "node_failed"
