@@ -62,6 +62,11 @@ def answer(
     if problem := _other_command(message, other):
         return wire.Refused(reason=problem, final=True, alone=True, apart=_others(view, message))
     if job is not None and job.ended and message.step <= job.step and not requeued(job, message):
+        known = job.agents.get(message.element)
+        if view.slurm.used and info is None and (known is None or known.agent != message.agent):
+            # Slurm uses numbers again: what is on record may be another job, and this one would end untrained with 0.
+            reason = f"a job {message.job} has ended, and Slurm has not said yet whether this is another one: it waits"
+            return wire.Refused(reason=reason)
         return ending(job.ended)
     return _too_many(view, message, asker) if view.slurm.used and info is None else None
 

@@ -159,6 +159,31 @@ def test_a_job_id_that_slurm_uses_again_begins_a_new_job(over):
     assert (world.job().uid, world.job().submitted, world.job().ended) == (BOB, 500.0, None)
 
 
+def test_while_slurm_is_silent_a_job_with_the_number_of_one_that_ended_waits():
+    """Defect: it was told that all members had trained to the end, and ended with status 0, untrained."""
+    world = cluster()
+    first = obstinate(world, "1", 0, "n1", nodes=1)
+    register(world, first)
+    world.run(0.3, heartbeats=False)
+    world.core.append("1", 0, records.JobEnded(code=0, reason="done"))
+    world.slurm.queue.clear()
+    world.run(3.0, heartbeats=False)
+    world.slurm.submit("1", 1, uid=ANN, user="ann", submitted=500.0)
+    world.slurm.refuse = "slurmctld is away"
+    second = obstinate(world, "1", 0, "n1", name="second")
+    register(world, second)
+    world.run(CONFIRM_SECONDS + 1.0, heartbeats=False)
+    (refused,) = told(second, wire.Refused)
+    assert "Slurm has not said yet" in refused.reason and not refused.final and not told(second, wire.End)
+    register(world, first)
+    world.run(CONFIRM_SECONDS + 1.0, heartbeats=False)
+    assert told(first, wire.End), "one that is known is of the job that has ended"
+    world.slurm.refuse = ""
+    register(world, second)
+    world.run(3.0, heartbeats=False)
+    assert told(second, wire.Welcome) and not told(second, wire.End) and world.job().submitted == 500.0
+
+
 def test_a_finished_job_that_its_user_requeues_begins_again():
     world = cluster()
     first = obstinate(world, "1", 0, "n1", nodes=2)
