@@ -218,7 +218,7 @@ def test_a_server_that_drips_is_given_up_and_told_again(monkeypatch: pytest.Monk
                 connection.sendall(b"a")
 
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    desk = Desk(monkeypatch, lambda message: post(url, message.data, 1.0), timeout=1.0)
+    desk = Desk(monkeypatch, lambda message: post(url, message.data, 60.0), timeout=1.0)
     server = threading.Thread(target=serve)
     server.start()
     try:
