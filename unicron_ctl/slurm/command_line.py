@@ -82,17 +82,23 @@ class CommandLineClient:
         for unread in [line for line, node in found.items() if node is None][:1]:
             self._warn(f"`scontrol show node` prints a line that cannot be read, and its node is unknown: {unread}")
         self._most_alike = max(FEWEST_ALIKE, 2 * len(nodes))
-        return [self._completed(node, reserved.get(node.name, ())) for node in nodes]
+        return self._completed(nodes, reserved) if nodes else []
 
-    def _completed(self, node: NodeInfo, reserved: Collection[Reserved]) -> NodeInfo:
-        """A node with its reservations and its partitions' limits. Its memory may be none that Slurm deals out."""
+    def _completed(self, nodes: list[NodeInfo], reserved: Mapping[str, Collection[Reserved]]) -> list[NodeInfo]:
+        """Nodes with their reservations and their partitions' limits. Their memory may be none that Slurm deals out."""
         if time.monotonic() - self._limits_at >= SETTINGS_SECONDS:
             self._limits = {one.name: one for one in self.partitions() if one.limited}
             self._limits_at = time.monotonic()
-        limits = tuple(self._limits[name] for name in node.partitions if name in self._limits)
         memory = "MEMORY" in self._recent().text("SelectTypeParameters").upper()
-        size = node.size if memory else replace(node.size, to_give=None)
-        return replace(node, reservations=tuple(reserved), limits=limits, size=size)
+        return [
+            replace(
+                node,
+                reservations=tuple(reserved.get(node.name, ())),
+                limits=tuple(self._limits[name] for name in node.partitions if name in self._limits),
+                size=node.size if memory else replace(node.size, to_give=None),
+            )
+            for node in nodes
+        ]
 
     def partitions(self) -> list[PartitionInfo]:
         """All partitions, hidden ones included."""
