@@ -180,7 +180,9 @@ QUOTED = [
     "RuntimeError: expected 'CUDA error: uncorrectable ECC error encountered' in the log",
     "RuntimeError: NVRM: Xid (PCI:0000:05:00): 79, GPU has fallen off the bus.",
     "RuntimeError: nvidia-smi said 'GPU is lost'",
-    "OSError: nvme nvme0: controller is down",
+    "OSError: nvme nvme0: Disabling device after reset failure: -19",
+    "RuntimeError: uncorrectable ECC error encountered",  # no library writes it so: CUDA's names itself
+    "RuntimeError: E12345: answer of the host:\n  GPU has fallen off the bus",
     "mlx5_core 0000:17:00.0: Health issue observed, firmware internal error, severity(3) ERROR",
     "the answer was: NVRM: RmInitAdapter failed!",
 ]
