@@ -47,7 +47,7 @@ _BEFORE = re.compile(
     r"terminating with uncaught exception of type [\w:]+: |Exception \(either an error or timeout\)[^\n:]{0,60}: )+",
     re.IGNORECASE,
 )
-_TORCH_NPU = r"(?:NPU|OPS|HCCL|ACL) (?:function )?error\b|The Inner error is reported as above"
+_TORCH_NPU = r"(?:NPU|OPS|HCCL|ACL) (?:function )?error(?: in)?[:,]|The Inner error is reported as above"
 # What CANN writes: "EL0005: ", "E39999[PID: 1] ", "RUNTIME(42,python):".
 _CANN = r"(?-i:(?:[A-Z]\w{1,40}\()?E[0-9A-Z]\d{4}(?:\)|\[PID: ?\d+\])?(?::| )|[A-Z]{2,12}\(\d+,[^)\n]{1,40}\):)"
 _OF_TORCH_NPU = re.compile(_TORCH_NPU, re.IGNORECASE)
@@ -82,9 +82,11 @@ def library_lines(text: str) -> str:
     if raised and not _NO_TYPE.fullmatch(raised.group(1)):
         if not _CARRIERS.fullmatch(raised.group(1)):
             return ""
-        bare = bare[raised.end() :]
-    if _OF_TORCH_NPU.match(_bare(bare)):  # the lines below are CANN's, and name the cause
-        return bare
+        bare = _bare(bare[raised.end() :])
+        if _OF_TORCH_NPU.match(bare):  # the lines below are CANN's, and name the cause
+            return bare
+        if not _is_of_a_library(bare):  # a program's message; below it may stand what another printed
+            return ""
     return "\n".join(line for line in bare.splitlines() if _is_of_a_library(_bare(line)))
 
 
