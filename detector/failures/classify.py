@@ -34,6 +34,10 @@ from unicron.detector.failures.text_budget import END_JUDGED, NOT_JUDGED, Budget
 # The head and the tail of a longer statement are read; the middle is the application's own noise.
 MAX_TEXT = 8 * 1024
 TEXTS_KEPT = 512
+# Besides what is the application's own.
+_OF_PROGRAMS = frozenset(
+    ("checkpoint_corrupt", "connection_refused", "connection_reset", "nccl_timeout", "other_network_error")
+)
 _XID = re.compile(
     r"NVRM:?\s{0,9}(?:GPU at \S{1,120}:\s{0,9})?Xid\s{0,9}(?:\(([^)\n]{0,120})\))?:?\s{0,9}(\d{1,9})([^\n]*)",
     re.IGNORECASE,
@@ -162,6 +166,8 @@ class Classifier:
             rule = rules[number]
             if rule.only_from and source not in rule.only_from:
                 continue
+            if not of_a_program and not rule.only_from and self._is_of_programs(rule):
+                continue
             if (rule.generic and not generic) or (rule.weak and not weak):
                 continue
             network = self.table.causes[rule.cause].scope == "network"
@@ -170,6 +176,14 @@ class Classifier:
                 words = (by_libraries if rule.hardware else text)[hit.start() : hit.end()]
                 return self._verdict(rule, f"{source} text has {_quoted(alike(words) if of_a_program else words)}")
         return None
+
+    def _is_of_programs(self, rule: Rule) -> bool:
+        """Whether only programs say this: a kernel's words for its own affairs are like theirs for set-ups and
+        peers. An admin knows what a rule is for."""
+        if rule.of_admin:
+            return False
+        cause = self.table.causes[rule.cause]
+        return cause.name in _OF_PROGRAMS or (cause.scope == "application" and cause.name != "host_out_of_memory")
 
     @staticmethod
     def _worst(verdicts: Iterable[Verdict]) -> Verdict | None:

@@ -20,12 +20,19 @@ Judge = Callable[[str, bool], Verdict | None]
 LONGEST = 500  # characters of what is told on
 # Rules that say how a process ended, not why; and those that sum up what others said of it.
 CRASHES = ("segfault", "slurm-other", "slurm-own", "nccl-internal", "launcher-report", "launcher-killed", "ray-report")
-SUMMARIES = ("slurm-cancel", "nccl-system", "nccl-remote", "slurm-controller", "container-report")
+SUMMARIES = (
+    "slurm-cancel",
+    "nccl-system",
+    "nccl-remote",
+    "slurm-controller",
+    "container-report",
+    "accelerator-says-above",
+)
 # Rules that name who failed; another error may say what it failed of.
 # torchrun ends the other ranks by SIGTERM after one of them ended by itself, that is not with one of these.
 ASKED = ("-15", "-2", "143", "130")
 _ASKED_TO_END = re.compile(r"SIGTERM|\bsignal:? ?15\b|^\s*Terminated\s*$", re.IGNORECASE)
-PLACES = ("container", "dataloader-child")
+PLACES = ("container", "dataloader-child", "accelerator-hang", "accelerator-error")
 GENERAL = ("python", "python-exception")  # rules of exceptions by their class alone
 # Exceptions of Python's own sockets and pipes: with whom they were connected, the frames tell.
 _SOCKET = re.compile(

@@ -92,6 +92,7 @@ class Rule:
     names: tuple[str, ...] = ()
     why: str = ""
     source: str = ""
+    of_admin: bool = False
     only_from: tuple[str, ...] = ()  # sources of text in which the rule holds; empty: all
     severity: Severity | None = None
     action: str = ""
@@ -167,7 +168,7 @@ class Table:
 
 
 def _named(rule: Rule, number: int) -> Rule:
-    return rule if rule.id else replace(rule, id=f"admin-{number}")
+    return replace(rule, id=rule.id or f"admin-{number}", of_admin=True)
 
 
 def _fail(where: str, what: str) -> SeverityTableError:

@@ -35,7 +35,8 @@ _BEFORE = re.compile(
     rf"(?:{LAUNCHERS}|{COLLECTORS}|"
     r"(?!nvidia-)(?=[\w.-]{0,63}[\d-])[A-Za-z][\w.-]{0,63}(?<!Error)(?<!Exception)(?::\d{1,6})?: |"
     r" {0,4}\d{1,6}: |"
-    r"\[(?!NRT_)[^\]\n]{0,120}\](?:: ?| |(?=\[))|[EF]\d{4,8} [\d:.]+ +\d+ \S+:\d+\] ?|\d{4}-\d\d-\d\d[T ][\d:.,]+:? |"
+    r"\[(?!NRT_|ND \d|MLA \d)[^\]\n]{0,120}\](?:: ?| |(?=\[))|"
+    r"[EF]\d{4,8} [\d:.]+ +\d+ \S+:\d+\] ?|\d{4}-\d\d-\d\d[T ][\d:.,]+:? |"
     r"[EF] \S+:\d+\] |[EF]\d* \S+:\d+\] |(?:ERROR|FATAL|CRITICAL|INTERNAL)(?::[\w.]+)?: ?|what\(\): +|"
     r"slurmstepd\S{0,64}: error: |pyxis: +|[\w.-]{1,64}:\d+:\d+ \[-?\d+\] |"
     r"Error \([\w./-]+:\d+\): |\S{1,80}\.\w{1,4}:\d+: |"
@@ -46,6 +47,10 @@ _BEFORE = re.compile(
     r"terminating with uncaught exception of type [\w:]+: |Exception \(either an error or timeout\)[^\n:]{0,60}: )+",
     re.IGNORECASE,
 )
+_TORCH_NPU = r"(?:NPU|OPS|HCCL|ACL) (?:function )?error(?: in)?[:,]|The Inner error is reported as above"
+# What CANN writes: "EL0005: ", "E39999[PID: 1] ", "RUNTIME(42,python):".
+_CANN = r"(?-i:(?:[A-Z]\w{1,40}\()?E[0-9A-Z]\d{4}(?:\)|\[PID: ?\d+\])?(?::| )|[A-Z]{2,12}\(\d+,[^)\n]{1,40}\):)"
+_OF_TORCH_NPU = re.compile(_TORCH_NPU, re.IGNORECASE)
 _BEGINS = re.compile(
     r"(?:(?:CUDA|HIP|ROCm|NCCL|RCCL|NVML|cuDNN|cuBLAS\w*|cuSOLVER|cuFFT|MIOpen|Triton|OpenCL)\b[ \w]{0,20}"
     r"\b(?:error|failure|failed|call|warn|initialization|communicator)|"
@@ -53,12 +58,11 @@ _BEGINS = re.compile(
     r"(?:CUDA|NVML|HIP|HSA)_(?:ERROR|STATUS)_|(?:CUBLAS|CUDNN|CUSOLVER|CUFFT)_\w+|"
     r"(?:(?:failed )?call to |operation )?(?-i:cu[A-Z]\w+)|cxil_\w+|ibv_\w+|"
     r"failed call to hip(?-i:[A-Z])|"
-    r"(?:NPU|OPS|HCCL|ACL) (?:function )?error\b|synStatus\b|(?-i:syn[A-Z])\w+ failed|"
-    r"Graph compile failed\. synStatus|\[?NRT_(?-i:[A-Z])|nrt_\w+|"
+    rf"{_TORCH_NPU}|{_CANN}|\(FATAL-RT-UNDEFINED-STATE\)|\[(?:ND|MLA) \d+\]|synStatus\b|(?-i:syn[A-Z])\w+ failed|"
+    r"Graph compile failed\. synStatus|\[?NRT_(?-i:[A-Z])|nrt_\w+|NeuronDevice::|"
     r"failed to (?:execute|load) the model status=|(?:HCCL demo error: )?In function \w+\(\): syn|"
     r"\d{4}-(?-i:[A-Z][a-z]{2})-\d\d [\d:.]{8,16} +\d+:\d+ +ERROR +\w+:\w+|level_zero backend failed|"
     r"oneCCL: |(?:UR|ZE)_RESULT_ERROR_|"
-    r"(?:an )?uncorrectable (?:ECC|NVLink) error encountered\s*$|"
     r"unexpected error from cuda\w+|no CUDA-capable device|no ROCm-capable device|no HIP GPUs|"
     r"(?:\w{1,40}: )?(?:failed|unable) to init(?:ialize)? (?:CUDA|HIP|NVML)|"
     r"OS call failed or operation not supported|No devices were found|"
@@ -78,7 +82,11 @@ def library_lines(text: str) -> str:
     if raised and not _NO_TYPE.fullmatch(raised.group(1)):
         if not _CARRIERS.fullmatch(raised.group(1)):
             return ""
-        bare = bare[raised.end() :]
+        bare = _bare(bare[raised.end() :])
+        if _OF_TORCH_NPU.match(bare):  # the lines below are CANN's, and name the cause
+            return bare
+        if not _is_of_a_library(bare):  # a program's message; below it may stand what another printed
+            return ""
     return "\n".join(line for line in bare.splitlines() if _is_of_a_library(_bare(line)))
 
 

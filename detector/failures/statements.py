@@ -154,7 +154,8 @@ _HINT = re.compile(
     r"Extension modules: |(?:Current thread|Thread) 0x[0-9a-f]+ |<no Python frame>|Python runtime state: |"
     r"Last error:\s*$|\*\*\* Check failure stack trace|\*\*\* End of error message|\*\*\* Process received signal|"
     r"\[\S+:\d+\] \*\*\* (?:Process received|End of error)|\[\S+:\d+\] (?:Failing at address|Signal code): |"
-    r"Traceback: |Stack trace|Backtrace"
+    r"Traceback: |Stack trace|Backtrace|"
+    r"\s*(?:TraceBack \(most recent|Rectify the fault based on|Possible Cause: |Solution: )"  # CANN's
 )
 _FRAME = re.compile(
     r"frame #\d+: |\s*#\d+ +(?:0x|\S+ )|\s*@ +0x|PC: @ |\s+\d+:? +(?:0x[0-9a-f]+|/\S+)|\[0x[0-9a-f]+\]|\s+at \S+:\d+|"

@@ -180,7 +180,11 @@ QUOTED = [
     "RuntimeError: expected 'CUDA error: uncorrectable ECC error encountered' in the log",
     "RuntimeError: NVRM: Xid (PCI:0000:05:00): 79, GPU has fallen off the bus.",
     "RuntimeError: nvidia-smi said 'GPU is lost'",
-    "OSError: nvme nvme0: controller is down",
+    "OSError: nvme nvme0: Disabling device after reset failure: -19",
+    "RuntimeError: uncorrectable ECC error encountered",  # no library writes it so: CUDA's names itself
+    "RuntimeError: ACL error table has 'reason=hbm Multi-bit ECC error'",
+    "RuntimeError: the tool printed:\nCUDA error: uncorrectable ECC error encountered",
+    "OSError: its log:\nUnable to determine the device handle for GPU 0000:01:00.0: GPU is lost",
     "mlx5_core 0000:17:00.0: Health issue observed, firmware internal error, severity(3) ERROR",
     "the answer was: NVRM: RmInitAdapter failed!",
 ]

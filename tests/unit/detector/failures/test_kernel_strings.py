@@ -83,6 +83,16 @@ def test_no_other_string_of_a_driver_takes_a_node(driver: str) -> None:
     assert taken == {}
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_what_programs_say_is_not_read_into_a_kernels_words(driver: str) -> None:
+    """ "Failed to upload", "please upgrade", "authentication failed", "read timed out": of a driver's own affairs."""
+    for text in strings(driver):
+        verdict = CLASSIFIER.match(lines_of(driver, text).__next__(), "kernel")
+        if verdict is not None:
+            assert verdict.scope != "application" or verdict.cause == "host_out_of_memory", text
+            assert verdict.cause not in ("checkpoint_corrupt", "nccl_timeout", "connection_reset"), text
+
+
 @pytest.mark.parametrize("driver", [driver for driver in DRIVERS if driver not in OF_THE_NETWORK])
 def test_an_errors_name_is_not_the_network(driver: str) -> None:
     names = ("-ETIMEDOUT", "-ECONNRESET", "-EPIPE", "-ENOMEM", "-EROFS", "-ENOSPC")
@@ -133,6 +143,8 @@ HEALTHY = (
     "[Hardware Error]: Uncorrected, software containable error.",
     "qed 0000:5e:00.0: [qed_int:12()]Illegal read by chip from [dead:dead] blocked.",
     "Memory failure: 0x1f3c5a: recovery action for clean LRU page: Recovered",
+    "mlx4_en 0000:0d:00.0: LSO not supported, please upgrade to later FW version to enable LSO",
+    "clocksource: Watchdog remote CPU 3 read timed out",
 )
 
 
@@ -142,6 +154,15 @@ def test_lines_of_healthy_nodes_take_and_drain_nothing(line: str) -> None:
     verdict = CLASSIFIER.text(line, "kernel")
     assert verdict.severity is not Severity.SEV1
     assert proven(line, CLASSIFIER) is None
+    assert verdict.severity is not Severity.SEV2 or verdict.cause != "configuration_error"
+
+
+def test_an_admins_rule_holds_for_the_kernel_too():
+    line = "clocksource: Watchdog remote CPU 3 read timed out"
+    assert CLASSIFIER.match(line, "kernel") is None
+    rule = {"id": "own", "cause": "other_network_error", "pattern": "remote CPU", "source": "us"}
+    known = CLASSIFIER.load({"rule": [rule]}).match(line, "kernel")
+    assert known is not None and known.cause == "other_network_error"
 
 
 def test_what_says_that_it_is_no_fault_is_not_told_on():
@@ -189,6 +210,16 @@ def test_roots_check_knows_the_memory_error_of_an_epyc_and_an_exception():
         ("cxi_ss1 0000:c1:00.0: cxi3[hsn3] PCIe non-fatal error", "hardware_warning", 3),
         ("[Hardware Error]: Deferred error, no action required.", "no_fault", 3),
         ("nvme nvme0: controller is down; will reset: CSTS=0x3, PCI_STATUS=0x10", "hardware_warning", 3),
+        ("nvme nvme0: controller is down; will reset: CSTS=0xffffffff, PCI_STATUS=0xffff", "hardware_warning", 3),
+        ("nvme nvme0: Device not ready; aborting reset, CSTS=0x1", "hardware_warning", 3),
+        ("nvme nvme0: Device not ready; aborting initialisation, CSTS=0x0", "local_disk_error", 1),
+        ("nvme nvme0: Disabling device after reset failure: -19", "local_disk_error", 1),
+        ("habanalabs 0000:1a:00.0: Failed to initialize hl2. Device is NOT usable !", "gpu_driver_error", 1),
+        # BERT's records are of an earlier boot; those of now have a number.
+        ("[Hardware Error]: event severity: fatal", "hardware_warning", 3),
+        ("[Hardware Error]:  Error 0, type: fatal", "hardware_warning", 3),
+        ("[Hardware Error]:     Uncorrected: true", "hardware_warning", 3),
+        ("{2}[Hardware Error]:     Uncorrected: true", "host_hardware_error", 1),
     ],
 )
 def test_lines_of_other_builds_and_of_other_values(line: str, cause: str, severity: int) -> None:

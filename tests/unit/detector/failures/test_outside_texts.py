@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from unicron.detector.failures.classify import default_classifier
+from unicron.detector.failures.root_cause import one_line
 from unicron.detector.failures.severity import Verdict
 from unicron.detector.failures.statements import Weight, label
 
@@ -114,6 +115,35 @@ def test_a_librarys_error_of_the_hardware_stands_above_an_exception_that_says_no
     assert (
         stderr(f"{lines[0]}\nRuntimeError: CUDA out of memory. Tried to allocate 2 GiB").cause == "cuda_out_of_memory"
     )
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank2]: ", "0: "])
+def test_torch_npus_exception_carries_what_cann_says_of_the_cause(prefix):
+    """After public reports: a device that another process holds, a kernel that failed."""
+    held = """Traceback (most recent call last):
+  File "/data/train.py", line 51, in <module>
+    dist.barrier()
+RuntimeError: [ERROR] HCCL error in: torch_npu/csrc/distributed/ProcessGroupHCCL.cpp:64
+        tsd client wait response fail, device response code[1]. unknown device error.[FUNC:WaitRsp]
+        stream setup failed, retCode=0x7020010.[FUNC:SyncGetDevMsg][FILE:api_impl.cc][LINE:4643]
+        rtGetDevMsg execute failed, reason=[driver error:internal error][FUNC:FuncErrorReason]"""
+    failed = """EXCEPTION STREAM:
+  Message info[0]:RTS_HWTS: aicore exception, slot_id=31, stream_id=3
+Traceback (most recent call last):
+  File "/data/train.py", line 51, in <module>
+    train()
+RuntimeError: The Inner error is reported as above.
+ Since the operator is called asynchronously, the stacktrace may be inaccurate."""
+    after = held.replace("stream setup failed", "there is an exception of fftsplus aicore error, core id is 12")
+    for text, cause in ((held, "gpu_driver_error"), (failed, "cuda_error"), (after, "cuda_error")):
+        whole = "\n".join(prefix + line for line in text.splitlines())
+        for said in (whole, one_line(CLASSIFIER.last_words(whole)[0])):  # in full, and as it is told on
+            verdict = stderr(said)
+            assert (verdict.cause, verdict.severity) == (cause, 2), said
+    quoted = held.replace("[ERROR] HCCL error in:", "the helper's log is")
+    assert stderr(quoted).scope != "hardware"
+    program = "RuntimeError: uncorrectable ECC error encountered"  # a guess acquits nobody
+    assert (stderr(program).severity, stderr(program).scope) == (2, "unknown")
 
 
 # ---------------------------------------------------------------------------------------------------------- Slurm
