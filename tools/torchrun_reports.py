@@ -73,7 +73,7 @@ def report(torchrun: str, way: str) -> str:
 def shape(text: str) -> str:
     """The text without what differs from run to run, and between releases and Pythons that say the same."""
     text = re.sub(r"\n +(File .*/torch/|[~^]+\n|\w+\(|return |raise |sys\.exit|f\(|result = ).*(?=\n)", "", text)
-    text = re.sub(r"\d{4}-\d\d-\d\d_[\d:]+|:\d+\]| +(?=\n)|(?<=python)3", "", text)
+    text = re.sub(r"\d{4}-\d\d-\d\d_[\d:]+|:\d+\]| +(?=\n)|(?<=python)3(?:\.\d+)?", "", text)
     return re.sub(r"=+|-{9,}", "-", re.sub(r"\d+", "0", text))
 
 

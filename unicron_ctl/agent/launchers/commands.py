@@ -23,6 +23,11 @@ CONTAINERS = {"apptainer", "ch-run", "docker", "enroot", "podman", "podman-hpc",
 # Launchers that the agent does not replace.
 OTHERS = {"aprun", "colossalai", "composer", "horovodrun", "jsrun", "prun"}
 SHELL_SYNTAX = set("$`;&|<>(){}*?[]~#!\n\\")
+# Options without a value, of programs that run a command in another environment (docs/behaviour/front-ends.toml)
+_FLAG = re.compile(
+    r"-[qvsgU]+|--(?:no-(?!extra$|group$|.*-package$).*|all-.*|active|dev|exact|frozen|isolated|live-stream|locked"
+    r"|managed-python|offline|only-dev|quiet|recreate|refresh|reinstall|site-packages|system|upgrade|verbose)?"
+)
 VALUE_OPTIONS = ("-W", "-X", "--check-hash-based-pycs")  # of Python, which take the next word
 # The launchers that the agent replaces: kind -> names of programs, modules behind `python -m`. readers.py reads each.
 LAUNCHERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -97,6 +102,8 @@ def _next_program(words: Sequence[str], start: int, elsewhere: bool) -> int | No
     """Where a wrapper's command begins that names a launcher, a Python or another wrapper."""
     for at in range(start, len(words)):
         name = Path(words[at]).name
+        if elsewhere and takes_value(words[at - 1]):
+            continue
         if name in WRAPPERS | ELSEWHERE | NOT_FOR_RANKS and not words[at - 1].startswith("-"):
             return at
         if _launcher_at(words, at, elsewhere) is not None:
@@ -106,6 +113,12 @@ def _next_program(words: Sequence[str], start: int, elsewhere: bool) -> int | No
         if PYTHON.fullmatch(name) or name in SHELLS or name.endswith(".py"):
             return None
     return None
+
+
+def takes_value(option: str) -> bool:
+    """Whether the next word is the value of this one, as `deepspeed` in `conda run -n deepspeed python train.py`. An
+    option that nobody knows does: a value for a launcher would break the command."""
+    return option.startswith("-") and "=" not in option and not _FLAG.fullmatch(option)
 
 
 def _launcher_at(words: Sequence[str], at: int, elsewhere: bool) -> tuple[str, list[str], list[str]] | None:

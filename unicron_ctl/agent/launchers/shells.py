@@ -29,7 +29,9 @@ from unicron.ctl.agent.launchers.commands import (
     NotTaken,
     find_launcher,
     only_command,
+    takes_value,
 )
+from unicron.ctl.agent.ranks.warm_commands import ELSEWHERE
 from unicron.ctl.system.plain_file import read_beginning
 
 FOLDER = "_UNICRON_LAUNCHERS"  # the folder at the front of PATH, for the agent that is started from it
@@ -43,19 +45,48 @@ _KEYWORD = re.compile(r"\b(?:then|do|else|exec|time|if|while|until|eval)$")
 _BEHIND = {"exec", *WRAPPERS}
 _SETTING = re.compile(r"[A-Za-z_]\w*")
 _BY_ANY_NAME = re.compile(rf"(?<![\w/-])(?:{'|'.join(re.escape(name) for name in sorted(NAMES))})$")
+_RUNS_ELSEWHERE = {"exec", "run", "ch-run", "shifter"}
 _PYTHON_BY_PATH = re.compile(r"/python[\d.]*$")
 # Programs that start the ranks of their node by themselves, as a rule by torchrun or its API, and what follows the name
 # where only some of its commands do (docs/behaviour/front-ends.toml). The agent does not read what they are told.
 OWN_RANKS: dict[str, tuple[str, ...]] = {
     "ft_launcher": (),
     "tune": ("run",),
-    "llamafactory-cli": ("train",),
-    "lmf": ("train",),
+    "llamafactory-cli": ("train", "sft", "dpo", "rm"),
+    "lmf": ("train", "sft", "dpo", "rm"),
     "swift": ("pt", "sft", "rlhf", "infer"),
     "megatron": ("pt", "sft", "rlhf"),
-    "axolotl": ("train",),
+    "axolotl": ("train", "evaluate", "inference", "merge-sharded-fsdp-weights"),
     "oumi": ("distributed",),
     "torchx": ("run",),
+    "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo", "distillation"),
+    "xtuner": ("train", "test"),
+    "mim": ("train", "test", "gridsearch"),
+    "autotrain": ("llm", "--config"),
+    "ray": ("start", "symmetric-run"),
+    "composer": (),
+    "verl.trainer.main_ppo": (),
+    "verl.trainer.sft_trainer_ray": (),
+    "openrlhf.cli.train_ppo_ray": (),
+    "areal.infra.launcher.local": (),
+    "areal.infra.launcher.ray": (),
+    "determined.launch.torch_distributed": (),
+    "determined.launch.deepspeed": (),
+    "determined.launch.horovod": (),
+}
+# The module behind `python -m` -> the program that it is.
+OWN_MODULES = {
+    "nvidia_resiliency_ext.fault_tolerance.launcher": "ft_launcher",
+    "torchtune._cli.tune": "tune",
+    "llamafactory.cli": "llamafactory-cli",
+    "swift.cli.main": "swift",
+    "swift.cli._megatron.main": "megatron",
+    "axolotl.cli.main": "axolotl",
+    "torchx.cli.main": "torchx",
+    "autotrain.cli.autotrain": "autotrain",
+    "ray.scripts.scripts": "ray",
+    "composer.cli": "composer",
+    "composer.cli.launcher": "composer",
 }
 # What a container is given to run, to the end of the command.
 _CONTAINER = re.compile(rf"""(?<![\w.-])(?:{"|".join(sorted(CONTAINERS))})\s(?:"[^"]*"|'[^']*'|[^;&|\n"'])*""")
@@ -135,13 +166,18 @@ class Named:
 @dataclass
 class _Here:
     """Where in a command the next piece stands. begins: a command may begin there. wrapped: behind a wrapper that one
-    began with, and unasked: behind any. by_path: behind a Python with a path. module: behind -m. setting: the piece
-    before is a name in front of =, and value: so is one before that, with its value still going on. program: the piece
-    before is the name of one of OWN_RANKS, of which some commands start ranks."""
+    began with, and unasked: behind any. other: behind a program that may run another environment's, and
+    elsewhere: it does. value_follows: behind its option. by_path: behind a Python
+    with a path. module: behind -m. setting: the piece before is a name in front of =, and value: so is one before
+    that, with its value still going on. program: the piece before is the name of one of OWN_RANKS, of which some
+    commands start ranks."""
 
     begins: bool = True
     wrapped: bool = False
     unasked: bool = False
+    other: bool = False
+    elsewhere: bool = False
+    value_follows: bool = False
     by_path: bool = False
     module: bool = False
     setting: bool = False
@@ -152,13 +188,24 @@ class _Here:
         """Whether a word that stands here is a command, by itself or behind a wrapper."""
         return self.begins or (self.wrapped and before.isspace())
 
+    def own_program(self, word: str, before: str) -> str:
+        """The one of OWN_RANKS that a word names which stands here."""
+        if self.module and before.isspace():
+            return OWN_MODULES.get(word, word if word in OWN_RANKS else "")
+        name = word.rpartition("/")[2]
+        return name if name in OWN_RANKS and (self.runs(before) or self.runs_elsewhere()) else ""
+
+    def runs_elsewhere(self) -> bool:
+        """Whether a word that stands here may be what runs in another environment."""
+        return self.elsewhere and not self.value_follows
+
     def pass_blanks(self, blanks: str, before: str) -> None:
         line = "\n" in blanks
         self.begins = self.begins or self.value or line or _KEYWORD.search(before) is not None
         self.module, self.setting, self.value = before.endswith("-m"), False, False
         if line:
             self.program = ""
-            self.wrapped = self.unasked = self.by_path = False
+            self.wrapped = self.unasked = self.other = self.elsewhere = self.by_path = False
 
     def pass_sign(self, sign: str) -> None:
         self.begins = sign in _BEGINS or (sign == "=" and self.setting)
@@ -166,6 +213,8 @@ class _Here:
         self.module = self.setting = False
         self.wrapped = self.wrapped and sign not in ";&|\"'"
         self.unasked = self.unasked and sign not in ";&|"
+        self.other = self.other and sign not in ";&|"
+        self.elsewhere = self.elsewhere and self.other
         self.by_path = self.by_path and sign not in ";&|"
 
     def pass_word(self, word: str, before: str, after: str) -> None:
@@ -176,8 +225,12 @@ class _Here:
         self.wrapped = self.wrapped or (alone and self.begins and word in _BEHIND)
         self.unasked = self.unasked or (alone and word in _BEHIND)
         self.by_path = self.by_path or (alone and _PYTHON_BY_PATH.search(word) is not None)
-        name, runs = word.rpartition("/")[2], self.runs(before)
-        self.program = name if runs and name in OWN_RANKS else ""
+        self.program = self.own_program(word, before)
+        name = word.rpartition("/")[2]
+        ended = self.elsewhere and word.endswith(".py")  # what follows are its arguments
+        self.other = (self.other or (name in ELSEWHERE and self.runs(before))) and not ended
+        self.elsewhere = self.other and (self.elsewhere or name in _RUNS_ELSEWHERE)
+        self.value_follows = takes_value(word) and alone
         self.begins = self.module = False
 
 
@@ -200,12 +253,14 @@ def read_names(text: str) -> Named:
 def _hear_word(named: Named, here: _Here, word: str, before: str) -> None:
     module = here.module and word in MODULES
     runs = here.runs(before)
-    if module or (word in NAMES and runs):
+    if (module and not here.elsewhere) or (word in NAMES and runs):
         named.launcher = named.launcher or word
     _, slash, name = word.rpartition("/")
     if here.program and word in OWN_RANKS[here.program]:
         named.own_ranks = named.own_ranks or f"{here.program} {word}"
-    elif runs and OWN_RANKS.get(name) == ():
+    elif OWN_RANKS.get(program := here.own_program(word, before)) == ():
+        named.own_ranks = named.own_ranks or program
+    elif (here.elsewhere and module) or (here.runs_elsewhere() and name in NAMES and not runs):
         named.own_ranks = named.own_ranks or name
     named.by_path = named.by_path or bool(slash and name in NAMES) or (module and here.by_path)
     if here.unasked and (module or _BY_ANY_NAME.search(word)):

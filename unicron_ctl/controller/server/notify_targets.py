@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import http.client
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from unicron.ctl.system.redaction import without_secrets
 
 SUBMISSION = 587  # the port of mail that is submitted, always encrypted
 SAID = 300  # characters of what a target said
+WHOLE = 5.0  # times the section's time limit: what all answers of a server may take together
 Deliver = Callable[[Message], None]
 
 
@@ -35,7 +38,7 @@ class NotTold(Exception):
 
 
 def targets(config: NotifyConfig, secrets: Secrets, hooks: Hooks) -> dict[str, Deliver]:
-    """Name -> what tells it. Each raises NotTold, and ends within a few times the section's time limit."""
+    """Name -> what tells it. Each raises NotTold, and ends within :data:`WHOLE` times the section's time limit."""
     seconds = config.timeout
     found: dict[str, Deliver] = {}
     if config.hook:
@@ -116,6 +119,80 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
+class _Exchange:
+    """An exchange with a server. Each byte begins the time limit of a socket anew, so this has one for the whole: it
+    shuts the connections down then, and raises NotTold."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
+        self._over = False
+        self._connections: list[socket.socket] = []  # copies: TLS takes the first one away
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> _Exchange:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._timer.join()
+        for connection in self._connections:
+            connection.close()
+        if self._over:
+            raise NotTold(f"the server was not through within {self._seconds:g} s") from None
+
+    def _end(self) -> None:
+        self._over = True
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def connect(self, address: tuple[str, int], timeout: float, source: Any = None) -> socket.socket:
+        """What socket.create_connection does, whose limit is for each of the host's addresses."""
+        error = OSError("it has no address")
+        for *_, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+            left = max(0.01, min(timeout, self._until - time.monotonic()))
+            try:
+                connection = socket.create_connection((str(place[0]), address[1]), left, source)
+            except OSError as reason:
+                error = reason
+                continue
+            connection.settimeout(timeout)
+            self._connections.append(connection.dup())
+            if self._over:
+                self._end()
+            return connection
+        raise error
+
+
+class _Smtp(smtplib.SMTP):
+    def __init__(self, exchange: _Exchange, host: str, port: int, timeout: float) -> None:
+        self._exchange = exchange
+        super().__init__(host, port, timeout=timeout)
+
+    def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:
+        return self._exchange.connect((host, port), timeout)
+
+
+class _Http(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    def __init__(self, exchange: _Exchange) -> None:
+        super().__init__()
+        self._exchange = exchange
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(self._connection, http.client.HTTPConnection), request)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(self._connection, http.client.HTTPSConnection), request)
+
+    def _connection(self, kind: type[http.client.HTTPConnection], *names: Any, **options: Any) -> Any:
+        connection: Any = kind(*names, **options)
+        connection._create_connection = self._exchange.connect  # Python has no public name for it
+        return connection
+
+
 def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
     """Sends the message as plain text. Raises NotTold, OSError and SMTPException."""
     host, port = split(config.smtp)
@@ -129,7 +206,8 @@ def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
     mail.set_content(message.text)
     if message.html:
         mail.add_alternative(message.html, subtype="html")
-    with smtplib.SMTP(host, port, timeout=config.timeout) as server:
+    exchange = _Exchange(WHOLE * config.timeout)
+    with exchange, _Smtp(exchange, host, port, config.timeout) as server:
         if secrets.smtp_user or port == SUBMISSION:
             server.starttls(context=ssl.create_default_context())
         if secrets.smtp_user:
@@ -152,8 +230,10 @@ def post(url: str, data: dict[str, Any], seconds: float, token: str = "") -> Non
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, json.dumps(data).encode(), headers, method="POST")
     try:
-        with urllib.request.build_opener(_Stay).open(request, timeout=seconds) as answer:
-            answer.read(1024)
+        with _Exchange(WHOLE * seconds) as exchange:
+            opener = urllib.request.build_opener(_Stay, _Http(exchange))
+            with opener.open(request, timeout=seconds) as answer:
+                answer.read(1024)
     except urllib.error.HTTPError as error:
         raise NotTold(f"the server answered with status {error.code}") from None
     except urllib.error.URLError as error:

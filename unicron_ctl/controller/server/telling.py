@@ -187,7 +187,8 @@ class Telling:
         self._results.put(lambda: self._done(target, sending, error))
 
     def _give_up(self, target: Target, now: float) -> None:
-        """Waits no longer for a server that sends a byte now and then. Its thread hangs on, and few may."""
+        """Waits no longer for what ends by no limit of its own: a name or a file system that does not answer. Its
+        thread hangs on, and few may."""
         sending, limit = target.sending, GIVE_UP * self._config.timeout
         if sending is not None and not 0 <= now - sending.began < limit and target.lost < MOST_LOST:
             self._done(target, sending, f"it did not end within {limit:g} s")

@@ -10,7 +10,7 @@ import pytest
 
 from unicron.ctl.agent.launchers import option_tables as options
 from unicron.ctl.agent.launchers import readers
-from unicron.ctl.agent.launchers.commands import LAUNCHERS, NotTaken, is_submitit
+from unicron.ctl.agent.launchers.commands import LAUNCHERS, NotTaken, is_submitit, takes_value
 from unicron.ctl.agent.launchers.option_tables import Unreadable, name_of, read_options
 from unicron.ctl.agent.launchers.readers import Taken, take_over
 from unicron.ctl.agent.launchers.world import count_ranks, describe, fewest_nodes
@@ -29,6 +29,28 @@ def taken(line: str) -> Taken:
 def no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers are none of this machine's, so their Python is `python`."""
     monkeypatch.setenv("PATH", "/nonexistent")
+
+
+def test_options_of_programs_that_run_in_another_environment_are_those_that_they_have():
+    seen = tomllib.loads((ROOT / "docs/behaviour/front-ends.toml").read_text())
+    assert [flag for flags in seen["flags"].values() for flag in flags if takes_value(flag)] == []
+    assert [option for options in seen["values"].values() for option in options if not takes_value(option)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "conda run -n deepspeed python train.py",
+        "conda run -p /envs/accelerate --no-capture-output python train.py",
+        "micromamba run -n composer python train.py",
+        "uv run --with deepspeed train.py",
+        "uv run --no-group accelerate --extra deepspeed train.py",
+        "pixi run -e deepspeed python train.py",
+    ],
+)
+def test_an_environment_that_is_named_like_a_launcher_is_none(line: str) -> None:
+    """Defect: `conda run -n deepspeed python train.py` ran `conda run -n python -u python`."""
+    assert take_over(shlex.split(line)) is None
 
 
 def test_each_kind_of_launcher_has_a_reader():
@@ -62,6 +84,10 @@ def test_each_kind_of_launcher_has_a_reader():
         ("apptainer exec i.sif bash -c 'A=1 torchrun t.py'", "apptainer exec i.sif env A=1 python -u t.py"),
         ("bash -c 'apptainer exec i.sif torchrun t.py'", "apptainer exec i.sif python -u t.py"),
         ("conda run -n env torchrun train.py", "conda run -n env python -u train.py"),
+        ("conda run -n deepspeed torchrun train.py", "conda run -n deepspeed python -u train.py"),
+        ("conda run --no-capture-output torchrun train.py", "conda run --no-capture-output python -u train.py"),
+        ("uv run --frozen -q torchrun train.py", "uv run --frozen -q python -u train.py"),
+        ("uv run --with deepspeed -- torchrun train.py", "uv run --with deepspeed -- python -u train.py"),
         ("bash -c 'exec torchrun train.py --text \"a b\"'", "python -u train.py --text 'a b'"),
         ("bash -lc 'A=1 numactl -l torchrun train.py'", "numactl -l python -u train.py"),
     ],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,20 +210,63 @@ def test_a_launcher_inside_a_container_stays_and_a_line_says_so(line, told, tmp_
 FRONT_ENDS = tomllib.loads((ROOT / "docs" / "behaviour" / "front-ends.toml").read_text())["program"]
 
 
-@pytest.mark.parametrize("program", FRONT_ENDS, ids=lambda program: program["name"])
+def ways_to_start(program: dict[str, Any]) -> Iterator[list[str]]:
+    """The words that name the program, by its own name and as a module."""
+    if "name" in program:
+        yield [program["name"]]
+        yield [f"/opt/env/bin/{program['name']}"]
+    for module in program.get("modules", []):
+        yield ["python", "-m", module]
+        yield ["/opt/env/bin/python3.11", "-u", "-m", module]
+
+
+@pytest.mark.parametrize("program", FRONT_ENDS, ids=lambda program: program["package"])
 def test_what_starts_its_own_ranks_gets_its_line(program: dict[str, Any]) -> None:
     """Defect: it was one rank a node, and nobody said so."""
-    for words in program["starts"]:
-        line = f"{program['name']} {words}".strip()
-        told = f"{line} starts the ranks of a node by itself, so Unicron restarts whole nodes"
+    for start, words in itertools.product(ways_to_start(program), program["starts"]):
+        line = shlex.join([*start, *words.split()])
         for command in (
-            [*line.split(), "x.yaml"],
-            ["env", "A=1", f"/opt/env/bin/{program['name']}", *words.split(), "x.yaml"],
+            [*shlex.split(line), "x.yaml"],
+            ["env", "A=1", *shlex.split(line), "x.yaml"],
+            ["uv", "run", "--frozen", *shlex.split(line), "x.yaml"],
             ["bash", "-c", f"NODE_RANK=$SLURM_NODEID NPROC_PER_NODE=8 {line} x.yaml"],
             ["bash", "-c", f"cd work && exec {line} x.yaml"],
+            ["bash", "-c", f"cd work; conda run -n env {line} x.yaml"],
         ):
-            assert starts_own_ranks(command).startswith(told), command
-    for words in program["alone"]:
-        assert starts_own_ranks([program["name"], *words.split(), "x"]) == "", words
-    assert starts_own_ranks(["python", "train.py", "--with", program["name"]]) == ""
-    assert starts_own_ranks(["bash", "-c", f"ls {program['name']}.log; cat {program['name']}"]) == ""
+            told = starts_own_ranks(command)
+            assert f"{words} starts the ranks of a node by itself, so Unicron restarts whole nodes" in told, command
+            assert take_over(command) is None
+    for start, words in itertools.product(ways_to_start(program), program["alone"]):
+        assert starts_own_ranks([*start, *words.split(), "x"]) == "", words
+    for name in filter(None, [program.get("name"), *program.get("modules", [])]):
+        assert starts_own_ranks(["python", "train.py", "--with", name]) == ""
+        assert starts_own_ranks(["uv", "run", "python", "train.py", "--with", name, *program["starts"][:1]]) == ""
+        assert starts_own_ranks(["bash", "-c", f"ls {name}.log; cat {name}; pip install {name}"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("cd work && uv run torchrun --nproc-per-node 8 train.py", "torchrun"),
+        ("cd work; conda run -n env accelerate launch train.py", "accelerate"),
+        ("cd work; uv run --no-sync -m torch.distributed.run train.py", "torch.distributed.run"),
+        ("cd work; poetry run python -m torch.distributed.run train.py", "torch.distributed.run"),
+        ("cd work; uv run --with accelerate -- deepspeed train.py", "deepspeed"),
+        ("uv pip install deepspeed accelerate && python train.py", ""),
+        ("conda install -c conda-forge deepspeed; conda run -n accelerate python train.py", ""),
+        ("uv run python train.py --strategy deepspeed && ls", ""),
+        ("uv sync; python train.py --strategy deepspeed", ""),
+        ("uv run prepare.py | cat; echo torchrun", ""),
+    ],
+)
+def test_a_launcher_of_another_environment_in_a_shell_gets_its_line(text: str, told: str) -> None:
+    """Defect: nothing takes its place there, as that environment's own comes first in PATH, and nobody said so."""
+    command = ["bash", "-c", text]
+    assert not launches(command)
+    said = starts_own_ranks(command)
+    assert said.startswith(f"{told} starts the ranks of a node by itself") if told else not said
+
+
+def test_a_module_that_trains_in_its_own_process_gets_no_line() -> None:
+    for module in ("axolotl.cli.train", "verl.trainer.sft_trainer", "openrlhf.cli.train_sft", "mypackage.train"):
+        assert starts_own_ranks(["python", "-m", module, "x.yaml"]) == ""
