@@ -40,6 +40,7 @@ NODES = ("node", "node_id", "node_name", "nodename", "host", "hostname", "machin
 STARTS = ("start", "start_time", "begin", "fault_start", "down", "failed", "timestart", "event_start_time")
 STOPS = ("stop", "stop_time", "end", "end_time", "fault_end", "up", "repaired", "timeend", "event_stop_time")
 JOBS = ("job", "job_id", "jobid", "job_name", "jobname", "task", "task_id", "taskid", "task_name", "taskname")
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 OPEN = ("", "none", "null", "unknown", "nan", "inf")  # ends that nobody knows
 BARE_DATE = re.compile(r"(19|20)\d\d(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])")
 MOST_NODES = 100_000
@@ -235,6 +236,15 @@ def _column(header: Sequence[str], names: Sequence[str]) -> int | None:
 
 def _plain(field: str) -> str:
     return re.sub(r"[\s-]+", "_", field.strip().lower())
+
+
+def other_separator(head: str, wanted: str) -> str:
+    """What stands between the fields of a header in place of one of `wanted`, in words; "" where nothing does."""
+    counts = {words: head.strip().count(mark) for mark, words in SEPARATORS.items() if mark not in wanted}
+    most = max(counts, key=lambda words: counts[words])
+    if any(mark in head for mark in wanted) and counts[most] <= sum(map(head.count, wanted)):
+        return ""
+    return most if counts[most] else "spaces" if "  " in head.strip() and not any(map(head.count, wanted)) else ""
 
 
 def read_csv(text: str) -> list[tuple[int, list[str]]]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron.planner.problem.objective import PlanError
+from unicron.planner.simulate import formats
 from unicron.planner.simulate.causes import CAUSES, Cause
 from unicron.planner.simulate.policies import CHECKPOINT, ITERATION, POLICIES, SETUP, Policy, detection_seconds
 
@@ -154,7 +155,9 @@ def load(path: str | Path, left_out: list[str] | None = None) -> list[Run]:
     header = [field.strip().lower() for field in head.split("|")]
     missing = [name for name in COLUMNS if name not in header]
     if missing:
-        raise PlanError(f"{path} has no column {', '.join(missing)}: make it with {COMMAND} > FILE")
+        found = formats.other_separator(head, "|")
+        why = f"has {found} between its fields, not bars" if found else f"has no column {', '.join(missing)}"
+        raise PlanError(f"{path} {why}: make it with {COMMAND} > FILE")
     runs, wrong, read = [], list[PlanError](), 0
     for number, row in _records([row for row in rows if row[1] != head], header):
         try:

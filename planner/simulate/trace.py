@@ -80,6 +80,8 @@ def load(path: str | Path, until: float | None = None) -> Trace:
         return _made(formats.from_counts(path, lines), until, path)
     if first != HEADER and not _is_churn(first) and formats.is_start_stop(first):
         return _made(formats.from_csv(path, lines), until, path)
+    if first != HEADER and (found := formats.other_separator(next(filter(str.strip, text.split("\n"))), ",|")):
+        raise PlanError(f"{path}: there are {found} between its fields: write commas, and decimals with a point")
     return make(_from_zero(_events(path, lines, first)), until, Path(path).stem)
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 PIECE = 1 << 22  # bytes
 # A file may be as large as this, and as so many times what is written in it: one that is nothing but a hole can have
 # any length. Zeros may be holes, too.
 ROOM, DENSE = 1 << 24, 16
+# Of a checkpoint: tensors, files, and bytes of JSON. The largest models have about 210,000 tensors and 200 files
+# (docs/behaviour/checkpoint-files.md).
+MOST_NAMES, MOST_FILES, MOST_TEXT = 300_000, 10_000, 1 << 26
 # What a file system answers that has lost what it was given, or a part of it.
 LOST = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
 
@@ -77,6 +81,12 @@ def _written(descriptor: int, found: os.stat_result) -> int:
     return data
 
 
+def written(path: Path) -> int:
+    """How many bytes of a file are not holes, or enough of them. Raises OSError."""
+    with open_plain(path, holes=True) as file:
+        return _written(file.fileno(), os.fstat(file.fileno()))
+
+
 def behind_hole(descriptor: int, position: int) -> int:
     """Where something is written in a file from there on; its end where nothing is. Raises OSError."""
     try:
@@ -97,6 +107,19 @@ def read_small(path: Path) -> bytes:
     """The whole of a file that says what is in others. Raises OSError."""
     with open_plain(path) as file:
         return b"".join(pieces(file, path, 0, os.fstat(file.fileno()).st_size))
+
+
+def parsed(data: bytes, each: int = 1, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """What JSON says. It is looked at first: a few bytes may describe what takes a hundred times as many. each: how
+    many values there are for one name; hook: as the module json has it.
+
+    Raises ValueError, also for more than a checkpoint has, and RecursionError.
+    """
+    most = each * MOST_NAMES
+    kinds = (data.count(b":"), data.count(b"{") + data.count(b"["), data.count(b",") // 2)
+    if len(data) > (MOST_TEXT if data.isascii() else MOST_TEXT // 4) or max(kinds) > most:
+        raise ValueError(f"more than the {MOST_NAMES} names that a checkpoint may have, or than the text for them")
+    return json.loads(data, object_pairs_hook=hook)
 
 
 def pieces(file: BinaryIO, path: Path, begin: int, size: int) -> Iterator[bytearray]:

@@ -3,7 +3,8 @@ metadata, a pickle, says of which chunks each tensor is made, and in which file 
 
 from __future__ import annotations
 
-import json
+import os
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -21,10 +22,12 @@ from unicron.transition.snapshot.formats.index import (
     Place,
     Raw,
     Tensor,
+    check_name,
     check_shape,
+    some,
 )
 from unicron.transition.snapshot.formats.pickles import Archive, TensorReference, archive, plain, unpickled
-from unicron.transition.snapshot.reading import ROOM, read_small
+from unicron.transition.snapshot.reading import ROOM, parsed, read_small, written
 
 DCP, TORCH_DIST = "dcp", "torch_dist"
 METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
@@ -32,9 +35,12 @@ COMMON_OBJECT = "common_state/shard_0_1"  # in place of that file, from Megatron
 # of a distributed optimizer in the order of its buckets: what Megatron has in its common part -> its name
 FIRST_RANKS = {key: f"{buckets.PREFIX}dp_group_idx_0.{key}/shard_0_1" for key in ("optimizer", "grad_scaler")}
 RESHARDABLE = "fully_reshardable"
+FREE = 1 << 20  # bytes of metadata that are read whatever the other files have
 LEAST, MOST_TIMES = 4096, 8  # bytes that an archive counts for; how often what is in a file may be named
 OPTIMIZER_ROOTS = ("optim", "optimizer")  # under which scripts save their optimizer's state
 ITERATIONS = ("iteration", "step")  # names under which scripts save how far they are
+PROGRESS = "train_state"  # under which torchtitan does, with other counts
+GROUPS = re.compile(r"(?:(.*?)\.)?param_groups\.(?:(.*)\.)?")  # of an optimizer: its root, and a parameter or number
 SCHEDULES = ("lr_scheduler", "scheduler")  # and the state of their learning rate's schedule
 TOLD = "unicron"  # beside Megatron's: what Unicron's own checkpoint says and Megatron's does not
 
@@ -45,6 +51,7 @@ def is_one(folder: Path) -> bool:
 
 def read(folder: Path) -> Index:
     """The index of the checkpoint in a folder. Raises BadCheckpoint, OSError."""
+    _check_size(folder)
     metadata = unpickled(read_small(folder / METADATA), folder / METADATA)
     try:
         index = Index(DCP, 0, "", {})
@@ -57,7 +64,23 @@ def read(folder: Path) -> Index:
         _add_megatrons(index, folder, objects)
     else:
         _add_objects(index, objects)
+        if not any(True for _ in index.parameters()):
+            raise BadCheckpoint(f"{folder} has no tensor of a model: {some(list(objects)) or index.common.unread}")
     return index
+
+
+def _check_size(folder: Path) -> None:
+    """Raises BadCheckpoint for metadata that are larger than all that they could describe: each part takes some hundred
+    bytes there, and above a thousand in its file. It is seen before they are read, which takes a second for each MB."""
+    left = (folder / METADATA).stat().st_size - FREE
+    with os.scandir(folder) as entries:
+        for each in entries:
+            if left <= 0:
+                return
+            if each.name != METADATA and each.is_file():
+                left -= min(each.stat().st_size, written(folder / each.name))
+    if left > 0:
+        raise BadCheckpoint(f"{folder / METADATA} is larger than all that it describes: it is damaged, or a trap")
 
 
 def _add_tensors(index: Index, folder: Path, metadata: Any) -> dict[str, Any]:
@@ -94,6 +117,7 @@ def _word(value: Any) -> str:
     """A text of the metadata, where anything may stand. Raises BadCheckpoint for anything else."""
     if not isinstance(value, str):
         raise BadCheckpoint(f"its metadata have {type(value).__name__} for a name: it is damaged")
+    check_name(value)
     return value
 
 
@@ -156,17 +180,65 @@ def _add_objects(index: Index, objects: dict[str, Any]) -> None:
     """What a plain script's checkpoint may say of the iteration, and its optimizer's state under this index's names."""
     _strip_root(index, objects)
     told = _object(objects.pop(TOLD)) if TOLD in objects else None
+    _adopt_iteration(index, objects)
+    several = _adopt_roots(index, objects)
     _adopt_torchs_optimizer(index, objects)
-    for name in [name for name in ITERATIONS if name in objects]:
-        value = _object(objects[name])
-        if type(value) is int and value >= 0:
-            index.iteration = value
-            del objects[name]
-            break
+    if several:
+        index.without_optimizer(f"there are several ({some(several)}), and a session has one")
     index.common.schedule = _schedule(objects)
     index.common.left += dict.fromkeys(name.partition(".")[0] for name in objects)
     if isinstance(told, dict):
         adopt_told(index, told)
+
+
+def _adopt_iteration(index: Index, objects: dict[str, Any]) -> None:
+    """How far the script was: a whole number, or a tensor of one beside the model's."""
+    beside = {name.partition(".")[0] for name in index.tensors} <= {"model", PROGRESS, *OPTIMIZER_ROOTS, *ITERATIONS}
+    for name in (f"{PROGRESS}.step", *ITERATIONS):
+        tensor = index.tensors.get(name)
+        if tensor is not None and (tensor.shape or "int" not in tensor.dtype or ("." not in name and not beside)):
+            continue
+        value = _value(tensor, objects.get(name)) if tensor is not None or name in objects else None
+        if type(value) is not int or value < 0:
+            continue
+        index.iteration = value
+        index.tensors.pop(name, None)
+        objects.pop(name, None)
+        if rest := [name for name in index.tensors if name.startswith(f"{PROGRESS}.")]:
+            index.common.left.append(PROGRESS)
+            for each in rest:
+                del index.tensors[each]
+        return
+
+
+def _adopt_roots(index: Index, objects: dict[str, Any]) -> list[str]:
+    """An optimizer's state that lies elsewhere, at the top for one, gets the root under which it is looked for. Where
+    there are several, all are taken out of the index, and their roots are returned."""
+    found: dict[str, set[str]] = {}
+    for name in [*index.tensors, *objects]:
+        if match := GROUPS.match(name):
+            found.setdefault(match[1] or "", set()).add(match[2] or "")
+    for root, parameters in found.items():
+        if len(found) == 1 and root in OPTIMIZER_ROOTS:
+            break
+        head = f"{root}." if root else ""
+        if not root:  # not flat: the parameters of a group are a list
+            lists = [objects[name] for name in objects if name.startswith("param_groups.") and ".params" in name]
+            values = [_object(each) for each in lists if each is not None]
+            parameters.update(str(each) for value in values for each in (value if type(value) is list else [value]))
+        fresh = OPTIMIZER_ROOTS[1] if len(found) == 1 else ""
+        for each in (index.tensors, objects):
+            for name in [name for name in each if name.startswith((f"{head}state.", f"{head}param_groups."))]:
+                short = name.removeprefix(head)
+                owner = short.partition(".")[2].rpartition(".")[0]
+                settings = short.startswith("param_groups.")
+                if not (root or settings or owner in parameters or owner in index.tensors):
+                    continue  # of a model's module of that name
+                value: Any = each.pop(name)
+                if fresh:
+                    name = f"{fresh}.{short}"
+                    each[name] = replace(value, name=name) if isinstance(value, Tensor) else value
+    return [root or "at the top" for root in found] if len(found) > 1 else []
 
 
 def _schedule(objects: dict[str, Any]) -> dict[str, Any] | None:
@@ -264,7 +336,7 @@ def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
     index.format = TORCH_DIST
     if (folder / CONFIG).is_file():
         try:
-            backend = json.loads(read_small(folder / CONFIG))["sharded_backend"]
+            backend = parsed(read_small(folder / CONFIG))["sharded_backend"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadCheckpoint(f"{folder / CONFIG}: not as Megatron writes it ({error!r})") from None
         if backend != TORCH_DIST:

@@ -8,6 +8,7 @@ as unsigned integers of the same size.
 from __future__ import annotations
 
 import math
+import random
 import secrets
 import struct
 import zlib
@@ -58,6 +59,7 @@ Place = tuple[int, ...]
 Slices = tuple[slice, ...]
 MOST_AXES = 64  # of a tensor; numpy and torch know no more
 MOST_ELEMENTS = 1 << 60
+MOST_LETTERS = 1000  # of a tensor's name
 # What readers raise where the bytes are not what they were written as.
 DAMAGE = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, EOFError, MemoryError),
@@ -81,10 +83,11 @@ def raw_type(dtype: str) -> np.dtype[Any]:
     return np.dtype(RAW[dtype])
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which takes four times as long: a large model has hundreds of thousands of these
 class Raw:
     """Where elements lie in a file: from byte `offset` on, of this shape; strides in elements, None for row-major. crc:
-    the checksum (CRC-32) of these very bytes, where the file has one."""
+    the checksum (CRC-32) of these very bytes, where the file has one. Called, it is itself: a block needs no other to
+    find it."""
 
     path: Path
     offset: int
@@ -92,6 +95,9 @@ class Raw:
     shape: Place
     strides: Place | None = None
     crc: int | None = None
+
+    def __call__(self) -> Raw:
+        return self
 
     def array(self) -> Array:
         """The elements, read. Raises BadCheckpoint where the file is shorter, OSError."""
@@ -162,7 +168,14 @@ def check_shape(name: str, shape: Sequence[Any]) -> None:
         raise BadCheckpoint(f"{name}: {str(list(shape[:8]))[:80]} is no shape of a tensor: it is damaged")
 
 
+def check_name(name: str) -> None:
+    """Raises BadCheckpoint for what nobody calls a tensor: it would not fit into a line for people."""
+    if len(name) > MOST_LETTERS or not name.isprintable():
+        raise BadCheckpoint(f"{name[:60]!r} is no name of a tensor ({len(name)} letters): it is damaged")
+
+
 PRIME = (1 << 61) - 1
+_weights = random.Random(secrets.token_bytes(32))  # nobody knows them before; asking the system for each takes long
 
 
 def tiles(shape: Place, boxes: Iterable[tuple[Place, Place]]) -> bool:
@@ -171,7 +184,7 @@ def tiles(shape: Place, boxes: Iterable[tuple[Place, Place]]) -> bool:
     Each place on each axis gets a random weight, and a box the product of the differences over its axes. The weights of
     the boxes of a partition add up to that of the whole, whatever the weights. Other boxes do so once in 2**50 times.
     """
-    weights: list[defaultdict[int, int]] = [defaultdict(lambda: secrets.randbelow(PRIME)) for _ in shape]
+    weights: list[defaultdict[int, int]] = [defaultdict(lambda: _weights.getrandbits(61)) for _ in shape]
 
     def weight(offset: Place, extent: Place) -> int:
         axes = zip(weights, offset, extent, strict=True)
@@ -180,7 +193,7 @@ def tiles(shape: Place, boxes: Iterable[tuple[Place, Place]]) -> bool:
     return (sum(weight(*box) for box in boxes) - weight((0,) * len(shape), shape)) % PRIME == 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Block:
     """Elements [begin, end), in row-major order, of the block of this offset and extent in a whole tensor. find: says
     where they lie; None for zeros. A block that is whole may lie there in any strides."""
@@ -231,7 +244,7 @@ class Block:
         return cls(offset, extent, 0, math.prod(extent), find)
 
 
-@dataclass
+@dataclass(slots=True)
 class Tensor:
     """A whole tensor. check: is called with each part of it that is read, and its offset and extent; it raises
     BadCheckpoint for elements that are not this tensor's."""
@@ -255,6 +268,9 @@ class Tensor:
         """Raises BadCheckpoint where its blocks are no partition of it: some elements would be there twice, and others
         would come from nowhere."""
         check_shape(self.name, self.shape)
+        first = self.blocks[0] if len(self.blocks) == 1 else None
+        if first is not None and first.whole and first.box == ((0,) * len(self.shape), self.shape):
+            return
         boxes: dict[tuple[Place, Place], list[Block]] = {}
         for block in self.blocks:
             boxes.setdefault(block.box, []).append(block)
@@ -392,6 +408,7 @@ class Index:
 
     def add(self, name: str, shape: Sequence[int], dtype: str, block: Block) -> None:
         """One more block of the tensor of this name. Raises BadCheckpoint where others say something else of it."""
+        check_name(name)
         found = self.tensors.setdefault(name, Tensor(name, tuple(shape), dtype, []))
         if (found.shape, found.dtype) != (tuple(shape), dtype):
             raise BadCheckpoint(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from unicron.transition.snapshot.formats.index import EMBEDDING, LAYERS, OUTPUT, BadCheckpoint, Index
 from unicron.transition.snapshot.model_facts import ACTIVATIONS
-from unicron.transition.snapshot.reading import read_small
+from unicron.transition.snapshot.reading import parsed, read_small
 
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # `--load` compares these, unless there is --finetune
 WITH_VOCABULARY = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")  # with --vocab-file too
@@ -106,7 +105,7 @@ OURS = (UNMATCHED, "activation")  # which Megatron-LM's are not
 def of_config(path: Path) -> dict[str, Any]:
     """What a model's config.json says of them. Raises BadCheckpoint, OSError."""
     try:
-        told = json.loads(read_small(path))
+        told = parsed(read_small(path))
         found = {
             "max_position_embeddings": told.get("max_position_embeddings") or told.get("n_positions"),
             "attention_dropout": told.get("attention_dropout", told.get("attn_pdrop")),

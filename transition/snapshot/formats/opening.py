@@ -123,7 +123,7 @@ def _find(folder: Path) -> Index | None:
         return dcp.read(folder)
     if rank_files.is_one(folder):
         return rank_files.read(folder)
-    return safetensors.read(folder) if safetensors.files(folder) else None
+    return safetensors.read(folder)
 
 
 def megatrons_iteration(folder: Path) -> int:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
 import struct
+import sys
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unicron.transition.snapshot.formats import megatron_arguments
-from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Index, Place, Raw, raw_type, some
+from unicron.transition.snapshot.formats.index import (
+    MOST_AXES,
+    MOST_ELEMENTS,
+    BadCheckpoint,
+    Block,
+    Index,
+    Place,
+    Raw,
+    Tensor,
+    check_name,
+    check_shape,
+    raw_type,
+    some,
+)
 from unicron.transition.snapshot.formats.written import Out
-from unicron.transition.snapshot.reading import allowance, open_plain, read_small
+from unicron.transition.snapshot.reading import MOST_FILES, MOST_NAMES, allowance, open_plain, parsed, read_small
 
 FORMAT = "safetensors"
 SUFFIX = ".safetensors"
@@ -31,6 +45,8 @@ SHARD = re.compile(r"((?!shard-).*)-(\d+)-of-(\d+)\.safetensors")
 RANK = re.compile(r"shard-(\d+)-.*\.safetensors")  # torch DCP's files by rank, of which the first is 1
 CONSOLIDATED = "consolidated"  # how files begin that Mistral has beside Hugging Face's, with the same weights
 MOST = 100_000_000  # bytes of a header, as the library has it
+VALUES, MOST_TEXTS = 6, 10_000  # of a header: for each tensor, torch's place of it included; and besides them
+Entry = tuple[str, Place, int, int]  # of a tensor: its kind as the library has it, its shape, its bytes
 _KINDS = {
     "F64": "float64",
     "F32": "float32",
@@ -59,20 +75,31 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 def files(folder: Path) -> list[Path]:
     """The files with the weights of a folder, of which transformers' `from_pretrained` takes the same; or the file, or
     index of files, that is named itself. Raises BadCheckpoint."""
+    return _chosen(folder)[0]
+
+
+def _chosen(folder: Path) -> tuple[list[Path], Collection[str]]:
+    """(those files, the names of tensors that an index says are in them)."""
     if folder.is_file():
         if folder.suffix == SUFFIX:
-            return _whole_models([folder])
-        return _listed(folder) if ".safetensors.index." in folder.name and folder.suffix == ".json" else []
+            return _whole_models([folder]), ()
+        return _listed(folder) if ".safetensors.index." in folder.name and folder.suffix == ".json" else ([], ())
     if not folder.is_dir():
-        return []
+        return [], ()
     if named := _named(folder / CONFIG):
-        return [folder / named]
+        return [folder / named], ()
     if (folder / NAME).is_file():
-        return [folder / NAME]
+        return [folder / NAME], ()
     if (folder / f"{NAME}.index.json").is_file():
         return _listed(folder / f"{NAME}.index.json")
-    found = sorted(folder.glob(f"*{SUFFIX}"))
-    return _whole_models([path for path in found if not path.name.startswith(CONSOLIDATED)] or found)
+    found = sorted(itertools.islice(folder.glob(f"*{SUFFIX}"), MOST_FILES + 1))
+    _check_count(folder, len(found))
+    return _whole_models([path for path in found if not path.name.startswith(CONSOLIDATED)] or found), ()
+
+
+def _check_count(where: Path, count: int) -> None:
+    if count > MOST_FILES:
+        raise BadCheckpoint(f"{where} has more than {MOST_FILES} files of weights, as no model has: it is damaged")
 
 
 def _whole_models(found: list[Path]) -> list[Path]:
@@ -95,81 +122,66 @@ def _whole_models(found: list[Path]) -> list[Path]:
     return models
 
 
-def _listed(index: Path) -> list[Path]:
-    """The files that an index of Hugging Face's names. Raises BadCheckpoint."""
-    return [index.parent / name for name in sorted(set(_weight_map(index).values()))]
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """In which file an index of Hugging Face's says that each tensor is. Raises BadCheckpoint."""
+def _listed(index: Path) -> tuple[list[Path], Collection[str]]:
+    """The files that an index of Hugging Face's names, and the tensors. Raises BadCheckpoint."""
     try:
-        told = {name: str(file) for name, file in json.loads(read_small(index))["weight_map"].items()}
+        told = parsed(read_small(index))["weight_map"]
+        found = {str(name) for name in told.values()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{index}: not as Hugging Face writes it ({str(error)[:100]})") from None
-    if any("/" in name for name in told.values()):
+    if any("/" in name for name in found):
         raise BadCheckpoint(f"{index}: names files outside of its folder")
-    return told
-
-
-def _missed(folder: Path, paths: Sequence[Path], there: Collection[str]) -> str:
-    """A line on the tensors that the index of these files names and that are in none of them; "" for none. transformers
-    gives these new random values, and says so. Raises BadCheckpoint."""
-    index = folder if folder.suffix == ".json" else folder / f"{NAME}.index.json"
-    told = _weight_map(index) if index.is_file() else {}
-    if {index.parent / file for file in told.values()} != set(paths):  # the files are others, and it counts for nothing
-        return ""
-    names = [name for name in told if name not in there]
-    return f"{index} names tensors that are in none of its files: {some(names)}" if names else ""
+    _check_count(index, len(found))
+    return [index.parent / name for name in sorted(found)], told.keys()
 
 
 def _named(config: Path) -> str:
     """The file that a model's config.json names for its weights; "" for none. Raises BadCheckpoint."""
     try:
-        told = json.loads(read_small(config)) if config.is_file() else {}
+        told = parsed(read_small(config)) if config.is_file() else {}
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{config}: not a model's configuration ({str(error)[:100]})") from None
     name = told.get(NAMED) if isinstance(told, dict) else None
     return name if isinstance(name, str) and name.endswith(SUFFIX) and "/" not in name else ""
 
 
-def read(folder: Path) -> Index:
-    """The index of the files in a folder, or of one file. Raises BadCheckpoint, OSError."""
+def read(folder: Path) -> Index | None:
+    """The index of the files in a folder, or of one file; None where there are none. Raises BadCheckpoint, OSError."""
     index = Index(FORMAT, 0, "", {})
-    places: dict[str, list[tuple[Place, Raw]]] = {}
-    ranks, paths = 0, files(folder)
-    there: set[str] = set()
+    pieces: dict[str, list[tuple[Place, Raw]]] = {}
+    paths, told = _chosen(folder)
+    if not paths:
+        return None
+    ranks, names, there = 0, _Names(folder), set[str]()
     for path in paths:
-        told, begin = _header(path)
-        about = told.pop("__metadata__", {})
+        tensors, about, begin = _header(path, names)
         offsets = _offsets(path, about)
         ranks += offsets is not None
         _adopt(index, about)
-        size = path.stat().st_size
-        _check_offsets(path, told, size - begin)
-        there.update(told)
-        for name, tensor in told.items():
-            if tensor["dtype"] not in _KINDS:
-                index.common.left.append(f"{name} ({tensor['dtype']}, which is not supported)")
+        _check_offsets(path, tensors, path.stat().st_size - begin)
+        there.update(name for name in told if name in tensors)
+        for name, (kind, shape, first, last) in tensors.items():
+            check_name(name)
+            if kind not in _KINDS:
+                index.common.left.append(f"{name} ({kind}, which is not supported)")
                 continue
-            kind, shape, (first, last) = _KINDS[tensor["dtype"]], tuple(tensor["shape"]), tensor["data_offsets"]
-            if name in places and offsets is None:
+            raw = _raw(path, name, _KINDS[kind], shape, (begin + first, last - first))
+            if offsets is not None:
+                if len(offset := offsets.get(name, ())) != len(shape):
+                    raise BadCheckpoint(f"{path}: it does not say where in {name} its piece is")
+                pieces.setdefault(name, []).append((offset, raw))
+            elif name in index.tensors:
                 raise BadCheckpoint(f"{path}: {name} is in another file too")
-            if not 0 <= first <= last <= size - begin:
-                raise BadCheckpoint(f"{path} is cut off: {name} ends at byte {begin + last}")
-            if kind == PAIRS:
-                if not shape or shape[-1] % 2:
-                    raise BadCheckpoint(f"{path}: {name} has half a byte at the end of a row")
-                shape = (*shape[:-1], shape[-1] // 2)
-            if math.prod(shape) * raw_type(kind).itemsize != last - first:
-                raise BadCheckpoint(f"{path}: {name} has {last - first} bytes, which is not its shape")
-            offset = (0,) * len(shape) if offsets is None else offsets.get(name, ())
-            if len(offset) != len(shape):
-                raise BadCheckpoint(f"{path}: it does not say where in {name} its piece is")
-            places.setdefault(name, []).append((offset, Raw(path, begin + first, kind, shape)))
-    if places and all(".lora_" in name for name in places):
+            else:
+                index.tensors[name] = Tensor(name, raw.shape, raw.dtype, [Block.of((0,) * len(shape), raw.shape, raw)])
+    if both := pieces.keys() & index.tensors.keys():
+        raise BadCheckpoint(f"{folder}: {min(both)} is in another file too")
+    _add(index, pieces)
+    if index.tensors and all(".lora_" in name for name in index.tensors):
         raise BadCheckpoint(NO_MODEL.format(folder))
-    _add(index, places)
-    index.common.doubt = _missed(folder, paths, there)
+    if missed := [name for name in told if name not in there]:  # transformers gives these new random values
+        at = folder / f"{NAME}.index.json" if folder.is_dir() else folder
+        index.common.doubt = f"{at} names tensors that are in none of its files: {some(missed)}"
     if ranks:
         _check_ranks(folder, ranks, index)
     if folder.is_dir() and (folder / f"{ADAPTER}config.json").is_file():
@@ -181,13 +193,26 @@ def read(folder: Path) -> Index:
     return index
 
 
-def _check_offsets(path: Path, told: dict[str, Any], length: int) -> None:
+def _raw(path: Path, name: str, kind: str, shape: Place, place: tuple[int, int]) -> Raw:
+    """Where a tensor lies. place: its first byte, and how many there are. Raises BadCheckpoint."""
+    if kind == PAIRS:
+        if not shape or shape[-1] % 2:
+            raise BadCheckpoint(f"{path}: {name} has half a byte at the end of a row")
+        shape = (*shape[:-1], shape[-1] // 2)
+    if math.prod(shape) * raw_type(kind).itemsize != place[1]:
+        raise BadCheckpoint(f"{path}: {name} has {place[1]} bytes, which is not its shape")
+    return Raw(path, place[0], kind, shape)
+
+
+def _check_offsets(path: Path, tensors: dict[str, Entry], length: int) -> None:
     """Raises BadCheckpoint where tensors do not stand one behind the other up to the end, as the library wants them."""
     at = 0
-    for first, last in sorted(tensor["data_offsets"] for name, tensor in told.items() if name != "__metadata__"):
-        if first != at:
+    for first, last in sorted(each[2:] for each in tensors.values()):
+        if first != at or last < first:
             raise BadCheckpoint(f"{path}: its tensors overlap, or have bytes between them: it is damaged")
         at = last
+    if at > length:
+        raise BadCheckpoint(f"{path} is cut off: its tensors end at byte {at} of {length}")
     if at < length:
         raise BadCheckpoint(f"{path}: has {length - at} bytes that are of no tensor: it is damaged")
 
@@ -200,7 +225,7 @@ def _add(index: Index, places: dict[str, list[tuple[Place, Raw]]]) -> None:
             raise BadCheckpoint(f"{pieces[0][1].path}: the pieces of {name} are of several shapes")
         shape = tuple(map(max, zip(*ends, strict=True)))
         for offset, raw in dict(pieces).items():
-            index.add(name, shape, raw.dtype, Block.of(offset, raw.shape, partial(_same, raw)))
+            index.add(name, shape, raw.dtype, Block.of(offset, raw.shape, raw))
 
 
 def _check_ranks(folder: Path, ranks: int, index: Index) -> None:
@@ -224,7 +249,7 @@ def _offsets(path: Path, about: Any) -> dict[str, Place] | None:
     if told is None:
         return None
     try:
-        found = {name: tuple(each["saved_offsets"]) for name, each in json.loads(told).items()}
+        found = {name: tuple(each["saved_offsets"]) for name, each in parsed(told.encode(), 3).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: {OFFSETS} is not as torch writes it ({str(error)[:100]})") from None
     if not all(type(each) is int and each >= 0 for offset in found.values() for each in offset):
@@ -232,12 +257,34 @@ def _offsets(path: Path, about: Any) -> dict[str, Place] | None:
     return found
 
 
-def _same(raw: Raw) -> Raw:
-    return raw
+class _Names:
+    """Counts the tensors of a checkpoint while its headers are read. Raises BadCheckpoint where they are too many."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._left = folder, MOST_NAMES
+        self._shapes: dict[Place, Place] = {}  # each once: many tensors have the same
+
+    def entry(self, pairs: list[tuple[str, Any]]) -> Any:
+        """A tensor's object of a header as a short one, and any other as it is."""
+        told = dict(pairs)
+        if type(where := told.get("data_offsets")) is not list:  # the object around all has a tensor of that name
+            return told
+        self._left -= 1
+        if self._left < 0:
+            raise BadCheckpoint(f"{self._folder} has more than {MOST_NAMES} tensors, as no model has: it is damaged")
+        kind, shape, (first, last) = told["dtype"], tuple(told["shape"]), where
+        if len(shape) > MOST_AXES:
+            check_shape(str(self._folder), shape)
+        for each in (first, last, *shape):
+            if type(each) is not int or not 0 <= each <= MOST_ELEMENTS:
+                raise ValueError(str(told)[:200])
+        if type(kind) is not str:
+            raise ValueError(str(told)[:200])
+        return sys.intern(kind), self._shapes.setdefault(shape, shape), first, last
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """(what it says, where the tensors begin)."""
+def _header(path: Path, names: _Names) -> tuple[dict[str, Entry], dict[str, Any], int]:
+    """(the tensors, what else it says, where their bytes begin). Raises BadCheckpoint, OSError."""
     with open_plain(path) as file:
         front = file.read(8)
         length = struct.unpack("<Q", front)[0] if len(front) == 8 else 0
@@ -245,21 +292,17 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             raise BadCheckpoint(f"{path}: not a file of safetensors")
         data = file.read(length)
     try:
-        told = json.loads(data)
-        for name, tensor in told.items():
-            if name == "__metadata__":
-                continue
-            begin, end = tensor["data_offsets"]
-            shape = tensor["shape"]
-            if not all(type(each) is int and each >= 0 for each in (begin, end, *shape)):
-                raise ValueError(f"{name[:60]}: {str(tensor)[:200]}")
-            if not isinstance(tensor["dtype"], str):
-                raise ValueError(f"{name[:60]}: {str(tensor)[:200]}")
+        if data.count(b":") > VALUES * data.count(b'"data_offsets"') + MOST_TEXTS:
+            raise ValueError(f"more than {MOST_TEXTS} texts beside its tensors")
+        told = parsed(data, VALUES, names.entry)
+        about = told.pop("__metadata__", None) or {}
+        if not isinstance(about, dict) or not all(type(each) is tuple for each in told.values()):
+            raise ValueError("not as the library writes it")
+    except BadCheckpoint:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, BadCheckpoint):
-            raise
         raise BadCheckpoint(f"{path}: its header is damaged ({str(error)[:100]})") from None
-    return told, 8 + length
+    return told, about, 8 + length
 
 
 def _adopt(index: Index, told: Any) -> None:
@@ -271,7 +314,7 @@ def _adopt(index: Index, told: Any) -> None:
 def facts_of(config: Path) -> dict[str, Any]:
     """What a model's config.json says of it, as `snapshot.contents.facts` does. Raises BadCheckpoint, OSError."""
     try:
-        told = json.loads(read_small(config))
+        told = parsed(read_small(config))
         heads = told.get("num_attention_heads") or told.get("n_head")
         if not isinstance(heads, int):
             return {}

@@ -352,6 +352,13 @@ def test_a_name_that_the_table_lacks_is_judged_by_what_follows(tmp_path):
     [
         ("", "empty"),
         ("hello\n", "first line must be the header"),
+        ("this is no trace, nor any table\n", "first line must be the header"),
+        ("seconds;event;node;cause\n1;fail;a;\n", "there are semicolons between its fields: write commas"),
+        ("node\tstart\tstop\na\t1\t2\n", "there are tabs between its fields: write commas"),
+        ("node;start;stop\na;1,5;2,5\n", "decimals with a point"),
+        ("100;add;node1\n", "there are semicolons between its fields"),
+        ("2026-01-31\t00:10:00\t16\n", "there are tabs between its fields"),
+        ("node  start  stop\na  1  2\n", "there are spaces between its fields"),
         ("seconds,event,node,cause\nx,fail,a,ecc\n", "line 2"),
         ("seconds,event,node,cause\n-1,fail,a,ecc\n", "0 or more"),
         ("seconds,event,node,cause\nnan,fail,a,ecc\n", "line 2"),
