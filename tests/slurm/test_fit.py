@@ -17,6 +17,7 @@ from tests.support.controller import Controller, quick_on_slurm
 from tests.support.jobs import sleepers
 from tests.support.processes import call, outside_slurm, wait_for
 from unicron.ctl.controller.plan.eligible_nodes import misfit
+from unicron.ctl.controller.plan.placement import PIN_SECONDS
 from unicron.ctl.lab.cluster import LocalCluster, configuration
 from unicron.ctl.lab.cluster.cluster_layout import Layout, Spec
 from unicron.ctl.slurm import ElementInfo, SlurmClient, SlurmError, pending_reasons, squeue
@@ -168,13 +169,15 @@ def _wave(cluster: LocalCluster, client: SlurmClient, nodes: Sequence[NodeInfo],
             continue
         client.release(e.job, e.element)
     found: dict[str, ElementInfo] = {}
+    began = time.monotonic()
 
     def decided() -> bool:
         found.update({e.job: e for e in client.elements(set(asked))})
-        # Of an element of several partitions Slurm gives no reason when it starts in none of them, and for some memory
-        # that the node is busy. Such pins are taken back after a time.
+        # Of an element of several partitions Slurm gives no reason when it starts in none of them, and sometimes it
+        # calls an idle node busy. After so many seconds such a pin is taken back.
         silent = {e.job for e in found.values() if "," in e.partition and not e.reason and said[e.job]}
-        silent |= {e.job for e in found.values() if e.reason == "Resources" and _untold(*asked[e.job], e)}
+        if time.monotonic() - began > PIN_SECONDS:
+            silent |= {e.job for e in found.values() if e.reason == "Resources"}
         return all(_is_decided(e) or e.job in silent for e in found.values()) and len(found) == len(asked)
 
     wait_for(decided, "Slurm has decided on all", now=lambda: [e for e in found.values() if not _is_decided(e)])
@@ -203,7 +206,8 @@ def _untold(options: Sequence[str], node: NodeInfo, e: ElementInfo) -> bool:
         or (asked.tasks_per_socket > 0 and node.size.threads > 1)
         or (asked.sockets > 1 and any(text.startswith("--gpus-per-socket") for text in options))
         or (e.features.startswith("[") and "(" in e.features)
-        or (asked.tasks_per_core > 1 and bool(e.gres))
+        or (max(asked.tasks_per_socket, asked.tasks_per_core) > 1 and bool(e.gres))
+        or (bool(e.gres) and "narrow" in e.partition and any(text.startswith("--mincpus") for text in options))
         or counts == ["1"]
         or e.reason == "PartitionTimeLimit"  # of its only partition; a QOS might have allowed it
     )
