@@ -74,12 +74,11 @@ def _parse(values: tuple[str, ...]) -> tuple[Asked, str]:
     alone = nodes == 1
     if alone:
         tasks = max(tasks, number("NumTasks"))
-    sockets = number("Sockets")
     gres = _combined(
         read_gres(texts.get("tres-per-node", "")),
         {key: count if alone else 1 for key, count in read_gres(texts.get("tres-per-job", "")).items()},
         {key: count * max(1, tasks) for key, count in read_gres(texts.get("tres-per-task", "")).items()},
-        {key: count * max(1, sockets) for key, count in read_gres(texts.get("tres-per-socket", "")).items()},
+        read_gres(texts.get("tres-per-socket", "")),  # Slurm starts it where one socket's are
     )
     cpus = max(number("MinCpus"), number("NumCPUs") if alone else 0)
     for_gpus = [count * _of(gres, key) for key, count in read_gres(texts.get("cpus-per-tres", "")).items()]
@@ -94,11 +93,13 @@ def _parse(values: tuple[str, ...]) -> tuple[Asked, str]:
         in_all=total,
         per_cpu=per_cpu,
         tmp=megabytes(texts.get("MinTmpDisk", "")),
-        sockets=sockets,
+        sockets=number("Sockets"),
         cores=number("Cores"),
         threads=number("Threads"),
         tasks_per_socket=number("NTPerSocket"),
         tasks_per_core=number("NTPerCore"),
+        cpus_per_task=max(1, number("NumCPUs") // max(1, number("NumTasks"))),
+        room=number("NTPerNode") or number("NTPerSocket") or number("NTPerCore"),
     )
     return asked, ",".join(":".join(filter(None, (*key, str(count)))) for key, count in gres.items())
 

@@ -95,7 +95,8 @@ class Asked:
 
     nodes: how many it is to have. cpus_in_all: on all of them together. memory: MB for a node, or for a CPU, as
     Slurm stores it. in_all: MB for all that it is to have there. per_cpu: MB for each CPU, where memory is asked
-    for like that. tmp: MB of local disk. sockets, cores, threads: of a node, a socket and a core."""
+    for like that. tmp: MB of local disk. sockets, cores, threads: of a node, a socket and a core. cpus_per_task: CPUs
+    for each task. room: tasks that must find room, however many there are."""
 
     nodes: int = 1
     cpus: int = 0
@@ -110,6 +111,8 @@ class Asked:
     threads: int = 0
     tasks_per_socket: int = 0
     tasks_per_core: int = 0
+    cpus_per_task: int = 1
+    room: int = 0
 
 
 @dataclass(frozen=True)

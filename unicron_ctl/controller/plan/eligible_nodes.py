@@ -126,7 +126,8 @@ def misfit(ask: ElementInfo, node: NodeInfo, now: float) -> str:
         return f"beyond the limits of partition {ask.partition}"
     if not has_gres(ask.gres, node.gres):
         return f"without {ask.gres}"
-    if ask.features and not has_features(ask.features, node.features):
+    nodes = ask.asked.nodes if ask.asked.cpus_in_all else float("inf")  # Slurm did not say
+    if ask.features and not has_features(ask.features, node.features, nodes):
         return f"without the features {ask.features}"
     if why := too_small(ask.asked, node.size):
         return why
@@ -175,13 +176,18 @@ def too_small(ask: Asked, size: Size) -> str:
     memory, given = ask.memory, size.memory
     if size.to_give is not None:
         cpus = ask.cpus if fewer else -(-ask.cpus // size.threads) * size.threads  # Slurm gives whole cores
+        if ask.tasks_per_core == ask.cpus_per_task == 1:
+            cpus = ask.cpus * size.threads  # a core for each
         memory, given = max(ask.memory, ask.in_all, ask.per_cpu * cpus), size.to_give
-    for_tasks = (-(-ask.tasks // most) if most else 0 for most in (ask.tasks_per_socket, ask.tasks_per_core))
+    # Slurm 22.05 gives the tasks of a socket whole cores, and what is left of these to others.
+    a_socket = -(-ask.tasks_per_socket * ask.cpus_per_task // size.threads) * size.threads
+    for_sockets = -(-ask.tasks * ask.cpus_per_task // a_socket) if a_socket else 0
+    for_cores = -(-ask.tasks // ask.tasks_per_core) if ask.tasks_per_core else 0
     checks = (
-        (ask.cpus, usable, "CPUs"),
-        (max(ask.sockets, next(for_tasks)), size.sockets, "sockets"),
-        (next(for_tasks), cores, "cores"),
-        (max(ask.tasks_per_socket, ask.tasks_per_core), per_socket * size.threads, "CPUs a socket"),
+        (max(ask.cpus, ask.room * ask.cpus_per_task), usable, "CPUs"),
+        (max(ask.sockets, for_sockets), size.sockets, "sockets"),
+        (for_cores, cores, "cores"),
+        (ask.tasks_per_socket, per_socket * size.threads, "CPUs a socket"),
         (ask.cores, per_socket, "cores a socket"),
         (ask.threads, size.threads, "threads a core"),
         (memory, given, "MB of memory"),
@@ -214,10 +220,12 @@ def _gres(text: str) -> list[tuple[str, str, int]]:
     return found
 
 
-def has_features(constraint: str, features: Collection[str]) -> bool:
-    """Whether one node meets a constraint of sbatch(1): names with & and |, taken from the left, brackets of any kind.
-    Of names with counts ("[a*2&b*1]") a node needs one. False for what cannot be understood: such an element stays
-    where Slurm puts it."""
+def has_features(constraint: str, features: Collection[str], nodes: float = float("inf")) -> bool:
+    """Whether one node of an element with so many meets a constraint of sbatch(1): names with & and |, taken from the
+    left, brackets of any kind. Of names with counts ("[a*2&b*1]") a node needs one, and the counts are of different
+    nodes. False for what cannot be understood: such an element stays where Slurm puts it."""
+    if sum(map(int, re.findall(r"\*(\d+)", constraint))) > nodes:
+        return False
     tokens = re.findall(r"[\[\]()&|,]|[^\[\]()&|,]+", constraint.replace(" ", ""))
     try:
         value, rest = _expression(tokens, set(features), "*" in constraint)

@@ -283,8 +283,11 @@ def _refused_pins(view: View, listing: Listing, jobs: Sequence[JobState], out: O
         if e is None or job is None or e.state != "PENDING":
             continue
         seconds, said = pending_reasons.refusal_seconds(e.reason), e.reason
-        if "," in e.partition and not said and view.now - pin.at > PIN_SECONDS:  # then Slurm gives no reason
-            seconds, said = SILENT_SECONDS, "no reason"
+        # Of several partitions Slurm gives no reason, and where memory for a CPU is not enough it calls the node busy.
+        idle = all(node.states == {"IDLE"} for node in map(listing.by_name.get, nodes) if node)
+        silent = (said == "Resources" and idle) or ("," in e.partition and not said)
+        if silent and view.now - pin.at > PIN_SECONDS:
+            seconds, said = SILENT_SECONDS, said or "no reason"
         if not seconds:
             continue
         known = found.setdefault(name, set(view.refused(job)))

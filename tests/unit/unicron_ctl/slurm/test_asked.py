@@ -31,7 +31,8 @@ def _read(**texts: str) -> tuple[Asked, str]:
         ({"tres_per_task": "cpu=4"}, ""),
         ({"tres_per_task": "gres/gpu=1", "NumTasks": "8", "NumNodes": "2", "NTPerNode": "4"}, "gpu:4"),
         ({"tres_per_task": "gres/gpu=1", "NumTasks": "8", "NumNodes": "2", "NTPerNode": "0"}, "gpu:1"),
-        ({"tres_per_socket": "gres:gpu:1", "Sockets": "2"}, "gpu:2"),  # --gpus-per-socket
+        ({"tres_per_socket": "gres:gpu:1", "Sockets": "2"}, "gpu:1"),  # --gpus-per-socket: not of each, seen in all
+        ({"tres_per_socket": "gres:gpu:1", "Sockets": "2", "tres_per_job": "gres:gpu:2"}, "gpu:2"),
         ({"tres_per_node": "gres:gpu:1", "tres_per_job": "gres:gpu:2"}, "gpu:2"),
         ({"tres_per_node": "gres:gpu:a100:2", "tres_per_job": "gres:gpu:2"}, "gpu:a100:2"),
         ({"tres_per_node": "gres/gpu:a100:1,gres/nic:2"}, "gpu:a100:1,nic:2"),
@@ -73,6 +74,21 @@ def test_cpus_tasks_disk_and_cores() -> None:
     assert (size.nodes, size.cpus, size.tasks, size.tasks_per_socket, size.tasks_per_core) == (2, 3, 3, 0, 1)
     assert _read(NumCPUs="6", NumNodes="2", MaxNodes="1")[0].cpus == 6  # of --nodes=1, where no node has six
     assert _read(cpus_per_tres="gres:gpu:4", tres_per_job="gres:gpu:a100:2")[0].cpus == 8  # 22.05 says NumCPUs=1
+
+
+@pytest.mark.parametrize(
+    ("texts", "for_each", "room"),
+    [
+        ({"NumCPUs": "6", "NumTasks": "2", "NTPerSocket": "3", "NTPerCore": "1"}, 3, 3),
+        ({"NumCPUs": "6", "NumTasks": "4", "NTPerNode": "1", "NTPerCore": "4"}, 1, 1),  # seen: the 4 do not count then
+        ({"NumCPUs": "1", "NumTasks": "1", "NTPerNode": "0", "NTPerSocket": "N/A", "NTPerCore": "8"}, 1, 8),
+        ({"NumCPUs": "1", "NumTasks": "2"}, 1, 0),
+        ({"NumTasks": "N/A"}, 1, 0),
+    ],
+)
+def test_cpus_of_a_task_and_tasks_that_must_find_room(texts: dict[str, str], for_each: int, room: int) -> None:
+    size, _ = _read(**texts)
+    assert (size.cpus_per_task, size.room) == (for_each, room)
 
 
 @given(

@@ -91,6 +91,25 @@ def test_features(constraint: str, fits: bool) -> None:
     assert has_features(constraint, {"a", "b"}) is fits
 
 
+@pytest.mark.parametrize(
+    ("constraint", "nodes", "fits"),
+    [
+        ("[a*1&b*1]", 1, False),  # seen in all releases: one node is not counted twice
+        ("[a*1&b*1]", 2, True),
+        ("a*2", 1, False),
+        ("a*1", 1, True),  # it starts where Slurm would have put it; else the pin is taken back
+        ("[(a&b)*1&a*2]", 2, False),
+        ("[(a&b)*1&a*2]", 3, True),
+        ("[(a&b)|c]", 1, True),
+    ],
+)
+def test_counts_of_features_are_of_different_nodes(constraint: str, nodes: int, fits: bool) -> None:
+    ask = replace(ASK, features=constraint, asked=Asked(nodes=nodes, cpus_in_all=nodes))
+    node = replace(NODE, features=frozenset({"a", "b"}))
+    assert (misfit(ask, node, 0.0) == "") is fits
+    assert misfit(replace(ask, asked=Asked()), node, 0.0) == "", "how many nodes it is to have was not said"
+
+
 @given(st.text("ab()[]&|*2, …", max_size=12))
 def test_no_constraint_is_an_error(text: str) -> None:
     assert has_features(text, {"a"}) in (True, False)
@@ -192,13 +211,25 @@ SIZED = replace(NODE, size=Size(cpus=8, sockets=2, cores=2, threads=2, memory=40
         (Asked(tasks=5, tasks_per_core=1), "with fewer than 5 cores"),
         (Asked(tasks=5, tasks_per_socket=2), "with fewer than 3 sockets"),
         (Asked(tasks=1, tasks_per_socket=5), "with fewer than 5 CPUs a socket"),  # seen in all releases
-        (Asked(tasks=1, tasks_per_core=4), ""),
+        (Asked(tasks=1, tasks_per_core=4, room=4), ""),
+        (Asked(tasks=2, tasks_per_core=8, room=8), ""),  # seen: of the node, and not of a socket
+        (Asked(tasks=1, tasks_per_core=9, room=9), "with fewer than 9 CPUs"),
+        (Asked(tasks=1, tasks_per_socket=3, room=3, cpus_per_task=3), "with fewer than 9 CPUs"),
+        (Asked(tasks=3, cpus=3, tasks_per_socket=1), ""),  # 22.05 starts it: a core of each socket has two threads
+        (Asked(tasks=5, cpus=5, tasks_per_socket=1), "with fewer than 3 sockets"),
+        (Asked(tasks=3, cpus=6, tasks_per_socket=1, cpus_per_task=2), "with fewer than 3 sockets"),
         (Asked(sockets=3), "with fewer than 3 sockets"),
         (Asked(cores=3), "with fewer than 3 cores a socket"),
         (Asked(threads=4), "with fewer than 4 threads a core"),
         (Asked(memory=3501), "with fewer than 3501 MB of memory"),
         (Asked(cpus=3, memory=900, in_all=2700, per_cpu=900), "with fewer than 3600 MB of memory"),  # of whole cores
         (Asked(cpus=3, memory=900, in_all=2700, per_cpu=900, threads=1), ""),
+        (
+            Asked(cpus=2, tasks=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=1),
+            "with fewer than 3600 MB of memory",
+        ),
+        (Asked(cpus=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=1, cpus_per_task=2), ""),
+        (Asked(cpus=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=2), ""),
         (Asked(tmp=101), "with fewer than 101 MB of local disk"),
     ],
 )
