@@ -88,7 +88,7 @@ def _deaf(launch: Callable[..., None], settle: Callable[[bool], None] | None) ->
     def launch_deaf(self: Any, process: Any) -> None:
         outlives = _outlives()
         if settle is not None:
-            process._unicron = _Settling(settle, outlives)  # is read last, when the modules of its target are there
+            process.unicron_settling = _Settling(settle, outlives)  # read last: behind its target
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM] if outlives else [])
         try:
             launch(self, process)
