@@ -15,7 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgpack
+
 PIECE = 1 << 22  # bytes
+LEAST_LISTS = 1000
+POINTER, SMALL = b"version https://git-lfs", 1024  # how a pointer of Git LFS begins, and above its length
 # A file may be as large as this, and as so many times what is written in it: one that is nothing but a hole can have
 # any length. Zeros may be holes, too.
 ROOM, DENSE = 1 << 24, 16
@@ -39,6 +43,8 @@ def open_plain(path: Path, holes: bool = False) -> BinaryIO:
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         if _owners and found.st_uid not in _owners:
             raise OSError(errno.EPERM, "not of the owner of its folder: work as that user, not as root", str(path))
+        if found.st_size < SMALL and os.pread(descriptor, len(POINTER), 0) == POINTER:
+            raise OSError(errno.EINVAL, "a pointer of Git LFS, not the file: fetch it with git lfs pull", str(path))
         if not holes and found.st_size > ROOM + DENSE * _written(descriptor, found):
             raise OSError(errno.EFBIG, "larger than what is written in it: it is damaged", str(path))
     except OSError:
@@ -120,6 +126,21 @@ def parsed(data: bytes, each: int = 1, hook: Callable[[list[tuple[str, Any]]], A
     if len(data) > (MOST_TEXT if data.isascii() else MOST_TEXT // 4) or max(kinds) > most:
         raise ValueError(f"more than the {MOST_NAMES} names that a checkpoint may have, or than the text for them")
     return json.loads(data, object_pairs_hook=hook)
+
+
+def unpacked(data: bytes) -> Any:
+    """What MessagePack says that describes an image. An empty list takes one byte there, and 64 in memory; what ranks
+    write has four bytes and more for each list. Raises ValueError, also for far more lists."""
+    left = LEAST_LISTS + len(data) // 3
+
+    def count(value: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("it describes far more than itself")
+        return value
+
+    return msgpack.unpackb(data, strict_map_key=False, list_hook=count, object_hook=count)
 
 
 def pieces(file: BinaryIO, path: Path, begin: int, size: int) -> Iterator[bytearray]:
