@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -135,6 +136,12 @@ def refusal_seconds(reason: str) -> float:
     """For how long an element is not to be told again to start on the node that it waits for with this reason; 0 for
     one that may still start there."""
     return next((seconds for pattern, seconds in _REFUSALS if pattern.match(with_blanks(reason))), 0.0)
+
+
+def is_told(element: ElementInfo, nodes: Collection[str]) -> bool:
+    """False where Slurm shows that it has not yet been told to start the element on these nodes, so that its reason is
+    of those before."""
+    return not element.required_nodes or element.required_nodes == set(nodes)
 
 
 def bar_of(element: ElementInfo, now: float) -> Bar:
