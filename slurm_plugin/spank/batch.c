@@ -132,6 +132,25 @@ static void await_step(spank_t sp, const char *controller)
 		close(open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
 }
 
+/* What to write in a script in which no srun starts a training. */
+static void advise(const struct script *script)
+{
+	static const char nothing[] = "unicron: nothing protects this job, for";
+
+	if (script->starter[0] != '\0')
+		dprintf(STDERR_FILENO, "%s %s starts its ranks: unless they use MPI, let srun start them, without %s and its host file "
+			"(`srun --ntasks-per-node=N python train.py`), or write `srun --ntasks-per-node=1 torchrun ...`\n",
+			nothing, script->starter, script->starter);
+	else if (script->server[0] != '\0' && script->word[0] != '\0')
+		dprintf(STDERR_FILENO, "%s no srun in its script starts a training: if `%s ...` trains, and is no client of `%s`, write "
+			"`srun %s ...`\n", nothing, script->word, script->server, script->word);
+	else if (script->server[0] != '\0')
+		dprintf(STDERR_FILENO, "unicron: `%s` is no training, and runs as it is\n", script->server);
+	else
+		dprintf(STDERR_FILENO, "%s no srun in its script starts a training: write `srun %s ...`\n",
+			nothing, script->word[0] != '\0' ? script->word : "python train.py");
+}
+
 /*
  * Tells what is not protected: what the script doesn't start by srun, and the runs of a sweep, whose agents hear of it. A user chooses
  * what there is to read, and where: so the script's own process does it, in which it holds up nothing but this job.
@@ -149,8 +168,7 @@ static void look_at_script(spank_t sp, const char *controller)
 		dprintf(STDERR_FILENO, "unicron: this job's script names more files than are read: make sure that it starts its training "
 			"by srun, for nothing else is protected\n");
 	else if (!script.step)
-		dprintf(STDERR_FILENO, "unicron: nothing protects this job, for no srun in its script starts a training: "
-			"write `srun %s ...`\n", script.word[0] != '\0' ? script.word : "python train.py");
+		advise(&script);
 	if (script.sweep[0] != '\0' && spank_getenv(sp, "SLURM_ARRAY_TASK_ID", text, sizeof(text)) == ESPANK_SUCCESS &&
 	    spank_getenv(sp, SWEEP, text, sizeof(text)) == ESPANK_ENV_NOEXIST)    /* 0 is the user's own word */
 		inherit_set(sp, SWEEP, script.sweep);

@@ -25,7 +25,7 @@ static const char *const utilities[] = {
 	"pwd", "quota", "rclone", "readlink", "realpath", "renice", "rm", "rmdir", "rocm-smi", "rocminfo", "rsync", "s5cmd",
 	"sacct", "sar", "sattach", "sbcast", "scancel", "scontrol", "scp", "sed", "seq", "sha1sum", "sha256sum", "sha512sum",
 	"shred", "sinfo", "sleep", "sort", "split", "sprio", "squeue", "ss", "sshare", "sstat", "stat", "stty", "sum",
-	"sync", "sysctl", "tac", "tail", "tar", "tee", "tensorboard", "test", "timedatectl", "top", "touch", "tr", "tree",
+	"sync", "sysctl", "tac", "tail", "tar", "tee", "test", "timedatectl", "top", "touch", "tr", "tree",
 	"true", "truncate", "tty", "umount", "uname", "uniq", "unlink", "unxz", "unzip", "unzstd", "uptime", "users",
 	"uuidgen", "vmstat", "wandb", "wc", "wget", "whereis", "which", "who", "whoami", "xz", "yes", "zip", "zstd",
 };
@@ -50,16 +50,37 @@ static const char *const builtins[] = {
 
 static const char *const shells[] = { "ash", "bash", "csh", "dash", "fish", "ksh", "mksh", "sh", "tcsh", "zsh" };
 
-/* Programs that start the ranks of a node, all of them to train. The agent reads what they are told, or leaves them alone. */
+/*
+ * Programs that start ranks, all of them to train. The agent reads what they are told, or leaves them alone. These tables are those of
+ * unicron_ctl/agent/launchers/commands.py, and the servers are docs/behaviour/servers.toml.
+ */
 static const char *const launchers[] = {
-	"accelerate", "accelerate-launch", "aprun", "colossalai", "composer", "deepspeed", "ds", "fabric", "horovodrun", "jsrun", "mpiexec",
-	"mpiexec.hydra", "mpirun", "orterun", "prterun", "prun", "torchrun",
+	"accelerate", "accelerate-launch", "deepspeed", "deepspeed.pt", "ds", "fabric", "torchrun",
+};
+
+/* Those of them that start the ranks of all nodes, or that the agent does not replace: srun would start each of them many times. */
+static const char *const starters[] = {
+	"aprun", "colossalai", "composer", "horovodrun", "jsrun", "mpiexec", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "mpirun",
+	"mpirun.hydra", "mpirun.mpich", "mpirun.openmpi", "orterun", "prterun", "prun",
 };
 
 /* The same as modules of Python's, behind -m. */
 static const char *const launcher_modules[] = {
-	"accelerate.commands.launch", "deepspeed.launcher.runner", "torch.distributed.elastic", "torch.distributed.launch",
-	"torch.distributed.run",
+	"accelerate.commands.accelerate_cli", "accelerate.commands.launch", "deepspeed.launcher.runner", "torch.distributed.elastic",
+	"torch.distributed.launch", "torch.distributed.run",
+};
+
+/* Servers, which train nothing: the program, and its command where it has others. */
+static const char *const servers[] = {
+	"code-server", "jupyter lab", "jupyter notebook", "jupyter server", "jupyter-lab", "jupyter-notebook", "jupyter-server",
+	"lmdeploy serve", "ray start", "sglang serve", "tensorboard", "text-generation-launcher", "tritonserver", "trtllm-serve", "vllm serve",
+};
+
+/* The same as modules of Python's. */
+static const char *const server_modules[] = {
+	"http.server", "jupyter lab", "jupyter notebook", "jupyter server", "jupyter_server", "jupyterlab", "lmdeploy serve",
+	"notebook", "ray.scripts.scripts start", "sglang.launch_server", "tensorboard.main", "tensorrt_llm.commands.serve",
+	"vllm.entrypoints.api_server", "vllm.entrypoints.cli.main serve", "vllm.entrypoints.openai.api_server",
 };
 
 /* python, python3, python3.11, python3.11-dbg, pypy3, ipython; or a script of Python's. */
@@ -84,7 +105,7 @@ enum command_kind command_of_word(const char *word)
 {
 	const char *name = base_name(word);
 
-	if (IS_ONE_OF(name, launchers) || IS_ONE_OF(word, launcher_modules) || is_python(word))
+	if (IS_ONE_OF(name, launchers) || IS_ONE_OF(name, starters) || IS_ONE_OF(word, launcher_modules) || is_python(word))
 		return (COMMAND_TRAINS);
 	return (IS_ONE_OF(name, shells) ? COMMAND_SHELL : IS_ONE_OF(name, utilities) ? COMMAND_UTILITY : COMMAND_MAY_TRAIN);
 }
@@ -92,8 +113,52 @@ enum command_kind command_of_word(const char *word)
 /* Adds what one word of a command says of it. */
 static void hear_word(struct command *found, const char *word)
 {
-	if (command_of_word(word) == COMMAND_TRAINS)
+	if (command_of_word(word) == COMMAND_TRAINS) {
 		found->kind = COMMAND_TRAINS;
+		found->server = NULL;
+	}
+	for (size_t i = 0; i < sizeof(starters) / sizeof(*starters) && found->starter == NULL; ++i)
+		if (strcmp(base_name(word), starters[i]) == 0)
+			found->starter = starters[i];
+}
+
+/* The one of a table of servers that this program, with the next word for its command, is. */
+static const char *server_of(const char *name, const char *next, const char *const *table, size_t count)
+{
+	for (size_t i = 0; i < count; ++i) {
+		size_t length = strcspn(table[i], " ");
+
+		if (strncmp(name, table[i], length) == 0 && name[length] == '\0' &&
+		    (table[i][length] == '\0' || (next != NULL && strcmp(next, table[i] + length + 1) == 0)))
+			return (table[i]);
+	}
+	return (NULL);
+}
+
+const char *command_server(char *const argv[], bool behind_option)
+{
+	bool python = argv[0] != NULL && is_python(argv[0]), module = false;
+	const char *found;
+
+	if (python && ends_with(argv[0], ".py"))
+		return (NULL);
+	for (argv += python; python && *argv != NULL && (*argv)[0] == '-' && !module; ++argv) {
+		module = strcmp(*argv, "-m") == 0;
+		if (strcmp(*argv, "-c") == 0)
+			return (NULL);
+		if ((strcmp(*argv, "-W") == 0 || strcmp(*argv, "-X") == 0) && argv[1] != NULL)
+			++argv;
+	}
+	if (*argv == NULL)
+		return (NULL);
+	found = module ? server_of(argv[0], argv[1], server_modules, sizeof(server_modules) / sizeof(*server_modules)) :
+		server_of(base_name(argv[0]), argv[1], servers, sizeof(servers) / sizeof(*servers));
+	return (found != NULL && behind_option && !python && strchr(found, ' ') == NULL ? NULL : found);
+}
+
+static void hear_server(struct command *found, const char *server)
+{
+	*found = (struct command) { .kind = COMMAND_SERVES, .server = server };
 }
 
 /* Words of a shell's text, comments left out; what is quoted is text as well, for eval and bash -c. */
@@ -151,11 +216,21 @@ static bool is_front_end(char *const argv[])
 	return (false);
 }
 
-/* Whether all commands of a shell's text are utilities. One that trains is heard; the scripts that they run are read. */
-static bool hear_commands(struct command *found, char *text)
+/* `source env/bin/activate`, `conda activate env`: no program of a server's text. */
+static bool sets_up(char *const words[])
+{
+	return (strcmp(words[0], ".") == 0 || strcmp(words[0], "source") == 0 || (words[1] != NULL && strcmp(words[1], "activate") == 0));
+}
+
+/*
+ * What the commands of a shell's text are together: utilities, a server among what sets it up, or something else. One that trains is
+ * heard; the scripts that they run are read.
+ */
+static struct command hear_commands(struct command *found, char *text)
 {
 	char *words[MOST_WORDS + 1], *rest = NULL;
-	bool helps = true;
+	struct command server = { .kind = COMMAND_SHELL };
+	bool helps = true, serves = true;
 	int count, left = MOST_COMMANDS;
 
 	blank_comments(text);
@@ -166,13 +241,20 @@ static bool hear_commands(struct command *found, char *text)
 
 		if (count > 0 && !command_is_builtin(words[0]))
 			run = command_of(words, false);
+		if (run.kind == COMMAND_SERVES)
+			server = run;
 		helps = helps && run.kind == COMMAND_UTILITY;
+		serves = serves && (run.kind <= COMMAND_SERVES || (run.kind != COMMAND_TRAINS && sets_up(words)));
 		if (run.kind == COMMAND_TRAINS)
 			*found = run;
 		else if (run.kind == COMMAND_MAY_TRAIN && is_front_end(words))
 			found->kind = COMMAND_MAY_TRAIN;    /* as without the shell */
 	}
-	return (helps && left > 0);
+	if (left > 0 && helps)
+		server.kind = COMMAND_UTILITY;
+	else if (left == 0 || !serves)
+		server.kind = COMMAND_SHELL;
+	return (server);
 }
 
 static void hear_copy(struct command *found, const char *text)
@@ -187,11 +269,20 @@ static void hear_copy(struct command *found, const char *text)
 /* What a shell would run. */
 static void hear_shell_text(struct command *found, char *text, bool reads_text)
 {
+	struct command named = { .kind = COMMAND_SHELL }, all;
+
 	hear_copy(found, text);
-	if (found->kind != COMMAND_TRAINS)
-		found->kind = COMMAND_SHELL;
-	if (reads_text && found->kind != COMMAND_TRAINS && hear_commands(found, text))
-		found->kind = COMMAND_UTILITY;
+	if (!reads_text) {
+		found->kind = found->kind == COMMAND_TRAINS ? COMMAND_TRAINS : COMMAND_SHELL;
+		return;
+	}
+	all = hear_commands(&named, text);
+	if (all.kind == COMMAND_SERVES)
+		*found = all;
+	else if (found->kind != COMMAND_TRAINS)
+		found->kind = all.kind == COMMAND_UTILITY ? all.kind : named.kind;
+	if (found->starter == NULL)
+		found->starter = named.starter;
 }
 
 static void hear_script(struct command *found, const char *path, bool reads_text)
@@ -300,9 +391,11 @@ static void hear_awk(struct command *found, char *const argv[])
 static struct command plain_command(char *const argv[], bool reads_text)
 {
 	struct command found = { .kind = COMMAND_MAY_TRAIN };
-	const char *name = base_name(argv[0]);
+	const char *name = base_name(argv[0]), *server = command_server(argv, false);
 
-	if (is_of_the_system(argv[0]) && IS_ONE_OF(name, utilities)) {
+	if (server != NULL) {
+		hear_server(&found, server);
+	} else if (is_of_the_system(argv[0]) && IS_ONE_OF(name, utilities)) {
 		found.kind = COMMAND_UTILITY;
 		if (strcmp(name, "awk") == 0)
 			hear_awk(&found, argv);
@@ -310,7 +403,11 @@ static struct command plain_command(char *const argv[], bool reads_text)
 		hear_shell(&found, argv, reads_text);
 	} else {
 		hear_word(&found, argv[0]);
-		if (found.kind == COMMAND_TRAINS) {
+		for (int i = 1; found.starter != NULL && argv[i] != NULL && server == NULL; ++i)
+			server = command_server(argv + i, true);
+		if (server != NULL) {
+			hear_server(&found, server);
+		} else if (found.kind == COMMAND_TRAINS) {
 			for (int i = 1; argv[i] != NULL; ++i)
 				if (strcmp(argv[i - 1], "-m") == 0)
 					hear_word(&found, argv[i]);
@@ -333,6 +430,7 @@ static bool is_text_option(const char *word)
 static void hear_inner_words(struct command *found, char *const argv[], char *const *inner, bool reads_text)
 {
 	bool followed = false;
+	const char *server;
 
 	for (++argv; found->kind != COMMAND_TRAINS && *argv != NULL; ++argv) {
 		if (is_text_option(argv[-1])) {
@@ -345,6 +443,9 @@ static void hear_inner_words(struct command *found, char *const argv[], char *co
 		} else if (argv >= inner && !followed && IS_ONE_OF(base_name(*argv), shells)) {
 			followed = true;
 			hear_shell(found, argv, reads_text);
+		} else if (argv >= inner && (server = command_server(argv, !ends_with(argv[-1], ".sif"))) != NULL) {
+			hear_server(found, server);
+			return;
 		} else if (argv >= inner) {
 			hear_word(found, *argv);
 		}

@@ -26,12 +26,19 @@ static void hear_names(struct script *script, const char *text, const char *name
 }
 
 /* An option of srun's may have the next word for itself, so the command is the first word behind that, or a utility before it. */
-static bool is_training_step(char *const words[])
+static bool is_training_step(struct script *script, char *const words[])
 {
 	for (int i = 0; words[i] != NULL; ++i) {
 		bool is_value = i > 0 && words[i - 1][0] == '-' && strchr(words[i - 1], '=') == NULL;
 		enum command_kind kind = command_of_word(words[i]);
+		const char *server = command_server(words + i, is_value);
 
+		if (server == NULL && (words[i][0] != '-' && !is_value))
+			server = command_of(words + i, true).server;
+		if (server != NULL) {
+			note_word(script->server, server);
+			return (false);
+		}
 		if (kind != COMMAND_MAY_TRAIN)
 			return (kind != COMMAND_UTILITY);
 		if (words[i][0] != '-' && !is_value)
@@ -58,7 +65,7 @@ static bool names_variable(const char *text)
  * Whether a command starts a step that may train. What a program of the system's is given runs nothing. may_mean: in this text a
  * variable may stand for srun.
  */
-static bool starts_step(char *const words[], bool may_mean)
+static bool starts_step(struct script *script, char *const words[], bool may_mean)
 {
 	if (command_of_word(words[0]) == COMMAND_UTILITY)
 		return (false);
@@ -66,7 +73,7 @@ static bool starts_step(char *const words[], bool may_mean)
 		return (true);
 	for (int i = 0; words[i] != NULL; ++i)
 		if (strcmp(base_name(words[i]), "srun") == 0)
-			return (is_training_step(words + i + 1));
+			return (is_training_step(script, words + i + 1));
 		else if (strcmp(base_name(words[i]), "unicron-agent") == 0)
 			return (true);
 	return (false);
@@ -122,7 +129,7 @@ static void hear_file(struct script *script, const char *path)
 		may_mean = names_variable(text);
 		blank_syntax(text);
 		for (count = next_command(text, &rest, words); count >= 0; count = next_command(NULL, &rest, words))
-			script->step = script->step || (count > 0 && starts_step(words, may_mean));
+			script->step = script->step || (count > 0 && starts_step(script, words, may_mean));
 	}
 	free(text);
 }
@@ -140,25 +147,28 @@ static bool is_new_name(struct names *heard, const char *word)
 	return (true);
 }
 
-/* A program of which nobody knows what it runs. */
-static bool is_unknown(char *const words[])
-{
-	return (!command_is_builtin(words[0]) && command_of(words, false).kind == COMMAND_MAY_TRAIN);
-}
-
 static void hear_batch_command(struct script *script, char *const words[], bool may_mean, struct names *heard)
 {
+	struct command command;
 	char sourced[64];
 	bool step = false;
 
-	script->unknown = script->unknown || (script->word[0] == '\0' && is_unknown(words));
-	script->step = script->step || starts_step(words, may_mean);
+	script->step = script->step || starts_step(script, words, may_mean);
 	for (int i = 0; words[i] != NULL; ++i) {
 		step = step || strcmp(base_name(words[i]), "srun") == 0;
 		if (is_new_name(heard, words[i]))
 			hear_file(script, words[i]);
 	}
-	if (step || script->word[0] != '\0' || command_of(words, false).kind != COMMAND_TRAINS)
+	if (script->step || step)
+		return;
+	command = command_of(words, true);
+	if (command.kind == COMMAND_MAY_TRAIN && !command_is_builtin(words[0]))
+		script->unknown = true;    /* nobody knows what it runs */
+	if (command.server != NULL)
+		note_word(script->server, command.server);
+	if (command.kind == COMMAND_TRAINS && command.starter != NULL)
+		note_word(script->starter, command.starter);
+	if (script->word[0] != '\0' || command.kind != COMMAND_TRAINS)
 		return;
 	snprintf(sourced, sizeof(sourced), "bash %.50s", words[1] != NULL ? words[1] : "");
 	note_word(script->word, strcmp(words[0], "source") == 0 || strcmp(words[0], ".") == 0 ? sourced : words[0]);
@@ -191,6 +201,6 @@ bool script_read(const char *path, struct script *script)
 	free(text);
 	script->cut = reading_is_cut();
 	/* Where no step comes of that, it is said at the script's end. */
-	script->step = script->step || (script->unknown && !script->cut && script->word[0] == '\0');
+	script->step = script->step || (script->unknown && !script->cut && script->word[0] == '\0' && script->server[0] == '\0');
 	return (true);
 }

@@ -11,6 +11,8 @@ struct script {
 	bool agent;         /* unicron-agent, which a script may call by itself */
 	bool cut;           /* there are more files than are read: what they say is not known */
 	char word[64];      /* of the first training without srun; empty for none */
+	char starter[64];   /* a launcher that must not stand behind srun; empty for none */
+	char server[64];    /* that trains nothing; empty for none */
 	char sweep[64];     /* what names SLURM_ARRAY_TASK_ID; empty for nothing */
 };
 

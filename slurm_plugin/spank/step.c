@@ -93,7 +93,7 @@ static bool why_no_ranks(const struct step *step, char reason[UNICRON_REASON_MAX
 enum step_verdict step_judge(const struct step *step, bool asked, char reason[UNICRON_REASON_MAX])
 {
 	reason[0] = '\0';
-	if (step->command.kind == COMMAND_UTILITY)
+	if (step->command.kind == COMMAND_UTILITY || step->command.kind == COMMAND_SERVES)
 		return (STEP_UNTOUCHED);
 	/* By default an agent changes nothing that MPI may need. */
 	if (!asked && (step->command.kind != COMMAND_TRAINS || step->tasks > 1))

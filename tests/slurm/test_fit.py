@@ -16,7 +16,8 @@ import pytest
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.jobs import sleepers
 from tests.support.processes import call, outside_slurm, wait_for
-from unicron.ctl.controller.plan.eligible_nodes import misfit
+from unicron.ctl.controller.model.view import Listing
+from unicron.ctl.controller.plan.eligible_nodes import Ground, misfit
 from unicron.ctl.controller.plan.placement import PIN_SECONDS
 from unicron.ctl.lab.cluster import LocalCluster, configuration
 from unicron.ctl.lab.cluster.cluster_layout import Layout, Spec
@@ -278,6 +279,32 @@ def test_the_first_form_of_each_listing_is_read(mixed: LocalCluster, caplog: pyt
         assert (e.asked.nodes, e.asked.cpus, e.asked.memory, e.asked.in_all) == (1, 2, 100, 200)
     assert own.excluded_nodes == {"n1"}
     assert other.excluded_nodes == (set() if version.startswith("22.") else {"n1"})
+
+
+def test_a_heterogeneous_job_that_can_never_start_keeps_no_more_nodes_than_slurm_keeps_for_it(make: Make) -> None:
+    """Defect: its second component, for which Slurm plans nothing, kept every idle node from a held job, for ever."""
+    cluster = make(
+        ["CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=4000"] * 3, "CR_Core"
+    )
+    client, env = cluster.client(), os.environ | cluster.env()
+    words = ["sbatch", "-N2", "-n2", "-o", "/dev/null", ":", "-N2", "-n2", "--wrap=sleep 300"]
+    assert subprocess.run(words, env=env, capture_output=True, timeout=30).returncode == 0
+
+    def components() -> list[ElementInfo]:
+        return sorted((e for e in client.others().elements if e.hetero), key=lambda e: int(e.job))
+
+    wait_for(lambda: [bool(e.planned_nodes) for e in components()] == [True, False], "Slurm plans", now=components)
+    assert len({e.hetero for e in components()}) == 1
+    job = _submit(cluster, [])
+    (own,) = client.elements({job})
+    nodes = client.nodes()
+    listing = Listing(time.time(), nodes, [own, *components()])
+    everywhere = {node.name for node in nodes}
+    (free,) = Ground(listing, {job}, time.time()).reach([own], everywhere, ()).nodes
+    assert {free} == everywhere - components()[0].planned_nodes
+    client.pin(job, 0, free)
+    client.release(job, 0)
+    wait_for(lambda: client.elements({job})[0].state == "RUNNING", "it starts there", now=components)
 
 
 @pytest.mark.parametrize(

@@ -495,6 +495,32 @@ def test_a_batch_script_learns_what_it_lacks(bench: Bench) -> None:
         assert done.returncode == 0 and said in done.stderr, done.stderr
 
 
+def test_a_batch_script_with_mpirun_or_a_server_is_not_told_to_write_srun_before_it(bench: Bench) -> None:
+    """Defects: `srun mpirun` starts an mpirun for each task, and a server that srun starts is no training."""
+    (bench.folder / "mpirun").write_text("#!/bin/sh\necho ranks\n")
+    (bench.folder / "mpirun").chmod(0o755)
+    serves = "timeout 0.2 python3 -m http.server --bind 127.0.0.1 0 2> /dev/null > /dev/null"
+    instead = "unless they use MPI, let srun start them, without mpirun and its host file "
+    instead += "(`srun --ntasks-per-node=N python train.py`), or write `srun --ntasks-per-node=1 torchrun ...`"
+    client = "if `python3 ...` trains, and is no client of `http.server`, write `srun python3 ...`"
+    nothing, no_srun = "unicron: nothing protects this job, for", "no srun in its script starts a training:"
+    for script, said in (
+        (
+            "./mpirun -np 8 --hostfile h apptainer exec i.sif python t.py",
+            f"{nothing} mpirun starts its ranks: {instead}",
+        ),
+        ("python3 -c pass; nice ./mpirun ./solver", f"{nothing} mpirun starts its ranks: {instead}"),
+        (serves, "unicron: `http.server` is no training, and runs as it is"),
+        (f"srun {serves}", "unicron: `http.server` is no training, and runs as it is"),
+        (f"srun {serves} & python3 -c pass", f"{nothing} {no_srun} {client}"),
+    ):
+        job, text = bench.batch(script, "--unicron")
+        lines = [line for line in text[0].splitlines() if line.startswith("unicron")]
+        assert lines == [said] and bench.recorded(job) == [], text[0]
+    job, text = bench.batch("srun --ntasks-per-node=2 python3 -c pass", "--unicron", "--ntasks-per-node=2")
+    assert "unicron:" not in text[0] and bench.recorded(job) == [f"{job}.0.0"], "what the line says is protected"
+
+
 def test_a_script_that_names_one_large_file_for_ever_harms_no_node(bench: Bench) -> None:
     """Reading that file for each of the script's 10,000 words took an hour, in slurmstepd and before the job had a
     process, and the node was drained when the job was cancelled. A batch script, and the script that a step runs."""

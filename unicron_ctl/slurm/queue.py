@@ -31,6 +31,8 @@ _KIND: Columns = (
     ("StartTime", 20),
     ("TimeLimit", 14),
     ("SchedNodes", 96),
+    ("HetJobID", 11),
+    ("HetJobOffset", 5),  # so that components are told apart that ask for the same
 )
 _ASKED: Columns = (("Feature", 96), ("Reservation", 64), *asked.COLUMNS, ("ExcNodes", 96))
 # Where what users ask for breaks the columns: without it. Such a job may then get any node of its partitions.
@@ -139,6 +141,7 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         planned_nodes=frozenset(hosts(cells["SchedNodes"])),
         required_nodes=frozenset(hosts(cells.get("ReqNodes", ""))),
         asked=size,
+        hetero=cells["HetJobID"],
         brief=True,
         array=index.isdecimal(),
         on_hold=on_hold(cells["State"], importance),

@@ -198,6 +198,7 @@ class ElementInfo:
     the last pin. `time_limit` is in seconds, None for none. `starts` and `planned_nodes` are the scheduler's
     own estimate for a pending one. Users write `name`, `comment` and, without accounting, `account`; any of their
     bytes may be in them. Only administrators write `admin_comment`. A text with an ellipsis at its end was longer.
+    `hetero` is the id of the heterogeneous job of which it is a component, empty for none.
     `brief`: only the whole queue showed it, so that its owner, its number and its texts are not known.
     `array`: it is a task of a job array. `allocation`: so many nodes are one allocation with it, which Slurm holds,
     requeues and ends as a whole. `block`: so many nodes are one element of the array
@@ -232,6 +233,7 @@ class ElementInfo:
     planned_nodes: frozenset[str] = frozenset()
     required_nodes: frozenset[str] = frozenset()
     asked: Asked = Asked()
+    hetero: str = ""
     brief: bool = False
     array: bool = False
     on_hold: bool = False

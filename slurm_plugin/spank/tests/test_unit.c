@@ -508,6 +508,101 @@ static void test_commands(void)
 	}
 }
 
+/* Servers train nothing: not advised, and not adopted. An argument or an environment of that name is none. */
+static void test_servers(void)
+{
+	static const struct { const char *line, *server; enum command_kind kind; } cases[] = {
+		{ "python -m vllm.entrypoints.openai.api_server --model m", "vllm.entrypoints.openai.api_server", COMMAND_SERVES },
+		{ "/opt/env/bin/python3.11 -u -X dev -m sglang.launch_server", "sglang.launch_server", COMMAND_SERVES },
+		{ "env A=1 timeout 60 python3 -m http.server 8000", "http.server", COMMAND_SERVES },
+		{ "/opt/env/bin/vllm serve m", "vllm serve", COMMAND_SERVES },
+		{ "python /opt/env/bin/vllm serve m", "vllm serve", COMMAND_SERVES },
+		{ "singularity exec --nv -B /x img.sif python -m vllm.entrypoints.openai.api_server", "vllm.entrypoints.openai.api_server", COMMAND_SERVES },
+		{ "apptainer exec --nv img.sif tritonserver --model-repository=/m", "tritonserver", COMMAND_SERVES },
+		{ "conda run -n vllm vllm serve m", "vllm serve", COMMAND_SERVES },
+		{ "mpirun -n 2 python -m vllm.entrypoints.openai.api_server", "vllm.entrypoints.openai.api_server", COMMAND_SERVES },
+		{ "ray start --head --block", "ray start", COMMAND_SERVES },
+		{ "bash -c source@env/bin/activate;@exec@vllm@serve@m", "vllm serve", COMMAND_SERVES },
+		{ "bash -c python@-m@http.server", "http.server", COMMAND_SERVES },
+		{ "bash -c vllm@serve@m@&@python@train.py", NULL, COMMAND_TRAINS },
+		{ "bash -c vllm@serve@m@&@./train", NULL, COMMAND_SHELL },
+		{ "vllm bench", NULL, COMMAND_MAY_TRAIN },
+		{ "ray symmetric-run -- python train.py", NULL, COMMAND_MAY_TRAIN },
+		{ "jupyter nbconvert --execute train.ipynb", NULL, COMMAND_MAY_TRAIN },
+		{ "python -m http.servers", NULL, COMMAND_TRAINS },
+		{ "python train.py vllm serve", NULL, COMMAND_TRAINS },
+		{ "python train.py -m http.server", NULL, COMMAND_TRAINS },
+		{ "./train.py tensorboard", NULL, COMMAND_TRAINS },
+		{ "python -c tensorboard", NULL, COMMAND_TRAINS },
+		{ "conda run -n tensorboard python train.py", NULL, COMMAND_TRAINS },
+		{ "env -u tritonserver python train.py", NULL, COMMAND_TRAINS },
+		{ "accelerate launch --log_with wandb tensorboard train.py", NULL, COMMAND_TRAINS },
+		{ "mpirun -n 2 python train.py tensorboard", NULL, COMMAND_TRAINS },
+		{ "nice ./train tensorboard", NULL, COMMAND_MAY_TRAIN },
+	};
+
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
+		char line[256], *words[16], *rest;
+		int count = 0;
+		struct command found;
+
+		snprintf(line, sizeof(line), "%s", cases[i].line);
+		for (char *word = strtok_r(line, " ", &rest); word != NULL; word = strtok_r(NULL, " ", &rest)) {
+			for (char *at = word; *at != '\0'; ++at)
+				*at = *at == '@' ? ' ' : *at;
+			words[count++] = word;
+		}
+		words[count] = NULL;
+		reading_begin();
+		found = command_of(words, true);
+		if (found.kind != cases[i].kind || (found.server == NULL) != (cases[i].server == NULL) ||
+		    (found.server != NULL && strcmp(found.server, cases[i].server) != 0)) {
+			fprintf(stderr, "%s: kind %d, %s\n", cases[i].line, found.kind, found.server != NULL ? found.server : "no server");
+			abort();
+		}
+	}
+}
+
+/* What a batch script says of launchers that must not stand behind srun, and of servers. */
+static void test_starters(void)
+{
+	static const struct { const char *text, *starter, *server; bool step; } cases[] = {
+		{ "mpirun -np 32 --hostfile h singularity exec img.sif python train.py\n", "mpirun", "", false },
+		{ "python -c 'import torch'\ntime mpiexec.hydra -n 8 python train.py\n", "mpiexec.hydra", "", false },
+		{ "srun hostname > h\n/opt/ompi/bin/mpirun.openmpi --hostfile h ./solver\n", "mpirun.openmpi", "", false },
+		{ "bash inner\n", "horovodrun", "", false },
+		{ ". ./inner\n", "horovodrun", "", false },
+		{ "torchrun train.py\n", "", "", false },
+		{ "python train.py --launcher mpirun\n", "", "", false },
+		{ "srun python train.py; mpirun x\n", "", "", true },
+		{ "srun mpirun -np 8 python train.py\n", "", "", true },
+		{ "conda activate env\nvllm serve m --port 1\n", "", "vllm serve", false },
+		{ "srun --gres=gpu:1 python -u -m vllm.entrypoints.openai.api_server\n", "", "vllm.entrypoints.openai.api_server", false },
+		{ "srun -u apptainer exec --nv img.sif vllm serve m &\nwait\n", "", "vllm serve", false },
+		{ "srun singularity exec img.sif tritonserver\n", "", "tritonserver", false },
+		{ "srun -w n1 ray start --head --block &\npython driver.py\n", "", "ray start", false },
+		{ "vllm serve m &\nsrun python train.py\n", "", "vllm serve", true },
+		{ "srun -J tensorboard ./train\n", "", "", true },
+	};
+	char folder[] = "/tmp/unicron-test-XXXXXX";
+	struct script found;
+
+	assert(mkdtemp(folder) != NULL && chdir(folder) == 0);
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
+		FILE *file = fopen("inner", "w");
+
+		assert(file != NULL && fputs("cd /tmp\nhorovodrun -np 8 python train.py\n", file) >= 0 && fclose(file) == 0);
+		file = fopen("script", "w");
+		assert(file != NULL && fputs("#!/bin/bash\n", file) >= 0 && fputs(cases[i].text, file) >= 0 && fclose(file) == 0);
+		assert(script_read("script", &found));
+		if (found.step != cases[i].step || strcmp(found.starter, cases[i].starter) != 0 || strcmp(found.server, cases[i].server) != 0) {
+			fprintf(stderr, "%s: step %d, '%s', '%s'\n", cases[i].text, found.step, found.starter, found.server);
+			abort();
+		}
+	}
+	assert(unlink("script") == 0 && unlink("inner") == 0 && chdir("/") == 0 && rmdir(folder) == 0);
+}
+
 /* What a shell runs is found by PATH, as without the shell: a front end of Python's, or a script that trains. */
 static void test_front_ends(void)
 {
@@ -774,7 +869,8 @@ static void test_submissions(void)
 /* Which steps get an agent, by default and when the user asked for it. */
 static void test_judge(void)
 {
-	static const struct command trains = { COMMAND_TRAINS }, shell = { COMMAND_SHELL }, may = { COMMAND_MAY_TRAIN }, utility = { COMMAND_UTILITY };
+	static const struct command trains = { .kind = COMMAND_TRAINS }, shell = { .kind = COMMAND_SHELL }, may = { .kind = COMMAND_MAY_TRAIN };
+	static const struct command utility = { .kind = COMMAND_UTILITY }, server = { .kind = COMMAND_SERVES };
 	static const struct { struct step step; enum step_verdict by_default, asked; } cases[] = {
 		{ { trains, 1, 1, 1, 1, 0, false, false, false }, STEP_PROTECTED, STEP_PROTECTED },
 		{ { trains, 1, 1, 4, 4, 0, false, false, false }, STEP_PROTECTED, STEP_PROTECTED },
@@ -782,6 +878,7 @@ static void test_judge(void)
 		{ { may, 1, 1, 1, 1, 0, false, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
 		{ { utility, 1, 1, 1, 1, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
 		{ { utility, 8, 8, 4, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
+		{ { server, 1, 1, 1, 1, 0, false, false, false }, STEP_UNTOUCHED, STEP_UNTOUCHED },
 		/* several tasks on a node: its ranks, where they are as many on each and no other number was said */
 		{ { trains, 8, 8, 4, 4, 0, false, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
 		{ { trains, 4, 4, 1, 1, 4, false, false, false }, STEP_UNTOUCHED, STEP_PROTECTED },
@@ -955,6 +1052,8 @@ int main(int argc, char **argv)
 	test_config();
 	test_commands();
 	test_front_ends();
+	test_servers();
+	test_starters();
 	test_many_wrappers();
 	test_judge();
 	test_batch_scripts();

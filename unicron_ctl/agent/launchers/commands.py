@@ -20,8 +20,10 @@ WRAPPERS |= {"setsid", "stdbuf", "taskset", "time", "timeout"}
 NOT_FOR_RANKS = {"compute-sanitizer", "cuda-gdb", "docker", "enroot", "gdb", "ltrace", "ncu", "nsys", "perf", "podman"}
 NOT_FOR_RANKS |= {"podman-hpc", "rocprof", "sarus", "script", "strace", "sudo", "unbuffer", "valgrind", "xargs"}
 CONTAINERS = {"apptainer", "ch-run", "docker", "enroot", "podman", "podman-hpc", "sarus", "shifter", "singularity"}
-# Launchers that the agent does not replace.
+# Launchers that the agent does not replace. (slurm_plugin/spank/command.c has all of them, too.)
 OTHERS = {"aprun", "colossalai", "composer", "horovodrun", "jsrun", "prun"}
+# Debian's alternatives have these ends: openmpi-bin 4.1.4, mpich 4.0.2
+MPI = tuple(f"{name}{end}" for name in ("mpirun", "mpiexec") for end in ("", ".hydra", ".mpich", ".openmpi"))
 SHELL_SYNTAX = set("$`;&|<>(){}*?[]~#!\n\\")
 # Options without a value, of programs that run a command in another environment (docs/behaviour/front-ends.toml)
 _FLAG = re.compile(
@@ -39,7 +41,7 @@ LAUNCHERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "deepspeed": (("deepspeed", "ds", "deepspeed.pt"), ("deepspeed.launcher.runner",)),
     "fabric": (("fabric",), ()),
-    "mpi": (("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"), ()),
+    "mpi": ((*MPI, "orterun", "prterun"), ()),
 }
 KINDS = {word: kind for kind, (names, modules) in LAUNCHERS.items() for word in (*names, *modules)}
 NAMES = frozenset({*OTHERS, *(name for names, _ in LAUNCHERS.values() for name in names)})

@@ -31,6 +31,7 @@ class Reach:
 
 
 RIVALS = 200  # kinds of pending elements that are looked at closely
+COMPONENTS = 16  # of a heterogeneous job that are
 ALWAYS = float("-inf")  # a rival may get the node at any time
 
 
@@ -48,13 +49,17 @@ class Ground:
         and comes sooner; after one that may come at any time no other counts."""
         self._open = [{node.name for node in sort} for sort in self._sorts]
         asked: set[tuple[object, ...]] = set()
+        self._whole: dict[str, list[ElementInfo]] = {}  # the components of each heterogeneous job
+        for e in listing.waiting:
+            if e.hetero:
+                self._whole.setdefault(e.hetero, []).append(e)
         for e in listing.waiting:  # the first of its kind comes first
             asks: tuple[object, ...] = (e.partition,)
             if roughly := len(asked) >= RIVALS:
                 asks = (e.partition, "roughly")
             else:
                 asks += (e.features, e.gres, e.asked, e.reservation, e.time_limit)
-                asks += (e.excluded_nodes, e.required_nodes, e.planned_nodes)
+                asks += (e.excluded_nodes, e.required_nodes, e.planned_nodes, e.hetero)
             if e.job not in managed and asks not in asked:
                 asked.add(asks)
                 self._want(e, roughly)
@@ -70,6 +75,8 @@ class Ground:
                 if not first or rival.starts < first[-1][0]:
                     first.append((rival.starts, rival))
             return
+        if rival.hetero and not (planned or roughly or self._may_start(rival.hetero)):
+            return  # Slurm itself keeps no more for such a job than it has planned
         if len(rival.required_nodes) >= rival.asked.nodes and not roughly:
             planned = planned or rival.required_nodes  # it can get no others
         for sort, names in zip(self._sorts, self._open, strict=True):
@@ -78,6 +85,17 @@ class Ground:
                 for name in taken:
                     self._wanted.setdefault(name, []).append((ALWAYS, rival))
                 names -= taken
+
+    def _may_start(self, hetero: str) -> bool:
+        """Whether there are as many nodes as each component of a heterogeneous job asks for, and all together. Slurm
+        gives no node to two of them."""
+        parts = self._whole[hetero]
+        if len(parts) > COMPONENTS:
+            return True
+        fits = [{k for k, sort in enumerate(self._sorts) if self._fits(part, sort[0], False)} for part in parts]
+        wants = [(part.asked.nodes, where) for part, where in zip(parts, fits, strict=True)]
+        wants.append((sum(count for count, _ in wants), set[int]().union(*fits)))
+        return all(count <= sum(len(self._sorts[k]) for k in where) for count, where in wants)
 
     def _fits(self, rival: ElementInfo, node: NodeInfo, roughly: bool) -> bool:
         return in_partition(rival, node) if roughly else not misfit(rival, node, self._now)

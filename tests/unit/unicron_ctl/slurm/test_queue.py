@@ -66,6 +66,16 @@ def test_the_most_urgent_of_each_kind_and_who_occupies_nodes() -> None:
     assert (found.rows, found.cut) == (6, False)
 
 
+def test_components_of_heterogeneous_jobs_are_told_apart_though_they_ask_for_the_same() -> None:
+    found = read(
+        row(ArrayJobID="2", HetJobID="2", HetJobOffset="0"),
+        row(ArrayJobID="3", HetJobID="2", HetJobOffset="1"),
+        row(ArrayJobID="4"),
+        row(ArrayJobID="5"),
+    )
+    assert [(e.job, e.hetero) for e in found.elements] == [("2", "2"), ("3", "2"), ("4", "")]
+
+
 @pytest.mark.parametrize(
     ("said", "reason"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -10,7 +11,15 @@ import pytest
 
 from unicron.ctl.agent.launchers import option_tables as options
 from unicron.ctl.agent.launchers import readers
-from unicron.ctl.agent.launchers.commands import LAUNCHERS, NotTaken, is_submitit, takes_value
+from unicron.ctl.agent.launchers.commands import (
+    LAUNCHERS,
+    MODULES,
+    NAMES,
+    OTHERS,
+    NotTaken,
+    is_submitit,
+    takes_value,
+)
 from unicron.ctl.agent.launchers.option_tables import Unreadable, name_of, read_options
 from unicron.ctl.agent.launchers.readers import Taken, take_over
 from unicron.ctl.agent.launchers.world import count_ranks, describe, fewest_nodes
@@ -51,6 +60,26 @@ def test_options_of_programs_that_run_in_another_environment_are_those_that_they
 def test_an_environment_that_is_named_like_a_launcher_is_none(line: str) -> None:
     """Defect: `conda run -n deepspeed python train.py` ran `conda run -n python -u python`."""
     assert take_over(shlex.split(line)) is None
+
+
+def plugins_table(name: str) -> set[str]:
+    """A table of strings in the plugin's source."""
+    text = (ROOT / "slurm_plugin/spank/command.c").read_text()
+    return set(re.findall(r'"([^"]+)"', text.partition(f"const {name}[] = {{")[2].partition("};")[0]))
+
+
+def test_the_plugin_knows_the_launchers_that_the_agent_knows():
+    """Defect: a batch script with mpirun in it was told to write `srun mpirun`, which starts one for each task."""
+    assert plugins_table("launchers") | plugins_table("starters") == NAMES
+    assert plugins_table("starters") == OTHERS | set(LAUNCHERS["mpi"][0])
+    assert plugins_table("launcher_modules") == MODULES
+
+
+def test_the_plugin_knows_the_servers_of_the_table():
+    """Defect: a script that serves a model was told to start it by srun, as if it were a training."""
+    seen = tomllib.loads((ROOT / "docs/behaviour/servers.toml").read_text())["server"]
+    assert plugins_table("servers") == {name for one in seen for name in one.get("names", [])}
+    assert plugins_table("server_modules") == {module for one in seen for module in one.get("modules", [])}
 
 
 def test_each_kind_of_launcher_has_a_reader():

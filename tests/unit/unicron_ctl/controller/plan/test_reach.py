@@ -276,6 +276,26 @@ def test_a_pending_job_that_must_have_nodes_gets_no_others() -> None:
     assert _reach(_ground(two), "n1") == ["n1"], "one more, and that may be any"
 
 
+def _component(slurm_id: int, nodes: int, **more: object) -> ElementInfo:
+    return replace(RIVAL, job=str(slurm_id), hetero="9", asked=Asked(nodes=nodes), **more)
+
+
+@pytest.mark.parametrize(
+    ("components", "left"),
+    [
+        ([_component(9, 2), _component(10, 2)], ["n1", "n2", "n3"]),  # four of three nodes
+        ([_component(9, 1), _component(10, 2)], []),
+        ([_component(9, 1), _component(10, 1, gres="gpu:h100:8")], ["n1", "n2", "n3"]),
+        ([_component(9, 1), replace(_component(10, 3), hetero="10")], []),
+        ([_component(9, 2, planned_nodes=frozenset({"n1"})), _component(10, 2)], ["n2", "n3"]),  # as Slurm does
+        ([_component(9 + number, 1) for number in range(17)], []),  # more than are looked at
+    ],
+)
+def test_a_heterogeneous_job_wants_nodes_as_a_whole(components: list[ElementInfo], left: list[str]) -> None:
+    """Defect: each of its components fitted by itself, so that a job that can never start kept all nodes idle."""
+    assert _reach(_ground(*components)) == left
+
+
 def test_nodes_that_slurm_has_refused_are_out_of_reach() -> None:
     found = _ground().reach([ASK], {"n1", "n2", "n3"}, (), {"n2": "BadConstraints"})
     assert found.nodes == {"n1", "n3"} and found.barred == {"refused by Slurm (BadConstraints)": 1}
