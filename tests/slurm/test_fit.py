@@ -207,7 +207,8 @@ def _untold(options: Sequence[str], node: NodeInfo, e: ElementInfo) -> bool:
         or (asked.sockets > 1 and any(text.startswith("--gpus-per-socket") for text in options))
         or (e.features.startswith("[") and "(" in e.features)
         or (max(asked.tasks_per_socket, asked.tasks_per_core) > 1 and bool(e.gres))
-        or (bool(e.gres) and "narrow" in e.partition and any(text.startswith("--mincpus") for text in options))
+        or (bool(e.gres) and any(text.startswith("--mincpus") for text in options))
+        or asked.nodes > 1  # of --nodes=1: no node at all has so many CPUs
         or counts == ["1"]
         or e.reason == "PartitionTimeLimit"  # of its only partition; a QOS might have allowed it
     )

@@ -2,7 +2,8 @@
 
 Slurm sends SIGTERM to every process of a step. A rank that died of it would take its micro-batches along; so it goes on
 to the next iteration boundary, and its agent ends it then (`unicron_ctl/agent/loop/ending.py`). So with SIGUSR2, which
-asks the agent for a checkpoint. Workers that multiprocessing has forked go on like the rank.
+asks the agent for a checkpoint. Processes of multiprocessing go on like the rank. Programs that it executes end by
+SIGTERM: one that ignores it gives that on to all that it starts, and `timeout 5 tool` in there would wait for ever.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from types import FrameType
 from unicron.detector.processes.step_signals import spare_helpers
 from unicron.transition.seams import workers
 
-_rank = 0  # the process that outlives SIGTERM; its children do not, but for those of multiprocessing
+_rank = 0  # the process that outlives SIGTERM; its children do not, but for those of multiprocessing, each in itself
 
 
 def _outlive(number: int, frame: FrameType | None) -> None:
@@ -32,8 +33,8 @@ def outlive_notice() -> None:
         return
     if not _rank:
         spare_helpers()
-        multiprocessing.util.register_after_fork(_ignore_notice, lambda ignore: ignore())
-        workers.keep_what_is_ignored()
+        multiprocessing.util.register_after_fork(_go_on, lambda go_on: go_on())
+        workers.keep_handler(_outlive, _settle_process)
     _rank = os.getpid()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _outlive)
@@ -46,7 +47,17 @@ def outlives_notice() -> bool:
     return signal.getsignal(signal.SIGTERM) is _outlive
 
 
-def _ignore_notice() -> None:
+def _go_on() -> None:
     """In a process of multiprocessing."""
-    if signal.getsignal(signal.SIGTERM) is _outlive:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    global _rank
+    if outlives_notice():
+        _rank = os.getpid()
+        workers.go_on()
+
+
+def _settle_process(outlives: bool) -> None:
+    """In a process of multiprocessing that is no fork of the rank. Until now it has blocked SIGTERM."""
+    if outlives:
+        outlive_notice()
+    _go_on()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # that of a server that outlives it

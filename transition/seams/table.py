@@ -93,6 +93,10 @@ TORCH = (
     Seam("torch._C._distributed_c10d", "OpType.RECV", None, "tells waits for messages from others"),
     Seam("torch._C._distributed_c10d", "OpType.RECVANYSOURCE", None, "tells waits for messages from others"),
     Seam(WORKERS, "_set_worker_signal_handlers", None, "replaced, so that a worker goes on as long as its rank"),
+    *(
+        Seam(f"multiprocessing.popen_{how}", "Popen._launch", "self process_obj", "SIGTERM is blocked until it can act")
+        for how in ("fork", "spawn_posix", "forkserver")
+    ),
     Seam(PEERLESS, "FakeStore", None, "the world in which a rank builds its model has no peers"),
     Seam("torch", "_foreach_copy_", None, "many tensors are copied in one call"),
     Seam("torch._C", "_current_graph_task_id", None, "tells nested backward passes"),

@@ -35,6 +35,7 @@ from unicron.transition.snapshot.image_format import (
     read_page,
     write_note,
 )
+from unicron.transition.snapshot.reading import unpacked
 
 NOTE = "files.msgpack"  # beside the images: where their checkpoints go
 ASIDE = "due-"  # how the second name of an image begins that is to become a file
@@ -64,7 +65,7 @@ def file_head(key: Key, head: bytes) -> bytes:
     empty where no file can be made of the image. Raises ValueError."""
     if key.kind != SHARD:
         return head
-    *_, told = msgpack.unpackb(head)
+    *_, told = unpacked(head)
     return bytes(told)
 
 

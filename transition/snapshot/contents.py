@@ -15,7 +15,7 @@ from unicron.transition.seams import modules
 from unicron.transition.snapshot import checkpoint_file, parts
 from unicron.transition.snapshot.image_format import ALIGN, STEP, BadImage, Found, Image
 from unicron.transition.snapshot.migrate import Settings, TrainingState, as_plain, plain
-from unicron.transition.snapshot.reading import open_plain, read_into
+from unicron.transition.snapshot.reading import open_plain, read_into, unpacked
 
 SMALL = 1 << 15  # bytes of a tensor that torch copies with one thread, however many it has
 
@@ -232,8 +232,8 @@ def opened(found: Found) -> Opened:
     """Raises BadImage, OSError. The data are not read."""
     head = found.head()
     try:
-        told = Head(**msgpack.unpackb(checkpoint_file.file_head(found.key, head), strict_map_key=False))
-        about = msgpack.unpackb(told.about, strict_map_key=False)
+        told = Head(**unpacked(checkpoint_file.file_head(found.key, head)))
+        about = unpacked(told.about)
         tensors: list[tuple[torch.dtype, int, int | None]] = []
         at = 0
         for kind, count, *where in about["tensors"]:

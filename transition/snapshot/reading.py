@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgpack
+
 PIECE = 1 << 22  # bytes
+LEAST_LISTS = 1000
 # A file may be as large as this, and as so many times what is written in it: one that is nothing but a hole can have
 # any length. Zeros may be holes, too.
 ROOM, DENSE = 1 << 24, 16
@@ -151,6 +154,21 @@ def parsed(data: bytes, each: int = 1, hook: Callable[[list[tuple[str, Any]]], A
     if len(data) > (MOST_TEXT if data.isascii() else MOST_TEXT // 4) or max(kinds) > most:
         raise ValueError(f"more than the {MOST_NAMES} names that a checkpoint may have, or than the text for them")
     return json.loads(data, object_pairs_hook=hook)
+
+
+def unpacked(data: bytes) -> Any:
+    """What MessagePack says that describes an image. An empty list takes one byte there, and 64 in memory; what ranks
+    write has four bytes and more for each list. Raises ValueError, also for far more lists."""
+    left = LEAST_LISTS + len(data) // 3
+
+    def count(value: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("it describes far more than itself")
+        return value
+
+    return msgpack.unpackb(data, strict_map_key=False, list_hook=count, object_hook=count)
 
 
 def pieces(file: BinaryIO, path: Path, begin: int, size: int) -> Iterator[bytearray]:

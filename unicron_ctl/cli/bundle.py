@@ -1,4 +1,4 @@
-"""A bundle about a job for support: what the asker may see, without secrets.
+"""A bundle about a job for support: what the asker may see, without what looks like a secret.
 
 It asks as whoever calls it, and reads files with that user's rights. Each text goes through `system.redaction`.
 """

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
-from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron.ctl.slurm.slurm_client import ElementInfo, with_blanks
 
 REQUEUE_WAIT = (
     300.0  # seconds: Slurm lets a requeued element wait for two minutes; a later begin time is somebody's wish
@@ -107,12 +108,12 @@ _PER = {"PerJob": "a job", "PerUser": "a user", "PerNode": "a job on one node"}
 
 @lru_cache(maxsize=4096)
 def understand(reason: str) -> Reason:
-    """What this reason of squeue means."""
-    text = reason.strip()
+    """What this reason of squeue or scontrol means."""
+    text = with_blanks(reason)
     for pattern, bar, words in _TABLE:
         if re.match(pattern, text):
             return Reason(bar, words)
-    word = re.match(r"[A-Za-z_]*", text)
+    word = re.match(r"[A-Za-z]*", text)
     limit = _LIMIT.match(word[0]) if word else None
     if limit is None or not (limit["whose"] or (limit["bound"] and limit["per"])):
         return _FREE
@@ -134,7 +135,13 @@ def _limit(found: re.Match[str]) -> str:
 def refusal_seconds(reason: str) -> float:
     """For how long an element is not to be told again to start on the node that it waits for with this reason; 0 for
     one that may still start there."""
-    return next((seconds for pattern, seconds in _REFUSALS if pattern.match(reason)), 0.0)
+    return next((seconds for pattern, seconds in _REFUSALS if pattern.match(with_blanks(reason))), 0.0)
+
+
+def is_told(element: ElementInfo, nodes: Collection[str]) -> bool:
+    """False where Slurm shows that it has not yet been told to start the element on these nodes, so that its reason is
+    of those before."""
+    return not element.required_nodes or element.required_nodes == set(nodes)
 
 
 def bar_of(element: ElementInfo, now: float) -> Bar:

@@ -37,6 +37,11 @@ _SLURMS_OWN = (
 )
 
 
+def with_blanks(reason: str) -> str:
+    """A pending element's reason as squeue prints it; scontrol has underscores in it."""
+    return reason.strip().replace("_", " ")
+
+
 def slurms_own(reason: str) -> bool:
     """Whether Slurm itself has given a node this reason: no person, no script, no tool."""
     return not reason or reason.lower().startswith(_SLURMS_OWN)
@@ -241,7 +246,7 @@ class ElementInfo:
     @property
     def held(self) -> bool:
         """Whether Slurm will not start it until it is released."""
-        return self.state == "PENDING" and (self.on_hold or bool(HOLDS.match(self.reason)))
+        return self.state == "PENDING" and (self.on_hold or bool(HOLDS.match(with_blanks(self.reason))))
 
 
 @dataclass

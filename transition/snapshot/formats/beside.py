@@ -3,6 +3,7 @@ What each of them writes is in docs/behaviour/checkpoint-layouts.md."""
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import os
 import re
@@ -42,17 +43,15 @@ WHY_NOT = (
 )
 
 
-def is_state(name: str) -> bool:
-    """Whether a folder of this name has the state of an optimizer and no model."""
-    return re.fullmatch(r"optimizer(?:_\d+)?|recipe_state", name) is not None
-
-
 def hint(folder: Path) -> str:
     """Why the files of a folder are not read, and what to do; "" where none is known."""
-    for pattern, why in WHY_NOT:
-        if found := min(itertools.islice(folder.glob(pattern), MOST_ENTRIES), default=None):
-            return f"; {why.format(found.name)}"
-    return ""
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(each.name for each in itertools.islice(entries, MOST_ENTRIES))
+    except OSError:
+        return ""
+    known = ((why, found[0]) for pattern, why in WHY_NOT if (found := fnmatch.filter(names, pattern)))
+    return next((f"; {why.format(name)}" for why, name in known), "")
 
 
 def adopt(index: Index, at: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import re
@@ -48,14 +49,18 @@ def _below(folder: Path, levels: int) -> Path | None:
             inner = [folder / each.name for each in some if each.is_dir(follow_symlinks=False)]
     except OSError:
         return None
-    inner = [path for path in inner if not beside.is_state(path.name)]
-    inner.sort(key=lambda path: [int(number) for number in re.findall(r"[0-9]{1,9}", path.name)], reverse=True)
+    inner.sort(key=_rank, reverse=True)
     for path in inner:
         if _looks(path):
             return path
         if levels > 1 and (found := _below(path, levels - 1)) is not None:
             return found
     return None
+
+
+def _rank(folder: Path) -> tuple[bool, list[int]]:
+    """By which folders are looked at: a newer one has a higher number, and some have a model's optimizer alone."""
+    return not folder.name.startswith("optim"), [int(number) for number in re.findall(r"[0-9]{1,9}", folder.name)]
 
 
 def _looks(folder: Path) -> bool:
@@ -65,6 +70,8 @@ def _looks(folder: Path) -> bool:
 
 def find(folder: Path) -> Index | None:
     """Find the same; None where there is no checkpoint at all. Raises BadCheckpoint, OSError."""
+    collects = gc.isenabled()
+    gc.disable()  # what is made here stays: looking through it for garbage takes longer than reading it
     try:
         index = _find(folder)
         if index is not None:
@@ -76,6 +83,9 @@ def find(folder: Path) -> Index | None:
         raise BadCheckpoint(
             f"{folder}: damaged, or of a release that is not known ({type(error).__name__}: {str(error)[:100]})"
         ) from None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _check_blocks(folder: Path, index: Index) -> None:

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from unicron.transition.snapshot import checkpoint_file, folders
 from unicron.transition.snapshot.formats.index import (
     PARAMETER,
@@ -21,6 +19,7 @@ from unicron.transition.snapshot.formats.index import (
     raw_type,
 )
 from unicron.transition.snapshot.image_format import ALIGN, STEP, BadImage, Found, read_page
+from unicron.transition.snapshot.reading import unpacked
 
 FORMAT = "unicron"
 
@@ -66,8 +65,8 @@ def read(found: folders.Found) -> Index:
 def _head(page: Found) -> dict[str, Any]:
     head = page.head()
     try:
-        told: dict[str, Any] = msgpack.unpackb(checkpoint_file.file_head(page.key, head), strict_map_key=False)
-        told["about"] = msgpack.unpackb(told["about"], strict_map_key=False)
+        told: dict[str, Any] = unpacked(checkpoint_file.file_head(page.key, head))
+        told["about"] = unpacked(told["about"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadImage(f"{page.path}: not a training state of this release ({error})") from None
     return told

@@ -177,7 +177,9 @@ def read(folder: Path) -> Index | None:
     if both := pieces.keys() & index.tensors.keys():
         raise BadCheckpoint(f"{folder}: {min(both)} is in another file too")
     _add(index, pieces)
-    if index.tensors and all(".lora_" in name for name in index.tensors):
+    if not index.tensors:
+        raise BadCheckpoint(f"{folder} has no tensor that is read here: {some(index.common.left) or 'none at all'}")
+    if all(".lora_" in name for name in index.tensors):
         raise BadCheckpoint(NO_MODEL.format(folder))
     if missed := [name for name in told if name not in there]:  # transformers gives these new random values
         at = folder / f"{NAME}.index.json" if folder.is_dir() else folder

@@ -160,8 +160,10 @@ class _Place:
             elif e.state in WORKS:
                 groups["working" if whole(e, self.good, need.block) else "limbo"].append(number)
             elif e.state == "PENDING" and not held_by_others(e, self.held):
-                refused = pinned and not need.refused.isdisjoint(names_of(self.pins[need.job, number].node))
-                bar = Bar.NOTHING if e.held or refused else pending_reasons.bar_of(e, self.now)
+                told = names_of(self.pins[need.job, number].node) if pinned else ()
+                refused = not need.refused.isdisjoint(told)
+                of_others = pinned and not pending_reasons.is_told(e, told)  # the reason is of nodes before these
+                bar = Bar.NOTHING if e.held or refused or of_others else pending_reasons.bar_of(e, self.now)
                 coming = pinned and not refused and bar is Bar.NOTHING and self._pin_holds(e)
                 groups["coming" if coming else "waiting" if bar is Bar.NOTHING else "barred"].append(number)
                 if bar is Bar.LIMIT:

@@ -282,6 +282,8 @@ def _refused_pins(view: View, listing: Listing, jobs: Sequence[JobState], out: O
         nodes, job = names_of(pin.node), view.state.jobs.get(name)
         if e is None or job is None or e.state != "PENDING":
             continue
+        if not pending_reasons.is_told(e, nodes):
+            continue  # Slurm still speaks of the node before
         seconds, said = pending_reasons.refusal_seconds(e.reason), e.reason
         # Of several partitions Slurm gives no reason, and where memory for a CPU is not enough it calls the node busy.
         idle = all(node.states == {"IDLE"} for node in map(listing.by_name.get, nodes) if node)

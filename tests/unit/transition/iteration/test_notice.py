@@ -13,22 +13,16 @@ from tests.support.processes import LIMIT
 
 SCRIPT = """
 import multiprocessing, os, signal, subprocess, sys, time
-import torch
-from torch.utils.data import DataLoader
 
-heard = []
-if sys.argv[1] == "handler":
-    signal.signal(signal.SIGUSR1, lambda *_: heard.append("USR1"))
-from unicron.transition.iteration import notice
-notice.outlive_notice()
-
-class Data(torch.utils.data.Dataset):
+class Data:
     def __len__(self):
         return 64
     def __getitem__(self, index):
-        return torch.tensor([os.getpid()])
+        return os.getpid()
 
-def rest():
+def rest(began=None):
+    if began:
+        began.set()
     time.sleep(600)
 
 def step_of(pid):
@@ -45,48 +39,90 @@ def parent(pid):
     except OSError:
         return -1
 
-def loaded():
-    batches = iter(DataLoader(Data(), batch_size=1, num_workers=2, multiprocessing_context="fork"))
+def own_handler(began):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    began.set()
+    time.sleep(600)
+
+def tool():
+    sys.exit(subprocess.run(["timeout", "0.1", "sleep", "600"]).returncode)
+
+def loaded(how, count):
+    from torch.utils.data import DataLoader
+    batches = iter(DataLoader(Data(), batch_size=1, num_workers=count, multiprocessing_context=how))
     next(batches)
     return batches
 
-batches = loaded()
-left_over = loaded()  # its workers are there at the end
-other = multiprocessing.get_context("fork").Process(target=rest, daemon=True)
-other.start()
-program = subprocess.Popen(["sleep", "600"])
-own = os.getpid()
-numbers = [signal.SIGUSR2] + [signal.SIGUSR1] * (sys.argv[1] == "handler")
-for number in numbers:  # as Slurm with proctrack/linuxproc
-    for pid in step_of(own):
-        os.kill(pid, number)
+def main(handler, how):
+    started = multiprocessing.get_context(how)
+    batches = loaded(how, 2)
+    left_over = loaded(how, 1)  # its workers are there at the end
+    began = started.Event()
+    other = started.Process(target=rest, args=[began], daemon=True)
+    other.start()
+    assert began.wait(60)
+    begins = started.Process(target=rest, daemon=True)
+    begins.start()
+    program = subprocess.Popen(["sleep", "600"])
+    own = os.getpid()
+    numbers = [signal.SIGUSR2] + [signal.SIGUSR1] * (handler == "handler")
+    for number in numbers:  # as Slurm with proctrack/linuxproc
+        for pid in step_of(own):
+            os.kill(pid, number)
+        time.sleep(0.2)
+    assert program.poll() is None, "a program that the rank executed"
+    for pid in step_of(own) - {program.pid}:
+        os.kill(pid, signal.SIGTERM)
     time.sleep(0.2)
-assert program.poll() is None, "a program that the rank executed"
-for pid in step_of(own) - {program.pid}:
-    os.kill(pid, signal.SIGTERM)
-time.sleep(0.2)
-seen = {int(batch) for batch in batches}
-assert len(seen) == 2 and own not in seen, seen
-assert other.is_alive()
-program.terminate()
-assert program.wait(10) == -signal.SIGTERM
-other.terminate()
-other.join(10)
-assert other.exitcode == -signal.SIGKILL, other.exitcode
-print("went on", *heard, flush=True)
-left = multiprocessing.get_context("fork").Process(target=rest, daemon=True)
-left.start()  # the interpreter ends it, and waits for its end
+    seen = {int(batch) for batch in batches}
+    assert len(seen) == 2 and own not in seen, seen
+    assert other.is_alive() and begins.is_alive()
+    program.terminate()
+    assert program.wait(10) == -signal.SIGTERM
+    other.terminate()
+    other.join(10)
+    assert other.exitcode == -signal.SIGTERM, other.exitcode
+    began.clear()
+    own = started.Process(target=own_handler, args=[began])
+    own.start()
+    assert began.wait(60)
+    own.terminate()
+    own.join(10)
+    assert own.exitcode == 7, own.exitcode
+    ends = started.Process(target=tool)
+    ends.start()
+    ends.join(60)
+    assert ends.exitcode == 124, "what a program of a worker starts ends by SIGTERM"
+    just = started.Process(target=rest, daemon=True)
+    just.start()
+    just.terminate()  # it may not be through with its beginning
+    just.join(10)
+    assert just.exitcode in (-signal.SIGTERM, -signal.SIGKILL), just.exitcode
+    print("went on", *heard, flush=True)
+    left = started.Process(target=rest, daemon=True)
+    left.start()  # the interpreter ends it, and waits for its end
+
+if __name__ == "__main__":
+    heard = []
+    if sys.argv[1] == "handler":
+        signal.signal(signal.SIGUSR1, lambda *_: heard.append("USR1"))
+    import torch  # as in a rank
+    from unicron.transition.iteration import notice
+    notice.outlive_notice()
+    main(*sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("handler", ["handler", "none"])
-def test_what_a_rank_starts_outlives_the_signals_of_its_step(tmp_path: Path, handler: str) -> None:
+@pytest.mark.parametrize(
+    ("handler", "how"), [("handler", "fork"), ("none", "fork"), ("handler", "spawn"), ("none", "forkserver")]
+)
+def test_what_a_rank_starts_outlives_the_signals_of_its_step(tmp_path: Path, handler: str, how: str) -> None:
     """Defect: with proctrack/linuxproc a request for a checkpoint (SIGUSR2) killed the workers that load data, and with
-    them all ranks; so did SIGTERM before the boundary at which the rank was to leave."""
+    them all ranks; so did SIGTERM before the boundary at which the rank was to leave. What `terminate` does stays."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(path), handler], capture_output=True, text=True, timeout=LIMIT, check=False
+        [sys.executable, str(path), handler, how], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "went on" + " USR1" * (handler == "handler")), done.stderr
     assert done.stderr == "", "torch does not call its workers' end a failure"

@@ -307,3 +307,38 @@ def test_a_link_is_not_followed_for_a_hint(tmp_path):
     (tmp_path / "run" / "step-5").symlink_to(tmp_path / "elsewhere" / "step-100")
     with pytest.raises(BadCheckpoint, match=r"safetensors\)$"):
         opening.index_of(tmp_path / "run")
+
+
+# ------------------------------------------------------------ as people have them
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 4976698672\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "config.json", "head.safetensors", ".metadata"]
+)
+def test_a_pointer_of_git_lfs_is_said_to_be_one(tmp_path, name):
+    """As they are after a clone without LFS."""
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    if name in (".metadata", "head.safetensors", "model.safetensors.index.json"):
+        (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(BadCheckpoint, match=rf"{name}: this is a Git LFS pointer: .*git lfs pull"):
+        opening.index_of(tmp_path)
+
+
+def test_a_file_without_a_tensor_that_is_read_is_refused(tmp_path):
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match="no tensor that is read here: none at all"):
+        opening.index_of(tmp_path)
+    head = json.dumps({"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(3))
+    with pytest.raises(BadCheckpoint, match=r"no tensor that is read here: w \(F6_E2M3"):
+        opening.index_of(tmp_path)
+
+
+def test_the_hint_names_the_model_and_not_its_optimizer(tmp_path):
+    """As accelerate writes them with FSDP."""
+    for name in ("optimizer_0", "pytorch_model_fsdp_0", "optimizer_1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    assert opening.hint(tmp_path) == f"; {tmp_path / 'pytorch_model_fsdp_0'} has one"

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import struct
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp_of_torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from unicron.transition.snapshot import reading
-from unicron.transition.snapshot.formats import dcp, index, opening, safetensors
+from unicron.transition.snapshot import contents, reading
+from unicron.transition.snapshot.checkpoint_file import folder_name, stem
+from unicron.transition.snapshot.formats import convert, dcp, index, opening, safetensors
 from unicron.transition.snapshot.formats.index import BadCheckpoint
+from unicron.transition.snapshot.image_format import STATE, SUFFIX, BadImage, Key, digest, file_front, read_page
 
 MOST = 10
 MODELS = Path(__file__).parents[4] / "docs" / "behaviour" / "largest-models.toml"
@@ -215,3 +219,44 @@ def test_metadata_larger_than_all_that_they_describe_are_not_read(tmp_path, monk
     assert "larger than all" in refusal(folder)
     (folder / "__0_0.distcp").unlink()
     assert "larger than all" in refusal(folder)
+
+
+# ------------------------------------------------------------ Unicron's own
+def image(folder: Path, about: bytes) -> Path:
+    """One of Unicron's own without data, of which its head says this."""
+    key = Key(STATE, 0, 0, mark="00000000")
+    told = {"iteration": 0, "layout": "", "groups": [], "scheduler": None, "scales": [], "seed": 0, "loss": None}
+    head = msgpack.packb({**told, "step": 0.0, "untrained": "", "about": about, "facts": {}})
+    at = folder / folder_name(0)
+    at.mkdir(parents=True)
+    (at / f"{stem(key)}{SUFFIX}").write_bytes(file_front(key, head, 0, digest(b"")))
+    return folder
+
+
+@pytest.mark.parametrize("empty", [b"\x90", b"\x80"], ids=["lists", "maps"])
+def test_a_head_of_ours_that_describes_far_more_than_itself_is_refused(tmp_path, empty):
+    count = 10 * reading.LEAST_LISTS
+    folder = image(tmp_path, b"\xdd" + count.to_bytes(4, "big") + empty * count)
+    assert "far more than itself" in refusal(folder)
+    with pytest.raises(BadImage, match="far more than itself"):
+        contents.opened(read_page(next(folder.glob(f"*/*{SUFFIX}"))))
+
+
+def test_the_smallest_tensors_that_ranks_write_are_not_far_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "LEAST_LISTS", 0)
+    save_file({str(number): torch.tensor(1.0) for number in range(300)}, tmp_path / "model.safetensors")
+    convert.import_(opening.index_of(tmp_path), tmp_path / "own")
+    assert len(opening.index_of(tmp_path / "own").tensors) == 300
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_of_garbage_is_left_as_it_was(tmp_path, enabled):
+    named(tmp_path / "a" / "model.safetensors", ["t"])
+    (gc.enable if enabled else gc.disable)()
+    try:
+        opening.index_of(tmp_path / "a")
+        assert gc.isenabled() == enabled
+        refusal(tmp_path / "none")
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

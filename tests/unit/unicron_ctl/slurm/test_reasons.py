@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.ctl.slurm.pending_reasons import Bar, bar_of, barred, explained, understand
+from unicron.ctl.slurm.pending_reasons import Bar, bar_of, barred, explained, refusal_seconds, understand
 from unicron.ctl.slurm.slurm_client import ElementInfo
 
 LIMITS = (
@@ -60,6 +60,24 @@ def test_reasons_of_nodes_and_unknown_ones_keep_nobody_from_starting(reason: str
 @pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "job requeued in held state"])
 def test_a_hold_is_a_hold_and_no_bar(reason: str) -> None:
     assert understand(reason).bar is Bar.HOLD and _element(reason).held and not barred(_element(reason), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "bar"),
+    [
+        ("launch failed requeued held", Bar.HOLD),
+        ("job requeued in held state", Bar.HOLD),
+        ("job requeued in special exit state", Bar.HOLD),
+        ("Reservation r_1 was deleted", Bar.HOLD),
+        ("Reservation r_1 is invalid", Bar.HOLD),
+        ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", Bar.NOTHING),
+    ],
+)
+def test_a_reason_means_the_same_with_the_underscores_of_scontrol(reason: str, bar: Bar) -> None:
+    found, other = _element(reason), _element(reason.replace(" ", "_"))
+    assert understand(other.reason) == understand(reason) and understand(reason).bar is bar
+    assert other.held == found.held == (bar is Bar.HOLD)
+    assert refusal_seconds(other.reason) == refusal_seconds(reason)
 
 
 def test_an_element_that_slurm_requeued_too_often_does_not_start_although_nobody_holds_it() -> None:

@@ -48,6 +48,19 @@ def test_another_node_is_taken_and_the_first_one_is_not_tried_again() -> None:
     world.check_replay()
 
 
+def test_what_slurm_says_of_the_node_before_is_no_word_on_the_next_one() -> None:
+    """Defect: while scontrol took its time to name n4, the reason that Slurm gave for n3 was held against n4, too."""
+    world, slurm, _ = _lost(4, "n3")
+    own, late = slurm.pin, list[tuple[str, int, str | None]]()
+    slurm.pin = lambda *call: late.append(call) if call[2] == "n4" else own(*call)  # type: ignore[method-assign]
+    world.run(8.0)
+    assert late and world.core.view.refused(world.job()) == {"n3": "BadConstraints"}
+    own(*late[0])
+    slurm.schedule()
+    world.run(4.0)
+    assert slurm.queue["1", 0]["node"] == "n4" and _pins(slurm) == ["n3", "n4"]
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_without_another_node_the_pin_is_taken_back(restarted: bool) -> None:
     world, slurm, _ = _lost(3, "n3")
