@@ -18,14 +18,14 @@ TRAINER = "trainer_state.json"  # of transformers' Trainer
 LIGHTNING = "meta.pt"  # of Lightning, beside what torch DCP has of its model
 STEP = "global_step"
 OF_FSDP = "pytorch_model_fsdp_"  # begins the folder, in such a folder, in which Accelerate saves what FSDP has cut
-MOST_ENTRIES = 10_000  # names of a folder that are looked at
+MOST_ENTRIES = 100_000  # names of a folder that are looked at
 MOST, MOST_STEP = 1 << 20, 10**15  # bytes of a state that are read: its history has a line for each step
 FILES = re.compile(r".+\.(?:pt|pth|bin|pkl)|adapter_model\.safetensors")
 FOLDERS = re.compile(r"global_step\d+|pytorch_model(?:_\d+|_fsdp_\d+)?|optimizer(?:_\d+)?|recipe_state")
 # The same weights once more, settings of a run, and what a reader of the format itself takes.
 OTHERS = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin|consolidated\.\d+\.pth|training_args\.bin|common\.pt")
 OPTIMIZERS = re.compile(r"(?:optimizer|global_step|recipe_state).*|pytorch_model(?:_\d+)?")
-LINE = re.compile(rb'\s"global_step" ?: ?(\d{1,16})\b')
+LINE = re.compile(rb'"global_step"\s?:\s?(\d{1,16})\b')
 # Files with weights that are not read, and why: what people meant, where a folder has no others.
 WHY_NOT = (
     ("adapter_model.bin", "{} is an adapter, and no whole model: merge it into its base model first (peft)"),
@@ -107,12 +107,14 @@ def _trainers_step(path: Path) -> int:
     with open_plain(path) as file:
         data, size = file.read(MOST), os.fstat(file.fileno()).st_size
         end = os.pread(file.fileno(), 64, max(0, size - 64))
-    step: Any = None
     if size <= MOST:
-        step = parsed(data, 10)[STEP]
-    elif end.rstrip().endswith(b"}") and (found := LINE.search(data.partition(b'"log_history"')[0])):
-        step = int(found[1])  # its names are sorted, so the long history comes behind it
-    return _checked(step)
+        return _checked(parsed(data, 10)[STEP])
+    found = LINE.search(
+        data.partition(b'"log_history"')[0]
+    )  # its names are sorted, so the long history comes behind it
+    if not found or data.count(b"{", 0, found.start(1)) != 1 or not end.rstrip().endswith(b"}"):
+        raise ValueError(f"no {STEP} in its first {MOST} bytes, or cut off")
+    return _checked(int(found[1]))
 
 
 def _checked(step: Any) -> int:

@@ -106,6 +106,22 @@ def test_a_long_history_is_not_read(tmp_path):
     assert "damaged" in opening.index_of(folder).common.doubt
 
 
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        ('{"global_step": 5, "x": "PAD"}', 5),
+        ('{"x": "PAD", "global_step": 5}', 0),
+        ('{"x": {"global_step": 3}, "y": "PAD", "global_step": 5}', 0),
+        ('{"log_history": [{"global_step": 3}], "x": "PAD"}', 0),
+    ],
+)
+def test_a_long_state_of_another_form_is_right_or_a_line(tmp_path, text, step):
+    folder = trainer(tmp_path / "checkpoint-5")
+    (folder / "trainer_state.json").write_text(text.replace("PAD", "y" * (beside.MOST + 1)))
+    index = opening.index_of(folder)
+    assert index.iteration == step and ("damaged" in index.common.doubt) == (step == 0)
+
+
 def test_a_folder_of_accelerate_says_that_no_iteration_is_known(tmp_path):
     """Its `step` counts only within an epoch, and its schedules one step for each process."""
     folder = trainer(tmp_path / "checkpoint_3", names=("optimizer.bin", "scheduler.bin", "random_states_0.pkl"))
