@@ -144,6 +144,17 @@ def test_what_accelerate_saves_of_fsdp_has_the_trainers_iteration(tmp_path):
     assert "pytorch_model_fsdp_0" not in index.common.left[-1]
 
 
+def test_a_folder_of_nemo_has_its_iteration(tmp_path):
+    folder = tmp_path / "step=7" / "weights"
+    dcp.save(WEIGHTS, checkpoint_id=folder, no_dist=True)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    torch.save({"epoch": 0, "global_step": 7, "state_dict": {}, "loops": {"a": 1}}, folder / "common.pt")
+    index = opening.index_of(folder)
+    assert (index.format, index.iteration, index.common.lost()) == ("torch_dist", 7, [])
+    with pytest.raises(BadCheckpoint, match=r"; .*/step=7/weights has one$"):
+        opening.index_of(folder.parent)
+
+
 # ------------------------------------------------------------ files of torch.save
 def of_lightning(path: Path, **more: object) -> Path:
     """As Lightning 2 writes it."""
