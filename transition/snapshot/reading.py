@@ -71,6 +71,12 @@ def open_plain(path: Path, holes: bool = False) -> BinaryIO:
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
+def text_in(file: BinaryIO) -> str:
+    """That an open file begins as a text, such as a server's answer that it has no such file; "" where it does not."""
+    front = os.pread(file.fileno(), FRONT, 0).strip().decode("ascii", errors="replace").partition("\n")[0]
+    return f" but a text: {front[:60]!r}" if front and front.isprintable() and front.isascii() else ""
+
+
 def _why_gone(path: Path) -> str:
     """Why a file is not there whose name is: the name is a link; "" where it is none."""
     try:

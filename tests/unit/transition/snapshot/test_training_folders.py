@@ -293,6 +293,20 @@ def test_what_stands_in_the_place_of_a_file_is_named(tmp_path, name, text):
         opening.index_of(at if name == "a.ckpt" else tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "consolidated.00.pth"])
+@pytest.mark.parametrize(
+    "text", ["Entry not found", '{"error":"Repository not found"}', "Access is restricted.\nLog in"]
+)
+def test_a_servers_answer_in_the_place_of_a_file_is_quoted(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadCheckpoint, match=f"but a text: .{re.escape(text.splitlines()[0])}"):
+        opening.index_of(tmp_path)
+    (tmp_path / name).write_bytes(bytes(30))
+    with pytest.raises(BadCheckpoint) as refused:
+        opening.index_of(tmp_path)
+    assert "but a text" not in str(refused.value)
+
+
 def test_a_shard_that_is_a_pointer_or_a_broken_link_is_named(tmp_path):
     folder = trainer(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
