@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +20,26 @@ import msgpack
 
 PIECE = 1 << 22  # bytes
 LEAST_LISTS = 1000
-POINTER, SMALL = b"version https://git-lfs", 1024  # how a pointer of Git LFS begins, and above its length
 # A file may be as large as this, and as so many times what is written in it: one that is nothing but a hole can have
 # any length. Zeros may be holes, too.
 ROOM, DENSE = 1 << 24, 16
 # Of a checkpoint: tensors, files, and bytes of JSON. The largest models have about 210,000 tensors and 200 files
 # (docs/behaviour/checkpoint-files.md).
 MOST_NAMES, MOST_FILES, MOST_TEXT = 300_000, 10_000, 1 << 26
+# What stands where a file should be, by how it begins (docs/behaviour/checkpoint-layouts.md), and how many bytes tell.
+STAND_INS = (
+    (
+        rb"version https?://(git-lfs|hawser|git-media)\.",
+        "this is a Git LFS pointer: fetch the file with `git lfs pull`",
+    ),
+    (rb"/annex/objects/", "this is a pointer of git-annex: fetch the file with `git annex get`"),
+    (rb"# xet version ", "this is a pointer of git-xet: fetch the file with `git xet materialize`"),
+    (
+        rb"(\xef\xbb\xbf)?\s*<(!doctype|html|head|\?xml)",
+        "this is a page of a web server (HTML): fetch the file again, with the login or token that its server asks for",
+    ),
+)
+FRONT = 256
 # What a file system answers that has lost what it was given, or a part of it.
 LOST = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
 
@@ -33,24 +47,44 @@ LOST = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, er
 def open_plain(path: Path, holes: bool = False) -> BinaryIO:
     """A plain file, opened without a buffer. holes: it may be one, for the most part.
 
-    Raises OSError, also for a pipe, a device or a folder, where nobody waits, and within :func:`files_of` for a file of
-    somebody else.
+    Raises OSError, also for a pipe, a device or a folder, where nobody waits, for what stands in the place of a file,
+    and within :func:`files_of` for a file of somebody else.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(error.errno, _why_gone(path) or error.strerror, str(path)) from None
     found = os.fstat(descriptor)
     try:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         if _owners and found.st_uid not in _owners:
             raise OSError(errno.EPERM, "not of the owner of its folder: work as that user, not as root", str(path))
-        if found.st_size < SMALL and os.pread(descriptor, len(POINTER), 0) == POINTER:
-            raise OSError(errno.EINVAL, "a pointer of Git LFS, not the file: fetch it with git lfs pull", str(path))
         if not holes and found.st_size > ROOM + DENSE * _written(descriptor, found):
             raise OSError(errno.EFBIG, "larger than what is written in it: it is damaged", str(path))
+        front = os.pread(descriptor, FRONT, 0) if found.st_size <= ROOM else b""
+        if instead := next((what for begin, what in STAND_INS if re.match(begin, front, re.IGNORECASE)), ""):
+            raise OSError(errno.EINVAL, instead, str(path))
     except OSError:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def text_in(file: BinaryIO) -> str:
+    """That an open file begins as a text, such as a server's answer that it has no such file; "" where it does not."""
+    front = os.pread(file.fileno(), FRONT, 0).strip().decode("ascii", errors="replace").partition("\n")[0]
+    return f" but a text: {front[:60]!r}" if front and front.isprintable() and front.isascii() else ""
+
+
+def _why_gone(path: Path) -> str:
+    """Why a file is not there whose name is: the name is a link; "" where it is none."""
+    try:
+        target = os.readlink(path)
+    except OSError:
+        return ""
+    how = ": fetch the file with `git annex get`" if "annex/objects/" in target else ""
+    return f"this is a link to {target[:200]}, which is not there{how}"
 
 
 _owners: set[int] = set()  # of the files that are read; empty for anybody

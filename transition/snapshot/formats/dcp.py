@@ -355,7 +355,7 @@ def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
     if by_buckets:  # then the rest of the optimizer is each rank's own, the same in all
         told["optimizer"] = {key: _object(objects[name])[0] for key, name in FIRST_RANKS.items() if name in objects}
     index.common = common_of(told)
-    index.iteration = int(told.get("iteration") or 0)
+    index.iteration = int(told.get("iteration") or told.get("global_step") or 0)  # the latter is NeMo's
     if index.iteration < 0:
         raise BadCheckpoint(f"{folder}: {index.iteration} is no iteration")
     index.layout = layout_of(index.common.args)

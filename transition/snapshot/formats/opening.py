@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unicron.transition.snapshot import folders
-from unicron.transition.snapshot.formats import dcp, own, rank_files, safetensors
+from unicron.transition.snapshot.formats import beside, dcp, own, rank_files, safetensors, torch_files
 from unicron.transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index
 from unicron.transition.snapshot.formats.tracker import RELEASE, TRACKER, is_number, problem, tracked
 
@@ -38,7 +38,7 @@ def hint(folder: Path) -> str:
         return f"; {below} has one"
     if folder.is_dir() and any(folder.glob("pytorch_model*.bin")):
         return f"; pytorch_model.bin is a pickle: save it as {safetensors.NAME} with transformers' save_pretrained"
-    return ""
+    return beside.hint(folder) if folder.is_dir() else ""
 
 
 def _below(folder: Path, levels: int) -> Path | None:
@@ -64,7 +64,7 @@ def _rank(folder: Path) -> tuple[bool, list[int]]:
 
 
 def _looks(folder: Path) -> bool:
-    names = (TRACKER, dcp.METADATA, safetensors.NAME, f"{safetensors.NAME}.index.json")
+    names = (TRACKER, dcp.METADATA, safetensors.NAME, f"{safetensors.NAME}.index.json", torch_files.FIRST)
     return any((folder / name).is_file() for name in names) or rank_files.is_one(folder) or bool(own.newest(folder))
 
 
@@ -130,11 +130,12 @@ def _find(folder: Path) -> Index | None:
         return own.read(whole)
     if (folder / TRACKER).is_file():
         return _of_megatron_lm(folder)
-    if dcp.is_one(folder):
-        return dcp.read(folder)
-    if rank_files.is_one(folder):
+    if rank_files.is_one(folder) and not dcp.is_one(folder):
         return rank_files.read(folder)
-    return safetensors.read(folder)
+    index = dcp.read(folder) if dcp.is_one(folder) else safetensors.read(folder) or torch_files.read(folder)
+    if index is not None:
+        beside.adopt(index, folder)
+    return index
 
 
 def megatrons_iteration(folder: Path) -> int:

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 
 from unicron.transition.snapshot.formats.index import RAW, BadCheckpoint, Raw, check_shape, row_major
-from unicron.transition.snapshot.reading import DENSE, allowance, open_plain
+from unicron.transition.snapshot.reading import DENSE, allowance, open_plain, text_in
 
 LEAST = 1 << 22  # what the reading of any pickle may cost
 FEW = 64  # elements of a tensor that is a plain value
@@ -458,8 +458,8 @@ def archive(path: Path, offset: int = 0, length: int | None = None) -> Archive:
             raise
         except Exception as error:  # the module zipfile has many ways to be surprised
             raise BadCheckpoint(
-                f"{path}: not an archive of torch.save ({str(error)[:100]}): it is damaged, or of a torch before 1.6 "
-                "and has to be saved anew"
+                f"{path}: not an archive of torch.save{text_in(file)} ({str(error)[:100]}): it is damaged, "
+                "or of a torch before 1.6 and has to be saved anew"
             ) from None
     budget = Budget(path, len(content))
     return Archive(path, unpickled(content, path, budget), storages, budget)

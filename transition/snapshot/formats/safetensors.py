@@ -29,7 +29,15 @@ from unicron.transition.snapshot.formats.index import (
     some,
 )
 from unicron.transition.snapshot.formats.written import Out
-from unicron.transition.snapshot.reading import MOST_FILES, MOST_NAMES, allowance, open_plain, parsed, read_small
+from unicron.transition.snapshot.reading import (
+    MOST_FILES,
+    MOST_NAMES,
+    allowance,
+    open_plain,
+    parsed,
+    read_small,
+    text_in,
+)
 
 FORMAT = "safetensors"
 SUFFIX = ".safetensors"
@@ -291,7 +299,7 @@ def _header(path: Path, names: _Names) -> tuple[dict[str, Entry], dict[str, Any]
         front = file.read(8)
         length = struct.unpack("<Q", front)[0] if len(front) == 8 else 0
         if not 2 <= length <= min(MOST, allowance(file)):
-            raise BadCheckpoint(f"{path}: not a file of safetensors")
+            raise BadCheckpoint(f"{path}: not a file of safetensors{text_in(file)}")
         data = file.read(length)
     try:
         if data.count(b":") > VALUES * data.count(b'"data_offsets"') + MOST_TEXTS:

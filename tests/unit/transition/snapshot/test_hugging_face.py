@@ -322,7 +322,7 @@ def test_a_pointer_of_git_lfs_is_said_to_be_one(tmp_path, name):
     if name in (".metadata", "head.safetensors", "model.safetensors.index.json"):
         (tmp_path / "model.safetensors").unlink()
     (tmp_path / name).write_text(POINTER)
-    with pytest.raises(BadCheckpoint, match=rf"{name}: a pointer of Git LFS, .*git lfs pull"):
+    with pytest.raises(BadCheckpoint, match=rf"{name}: this is a Git LFS pointer: .*git lfs pull"):
         opening.index_of(tmp_path)
 
 
