@@ -47,6 +47,7 @@ STATUS = (
 )
 OPTION = re.compile(r'\{\s*"([\w-]+)",\s*(NULL|"\w+"),\s*((?:"(?:[^"\\]|\\.)*"\s*)+),')
 ARGUMENT = re.compile(r"^#   (\w+=)\s+(.*)$", re.MULTILINE)
+LEFT = ".nh\n.ds AD l\n.ad l\n"  # AD: how groff 1.23 adjusts each paragraph, whatever was set before
 Rows = Iterable[tuple[str, str]]  # term, text
 
 
@@ -276,7 +277,7 @@ def rendered(page: Page, date: str) -> str:
     """The whole file."""
     parts = (page.name.upper(), str(page.section), date, f"Unicron {version()}", "Unicron")
     title = " ".join(f'"{plain(part)}"' for part in parts)
-    return f".TH {title}\n.nh\n.ad l\n{head('NAME')}{plain(page.name)} \\- {plain(page.summary)}\n{page.text}"
+    return f".TH {title}\n{LEFT}{head('NAME')}{plain(page.name)} \\- {plain(page.summary)}\n{page.text}"
 
 
 def completions() -> Iterator[tuple[str, str]]:
