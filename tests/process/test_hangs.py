@@ -32,11 +32,11 @@ def job(tmp_path):
 def test_a_stopped_rank_is_named_killed_and_replaced(job):
     victim = job.rank(1)
     where = Path(f"/proc/{victim['pid']}/wchan").read_text()
+    usual = job.wait(lambda: job.job()["iteration_seconds"], "its iterations are timed")
     os.kill(victim["pid"], signal.SIGSTOP)
     began = time.time()
     failure = job.wait(lambda: next((f for f in job.failures() if f["kind"] == "hang"), None), "the hang is found")
     assert failure["slots"] == [1] and failure["cause"] == "task_hang" and failure["severity"] == 2, (failure, where)
-    usual = job.job()["iteration_seconds"]
     assert failure["detected_at"] - began <= max(3 * usual, 1.0) * 2 + 0.5
     job.trains_on([0, 1, 2])
     assert job.rank(1)["incarnation"] == 1 and not os.path.exists(f"/proc/{victim['pid']}")

@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,8 @@ from unicron.ctl.slurm.slurm_client import NodeInfo
 
 pytestmark = pytest.mark.slurm
 NODES = 10
+# squeue shows none of this. After a requeue 24.11 starts it on no node (docs/behaviour/squeue-formats.md).
+HIDDEN = ["--ntasks=4", "--ntasks-per-gpu=2"]
 SEED = os.environ.get("FIT_SEED", "")  # other nodes and requests than those of each run
 FEATURES = (
     *("a", "b", "a&b", "a|b", "a|b&c", "a&b|c", "[a|b]", "[a|c|b]", "(a|c)&b", "a|(b&c)", "c|(a&b)", "a,b"),
@@ -36,6 +38,10 @@ PARTITIONS = (
     "PartitionName=narrow Nodes=n[4-10] MaxCPUsPerNode=3 State=UP",
     "PartitionName=lean Nodes=n[3-9] MaxMemPerNode=1500 State=UP",
 )
+
+
+def _release(environment: Mapping[str, str]) -> str:
+    return call("squeue", "--version", environment=environment).stdout.split()[-1]
 
 
 def _node(rng: random.Random) -> str:
@@ -268,9 +274,6 @@ def test_the_first_form_of_each_listing_is_read(mixed: LocalCluster, caplog: pyt
     client, env = mixed.client(), os.environ | mixed.env()
     job = _submit(mixed, ["--constraint=a|b|c", "--exclude=n1", "--mem-per-cpu=100", "--cpus-per-task=2", "--gpus=1"])
     client.pin(job, 0, "n2")
-    version = subprocess.run(
-        ["squeue", "--version"], env=env, capture_output=True, text=True, timeout=20
-    ).stdout.split()[-1]
     (other,) = [e for e in client.others().elements if e.state == "PENDING"]
     (own,) = client.elements({job})
     assert not caplog.records
@@ -278,7 +281,7 @@ def test_the_first_form_of_each_listing_is_read(mixed: LocalCluster, caplog: pyt
         assert (e.features, e.gres, e.required_nodes) == ("a|b|c", "gpu:1", {"n2"})
         assert (e.asked.nodes, e.asked.cpus, e.asked.memory, e.asked.in_all) == (1, 2, 100, 200)
     assert own.excluded_nodes == {"n1"}
-    assert other.excluded_nodes == (set() if version.startswith("22.") else {"n1"})
+    assert other.excluded_nodes == (set() if _release(env).startswith("22.") else {"n1"})
 
 
 def test_a_heterogeneous_job_that_can_never_start_keeps_no_more_nodes_than_slurm_keeps_for_it(make: Make) -> None:
@@ -309,7 +312,7 @@ def test_a_heterogeneous_job_that_can_never_start_keeps_no_more_nodes_than_slurm
 
 @pytest.mark.parametrize(
     ("options", "pins"),
-    [(["--mem=1500"], ["n4"]), (["--ntasks=4", "--ntasks-per-gpu=2"], ["n3", "n4"])],  # squeue shows none of the latter
+    [(["--mem=1500"], ["n4"]), (HIDDEN, ["n3", "n4"])],
 )
 def test_a_lost_element_goes_to_a_node_that_can_take_it(
     make: Make, tmp_path: Path, options: list[str], pins: list[str]
@@ -334,11 +337,19 @@ def test_a_lost_element_goes_to_a_node_that_can_take_it(
         cluster.client().resume("n4")
         lost = next(element for element, name in nodes().items() if name == "n1")
         cluster.power_off("n1")
-        controller.wait(lambda: nodes().get(lost) == "n4", "the lost element is on n4")
-        asked = [e["node"] for e in controller.events("slurm_action") if e["action"] == "pin"]
-        assert asked == pins
-        assert (
-            "refused by Slurm (BadConstraints)" in controller.ask("explain", job=done.stdout.strip())["bounds"]
-        ) is ("n3" in pins)
+
+        def asked(action: str) -> list[str]:
+            return [e["node"] for e in controller.events("slurm_action") if e["action"] == action]
+
+        def refused() -> list[str]:
+            bounds = controller.ask("explain", job=done.stdout.strip())["bounds"]
+            return re.findall(r"(\d+) refused by Slurm \(BadConstraints\)", bounds)
+
+        if options == HIDDEN and not _release(environment).startswith("22."):
+            controller.wait(lambda: refused() == ["2"], "both are out of reach")
+            assert asked("pin") == pins and asked("unpin"), "and it waits for neither"
+        else:
+            controller.wait(lambda: nodes().get(lost) == "n4", "the lost element is on n4")
+            assert asked("pin") == pins and refused() == (["1"] if "n3" in pins else [])
     finally:
         controller.close()
