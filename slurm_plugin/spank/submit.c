@@ -19,16 +19,18 @@
  * An array's element that has lost a node is requeued as a whole. Not --requeue=expedite (Slurm 25.11): where the admin has not enabled it,
  * Slurm refuses the job, and elsewhere it holds a job whose script fails, instead of ending it.
  */
-static const struct { const char *variable, *value, *option; bool of_allocation; } defaults[] = {
-	{ "SBATCH_REQUEUE", "", "--requeue", false },
-	{ "SBATCH_OPEN_MODE", "append", "--open-mode", false },
-	{ "SBATCH_NO_KILL", "set", "--no-kill", true },
-	{ "SALLOC_NO_KILL", "set", NULL, true },
-	{ "SLURM_NO_KILL", "set", NULL, true },
+static const struct {
+	const char *variable, *value, *option, *opposite, *opposite_variable;
+	bool of_allocation;
+} defaults[SUBMIT_DEFAULTS] = {
+	{ "SBATCH_REQUEUE", "", "--requeue", "--no-requeue", "SBATCH_NO_REQUEUE", false },
+	{ "SBATCH_OPEN_MODE", "append", "--open-mode", NULL, NULL, false },
+	{ "SBATCH_NO_KILL", "set", "--no-kill", NULL, NULL, true },
+	{ "SALLOC_NO_KILL", "set", NULL, NULL, NULL, true },
+	{ "SLURM_NO_KILL", "set", NULL, NULL, NULL, true },
 };
-#define DEFAULTS (sizeof(defaults) / sizeof(*defaults))
 
-static bool mine[DEFAULTS];
+static bool mine[SUBMIT_DEFAULTS], was_asked;
 static char command_line[MOST_BYTES + 1], *words[MOST_WORDS + 1];
 
 /* The beginning of a file, as a string; false when there is none to be read. */
@@ -58,54 +60,86 @@ static void read_words(void)
 	words[count] = NULL;
 }
 
-/* 1 for an option that asks for Unicron, 0 for --no-unicron, else -1. */
-static int asks(const char *word)
+/* Whether a word is this long option, whole or cut short, or this letter, perhaps behind letters that stand for themselves. */
+static bool is_option(const char *word, const char *option, char letter)
 {
-	if (strcmp(word, "--no-unicron") == 0)
-		return (0);
-	return (strncmp(word, "--unicron", 9) == 0 && (word[9] == '\0' || word[9] == '-') ? 1 : -1);
+	size_t length = strcspn(word, "=");
+
+	if (option != NULL && length > 3 && strncmp(word, option, length) == 0)
+		return (true);
+	return (letter != '\0' && word[0] == '-' && word[1 + strspn(word + 1, "bhHOQsuvVW")] == letter);
 }
 
-static bool is_array(const char *word)
+static void note_word(struct submission *job, const char *word)
 {
-	return (strncmp(word, "--array", 7) == 0 || strncmp(word, "-a", 2) == 0);
+	if (is_option(word, "--no-unicron", '\0'))
+		job->asks = false;
+	else if (strncmp(word, "--unicron", 9) == 0 && (word[9] == '\0' || word[9] == '-'))
+		job->asks = true;
+	job->array = job->array || is_option(word, "--array", 'a');
+	for (size_t i = 0; i < SUBMIT_DEFAULTS; ++i)
+		job->says[i] = job->says[i] || is_option(word, defaults[i].opposite, '\0') ||
+			       is_option(word, defaults[i].option, i == SUBMIT_NO_KILL ? 'k' : '\0');
+}
+
+/* The next word of an #SBATCH line, as sbatch reads it: no quotes, and nothing behind a # outside of them. Its end may be cut off. */
+static bool next_word(const char **at, const char *end, char word[64])
+{
+	char quote = '\0';
+	size_t length = 0;
+
+	while (*at < end && isspace((unsigned char) **at))
+		++*at;
+	if (*at == end || **at == '#')
+		return (false);
+	for (; *at < end && (quote != '\0' || !(isspace((unsigned char) **at) || **at == '#')); ++*at) {
+		if (**at == quote || (quote == '\0' && strchr("\"'", **at) != NULL)) {
+			quote = quote == '\0' ? **at : '\0';
+			continue;
+		}
+		if (**at == '\\' && *at + 1 < end)
+			++*at;
+		if (length < 63)
+			word[length++] = **at;
+	}
+	word[length] = '\0';
+	return (true);
 }
 
 /* The options of a script's #SBATCH lines, up to its first command. */
-static void read_script_options(const char *script, bool *asked, bool *array)
+static void read_script_options(const char *script, struct submission *job)
 {
-	while (*script != '\0') {
-		size_t length = strcspn(script, "\n");
-		char line[1024], *rest, *word;
+	char word[64];
 
-		if (script[strspn(script, " \t\r")] != '#' && strspn(script, " \t\r") < length)
+	while (*script != '\0') {
+		size_t length = strcspn(script, "\n"), blanks = strspn(script, " \t\r\f\v");
+		const char *at = script + strlen("#SBATCH");
+
+		if (script[blanks] != '#' && blanks < length)
 			return;
-		if (strncmp(script, "#SBATCH", 7) == 0) {
-			snprintf(line, sizeof(line), "%.*s", (int) length, script);
-			strtok_r(line, " \t\r", &rest);
-			while ((word = strtok_r(NULL, " \t\r", &rest)) != NULL && word[0] != '#') {
-				if (asks(word) >= 0)
-					*asked = asks(word);
-				*array = *array || is_array(word);
-			}
-		}
+		if (strncmp(script, "#SBATCH", strlen("#SBATCH")) == 0)
+			while (next_word(&at, script + length, word))
+				note_word(job, word);
 		script += length + (script[length] == '\n');
 	}
 }
 
-bool submit_asks(char *const command[], const char *script, bool asked_before, bool *array)
+struct submission submit_read(char *const command[], const char *script, bool asked_before)
 {
-	bool asked = asked_before;
+	struct submission job = { .asks = asked_before, .array = getenv("SBATCH_ARRAY_INX") != NULL };
 
-	*array = getenv("SBATCH_ARRAY_INX") != NULL;
 	if (script != NULL)
-		read_script_options(script, &asked, array);
-	for (int i = 1; command[0] != NULL && command[i] != NULL && strcmp(command[i], "--") != 0; ++i) {
-		if (asks(command[i]) >= 0)
-			asked = asks(command[i]);
-		*array = *array || is_array(command[i]);
-	}
-	return (asked);
+		read_script_options(script, &job);
+	for (int i = 1; command[0] != NULL && command[i] != NULL && strcmp(command[i], "--") != 0; ++i)
+		note_word(&job, command[i]);
+	return (job);
+}
+
+/* Whether it is left to what the user said. sbatch itself takes a variable before what the script says, and before its opposite. */
+static bool is_said(const struct submission *job, size_t which)
+{
+	return (job->says[which] || (job->array && defaults[which].of_allocation) || getenv(defaults[which].variable) != NULL ||
+		(defaults[which].opposite_variable != NULL && getenv(defaults[which].opposite_variable) != NULL));
 }
 
 /*
@@ -129,41 +163,30 @@ static bool read_script(char text[MOST_BYTES + 1])
 void submit_set_defaults(void)
 {
 	const char *said = getenv("UNICRON"), *by_default = getenv("UNICRON_BY_DEFAULT");
-	bool script, array, before = said != NULL && strcmp(said, "1") == 0 && !(by_default != NULL && strcmp(by_default, "1") == 0);
+	bool before = said != NULL && strcmp(said, "1") == 0 && !(by_default != NULL && strcmp(by_default, "1") == 0);
 	static char text[MOST_BYTES + 1];
+	struct submission job;
 
 	read_words();
-	script = read_script(text);
-	if (!submit_asks(words, script ? text : NULL, before, &array))
-		return;
-	for (size_t i = 0; i < DEFAULTS; ++i)
-		mine[i] = !(array && defaults[i].of_allocation) && getenv(defaults[i].variable) == NULL && setenv(defaults[i].variable, defaults[i].value, 1) == 0;
-}
-
-static bool is_said(const char *option)
-{
-	for (int i = 1; words[0] != NULL && words[i] != NULL; ++i)
-		if (strncmp(words[i], option, strlen(option)) == 0)
-			return (true);
-	return (false);
+	job = submit_read(words, read_script(text) ? text : NULL, before);
+	was_asked = job.asks;
+	for (size_t i = 0; job.asks && i < SUBMIT_DEFAULTS; ++i)
+		mine[i] = !is_said(&job, i) && setenv(defaults[i].variable, defaults[i].value, 1) == 0;
 }
 
 void submit_finish(bool asked)
 {
 	char missing[128] = "";
-	bool any = false, array;
+	struct submission job;
 
-	for (size_t i = 0; i < DEFAULTS; ++i) {
+	for (size_t i = 0; i < SUBMIT_DEFAULTS; ++i)
 		if (mine[i])
 			unsetenv(defaults[i].variable);
-		any = any || mine[i];
-	}
-	if (!asked || any || words[0] == NULL || strstr(words[0], "sbatch") == NULL)
+	if (!asked || was_asked || words[0] == NULL || strstr(words[0], "sbatch") == NULL)
 		return;
-	submit_asks(words, NULL, false, &array);
-	for (size_t i = 0; i < DEFAULTS; ++i)
-		if (defaults[i].option != NULL && getenv(defaults[i].variable) == NULL && !is_said(defaults[i].option) &&
-		    !(array && defaults[i].of_allocation))
+	job = submit_read(words, NULL, false);
+	for (size_t i = 0; i < SUBMIT_DEFAULTS; ++i)
+		if (defaults[i].option != NULL && !is_said(&job, i))
 			snprintf(missing + strlen(missing), sizeof(missing) - strlen(missing), " %s%s", defaults[i].option,
 				 strcmp(defaults[i].option, "--open-mode") == 0 ? "=append" :
 				 defaults[i].of_allocation ? " (but for an array)" : "");

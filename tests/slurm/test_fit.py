@@ -310,6 +310,41 @@ def test_a_heterogeneous_job_that_can_never_start_keeps_no_more_nodes_than_slurm
     wait_for(lambda: client.elements({job})[0].state == "RUNNING", "it starts there", now=components)
 
 
+def test_a_job_that_waits_for_nodes_with_the_same_feature_keeps_no_others_idle(make: Make) -> None:
+    """Defect: each node was looked at by itself. One with a is busy, so that `[a|b|c]` waits for it; b and c are on one
+    node each, which a job of lower priority may have."""
+    shape = "CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=4000 Feature="
+    cluster = make([shape + feature for feature in "aabc"], "CR_Core")
+    client, env = cluster.client(), os.environ | cluster.env()
+
+    def submit(*words: str) -> str:
+        form = ["sbatch", "--parsable", "--exclusive", "-o", "/dev/null", *words, "--wrap=sleep 300"]
+        return subprocess.run(form, env=env, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+
+    def state(job: str) -> str:
+        return next((e.state for e in client.others().elements if e.job == job), "")
+
+    first = submit("-N1", "-w", "n1")
+    wait_for(lambda: state(first) == "RUNNING", "the first has its node", now=client.others)
+    rival = submit("-N2", "-C", "[a|b|c]", "-t", "60")
+    own = submit("-N1", "--array=0-0", "--hold", "--nice=1000")
+
+    def listing() -> Listing:
+        return Listing(time.time(), client.nodes(), [*client.elements({own}), *client.others().elements])
+
+    waiting = wait_for(lambda: (found := listing()).waiting and found, "the rival waits", now=client.others)
+    (element,) = client.elements({own})
+    found = Ground(waiting, {own}, time.time()).reach([element], {"n2", "n3", "n4"}, ())
+    assert found.nodes == {"n3", "n4"} and found.barred == {f"about to go to pending job {rival}": 1}
+    client.pin(own, 0, "n3")
+    client.release(own, 0)
+    wait_for(lambda: client.elements({own})[0].state == "RUNNING", "it starts there", now=client.others)
+    client.cancel(first)
+    wait_for(lambda: state(rival) == "RUNNING", "the rival starts", now=client.others)
+    (started,) = (e for e in client.others().elements if e.job == rival)
+    assert set(squeue.nodes_of(started)) == {"n1", "n2"}
+
+
 @pytest.mark.parametrize(
     ("options", "pins"),
     [(["--mem=1500"], ["n4"]), (HIDDEN, ["n3", "n4"])],

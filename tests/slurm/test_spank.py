@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,12 +21,13 @@ import msgpack
 import pytest
 
 from tests.support.plugin_site import SOURCE, build
-from tests.support.processes import wait_for
+from tests.support.processes import ROOT, wait_for
 from tests.support.small_root import add, make_root, plugin_line
 from unicron.ctl.lab.cluster.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
 
+SUBMISSION = ROOT / "docs" / "behaviour" / "submission.toml"
 CALL_LIMIT = 20.0  # seconds for one Slurm command
 # What srun says of a step that slurmctld lets wait, since it has not yet heard that the one before has ended.
 WAITED = re.compile(
@@ -489,10 +491,35 @@ def test_a_batch_script_learns_what_it_lacks(bench: Bench) -> None:
     for options, said in (
         ((), "give sbatch --requeue --open-mode=append --no-kill"),
         (("--requeue",), "sbatch --open-m"),
+        (("--no-requeue", "-k"), "sbatch --open-mode=append\n"),
     ):
         command = f"echo '#!/bin/sh\n#SBATCH --unicron\nhostname' | sbatch {' '.join(options)}"
         done = bench.call("sh", "-c", command)
         assert done.returncode == 0 and said in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("unicron", [(), ("--unicron",), ("#SBATCH --unicron",)], ids=["without", "option", "script"])
+def test_what_the_user_says_of_requeue_log_and_lost_nodes_counts(bench: Bench, unicron: tuple[str, ...]) -> None:
+    """Defect: sbatch takes a variable before what the script says, so that the plugin's beat #SBATCH --no-requeue."""
+    in_script = [word for word in unicron if word.startswith("#")]
+    usual = {"requeue": "requeue", "open_mode": "a", "no_kill": "set"} if unicron else {}
+    script = bench.folder / "said"
+    for case in tomllib.loads(SUBMISSION.read_text())["case"]:
+        script.write_text("\n".join(["#!/bin/sh", *in_script, *case.get("script", []), "true", ""]))
+        options = [*set(unicron).difference(in_script), *case.get("options", [])]
+        done = bench.call(
+            *("sbatch", "-vv", "--hold", "-o", "/dev/null", *options, script.name), **case.get("environment", {})
+        )
+        assert done.returncode == 0 and "unicron:" not in done.stderr, done.stderr
+        shown = dict(re.findall(r"^sbatch: (\S+) +: (.*)$", done.stderr, re.M))
+        said = {name: shown.get(name.replace("_", "-")) for name in ("requeue", "open_mode", "no_kill")}
+        said["requeue"] = said["requeue"] or shown.get("no-requeue")
+        expected = usual | {name: case[name] for name in said if name in case}
+        assert {name: value for name, value in said.items() if value} == expected, case
+        job = re.findall(r"\d+", done.stdout)[-1]
+        requeues = f"Requeue={int(expected.get('requeue') == 'requeue')}"  # JobRequeue=0
+        assert requeues in bench.call("scontrol", "show", "job", job).stdout, case
+        assert bench.call("scancel", job).returncode == 0
 
 
 def test_a_batch_script_with_mpirun_or_a_server_is_not_told_to_write_srun_before_it(bench: Bench) -> None:

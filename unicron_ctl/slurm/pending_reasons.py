@@ -158,9 +158,11 @@ def explained(element: ElementInfo, now: float) -> str:
     """Why a pending element has not started, in words."""
     if _begins_later(element, now):
         return "it is to begin later (--begin)"
-    if element.required_nodes and refusal_seconds(element.reason):
-        return f"it must start on {', '.join(sorted(element.required_nodes))} (ReqNodeList), which Slurm refuses it"
     found = understand(element.reason)
+    if element.required_nodes and refusal_seconds(element.reason):
+        # Of a node that is busy Slurm says ReqNodeNotAvail, too, if others wait for it.
+        why = "is busy, reserved or out of service" if found.bar is Bar.NOTHING else "Slurm refuses it"
+        return f"it must start on {', '.join(sorted(element.required_nodes))} (ReqNodeList), which {why}"
     if element.held and found.bar is not Bar.HOLD:
         return "Slurm holds it: `scontrol release`"
     return found.words or "Slurm gives this reason and no other"

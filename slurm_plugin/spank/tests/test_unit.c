@@ -856,14 +856,55 @@ static void test_submissions(void)
 		{ { "sbatch", "job.sh" }, "#!/bin/sh\n#SBATCH --array=0-3 -N 4 --unicron\n", false, true, true },
 		{ { NULL }, NULL, false, false, false },
 	};
-	bool array;
 
-	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i)
-		if (submit_asks((char *const *) cases[i].words, cases[i].script, cases[i].before, &array) != cases[i].asks ||
-		    array != cases[i].array) {
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
+		struct submission job = submit_read((char *const *) cases[i].words, cases[i].script, cases[i].before);
+
+		if (job.asks != cases[i].asks || job.array != cases[i].array) {
 			fprintf(stderr, "submission %zu\n", i);
 			abort();
 		}
+	}
+}
+
+/* Which of the defaults a user says, in the script or on the command line: R(equeue), O(pen mode), K(ill). */
+static void test_what_is_said(void)
+{
+	static const struct { const char *word, *script, *says; } cases[] = {
+		{ "-N2", "#!/bin/sh\n", "" },
+		{ "--no-requeue", NULL, "R" },
+		{ "-Hk", "#SBATCH --requeue --open-mode truncate\n", "ROK" },
+		{ "-N2", "#SBATCH --no-req\n#SBATCH -koff --op=t\ntrue\n", "ROK" },
+		{ "-N2", "#SBATCH--requeue=expedite", "R" },
+		{ "-N2", "#SBATCH\f-OHkoff\v'--open-mode' \"truncate\"", "OK" },
+		{ "-N2", "#SBATCH -J a#b --no-requeue\n", "" },
+		{ "-N2", "#SBATCH -J 'a #b' --no-\\requeue\n", "R" },
+		{ "-N2", "#SBATCH --comment='--no-requeue --open-mode=append'\n", "" },
+		{ "-N2", "#SBATCH --comment=\"not -k\" -J 'open\n#SBATCH --no-kill \\\n", "K" },
+		{ "-N2", "true\n#SBATCH --no-requeue\n", "" },
+		{ "-N2", " #SBATCH -k\n##SBATCH -k\n#sbatch -k\n#SBATCH\n#SBATC", "" },
+		{ "-N2", "#SBATCH --re -Jk -ok -- -\n", "R" },    /* sbatch refuses --re */
+	};
+	char text[4096] = "#SBATCH --comment=", *words[] = { "sbatch", NULL, "job.sh", NULL };
+	struct submission job;
+
+	for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); ++i) {
+		words[1] = (char *) cases[i].word;
+		job = submit_read(words, cases[i].script, true);
+		if (job.says[SUBMIT_REQUEUE] != (strchr(cases[i].says, 'R') != NULL) ||
+		    job.says[SUBMIT_OPEN_MODE] != (strchr(cases[i].says, 'O') != NULL) ||
+		    job.says[SUBMIT_NO_KILL] != (strchr(cases[i].says, 'K') != NULL)) {
+			fprintf(stderr, "said %zu\n", i);
+			abort();
+		}
+	}
+	words[1] = "--no-unicr";
+	job = submit_read(words, "#SBATCH --unicron -Ha0-3\n", true);
+	assert(!job.asks && job.array);
+	memset(text + strlen(text), 'x', 3000);
+	strcpy(text + 3000, " --no-requeue --arr=0-3");
+	job = submit_read(words, text, true);    /* a long line */
+	assert(job.says[SUBMIT_REQUEUE] && job.array);
 }
 
 /* Which steps get an agent, by default and when the user asked for it. */
@@ -1059,6 +1100,7 @@ int main(int argc, char **argv)
 	test_batch_scripts();
 	test_reading_is_bounded();
 	test_submissions();
+	test_what_is_said();
 	context = S_CTX_LOCAL;
 	args_register(NULL);
 	test_choice();

@@ -31,7 +31,7 @@ class Reach:
 
 
 RIVALS = 200  # kinds of pending elements that are looked at closely
-COMPONENTS = 16  # of a heterogeneous job that are
+COMPONENTS = 16  # of a heterogeneous job that are, and choices of features in brackets
 ALWAYS = float("-inf")  # a rival may get the node at any time
 
 
@@ -79,8 +79,9 @@ class Ground:
             return  # Slurm itself keeps no more for such a job than it has planned
         if len(rival.required_nodes) >= rival.asked.nodes and not roughly:
             planned = planned or rival.required_nodes  # it can get no others
-        for sort, names in zip(self._sorts, self._open, strict=True):
-            if names and (planned or self._fits(rival, sort[0], roughly)):
+        where = set() if planned or roughly else self._where(rival, [k for k, names in enumerate(self._open) if names])
+        for k, (sort, names) in enumerate(zip(self._sorts, self._open, strict=True)):
+            if names and (planned or k in where or (roughly and in_partition(rival, sort[0]))):
                 taken = names & planned if planned else names if roughly else names - rival.excluded_nodes
                 for name in taken:
                     self._wanted.setdefault(name, []).append((ALWAYS, rival))
@@ -92,13 +93,26 @@ class Ground:
         parts = self._whole[hetero]
         if len(parts) > COMPONENTS:
             return True
-        fits = [{k for k, sort in enumerate(self._sorts) if self._fits(part, sort[0], False)} for part in parts]
+        fits = [self._where(part) for part in parts]
         wants = [(part.asked.nodes, where) for part, where in zip(parts, fits, strict=True)]
         wants.append((sum(count for count, _ in wants), set[int]().union(*fits)))
         return all(count <= sum(len(self._sorts[k]) for k in where) for count, where in wants)
 
-    def _fits(self, rival: ElementInfo, node: NodeInfo, roughly: bool) -> bool:
-        return in_partition(rival, node) if roughly else not misfit(rival, node, self._now)
+    def _where(self, ask: ElementInfo, among: Collection[int] | None = None) -> set[int]:
+        """The sorts of nodes on which the element may start. Of features in brackets all its nodes must have the same,
+        so each choice must be on enough nodes. among: which sorts are asked about; any other may be found, too."""
+        choices = one_for_all(ask.features) if ask.asked.cpus_in_all and ask.asked.nodes > 1 else []
+        chosen = 0 < len(choices) <= COMPONENTS
+        numbers = range(len(self._sorts)) if chosen or among is None else among
+        where = {k for k in numbers if not misfit(ask, self._sorts[k][0], self._now)}
+        if not chosen:
+            return where
+        found: set[int] = set()
+        for choice in choices:
+            there = {k for k in where if has_features(choice, self._sorts[k][0].features)}
+            if sum(node.name not in ask.excluded_nodes for k in there for node in self._sorts[k]) >= ask.asked.nodes:
+                found |= there
+        return found
 
     def reach(
         self,
@@ -130,8 +144,11 @@ class Ground:
     def _barred(self, ask: ElementInfo) -> dict[str, str]:
         """node -> why Slurm would not start the element there."""
         barred: dict[str, str] = {}
-        for sort in self._sorts:
-            if why := misfit(ask, sort[0], self._now):
+        where = self._where(ask)
+        for k, sort in enumerate(self._sorts):
+            if k not in where:
+                too_few = f"without a feature of {ask.features} that is on {ask.asked.nodes} nodes"
+                why = misfit(ask, sort[0], self._now) or too_few
                 barred |= {node.name: why for node in sort}
         return barred | {name: "excluded by the job" for name in ask.excluded_nodes if name in self._names}
 
@@ -250,6 +267,22 @@ def has_features(constraint: str, features: Collection[str], nodes: float = floa
     except IndexError:
         return False
     return value and not rest
+
+
+def one_for_all(constraint: str) -> list[str]:
+    """Finds what a constraint comes to with each of the features in its brackets: `x&[a|b]` is `x&(a)` or `x&(b)`.
+    Empty where it leaves no such choice."""
+    found = re.fullmatch(r"([^\[\]*]*)\[([^\[\]*]*)\]([^\[\]*]*)", constraint.replace(" ", ""))
+    if found is None or "|" not in found[2]:
+        return []
+    choices, depth = [""], 0
+    for sign in found[2]:
+        depth += (sign == "(") - (sign == ")")
+        if sign == "|" and depth <= 0:
+            choices.append("")
+        else:
+            choices[-1] += sign
+    return [f"{found[1]}({choice}){found[3]}" for choice in choices]
 
 
 def _expression(tokens: Sequence[str], features: Collection[str], counted: bool) -> tuple[bool, Sequence[str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from unicron.ctl.slurm.pending_reasons import Bar, bar_of, barred, explained, refusal_seconds, understand
@@ -89,6 +91,21 @@ def test_a_wait_after_a_requeue_is_slurms_and_a_later_begin_time_is_somebodys_wi
     assert bar_of(_element("BeginTime", restarts=1, starts=87400.0), 1000.0) is Bar.OTHER
     assert bar_of(_element("BeginTime", restarts=0, starts=1120.0), 1000.0) is Bar.OTHER
     assert "--begin" in explained(_element("BeginTime", starts=1120.0), 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("BadConstraints", "which Slurm refuses it"),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", "which is busy, reserved or out of service"),
+        ("ReqNodeNotAvail,_May_be_reserved_for_other_job", "which is busy, reserved or out of service"),
+        ("Nodes required for job are DOWN, DRAINED or reserved", "which is busy, reserved or out of service"),
+    ],
+)
+def test_a_pin_that_waits_its_turn_is_not_told_to_be_refused(reason: str, words: str) -> None:
+    """Defect: of a node that another job has Slurm says ReqNodeNotAvail, too."""
+    element = replace(_element(reason), required_nodes=frozenset({"n1"}))
+    assert explained(element, 0.0) == f"it must start on n1 (ReqNodeList), {words}"
 
 
 @pytest.mark.parametrize(

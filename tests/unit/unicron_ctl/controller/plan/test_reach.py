@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from unicron.ctl.controller.model.view import Listing
 from unicron.ctl.controller.plan import eligible_nodes
-from unicron.ctl.controller.plan.eligible_nodes import RIVALS, Ground, has_features, has_gres, misfit
+from unicron.ctl.controller.plan.eligible_nodes import RIVALS, Ground, has_features, has_gres, misfit, one_for_all
 from unicron.ctl.slurm.slurm_client import Asked, ElementInfo, NodeInfo, PartitionInfo, Reserved, Size
 
 NODE = NodeInfo("n1", frozenset({"IDLE"}), "", "", 1, 1.0, 8, ("gpu", "all"), frozenset({"a100", "ib"}), "gpu:a100:8")
@@ -113,6 +113,7 @@ def test_counts_of_features_are_of_different_nodes(constraint: str, nodes: int, 
 @given(st.text("ab()[]&|*2, …", max_size=12))
 def test_no_constraint_is_an_error(text: str) -> None:
     assert has_features(text, {"a"}) in (True, False)
+    assert all(has_features(choice, {"a"}) in (True, False) for choice in one_for_all(text))
 
 
 def _ground(*rivals: ElementInfo, nodes: int = 3) -> Ground:
@@ -294,6 +295,57 @@ def _component(slurm_id: int, nodes: int, **more: object) -> ElementInfo:
 def test_a_heterogeneous_job_wants_nodes_as_a_whole(components: list[ElementInfo], left: list[str]) -> None:
     """Defect: each of its components fitted by itself, so that a job that can never start kept all nodes idle."""
     assert _reach(_ground(*components)) == left
+
+
+def _choice(features: str, nodes: int, **more: object) -> ElementInfo:
+    return replace(RIVAL, features=features, asked=Asked(nodes=nodes, cpus_in_all=nodes), **more)
+
+
+def _by_features(ask: ElementInfo) -> Ground:
+    """Two nodes with a, one with b, one with c; all but the last have x."""
+    features = ({"a", "x"}, {"a", "x"}, {"b", "x"}, {"c"})
+    listed = [replace(NODE, name=f"n{n}", features=frozenset(has)) for n, has in enumerate(features, start=1)]
+    return Ground(Listing(0.0, listed, [ASK, ask]), {"1"}, 1000.0)
+
+
+# Seen with 22.05: docs/behaviour/squeue-formats.md.
+CHOICES = [
+    (_choice("[a|b|c]", 2), ["n1", "n2"]),
+    (_choice("[c|b|a]", 1), ["n1", "n2", "n3", "n4"]),
+    (_choice("a|b|c", 2), ["n1", "n2", "n3", "n4"]),
+    (_choice("x&[a|b]", 2), ["n1", "n2"]),
+    (_choice("[x|c]", 2), ["n1", "n2", "n3"]),
+    (_choice("[(a&x)|c]", 2), ["n1", "n2"]),
+    (_choice("[a|b|c]", 2, excluded_nodes=frozenset({"n1"})), []),
+    (_choice("[a|b|c]", 3), []),
+    (_choice("[a*1&b*1]", 2), ["n1", "n2", "n3"]),
+    (
+        _choice("[" + "|".join(["a", "b", *(f"d{n}" for n in range(15))]) + "]", 2),
+        ["n1", "n2", "n3"],
+    ),  # too many choices
+]
+
+
+@pytest.mark.parametrize(("asks", "where"), CHOICES)
+def test_of_a_choice_in_brackets_all_nodes_have_the_same(asks: ElementInfo, where: list[str]) -> None:
+    """Defect: each node was looked at by itself, so that nodes which such a job can never get stayed idle."""
+    everywhere = {"n1", "n2", "n3", "n4"}
+    own = replace(asks, job="1", priority=7)
+    assert _by_features(asks).reach([ASK], everywhere, ()).nodes == everywhere - set(where)
+    assert _by_features(asks).reach([own], everywhere, ()).nodes == set(where)
+
+
+def test_a_reach_says_that_too_few_nodes_have_the_same_feature() -> None:
+    own = replace(_choice("[a|b|c]", 2), job="1")
+    barred = _by_features(own).reach([own], {"n1", "n2", "n3", "n4"}, ()).barred
+    assert barred == {"without a feature of [a|b|c] that is on 2 nodes": 2}
+
+
+def test_a_choice_in_one_component_of_a_heterogeneous_job_counts_for_the_whole() -> None:
+    parts = [_choice("[b|c]", 2, hetero="9"), replace(_choice("a", 1, hetero="9"), job="10")]
+    listed = [replace(NODE, name=f"n{n}", features=frozenset(has)) for n, has in enumerate(["a", "b", "c"], start=1)]
+    ground = Ground(Listing(0.0, listed, [ASK, *parts]), {"1"}, 1000.0)
+    assert _reach(ground) == ["n1", "n2", "n3"]
 
 
 def test_nodes_that_slurm_has_refused_are_out_of_reach() -> None:
