@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from unicron.detector.failures.labels import Weight
 from unicron.detector.failures.severity import Verdict
-from unicron.detector.failures.statements import REPORTED, Kind, Statement, Weight, statements
+from unicron.detector.failures.statements import REPORTED, Kind, Statement, statements
 
 Judge = Callable[[str, bool], Verdict | None]
 """The verdict on a statement's text; generic: rules that say no more than "there was an exception" count, too."""
