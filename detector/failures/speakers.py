@@ -37,7 +37,7 @@ _BEFORE = re.compile(
     r"[A-Za-z][\w.-]{0,63}(?<!Error)(?<!Exception)(?::\d{1,6})?: |"
     r" {0,4}\d{1,6}: |"
     r"\[(?!NRT_|ND \d|MLA \d)[^\]\n]{0,120}\](?:: ?| |(?=\[))|"
-    r"[EF]\d{4,8} [\d:.]+ +\d+ \S+:\d+\] ?|\d{4}-\d\d-\d\d[T ][\d:.,]+:? |"
+    r"[EF]\d{4,8} [\d:.]+ +\d+ \S+:\d+\] ?|\d{4}-\d\d-\d\d[T -][\d:.,]+:? |RecentErrMsg: |"
     r"[EF] \S+:\d+\] |[EF]\d* \S+:\d+\] |(?:ERROR|FATAL|CRITICAL|INTERNAL)(?::[\w.]+)?: ?|what\(\): +|"
     r"slurmstepd\S{0,64}: error: |pyxis: +|[\w.-]{1,64}:\d+:\d+ \[-?\d+\] |"
     r"Error \([\w./-]+:\d+\): |\S{1,80}\.\w{1,4}:\d+: |"

@@ -204,6 +204,8 @@ def test_a_busy_device_is_seen_in_its_line_alone_and_a_graph_blames_no_device():
     held = CLASSIFIER.match(f"{busy} process is running.", "exception")
     assert held is not None and (held.cause, held.rule) == ("cuda_error", "accelerator-busy")
     assert stderr(f"ValueError: {busy}").cause == "application_error"
+    recent = "[ERROR] RecentErrMsg: [PID: 3698671] 2026-06-24-16:04:09.980.816 Resource_Busy(EL0005): The resources"
+    assert stderr(f"{recent} are busy.").rule == "accelerator-busy"
     graph = "[19:08:34.165045][PT_BRIDGE ][error][tid:4] graph.cpp: 599Graph compile failed. synStatus=synStatus 26"
     for line in (graph, "[19:08:34][PASS_MANAGER][error][tid:4] Graph optimization failed pass: loadTpcKernels"):
         assert stderr(line).scope == "application"
@@ -362,6 +364,16 @@ def test_what_a_logger_says_at_level_info_is_still_no_end():
         f"2026-10-31 03:11:02,473 - Trainer - INFO - cannot send\n{TRACEBACK}\n2026-10-31 03:11:02,473 - Trainer - INFO"
     )
     assert stderr(f"{logged} - Connection refused").cause == "ecc_error"
+
+
+def test_an_oom_kill_that_slurm_counts_stands_above_an_exception_that_says_nothing() -> None:
+    killed = "slurmstepd: error: Detected 8 oom-kill event(s) in step 59137890.batch cgroup. Some of your processes may"
+    for end, cause in (
+        ("ray.tune.error.TuneError: ('Trials did not complete', [seed:5591])", "host_out_of_memory"),
+        ("ValueError: lr", "application_error"),
+        ("RuntimeError: CUDA out of memory. Tried to allocate 2 GiB", "cuda_out_of_memory"),
+    ):
+        assert stderr(f"{end}\n{killed}").cause == cause
 
 
 def test_slurms_words_that_an_application_quotes_blame_no_node() -> None:
