@@ -28,7 +28,14 @@ from unicron.detector.failures.severity import (
     folded,
 )
 from unicron.detector.failures.speakers import library_lines, own_words
-from unicron.detector.failures.statements import REPORTED, bare_line, head_and_tail
+from unicron.detector.failures.statements import (
+    REPORTED,
+    bare_line,
+    head_and_tail,
+    is_information,
+    of_nccl,
+    tells_of_no_end,
+)
 from unicron.detector.failures.text_budget import END_JUDGED, NOT_JUDGED, Budget, alike
 
 # The head and the tail of a longer statement are read; the middle is the application's own noise.
@@ -124,7 +131,10 @@ class Classifier:
         if "\n" in text.strip():
             known = self.last_words(text, source, generic)[1]
         else:
-            known = self._match(bare_line(head_and_tail(text, MAX_TEXT)), source, generic)
+            line = bare_line(head_and_tail(text, MAX_TEXT))
+            known = self._match(line, source, generic)
+            if known is not None and is_information(line) and (not weak or known.scope == "application"):
+                known = None  # its writer goes on without what it speaks of
         if known is None and weak:
             said = self.last_words(text, source)[0]
             known = self._match(head_and_tail(said, MAX_TEXT), source, True, True)
@@ -275,6 +285,10 @@ class Classifier:
         line = next((line.strip() for line in reversed(text.splitlines()) if re.search(r"\w", line)), "")
         if source == "kernel":  # most of what a kernel says is no fault
             return self._make("hardware_warning", "kernel-default", f"no rule knows {_quoted(line)}; nothing is done")
+        part = head_and_tail(text, MAX_TEXT)
+        spoken = (self._match(each, source, True) for each in part.splitlines() if not of_nccl(each))
+        if tells_of_no_end(part) and all(each is None or each.scope == "application" for each in spoken):
+            return self._make("no_fault", "information", f"{source} text has information and warnings alone")
         said = f"no rule knows {_quoted(line)}; the default is to restart the process and to escalate if that fails"
         return self._make(self.table.default, "default", said)
 

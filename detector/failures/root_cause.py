@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from unicron.detector.failures.labels import Weight
 from unicron.detector.failures.severity import Verdict
-from unicron.detector.failures.statements import REPORTED, Kind, Statement, Weight, statements
+from unicron.detector.failures.statements import REPORTED, Kind, Statement, statements
 
 Judge = Callable[[str, bool], Verdict | None]
 """The verdict on a statement's text; generic: rules that say no more than "there was an exception" count, too."""
@@ -65,7 +66,7 @@ def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:
     elif _rank(best) == _PLACE:
         best = _better(best, errors)
     elif best and best[1] and errors and errors[1] and _explains(errors[1], best[1]):
-        best = errors  # the library says what the program's exception does not
+        best = errors  # the library or Slurm says what the program's exception does not
     if best is not None:
         return best
     rest = fatal or said
@@ -75,7 +76,8 @@ def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:
 def _explains(error: Verdict, end: Verdict) -> bool:
     if end.rule == "nccl-cuda":  # it says that a call of CUDA's failed, not how
         return error.rule != "nccl-cuda" and _rank(("", error)) == _SPECIFIC
-    return end.rule in GENERAL and error.scope == "hardware"
+    killed = error.rule == "host-oom" and "oom" in error.reason  # a process of the rank's own, as a rule
+    return (end.rule in GENERAL and error.scope == "hardware") or (end.rule == "python-exception" and killed)
 
 
 def one_line(statement: str) -> str:

@@ -28,15 +28,16 @@ _OF_THE_PROGRAM = re.compile(
 _QUOTED = re.compile(r"\"[^\"\n]{1,300}\"|`[^`\n]{1,300}`|(?<!\w)'[^'\n]{1,300}'(?!\w)")
 # Not types, though they are written like one: a library's own words, and labels of loggers.
 _NO_TYPE = re.compile(
-    r"CUDA\w*|HIP\w*|NCCL\w*|RCCL\w*|NVML\w*|NVIDIA\w*|CU[A-Z]+_\w+|INTERNAL|ERROR|FATAL|CRITICAL|E|F"
+    r"CUDA\w*|HIP\w*|NCCL\w*|RCCL\w*|NVML\w*|NVIDIA\w*|CU[A-Z]+_\w+|INTERNAL|ERROR|FATAL|CRITICAL|E|F|E[0-9A-Z]\d{4}"
 )
 # What loggers, launchers and C++ put before a message.
 _BEFORE = re.compile(
     rf"(?:{LAUNCHERS}|{COLLECTORS}|"
-    r"(?!nvidia-)(?=[\w.-]{0,63}[\d-])[A-Za-z][\w.-]{0,63}(?<!Error)(?<!Exception)(?::\d{1,6})?: |"
+    r"(?!nvidia-|(?-i:E[0-9A-Z]\d{4}): )(?=[\w.-]{0,63}[\d-])"
+    r"[A-Za-z][\w.-]{0,63}(?<!Error)(?<!Exception)(?::\d{1,6})?: |"
     r" {0,4}\d{1,6}: |"
     r"\[(?!NRT_|ND \d|MLA \d)[^\]\n]{0,120}\](?:: ?| |(?=\[))|"
-    r"[EF]\d{4,8} [\d:.]+ +\d+ \S+:\d+\] ?|\d{4}-\d\d-\d\d[T ][\d:.,]+:? |"
+    r"[EF]\d{4,8} [\d:.]+ +\d+ \S+:\d+\] ?|\d{4}-\d\d-\d\d[T -][\d:.,]+:? |RecentErrMsg: |"
     r"[EF] \S+:\d+\] |[EF]\d* \S+:\d+\] |(?:ERROR|FATAL|CRITICAL|INTERNAL)(?::[\w.]+)?: ?|what\(\): +|"
     r"slurmstepd\S{0,64}: error: |pyxis: +|[\w.-]{1,64}:\d+:\d+ \[-?\d+\] |"
     r"Error \([\w./-]+:\d+\): |\S{1,80}\.\w{1,4}:\d+: |"

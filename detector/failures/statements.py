@@ -14,19 +14,22 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from unicron.detector.failures.labels import (
+    ASCEND,
+    GLOG,
+    HEADER,
+    LEVEL,
+    NCCL,
+    PYTHON_WARNING,
+    WARN,
+    Weight,
+    label,
+)
+
 MOST_LINES = 2000  # of a longer text the end is read
 LONGEST_TEXT = 64 * 1024  # characters: of a longer text the head and the tail are read
 LONGEST_LINE = 2000  # the same of one line: texts of libraries have some 500
 MESSAGE_LINES = 12  # of one message
-
-
-class Weight(enum.IntEnum):
-    """What a statement's writer says about it."""
-
-    NOISE = 0  # information, a warning, or a part of a report that says nothing by itself
-    PLAIN = 1  # no label
-    ERROR = 2  # labelled as an error
-    FATAL = 3  # the process names it as its end
 
 
 class Kind(enum.Enum):
@@ -76,33 +79,6 @@ _JSON = re.compile(r'\{.{0,300}?"(?:log|message|msg|data)": ?("(?:[^"\\]|\\.){0,
 _OF_A_STREAM = re.compile(r'"(?:stream|pipe|time|timestamp|ts|level|levelname|severity)": ?["\d]')
 _HOST = re.compile(r"[A-Za-z][\w.-]{0,62}\d(?:-\w{1,20})?: ")
 _GUTTER = re.compile(r"\s+[|+](?:[ -]|$)[-+ ]*")  # of an ExceptionGroup
-_INFO = "INFO|DEBUG|TRACE|NOTICE|VERBOSE"
-_WARN = "WARNING|WARN"
-_BAD = "ERROR|ERR|CRITICAL|CRIT|FATAL|SEVERE"
-_LETTERS = {"I": Weight.NOISE, "V": Weight.NOISE, "D": Weight.NOISE, "W": Weight.NOISE, "E": Weight.ERROR}
-_GLOG = re.compile(r"\[?([IVDWEFC])\d{0,8}(?: [\d:.]+)?(?: +\d+)? [\w./<>-]+\.\w+:\d+\] ?")
-_TENSORFLOW = re.compile(r"(?:\d{4}-\d\d-\d\d [\d:.,]+: )?([IWEF]) (?=[\w/.]+\.\w+:\d+\])")
-_NEMO = re.compile(r"\[NeMo ([IWEDF]) [^\]]*\]")
-_LOGGER = re.compile(
-    rf"(?<![=\w.])({_INFO}|{_WARN}|{_BAD})\b(?=[\]\s:|)>\[-]|$)",
-)
-_HEADER = re.compile(rf"[^\n]{{0,120}}?(?<![=\w.])(?:{_INFO}|{_WARN}|{_BAD})\b[\s:|\])>-]{{0,20}}")
-_LEVEL = re.compile(rf"\blevel\"?[=:] ?\"?(?:({_INFO}|{_WARN})|{_BAD})\b", re.IGNORECASE)
-_LOGGED = re.compile(  # a line of a logger begins so: its level, a date, or something in brackets
-    rf"(?:{_INFO}|{_WARN}|{_BAD})\b[\s:|\[-]|\[|\(|<|\d{{2,4}}[-/:.](?:\d\d|[A-Z][a-z]{{2}}-\d)|time=|ts=|\{{\"|"
-    r"[A-Z][a-z]{2} +\d+ [\d:]+"
-)
-_NCCL = re.compile(r"\b(?:[NR]CCL|CCOM) (INFO|TRACE|WARN|ABORT)\b")
-_RCCL_FATAL = re.compile(r"[\w.-]{1,64}:\d+:\d+ \[-?\d+\] \[FATAL ERROR\]: ")
-_CCL = re.compile(r"[\d:-]{10,24}:?\(\d+\) \|CCL_(ERROR|WARN|INFO|DEBUG|TRACE)\| ")
-_ASCEND = re.compile(r"\[ERROR\] \d{4}-\d\d-\d\d-[\d:.]+ \(PID:")  # a line of its exceptions
-_LIBFABRIC = re.compile(r"libfabric:\d+:.{0,200}?<(info|trace|debug|warn|critical)>")
-_UCX = re.compile(r"\bUCX +(ERROR|FATAL|WARN|INFO|DEBUG|DIAG|TRACE)\b")
-_PYTHON_WARNING = re.compile(r"(?:\S+:\d+: )\w*Warning: ")
-_SLURM = re.compile(
-    r"(?:(?:srun|slurmstepd|slurmd|sbatch|salloc)\S{0,64}:|\[\d{4}-\d\d-\d\dT[\d:.]{8,15}\]) (?:error|fatal): "
-)
-
 _TRACEBACK = re.compile(r"( *)(?:traceback *: )?(?:Exception Group )?Traceback \(most recent call last\):")
 _IGNORED = re.compile(r"Exception ignored (in|while|on)\b")
 _IN_THREAD = re.compile(r"Exception in thread |Exception in callback |Task exception was never retrieved")
@@ -184,6 +160,39 @@ def bare_line(line: str) -> str:
     return _Line(line, _Prefixes(())).text
 
 
+def is_information(line: str) -> bool:
+    """Whether a line's own writer calls it information or a warning, and it is no exception that quotes one."""
+    return label(line) is Weight.NOISE and not _raised(line)
+
+
+def lines_outside_frames(text: str) -> Iterator[str]:
+    """The lines of a log but for those of tracebacks that show files and source: these say nothing by themselves."""
+    known, base = _Prefixes(()), -1
+    for raw in text.splitlines():
+        line = _Line(raw, known)
+        if _FRAME_FILE.match(line.text):
+            base = line.indent
+        elif base < 0 or (line.text.strip() and line.indent <= base):
+            base = line.indent if PYTHON_WARNING.match(line.text) else -1  # it shows its source, too
+            yield raw
+
+
+def of_nccl(line: str) -> bool:
+    """Whether NCCL or RCCL wrote a line, which labels all that it says."""
+    return NCCL.search(line[:200]) is not None
+
+
+def tells_of_no_end(text: str) -> bool:
+    """Whether a log, from its first line on, is labelled as information by its writers, and nothing else in it names an
+    error or an end. One line alone is what was told on of an end."""
+    lines = [_Line(raw, _Prefixes(())) for raw in text.splitlines() if raw.strip()]
+    if len(lines) < 2 or exception(lines[0].text) or not is_information(lines[0].text):
+        return False
+    if any(_TRACEBACK.match(line.text) or _FRAME_BEGINS.match(line.text) for line in lines):
+        return False
+    return all(one.kind is Kind.LINE and one.weight <= Weight.PLAIN for one in statements(text))
+
+
 def statements(text: str) -> list[Statement]:
     """What was said, in the order of the text; frames of backtraces and the like are left out."""
     return list(_Reader(head_and_tail(text, LONGEST_TEXT).splitlines()[-MOST_LINES:]))
@@ -228,7 +237,7 @@ def _plain(raw: str) -> str:
     if text.startswith("{") and (held := _JSON.match(text)) and _OF_A_STREAM.search(text):
         with contextlib.suppress(ValueError):
             said = str(json.loads(held.group(1))).rstrip()
-            return said if not _LEVEL.search(text[:200]) or said[:1] == " " or _is_end(said) else text
+            return said if not LEVEL.search(text[:200]) or said[:1] == " " or _is_end(said) else text
     return text
 
 
@@ -241,7 +250,7 @@ def _without_collectors(text: str) -> str:
 
 def _without_header(text: str) -> str:
     """What a parent logs of its child's end is an end, whatever level the parent gives it."""
-    if not (header := _HEADER.match(text)) or label(text) is None:
+    if not (header := HEADER.match(text)) or label(text) is None:
         return text
     rest = text[header.end() :]
     while before := _PREFIX.match(rest) or _HOST.match(rest):
@@ -264,7 +273,7 @@ class _Prefixes:
         for line in lines:
             found = _STANDS_BEFORE.match(_plain(line))
             before = re.sub(r"\s{1,4}traceback *:$", "", found.group(1).rstrip()) if found else ""
-            if before.strip("|+- \t") and not _GLOG.match(before + " ") and len(shapes[True]) < MOST_PREFIXES:
+            if before.strip("|+- \t") and not GLOG.match(before + " ") and len(shapes[True]) < MOST_PREFIXES:
                 labelled = label(before + " x") is not None
                 shapes[labelled][re.sub(r"\d+", r"\\d{1,20}", re.escape(before))] = None
         self._plain, self._labelled = (
@@ -287,34 +296,6 @@ def _raised(text: str) -> bool:
     """Whether a line without a traceback is an exception by the name of its type."""
     named = exception(text)
     return named is not None and _CLASS.search(named.group(1)) is not None
-
-
-def label(text: str) -> Weight | None:
-    """The weight that the line's own writer gives it; None for a line without a label."""
-    if hit := _NCCL.search(text[:200]):  # a WARN of NCCL is the worst that it says
-        return Weight.ERROR if hit.group(1) in ("WARN", "ABORT") else Weight.NOISE
-    if hit := _CCL.match(text):
-        return Weight.ERROR if hit.group(1) == "ERROR" else Weight.NOISE
-    if _RCCL_FATAL.match(text):
-        return Weight.ERROR
-    if hit := _LIBFABRIC.match(text):
-        return Weight.ERROR if hit.group(1) in ("warn", "critical") else Weight.NOISE
-    if hit := _UCX.search(text[:160]):
-        return Weight.ERROR if hit.group(1) in ("ERROR", "FATAL") else Weight.NOISE
-    if hit := _GLOG.match(text) or _TENSORFLOW.match(text) or _NEMO.match(text):
-        if "/op_kernel.cc:" in text[:120]:  # TensorFlow logs what failed an operation as a warning
-            return Weight.ERROR
-        return _LETTERS.get(hit.group(1), Weight.FATAL)
-    if _PYTHON_WARNING.match(text):
-        return Weight.NOISE
-    if _SLURM.match(text):
-        return Weight.ERROR
-    if _LOGGED.match(text):
-        if hit := _LEVEL.search(text[:200]):
-            return Weight.NOISE if hit.group(1) else Weight.ERROR
-        if hit := _LOGGER.search(text[:120]):
-            return Weight.ERROR if re.fullmatch(_BAD, hit.group(1)) else Weight.NOISE
-    return None
 
 
 class _Reader:
@@ -365,6 +346,12 @@ class _Reader:
                 continue
             one = self._statement(line)
             said.append(one)
+            if (
+                PYTHON_WARNING.match(text)
+                and self._at < len(self._lines)
+                and self._lines[self._at].indent > line.indent
+            ):
+                self._at += 1  # its source
             owner = self._owner(one, text)
             if owner is None and one.kind is not Kind.LINE:
                 chained = False
@@ -374,9 +361,9 @@ class _Reader:
     def _owner(one: Statement, text: str) -> tuple[Weight, bool] | None:
         """The weight of a traceback that follows right after a record of a logger: the logger's own, where it writes
         such at all."""
-        if one.kind is not Kind.LINE or _GLOG.match(text) or _NCCL.search(text[:200]):
+        if one.kind is not Kind.LINE or GLOG.match(text) or NCCL.search(text[:200]):
             return None
-        if one.weight is Weight.ERROR or (one.weight is Weight.NOISE and re.search(rf"\b({_WARN})\b", text[:120])):
+        if one.weight is Weight.ERROR or (one.weight is Weight.NOISE and re.search(rf"\b({WARN})\b", text[:120])):
             return Weight.ERROR, one.weight is Weight.NOISE
         return None
 
@@ -455,7 +442,7 @@ class _Reader:
             or _raised(strip)
             or _TRACEBACK.match(text) is not None
             or strip.startswith(("Exception raised from ", "frame #"))
-            or (label(text) is not None and not _ASCEND.match(strip))
+            or (label(text) is not None and not ASCEND.match(strip))
         )
 
     def _statement(self, line: _Line) -> Statement:

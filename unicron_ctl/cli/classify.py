@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from unicron.ctl.settings.config_file import load
 from unicron.ctl.system.printable import print_text
 from unicron.detector.failures.severity import Verdict
+from unicron.detector.failures.statements import lines_outside_frames
 
 _OF_A_KERNEL = re.compile(r"\bNVRM:? .{0,120}\bXid\b ?\(", re.IGNORECASE)
 """Only NVIDIA's driver writes this, so that a text with it needs no `--source kernel`."""
@@ -67,7 +68,7 @@ def command(
     if text == "-":
         text = sys.stdin.read()
     if lines:
-        for line in (text or "").splitlines():
+        for line in lines_outside_frames(text or ""):
             verdict = classifier.match(line, source or _source(line))
             if verdict:
                 _print(verdict, as_json, line)

@@ -165,6 +165,15 @@ def test_an_admins_rule_holds_for_the_kernel_too():
     assert known is not None and known.cause == "other_network_error"
 
 
+@pytest.mark.parametrize(
+    ("at", "severity"), [("    0.064265", 3), ("    2.100000", 3), ("    3.064265", 1), ("68183.615790", 1)]
+)
+def test_a_machine_check_that_the_reset_before_left_is_of_an_earlier_boot(at, severity):
+    line = f"[{at}] mce: [Hardware Error]: CPU 0: Machine Check: 0 Bank 4: a600000000020408"
+    for before in ("", "kernel: ", "Sep 16 19:51:15 n1 kernel: "):
+        assert CLASSIFIER.text(before + line, "kernel").severity == severity
+
+
 def test_what_says_that_it_is_no_fault_is_not_told_on():
     faults = KernelFaults(CLASSIFIER)
     assert faults.read_line("ice 0000:31:00.0: can't set link to OFF, err -5 not fatal, continuing", 0.0) is None

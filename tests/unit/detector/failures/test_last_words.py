@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.support.depth import cases
 from unicron.detector.failures.classify import default_classifier
-from unicron.detector.failures.statements import Weight, exception, label, statements
+from unicron.detector.failures.labels import Weight, label
+from unicron.detector.failures.statements import exception, statements
 
 CLASSIFIER = default_classifier()
 FRAMES = "\n".join(

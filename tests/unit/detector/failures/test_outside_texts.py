@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from unicron.detector.failures.classify import default_classifier
+from unicron.detector.failures.labels import Weight, label
 from unicron.detector.failures.root_cause import one_line
 from unicron.detector.failures.severity import Verdict
-from unicron.detector.failures.statements import Weight, label
+from unicron.detector.failures.statements import lines_outside_frames
 
 SEEN = Path(__file__).parents[4] / "docs/behaviour"
 CLASSIFIER = default_classifier()
@@ -88,7 +90,127 @@ def test_what_nccl_says_of_the_hardware_counts_however_its_release_writes_a_line
     assert (own.cause, own.scope) == ("cuda_error", "unknown")  # the script chose no device
 
 
+GO_ON = [warn for group in seen("nccl.toml")["goes-on"] for _, warn in group["warn"]]
+
+
+@pytest.mark.parametrize("warn", GO_ON)
+def test_a_warning_after_which_nccl_goes_on_is_no_failure(warn):
+    for before in ("n1:8963:8963 [0] NCCL WARN ", "[2026-11-28 14:26:43] n1:9041:9041 [0] init.cc:2570 (f) NCCL WARN "):
+        assert label(before + warn) is Weight.NOISE
+        assert CLASSIFIER.match(before + warn, "stderr") is None
+        assert stderr(f"{before}{warn}\nn1:8963:8963 [0] NCCL INFO Using network Socket\n").cause == "no_fault"
+    after = "n1:1:1 [0] init.cc:1 NCCL WARN Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1"
+    assert stderr(f"{before}{warn}\n{after}").cause == "configuration_error"
+
+
+HEALTHY = tomllib.loads((Path(__file__).parents[3] / "data/healthy_starts.toml").read_text())["start"]
+
+
+@pytest.mark.parametrize("start", HEALTHY, ids=lambda start: start["what"])
+def test_no_line_of_a_healthy_start_is_a_failure(start):
+    lines = list(lines_outside_frames(start["text"]))
+    assert [line for line in lines if (found := CLASSIFIER.match(line, "exception")) and found.severity <= 2] == []
+    assert stderr(start["text"]).cause in ("no_fault", "other_software_error")  # of nothing known, if it ended here
+
+
+def test_information_hides_no_end():
+    begins = "n1:1:1 [0] NCCL INFO NET/Plugin: No plugin found (libnccl-net.so)\n"
+    assert stderr(begins * 2).cause == "no_fault"
+    ends = {
+        "W0101 00:00:00.000000 77 net.cc:1] Connection reset by peer": "other_software_error",
+        'Traceback (most recent call last):\n  File "a.py", line 1, in f': "other_software_error",
+        "ValueError: lr": "application_error",
+        "Segmentation fault (core dumped)": "exited_abnormally",
+        f"RuntimeError: {ECC}": "ecc_error",
+    }
+    for end, cause in ends.items():
+        assert stderr(begins + end).cause == cause
+    assert stderr(begins).cause == "other_software_error"  # one line alone is what was told on of an end
+    assert stderr(f"RuntimeError: the log has NCCL INFO\n{begins}").cause != "no_fault"
+    assert CLASSIFIER.exit(1, begins).cause == "application_error"
+
+
+# --------------------------------------------------------------------------------------------------------- errno
+ERRNO = [(number, text, group["cause"]) for group in seen("errno.toml")["errno"] for number, _, text in group["values"]]
+
+
+@pytest.mark.parametrize(("number", "text", "cause"), ERRNO)
+def test_each_errno_is_its_causes_doing(number, text, cause):
+    assert os.strerror(number) == text
+    raised = type(OSError(number, text)).__name__
+    for said in (f"{raised}: [Errno {number}] {text}: '/data/a'", f"OSError: [Errno {number}] {text}: 'a' -> 'b'"):
+        for prefix in ("", "[rank2]: "):
+            assert stderr(prefix + said).cause == cause
+
+
+@pytest.mark.parametrize("number", [17, 18, 20, 21, 36, 39, 40])
+def test_a_path_that_cannot_be_is_no_fault_of_the_storage_in_other_languages(number):
+    text = os.strerror(number)
+    for said in (
+        f"Error: {text} (os error {number})",
+        f"terminate called\n  what():  filesystem error: cannot rename: {text}",
+    ):
+        assert stderr(said).scope == "application", said
+
+
+# ------------------------------------------------------------------------------------------------------ tracebacks
+def test_source_lines_are_no_statements():
+    text = """[rank0]: Traceback (most recent call last):
+[rank0]:   File "/usr/lib/rendezvous.py", line 246, in _env_rendezvous_handler
+[rank0]:     store = _create_c10d_store(master_addr, master_port, rank, world_size, timeout)
+[rank0]:             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+[rank0]: RuntimeError: The server socket has failed to listen on any local network address.
+/usr/lib/a.py:34: UserWarning: it goes on
+  warn("The installed version of bitsandbytes was compiled without GPU support. ")
+RuntimeError: last"""
+    lines = list(lines_outside_frames(text))
+    assert [line.split(": ")[-1] for line in lines] == [
+        "Traceback (most recent call last):",
+        "The server socket has failed to listen on any local network address.",
+        "it goes on",
+        "last",
+    ]
+    assert list(lines_outside_frames("a\n  b\n\nc")) == ["a", "  b", "", "c"]
+
+
+@pytest.mark.parametrize("received", ["1", "15", "SIGHUP"])
+def test_an_unfinished_traceback_leaves_what_was_said_before_it(received):
+    begun = """Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/data/run.py", line 355, in wrapper
+    return f(*args, **kwargs)
+           ^^^^^^^^^^^^^^^^^^"""
+    signal = "W0920 09:10:41.194000 84933 site-packages/torch/distributed/elastic/agent/server/api.py:719] "
+    signal += f"Received {received} death signal, shutting down workers"
+    for before, cause in (
+        (signal, "killed_from_outside"),
+        ("n1:1:1 [0] init.cc:1 NCCL WARN Cuda failure 'uncorrectable ECC error encountered'", "ecc_error"),
+        ("[ERROR] No space left on device", "disk_full"),
+    ):
+        assert stderr(f"{before}\n{begun}").cause == cause
+        assert stderr(f"{before}\n{begun}\nValueError: lr").cause != "disk_full"
+
+
+@pytest.mark.parametrize("who", ["Rank 1", "[Rank 3]: Rank 3"])
+def test_a_barrier_that_a_peer_left_is_the_networks(who):
+    said = f"{who} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0."
+    verdict = stderr(f"RuntimeError: {said} Please check rank 0 logs for faulty rank.\n Original exception:")
+    assert (verdict.cause, verdict.severity) == ("other_network_error", 3)
+
+
 # --------------------------------------------------------------------------------------------- other accelerators
+def test_a_busy_device_is_seen_in_its_line_alone_and_a_graph_blames_no_device():
+    busy = "EJ0001: 2024-05-21-11:57:54.167.645 Failed to initialize the HCCP process. Reason: Maybe the last training"
+    held = CLASSIFIER.match(f"{busy} process is running.", "exception")
+    assert held is not None and (held.cause, held.rule) == ("cuda_error", "accelerator-busy")
+    assert stderr(f"ValueError: {busy}").cause == "application_error"
+    recent = "[ERROR] RecentErrMsg: [PID: 3698671] 2026-06-24-16:04:09.980.816 Resource_Busy(EL0005): The resources"
+    assert stderr(f"{recent} are busy.").rule == "accelerator-busy"
+    graph = "[19:08:34.165045][PT_BRIDGE ][error][tid:4] graph.cpp: 599Graph compile failed. synStatus=synStatus 26"
+    for line in (graph, "[19:08:34][PASS_MANAGER][error][tid:4] Graph optimization failed pass: loadTpcKernels"):
+        assert stderr(line).scope == "application"
+
+
 def codes() -> Iterator[tuple[str, str, int]]:
     for library in seen("accelerators.toml").values():
         for form in library["form"]:
@@ -242,6 +364,16 @@ def test_what_a_logger_says_at_level_info_is_still_no_end():
         f"2026-10-31 03:11:02,473 - Trainer - INFO - cannot send\n{TRACEBACK}\n2026-10-31 03:11:02,473 - Trainer - INFO"
     )
     assert stderr(f"{logged} - Connection refused").cause == "ecc_error"
+
+
+def test_an_oom_kill_that_slurm_counts_stands_above_an_exception_that_says_nothing() -> None:
+    killed = "slurmstepd: error: Detected 8 oom-kill event(s) in step 59137890.batch cgroup. Some of your processes may"
+    for end, cause in (
+        ("ray.tune.error.TuneError: ('Trials did not complete', [seed:5591])", "host_out_of_memory"),
+        ("ValueError: lr", "application_error"),
+        ("RuntimeError: CUDA out of memory. Tried to allocate 2 GiB", "cuda_out_of_memory"),
+    ):
+        assert stderr(f"{end}\n{killed}").cause == cause
 
 
 def test_slurms_words_that_an_application_quotes_blame_no_node() -> None:

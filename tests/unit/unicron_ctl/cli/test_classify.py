@@ -39,6 +39,13 @@ def test_an_xids_line_needs_no_source():
     line = "[ 12.5] NVRM: Xid (PCI:0000:4e:00): 95, pid=221, name=pt_main, Uncontained: LTC TAG (0x2,0x0)"
     assert "SEV1 ecc_error" in call(line).output
     assert "SEV1 ecc_error" in call("--lines", "-", stdin=f"step 7\n{line}\n").output
+    source = '  File "a.py", line 246, in f\n    store = _create_c10d_store(address, rank, world_size, timeout)\n'
+    assert (
+        call(
+            "--lines", "-", stdin=f"{source}n1:1:1 [0] NCCL INFO librccl-net.so: cannot open shared object file\n"
+        ).output
+        == ""
+    )
     assert "SEV1" not in call("--source", "stderr", line).output
     assert "SEV1" not in call(f"ValueError: bad line in the data\n{line}").output, "an application quotes it"
 
