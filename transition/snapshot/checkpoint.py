@@ -202,7 +202,7 @@ class Checkpoints:
             raise CheckpointError(str(error)) from None
         if found is None and self.needs_beginning:
             raise CheckpointError(
-                f"{folder} has no checkpoint to begin from: give another folder{opening.hint(folder)}"
+                f"{folder} has no checkpoint to begin from: give another folder" + opening.hint(folder, "begin_from={}")
             )
         return found
 

@@ -7,6 +7,8 @@ import fnmatch
 import itertools
 import os
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ LIGHTNING = "meta.pt"  # of Lightning, beside what torch DCP has of its model
 STEP = "global_step"
 OF_FSDP = "pytorch_model_fsdp_"  # begins the folder, in such a folder, in which Accelerate saves what FSDP has cut
 MOST_ENTRIES = 100_000  # names of a folder that are looked at
+MOST_TAG = 200  # bytes of the name of a checkpoint of DeepSpeed's
 MOST, MOST_STEP = 1 << 20, 10**15  # bytes of a state that are read: its history has a line for each step
 FILES = re.compile(r".+\.(?:pt|pth|bin|pkl)|adapter_model\.safetensors")
 FOLDERS = re.compile(r"global_step\d+|pytorch_model(?:_\d+|_fsdp_\d+)?|optimizer(?:_\d+)?|recipe_state")
@@ -30,28 +33,87 @@ LINE = re.compile(rb'"global_step"\s?:\s?(\d{1,16})\b')
 WHY_NOT = (
     ("adapter_model.bin", "{} is an adapter, and no whole model: merge it into its base model first (peft)"),
     ("pytorch_model_fsdp*.bin", "{} is a pickle of Accelerate: save it sharded, or as model.safetensors"),
-    ("*_model_states.pt", "{} is of DeepSpeed: make model.safetensors of it with its zero_to_fp32.py"),
-    (
-        "zero_to_fp32.py",
-        "this is of DeepSpeed: `python {} FOLDER OUT --safe_serialization` makes model.safetensors of it",
-    ),
-    ("*.ckpt", "name the file that you mean, {} for example"),
+    ("pytorch_model*.bin", "{} is a pickle: save it as model.safetensors with transformers' save_pretrained"),
     ("*.nemo", "{} is an archive of NeMo: unpack it (tar -xf), and name the folder of weights in it"),
+    (
+        "model_world_size_*_rank_*.pt",
+        "{} is one rank's part, of verl: `python -m verl.model_merger merge` makes a folder of Hugging Face's of them",
+    ),
     ("*_model_*.pt", "{} is a file of torch.save: save its weights as model.safetensors"),
     ("*.pth", "{} is a file of torch.save: save its weights as model.safetensors"),
     ("*.pt", "{} is a file of torch.save: save its weights as model.safetensors"),
 )
+# DeepSpeed's: its script, the file that names the newest checkpoint, and how the files of weights and states end.
+SCRIPT, LATEST, WEIGHTS, STATES = "zero_to_fp32.py", "latest", "_model_states.pt", "_optim_states.pt"
+TAG = re.compile(r"global_step(\d{1,15})")  # what DeepSpeed calls a checkpoint unless it is told another name
+CUT = "zero_pp_rank_"  # begins the file of a rank that has a part only: of the weights from stage 3 on
 
 
 def hint(folder: Path) -> str:
     """Why the files of a folder are not read, and what to do; "" where none is known."""
-    try:
-        with os.scandir(folder) as entries:
-            names = sorted(each.name for each in itertools.islice(entries, MOST_ENTRIES))
-    except OSError:
-        return ""
+    names = _names(folder)
+    if is_deepspeeds(names):
+        return f"; {_of_deepspeed(folder, names)}"
     known = ((why, found[0]) for pattern, why in WHY_NOT if (found := fnmatch.filter(names, pattern)))
     return next((f"; {why.format(name)}" for why, name in known), "")
+
+
+def is_unread(names: Sequence[str]) -> bool:
+    """Whether a folder with these names has weights that nothing here reads. One of any file of torch.save does not
+    count."""
+    return is_deepspeeds(names) or any(fnmatch.filter(names, pattern) for pattern, _ in WHY_NOT[:-2])
+
+
+def is_deepspeeds(names: Sequence[str]) -> bool:
+    """Whether a folder has one of DeepSpeed's checkpoints, or is one."""
+    return SCRIPT in names or any(name.endswith(WEIGHTS) for name in names)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(each.name for each in itertools.islice(entries, MOST_ENTRIES))
+    except OSError:
+        return []
+
+
+def _of_deepspeed(folder: Path, names: Sequence[str]) -> str:
+    """What a folder of DeepSpeed's has, and what makes safetensors of it."""
+    root, at = (folder.parent, folder) if any(name.endswith(WEIGHTS) for name in names) else (folder, None)
+    if at is None:
+        tags = sorted((int(match[1]), match[0]) for name in names if (match := TAG.fullmatch(name)))
+        newest = tags[-1][1] if tags else ""
+        if not (tag := _latest(folder) or newest):
+            return (
+                f"this is of DeepSpeed: `python {SCRIPT} FOLDER OUT --safe_serialization` makes model.safetensors of it"
+            )
+        at = folder / tag
+        if not at.is_dir():
+            other = f": write {newest} into it" if newest else ""
+            return f"{LATEST} of DeepSpeed names {tag}, which is not there{other}"
+    there = _names(at)
+    weights, states = ([name for name in there if name.endswith(end)] for end in (WEIGHTS, STATES))
+    if not weights:
+        return f"{at.name} of DeepSpeed has no file of weights (*{WEIGHTS}): its saving was not finished"
+    stage = "3" if any(name.startswith(CUT) for name in weights) else "1 or 2" if any(CUT in s for s in states) else ""
+    if not stage:
+        return (
+            f"{weights[0]} is of DeepSpeed, and no state of ZeRO is beside it, so {SCRIPT} makes nothing of it: "
+            'save what it calls "module" as model.safetensors'
+        )
+    script = str(root / SCRIPT) if (root / SCRIPT).is_file() else "-m deepspeed.utils.zero_to_fp32"
+    words = [*script.split(" ", script.startswith("-m")), str(root), "OUT", "-t", at.name, "--safe_serialization"]
+    return f"this is of DeepSpeed, ZeRO stage {stage}: `python {shlex.join(words)}` makes model.safetensors of it"
+
+
+def _latest(folder: Path) -> str:
+    """The checkpoint that DeepSpeed's file names; "" for none."""
+    try:
+        with open_plain(folder / LATEST) as file:
+            tag = file.read(MOST_TAG).decode(errors="replace").strip()
+    except OSError:
+        return ""
+    return tag if tag.isprintable() and "/" not in tag and tag not in (".", "..") else ""
 
 
 def adopt(index: Index, at: Path) -> None:
@@ -67,7 +129,7 @@ def adopt(index: Index, at: Path) -> None:
         state = folder / LIGHTNING
     if state.is_file():
         try:
-            index.iteration = _trainers_step(state) if state.name == TRAINER else lightnings_step(archive(state))
+            index.iteration = trainers_step_in(folder) or 0
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             why = (isinstance(error, OSError) and error.strerror) or str(error)[:100]
             doubt(index, f"{state} is damaged ({why}): this counts as iteration 0")
@@ -99,6 +161,14 @@ def _states(folder: Path, but: str) -> list[str]:
 def lightnings_step(found: Archive) -> int:
     """How many iterations Lightning's trainer has done. Raises ValueError where its file does not say it."""
     return _checked(plain(found.content.get(STEP), found) if isinstance(found.content, dict) else None)
+
+
+def trainers_step_in(folder: Path) -> int | None:
+    """How many iterations a trainer had done by the files of a folder; None where it has none that tells it. Raises
+    OSError, and as damaged files have it."""
+    if (state := folder / TRAINER).is_file():
+        return _trainers_step(state)
+    return lightnings_step(archive(state)) if (state := folder / LIGHTNING).is_file() else None
 
 
 def _trainers_step(path: Path) -> int:

@@ -6,16 +6,15 @@ import contextlib
 import gc
 import itertools
 import os
-import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from unicron.transition.snapshot import folders
-from unicron.transition.snapshot.formats import beside, dcp, own, rank_files, safetensors, torch_files
-from unicron.transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index
+from unicron.transition.snapshot.formats import below, beside, dcp, own, rank_files, safetensors, torch_files
+from unicron.transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index, some
 from unicron.transition.snapshot.formats.tracker import RELEASE, TRACKER, is_number, problem, tracked
 
-LEVELS, MOST_ENTRIES = 2, 1000  # how far below a folder is looked for a checkpoint, and at how many names of each
 KNOWN = "Unicron's own, Megatron-LM's torch_dist and torch, torch DCP, safetensors"
 
 
@@ -26,46 +25,36 @@ def index_of(folder: Path) -> Index:
         found = find(folder)
     except OSError as error:
         raise BadCheckpoint(f"{error.filename or folder}: {error.strerror or error}") from None
+    except BadCheckpoint as error:
+        if (folder / TRACKER).is_file():  # another one may be whole
+            raise BadCheckpoint(f"{error}{hint(folder)}") from None
+        raise
     if found is None:
         raise BadCheckpoint(f"{folder} has no whole checkpoint of a format that is known ({KNOWN}){hint(folder)}")
     return found
 
 
-def hint(folder: Path) -> str:
-    """What people may have meant by a folder without a checkpoint: the newest one below it, for example."""
-    below = _below(folder, LEVELS)
-    if below is not None:
-        return f"; {below} has one"
-    if folder.is_dir() and any(folder.glob("pytorch_model*.bin")):
-        return f"; pytorch_model.bin is a pickle: save it as {safetensors.NAME} with transformers' save_pretrained"
-    return beside.hint(folder) if folder.is_dir() else ""
-
-
-def _below(folder: Path, levels: int) -> Path | None:
-    """The folder with the highest number in its name that looks like a checkpoint, not far below this one."""
-    try:
-        with os.scandir(folder) as entries:
-            some = itertools.islice(entries, MOST_ENTRIES)
-            inner = [folder / each.name for each in some if each.is_dir(follow_symlinks=False)]
-    except OSError:
-        return None
-    inner.sort(key=_rank, reverse=True)
-    for path in inner:
-        if _looks(path):
-            return path
-        if levels > 1 and (found := _below(path, levels - 1)) is not None:
-            return found
-    return None
-
-
-def _rank(folder: Path) -> tuple[bool, list[int]]:
-    """By which folders are looked at: a newer one has a higher number, and some have a model's optimizer alone."""
-    return not folder.name.startswith("optim"), [int(number) for number in re.findall(r"[0-9]{1,9}", folder.name)]
-
-
-def _looks(folder: Path) -> bool:
-    names = (TRACKER, dcp.METADATA, safetensors.NAME, f"{safetensors.NAME}.index.json", torch_files.FIRST)
-    return any((folder / name).is_file() for name in names) or rank_files.is_one(folder) or bool(own.newest(folder))
+def hint(folder: Path, how: str = "unicronctl checkpoint show {}") -> str:
+    """What people may have meant by a folder without a checkpoint: why it is none, or the newest whole one below it,
+    and why newer ones are not whole. how: what people write to name one."""
+    if not folder.is_dir():
+        return ""
+    with os.scandir(folder) as entries:
+        names = [each.name for each in itertools.islice(entries, beside.MOST_ENTRIES)]
+    if why := below.without_metadata(folder, names) or (names and below.named_unfinished(folder.absolute())):
+        return f"; {why}"
+    found = below.Below(find)
+    found.look_below(folder)
+    mine = "" if found.newest else beside.hint(folder)
+    why_not = [f"{path.relative_to(folder)} ({why})" for path, why in found.why_not.items()]
+    said = [mine] if mine else []
+    if found.newest:
+        said.append(f"; the newest whole one below it: {how.format(shlex.quote(str(found.newest)))}")
+    if why_not and not mine:
+        said.append(f"; not whole, though {'newer' if found.newest else 'below it'}: {some(why_not)}")
+    if found.cut and not mine:
+        said.append("; there is more below it than what was looked at: name a folder nearer to it")
+    return "".join(said)
 
 
 def find(folder: Path) -> Index | None:
@@ -135,6 +124,8 @@ def _find(folder: Path) -> Index | None:
     index = dcp.read(folder) if dcp.is_one(folder) else safetensors.read(folder) or torch_files.read(folder)
     if index is not None:
         beside.adopt(index, folder)
+        if why := below.named_unfinished(folder):
+            beside.doubt(index, f"{folder}: {why}")
     return index
 
 
@@ -151,6 +142,8 @@ def _of_megatron_lm(folder: Path) -> Index:
     text = tracked(folder)
     at = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not at.is_dir():
+        if (of_verl := folder / f"global_step_{text}").is_dir():
+            raise BadCheckpoint(f"{folder / TRACKER} is verl's, and names {of_verl.name}: its actor is the model")
         raise BadCheckpoint(f"{folder / TRACKER} names {at.name}, which is not there: write the number of one that is")
     if not dcp.is_one(at) and not rank_files.is_one(at):
         raise BadCheckpoint(

@@ -40,7 +40,8 @@ def _of_meta(path: Path) -> Index:
     if count > 1:
         raise BadCheckpoint(
             f"{path.parent} has {count} model-parallel parts of the same tensors (consolidated.*.pth): convert them "
-            "first, with convert_llama_weights_to_hf of transformers 4"
+            "first, with `python -m transformers.models.llama.convert_llama_weights_to_hf` of transformers 4.47.1, "
+            "whose later packages have it no longer"
         )
     if path.name != FIRST:
         raise BadCheckpoint(

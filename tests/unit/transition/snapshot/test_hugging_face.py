@@ -293,11 +293,11 @@ def trainer(folder: Path) -> Path:
 @pytest.mark.parametrize("made", [titan, olmo, trainer], ids=lambda made: made.__name__)
 def test_a_folder_above_says_which_one_it_is(tmp_path, made):
     below = made(tmp_path / "run")
-    with pytest.raises(BadCheckpoint, match=f"; {below} has one$"):
+    with pytest.raises(BadCheckpoint, match=f"; the newest whole one below it: unicronctl checkpoint show {below}$"):
         opening.index_of(tmp_path / "run")
     model = torch.nn.Linear(2, 2)
     state = TrainingState([model], torch.optim.SGD(model.parameters()), None)
-    with pytest.raises(CheckpointError, match=f"; {below} has one$"):
+    with pytest.raises(CheckpointError, match=f"; the newest whole one below it: begin_from={below}$"):
         Checkpoints(tmp_path / "new", begin_from=tmp_path / "run").load(state)
 
 
@@ -339,6 +339,5 @@ def test_a_file_without_a_tensor_that_is_read_is_refused(tmp_path):
 def test_the_hint_names_the_model_and_not_its_optimizer(tmp_path):
     """As accelerate writes them with FSDP."""
     for name in ("optimizer_0", "pytorch_model_fsdp_0", "optimizer_1"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ".metadata").touch()
-    assert opening.hint(tmp_path) == f"; {tmp_path / 'pytorch_model_fsdp_0'} has one"
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / name, no_dist=True)
+    assert opening.hint(tmp_path).endswith(f" show {tmp_path / 'pytorch_model_fsdp_0'}")
