@@ -212,7 +212,7 @@ def test_each_folder_above_names_the_newest_whole_one_and_why_newer_ones_are_not
         assert command.startswith(shlex.quote(str(newest))) and "\n" not in said, said
         for name, why in unfinished.items():
             assert name in command and why in command.partition(name)[2], said
-        assert ("not whole" in said) == bool(unfinished)
+        assert ("newer ones cannot be read: " in said) == bool(unfinished)
     assert opening.index_of(newest).tensors
 
 
@@ -229,7 +229,9 @@ def test_one_that_is_not_finished_says_so_itself(tmp_path):
 def test_a_folder_with_none_that_is_whole_says_why(tmp_path):
     of_dcp(tmp_path / "step-10", whole=False)
     shards(tmp_path / "step-20", (2,))
-    with pytest.raises(BadCheckpoint, match=r"; not whole, though below it: step-20 \(model-00001.*step-10 \(no .meta"):
+    with pytest.raises(
+        BadCheckpoint, match=r"; those below it cannot be read: step-20 \(model-00001.*step-10 \(no .meta"
+    ):
         opening.index_of(tmp_path)
 
 
