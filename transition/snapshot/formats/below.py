@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from unicron.transition.snapshot.formats.tracker import TRACKER
 
 LEVELS, MOST_ENTRIES = 4, 20_000  # how far below a folder is looked, and at how many names in all
 MOST_TRIES, MOST_ASKED = 4, 8  # checkpoints that are no good and are opened; files that are asked for their step
+SECONDS = 2.0  # after which no other file is opened; what a killed training leaves takes milliseconds
 FIRST = {TRACKER, dcp.METADATA, safetensors.NAME, f"{safetensors.NAME}.index.json", torch_files.FIRST}
 STEP = re.compile(r"(?<![a-z])(?:step|iter|iteration|checkpoint|ba)[=_-]?(\d{1,15})(?!\d|\.\d)", re.IGNORECASE)
 NUMBER = re.compile(r"(?<![\d.])\d{1,15}(?!\d|\.\d)")  # others are a loss
@@ -59,11 +61,12 @@ class Below:
     _entries: int = MOST_ENTRIES
     _tries: int = MOST_TRIES
     _asked: int = MOST_ASKED
+    _until: float = field(default_factory=lambda: time.monotonic() + SECONDS)
 
     def look_below(self, folder: Path, levels: int = LEVELS) -> bool:
         """Whether nothing more is to be looked at after all that is in `folder`, and so many levels below it."""
         names, inner = self._listed(folder)
-        files = [name for name in names if name.endswith(FILE) and name not in inner]
+        files = {name for name in names if name.endswith(FILE) and name.isprintable()}.difference(inner)
         for path in self._newest_first(folder, inner if levels else [], files):
             if path.name in files:
                 self._note(path, self._reason(path))
@@ -95,7 +98,7 @@ class Below:
             with os.scandir(folder) as entries:
                 for each in itertools.islice(entries, self._entries):
                     names.append(each.name)
-                    if each.is_dir(follow_symlinks=False):
+                    if each.name.isprintable() and each.is_dir(follow_symlinks=False):
                         inner.append(each.name)
         except OSError:
             pass
@@ -103,7 +106,7 @@ class Below:
         return names, inner
 
     def _over(self) -> bool:
-        self.cut = self.newest is None and (self._entries <= 0 or self._tries <= 0)
+        self.cut = self.newest is None and (self._entries <= 0 or self._tries <= 0 or time.monotonic() > self._until)
         return self.cut or self.newest is not None
 
     def _note(self, path: Path, why: str) -> None:
@@ -128,7 +131,7 @@ class Below:
         self._tries -= 1
         return re.sub(rf"^{re.escape(str(path))}(/|: | )", "", why)
 
-    def _newest_first(self, folder: Path, inner: list[str], files: list[str]) -> list[Path]:
+    def _newest_first(self, folder: Path, inner: list[str], files: set[str]) -> list[Path]:
         """By the step in a name, or that its files tell. What tells none is the newest or the oldest, by its time."""
         times = {name: _time(folder / name) for name in [*inner, *files]}
         steps: dict[str, int] = {}
@@ -149,7 +152,7 @@ class Below:
     def _told(self, path: Path, is_file: bool) -> int | None:
         """The step in the files of one checkpoint; None where they tell none, or enough were asked."""
         try:
-            if is_file and self._asked > 0:
+            if is_file and self._asked > 0 and time.monotonic() < self._until:
                 self._asked -= 1
                 return beside.lightnings_step(archive(path))
             return None if is_file else beside.trainers_step_in(path)

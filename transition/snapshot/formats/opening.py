@@ -51,7 +51,7 @@ def hint(folder: Path, how: str = "unicronctl checkpoint show {}") -> str:
     if found.newest:
         said.append(f"; the newest whole one below it: {how.format(shlex.quote(str(found.newest)))}")
     if why_not and not mine:
-        said.append(f"; not whole, though {'newer' if found.newest else 'below it'}: {some(why_not)}")
+        said.append(f"; {'newer ones' if found.newest else 'those below it'} cannot be read: {some(why_not)}")
     if found.cut and not mine:
         said.append("; there is more below it than what was looked at: name a folder nearer to it")
     return "".join(said)

@@ -212,7 +212,7 @@ def test_each_folder_above_names_the_newest_whole_one_and_why_newer_ones_are_not
         assert command.startswith(shlex.quote(str(newest))) and "\n" not in said, said
         for name, why in unfinished.items():
             assert name in command and why in command.partition(name)[2], said
-        assert ("not whole" in said) == bool(unfinished)
+        assert ("newer ones cannot be read: " in said) == bool(unfinished)
     assert opening.index_of(newest).tensors
 
 
@@ -229,7 +229,9 @@ def test_one_that_is_not_finished_says_so_itself(tmp_path):
 def test_a_folder_with_none_that_is_whole_says_why(tmp_path):
     of_dcp(tmp_path / "step-10", whole=False)
     shards(tmp_path / "step-20", (2,))
-    with pytest.raises(BadCheckpoint, match=r"; not whole, though below it: step-20 \(model-00001.*step-10 \(no .meta"):
+    with pytest.raises(
+        BadCheckpoint, match=r"; those below it cannot be read: step-20 \(model-00001.*step-10 \(no .meta"
+    ):
         opening.index_of(tmp_path)
 
 
@@ -286,3 +288,24 @@ def test_no_more_is_looked_at_than_the_limits_say(tmp_path):
     hugging_face(tmp_path / "deep" / "/".join("abcdef"))
     found = below.Below(opening.find)
     assert not found.look_below(tmp_path / "deep") and found.newest is None
+
+
+def test_the_clock_ends_the_search_and_says_so(tmp_path):
+    """Defect: files whose pickles take seconds each were all opened."""
+    for step in (5, 6):
+        shards(tmp_path / f"step-{step}", (1,))
+    found = below.Below(opening.find, _until=0.0)
+    assert found.look_below(tmp_path) and found.cut and list(found.why_not) == [tmp_path / "step-6"]
+
+
+def test_a_folder_whose_name_is_no_line_is_not_named(tmp_path):
+    hugging_face(tmp_path / "step-9\nstep-10")
+    hugging_face(tmp_path / "step-8")
+    assert opening.hint(tmp_path).endswith("/step-8")
+
+
+def test_pipes_are_not_waited_for(tmp_path):
+    for name in ("last.ckpt", "latest", "step-5/trainer_state.json", "step-5/model.safetensors", "x/meta.pt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    assert "step-5 (model.safetensors: not a plain file)" in opening.hint(tmp_path)
