@@ -43,6 +43,8 @@ _NCCL_GOES_ON = re.compile(
     r"(?:being )?ignored\b|\bIgnoring\b|\bignoring\b|Unsetting\b|, setting |Continue\b|skipping\b|\bSkipping\b|"
     r"Limiting value|\bcap it to\b|set both to\b|disabling \w|Cannot enable MSCCL|Could not find real path of \S+ \(|"
     r"Unable to (?:open device|query port)|GID table changed|unknown event type|non-fatal async event|"
+    r"Got async event ?: (?:client reregistration|port active|(?:LID|P_Key|SM|GID table) change|"
+    r"communication established|send queue drained|last WQE reached|SRQ limit reached)|"
     r"Failed to open libibverbs|merged? .{0,40}failed\. Try|must be a multiple of|NPKIT_DUMP_DIR is empty)"
 )
 _RCCL_FATAL = re.compile(r"[\w.-]{1,64}:\d+:\d+ \[-?\d+\] \[FATAL ERROR\]: ")

@@ -457,8 +457,9 @@ class _Reader:
                 return Statement(self._message(line), Weight.FATAL, Kind.LAUNCHER, line.speaker)
         if weight is Weight.FATAL:
             return Statement(text, Weight.FATAL, Kind.ABORT, line.speaker)
-        if weight is not None:
-            return Statement(text, weight, Kind.LINE, line.speaker)
+        if weight is not None:  # what CANN says stands below torch_npu's line
+            said = self._message(line) if ASCEND.match(text) else text
+            return Statement(said, weight, Kind.LINE, line.speaker)
         if _CRASH.match(text):
             return Statement(text, Weight.FATAL, Kind.CRASH, line.speaker)
         if _raised(text):

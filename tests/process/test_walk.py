@@ -27,7 +27,8 @@ SCRIPT = Path(entered.__file__).with_name("entered_gpt.py")
 PROGRAMS = {"unicrond": 1, "unicron-agent": 3, "rank": 2}  # and how many of each there are; the third rank is killed
 RUNS = 2  # of the generator: what all of them have entered is certain
 MOST = 49
-UNLISTED = 6  # on a busy machine a look at the clock, or a message that is late, leads to some files more
+# On a busy machine a look at the clock, or a message that is late, leads to some files more: reading a text takes five.
+UNLISTED = 8
 
 
 class Quiet(World):

@@ -262,6 +262,11 @@ RuntimeError: The Inner error is reported as above.
         for said in (whole, one_line(CLASSIFIER.last_words(whole)[0])):  # in full, and as it is told on
             verdict = stderr(said)
             assert (verdict.cause, verdict.severity) == (cause, 2), said
+    bare = """[ERROR] 2026-10-11-15:09:34 (PID:29, Device:0, RankID:101) ERR00100 PTA call acl api failed.
+EI0002: [PID: 29] 2026-10-11-15:09:34.713.335 The wait execution of the Notify register times out.
+        Possible Cause: 1. An exception occurs during the execution on some NPUs in the cluster."""
+    whole = "\n".join(prefix + line for line in bare.splitlines())
+    assert (stderr(whole).cause, stderr(whole).severity) == ("nccl_timeout", 3)
     quoted = held.replace("[ERROR] HCCL error in:", "the helper's log is")
     assert stderr(quoted).scope != "hardware"
     program = "RuntimeError: uncorrectable ECC error encountered"  # a guess acquits nobody
