@@ -23,7 +23,9 @@ from unicron.transition.snapshot.formats.tracker import TRACKER
 LEVELS, MOST_ENTRIES = 4, 20_000  # how far below a folder is looked, and at how many names in all
 MOST_TRIES, MOST_ASKED = 4, 8  # checkpoints that are no good and are opened; files that are asked for their step
 SECONDS = 2.0  # after which no other file is opened; what a killed training leaves takes milliseconds
-FIRST = {TRACKER, dcp.METADATA, safetensors.NAME, f"{safetensors.NAME}.index.json", torch_files.FIRST}
+FIRST = {TRACKER, dcp.METADATA, torch_files.FIRST} | {
+    f"{name}{end}" for name in (safetensors.NAME, torch_files.MODEL) for end in ("", ".index.json")
+}
 STEP = re.compile(r"(?<![a-z])(?:step|iter|iteration|checkpoint|ba)[=_-]?(\d{1,15})(?!\d|\.\d)", re.IGNORECASE)
 NUMBER = re.compile(r"(?<![\d.])\d{1,15}(?!\d|\.\d)")  # others are a loss
 # Names of what is being written (docs/behaviour/checkpoint-layouts.md).

@@ -19,6 +19,7 @@ from unicron.transition.snapshot.reading import open_plain, parsed
 TRAINER = "trainer_state.json"  # of transformers' Trainer
 LIGHTNING = "meta.pt"  # of Lightning, beside what torch DCP has of its model
 STEP = "global_step"
+COUNTS = ("iter_num", "iteration", STEP, "step")  # of iterations, in a file of a training script; the first one counts
 OF_FSDP = "pytorch_model_fsdp_"  # begins the folder, in such a folder, in which Accelerate saves what FSDP has cut
 MOST_ENTRIES = 100_000  # names of a folder that are looked at
 MOST_TAG = 200  # bytes of the name of a checkpoint of DeepSpeed's
@@ -26,22 +27,28 @@ MOST, MOST_STEP = 1 << 20, 10**15  # bytes of a state that are read: its history
 FILES = re.compile(r".+\.(?:pt|pth|bin|pkl)|adapter_model\.safetensors")
 FOLDERS = re.compile(r"global_step\d+|pytorch_model(?:_\d+|_fsdp_\d+)?|optimizer(?:_\d+)?|recipe_state")
 # The same weights once more, settings of a run, and what a reader of the format itself takes.
-OTHERS = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin|consolidated\.\d+\.pth|training_args\.bin|common\.pt")
+OTHERS = re.compile(
+    r"pytorch_model(?:\.\w+)?(?:-\d+-of-\d+)?\.bin|consolidated\.\d+\.pth|training_args\.bin|common\.pt"
+)
 OPTIMIZERS = re.compile(r"(?:optimizer|global_step|recipe_state).*|pytorch_model(?:_\d+)?")
 LINE = re.compile(rb'"global_step"\s?:\s?(\d{1,16})\b')
 # Files with weights that are not read, and why: what people meant, where a folder has no others.
 WHY_NOT = (
     ("adapter_model.bin", "{} is an adapter, and no whole model: merge it into its base model first (peft)"),
     ("pytorch_model_fsdp*.bin", "{} is a pickle of Accelerate: save it sharded, or as model.safetensors"),
-    ("pytorch_model*.bin", "{} is a pickle: save it as model.safetensors with transformers' save_pretrained"),
+    (
+        "pytorch_model*.bin",
+        "{} is a variant, or a part of a model whose index is not there: name the variant, or put "
+        "pytorch_model.bin.index.json beside the parts",
+    ),
     ("*.nemo", "{} is an archive of NeMo: unpack it (tar -xf), and name the folder of weights in it"),
     (
         "model_world_size_*_rank_*.pt",
         "{} is one rank's part, of verl: `python -m verl.model_merger merge` makes a folder of Hugging Face's of them",
     ),
     ("*_model_*.pt", "{} is a file of torch.save: save its weights as model.safetensors"),
-    ("*.pth", "{} is a file of torch.save: save its weights as model.safetensors"),
-    ("*.pt", "{} is a file of torch.save: save its weights as model.safetensors"),
+    ("*.pth", "{} is a file of torch.save: name the file itself, or save its weights as model.safetensors"),
+    ("*.pt", "{} is a file of torch.save: name the file itself, or save its weights as model.safetensors"),
 )
 # DeepSpeed's: its script, the file that names the newest checkpoint, and how the files of weights and states end.
 SCRIPT, LATEST, WEIGHTS, STATES = "zero_to_fp32.py", "latest", "_model_states.pt", "_optim_states.pt"
@@ -138,7 +145,12 @@ def adopt(index: Index, at: Path) -> None:
     if names:
         index.common.left.append(f"states beside the weights ({', '.join(names)})")
     if optimizers and not index.common.unread:
-        index.common.unread = f"{optimizers[0]} is of a library whose format nothing here reads"
+        apart = (folder / optimizers[0] / ".metadata").is_file()
+        index.common.unread = f"{optimizers[0]} is " + (
+            "a checkpoint of torch DCP by itself, which nothing here joins to the weights"
+            if apart
+            else "of a library whose format nothing here reads"
+        )
 
 
 def doubt(index: Index, text: str) -> None:
@@ -161,6 +173,24 @@ def _states(folder: Path, but: str) -> list[str]:
 def lightnings_step(found: Archive) -> int:
     """How many iterations Lightning's trainer has done. Raises ValueError where its file does not say it."""
     return _checked(plain(found.content.get(STEP), found) if isinstance(found.content, dict) else None)
+
+
+def counted(found: Archive) -> tuple[int, str]:
+    """(how many iterations a training script has done by its file, what is not sure about that)."""
+    told = {key: plain(found.content[key], found) for key in COUNTS if key in found.content}
+    if not told:
+        return 0, "nothing in it says after how many iterations it was saved: this counts as iteration 0"
+    try:
+        steps = {key: _checked(step) for key, step in told.items()}
+    except ValueError:
+        return (
+            0,
+            f"{', '.join(f'{key} is {repr(step)[:40]}' for key, step in told.items())}: this counts as iteration 0",
+        )
+    differ = len(set(steps.values())) > 1
+    return next(
+        iter(steps.values())
+    ), f"{', '.join(f'{k} is {n}' for k, n in steps.items())}: the first counts" * differ
 
 
 def trainers_step_in(folder: Path) -> int | None:
@@ -189,5 +219,5 @@ def _trainers_step(path: Path) -> int:
 
 def _checked(step: Any) -> int:
     if type(step) is not int or not 0 <= step < MOST_STEP:
-        raise ValueError(f"{STEP} is {str(step)[:40]}")
+        raise ValueError(f"{STEP} is {repr(step)[:40]}")
     return step

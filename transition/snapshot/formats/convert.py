@@ -10,7 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from unicron.transition.snapshot.formats import dcp, megatron_arguments, names, own_file, safetensors, write_dcp
+from unicron.transition.snapshot.formats import (
+    dcp,
+    megatron_arguments,
+    names,
+    own_file,
+    safetensors,
+    torch_files,
+    write_dcp,
+)
 from unicron.transition.snapshot.formats.index import LAYERS, BadCheckpoint, Index
 from unicron.transition.snapshot.formats.tracker import RELEASE, TRACKER
 from unicron.transition.snapshot.formats.written import FLOATS, Out, of
@@ -134,7 +142,8 @@ def import_(
         say(line)
     if others := index.common.args.get(megatron_arguments.UNMATCHED):
         say(f"config.json says {others}: no weight shows it, see that the model that is trained computes so")
-    if table or (index.format == safetensors.FORMAT and names.chosen("", index, to_theirs=False) is not None):
+    theirs = index.format == safetensors.FORMAT or (index.format == torch_files.FORMAT and index.common.facts)
+    if table or (theirs and names.chosen("", index, to_theirs=False) is not None):
         index = names.renamed(index, table, index.common.facts)
     kinds = {tensor.dtype for tensor in index.parameters() if index.states(tensor.name)}
     if len(kinds) == 1 and not index.common.facts.get("dtype"):

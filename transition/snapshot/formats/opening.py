@@ -15,7 +15,7 @@ from unicron.transition.snapshot.formats import below, beside, dcp, own, rank_fi
 from unicron.transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index, some
 from unicron.transition.snapshot.formats.tracker import RELEASE, TRACKER, is_number, problem, tracked
 
-KNOWN = "Unicron's own, Megatron-LM's torch_dist and torch, torch DCP, safetensors"
+KNOWN = "Unicron's own, Megatron-LM's torch_dist and torch, torch DCP, pytorch_model.bin, safetensors"
 
 
 def index_of(folder: Path) -> Index:
@@ -50,6 +50,9 @@ def hint(folder: Path, how: str = "unicronctl checkpoint show {}") -> str:
     said = [mine] if mine else []
     if found.newest:
         said.append(f"; the newest whole one below it: {how.format(shlex.quote(str(found.newest)))}")
+        its = found.newest.with_name(found.newest.name.replace(beside.OF_FSDP, "optimizer_"))
+        if its != found.newest and dcp.is_one(its):
+            said.append(f"; its optimizer is in {its.name} beside it, torch DCP, too")
     if why_not and not mine:
         said.append(f"; {'newer ones' if found.newest else 'those below it'} cannot be read: {some(why_not)}")
     if found.cut and not mine:

@@ -42,6 +42,7 @@ from unicron.transition.snapshot.reading import (
 FORMAT = "safetensors"
 SUFFIX = ".safetensors"
 NAME = "model.safetensors"
+PICKLE = "pytorch_model.bin"  # what transformers takes where there is none of these
 CONFIG = "config.json"
 PAIRS = "float4_e2m1fn_x2"  # of torch, which counts two elements as one; files have them one by one
 NAMED = "transformers_weights"  # in config.json: the file that has the weights
@@ -91,7 +92,7 @@ def _chosen(folder: Path) -> tuple[list[Path], Collection[str]]:
     if folder.is_file():
         if folder.suffix == SUFFIX:
             return _whole_models([folder]), ()
-        return _listed(folder) if ".safetensors.index." in folder.name and folder.suffix == ".json" else ([], ())
+        return listed(folder) if ".safetensors.index." in folder.name and folder.suffix == ".json" else ([], ())
     if not folder.is_dir():
         return [], ()
     if named := _named(folder / CONFIG):
@@ -99,7 +100,9 @@ def _chosen(folder: Path) -> tuple[list[Path], Collection[str]]:
     if (folder / NAME).is_file():
         return [folder / NAME], ()
     if (folder / f"{NAME}.index.json").is_file():
-        return _listed(folder / f"{NAME}.index.json")
+        return listed(folder / f"{NAME}.index.json")
+    if any((folder / name).is_file() for name in (PICKLE, f"{PICKLE}.index.json")):
+        return [], ()
     found = sorted(itertools.islice(folder.glob(f"*{SUFFIX}"), MOST_FILES + 1))
     _check_count(folder, len(found))
     return _whole_models([path for path in found if not path.name.startswith(CONSOLIDATED)] or found), ()
@@ -130,7 +133,7 @@ def _whole_models(found: list[Path]) -> list[Path]:
     return models
 
 
-def _listed(index: Path) -> tuple[list[Path], Collection[str]]:
+def listed(index: Path) -> tuple[list[Path], Collection[str]]:
     """The files that an index of Hugging Face's names, and the tensors. Raises BadCheckpoint."""
     try:
         told = parsed(read_small(index))["weight_map"]
@@ -187,20 +190,26 @@ def read(folder: Path) -> Index | None:
     _add(index, pieces)
     if not index.tensors:
         raise BadCheckpoint(f"{folder} has no tensor that is read here: {some(index.common.left) or 'none at all'}")
-    if all(".lora_" in name for name in index.tensors):
-        raise BadCheckpoint(NO_MODEL.format(folder))
-    if missed := [name for name in told if name not in there]:  # transformers gives these new random values
-        at = folder / f"{NAME}.index.json" if folder.is_dir() else folder
-        index.common.doubt = f"{at} names tensors that are in none of its files: {some(missed)}"
+    adopt_folder(index, folder, NAME, [name for name in told if name not in there])
     if ranks:
         _check_ranks(folder, ranks, index)
+    return index
+
+
+def adopt_folder(index: Index, folder: Path, name: str, missed: Sequence[str]) -> None:
+    """Take what a folder of Hugging Face's, or that of a file, says of its model. name: of the file of weights; missed:
+    tensors that only the list of files names. Raises BadCheckpoint, OSError."""
+    if all(".lora_" in each for each in index.tensors):
+        raise BadCheckpoint(NO_MODEL.format(folder))
+    if missed:  # transformers gives these new random values
+        at = folder / f"{name}.index.json" if folder.is_dir() else folder
+        index.common.doubt = f"{at} names tensors that are in none of its files: {some(missed)}"
     if folder.is_dir() and (folder / f"{ADAPTER}config.json").is_file():
         index.common.left.append(f"an adapter ({ADAPTER}*), which belongs on top of the model")
     config = (folder if folder.is_dir() else folder.parent) / CONFIG
     if config.is_file():
         index.common.facts |= facts_of(config)
         index.common.args |= megatron_arguments.of_config(config)
-    return index
 
 
 def _raw(path: Path, name: str, kind: str, shape: Place, place: tuple[int, int]) -> Raw:

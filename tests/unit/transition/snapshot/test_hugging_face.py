@@ -82,6 +82,54 @@ def consolidated_beside(folder: Path) -> None:
     write(folder / "consolidated.safetensors", 2.0)
 
 
+def pickle(folder: Path, value: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({name: torch.full((2, 2), value) for name in NAMES}, folder / "pytorch_model.bin")
+
+
+def pickles(folder: Path, value: float) -> None:
+    """A model in a pickle for each tensor, with their index."""
+    files = [f"pytorch_model-0000{number}-of-00003.bin" for number in (1, 2, 3)]
+    for file, name in zip(files, NAMES, strict=True):
+        torch.save({name: torch.full((2, 2), value)}, folder / file)
+    index = {"metadata": {"total_size": 48}, "weight_map": dict(zip(NAMES, files, strict=True))}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def pickle_alone(folder: Path) -> None:
+    pickle(folder, 1.0)
+
+
+def pickles_alone(folder: Path) -> None:
+    pickles(folder, 1.0)
+
+
+def pickle_and_pickles(folder: Path) -> None:
+    pickle(folder, 1.0)
+    pickles(folder, 2.0)
+
+
+def pickles_beside(folder: Path) -> None:
+    write(folder / "model.safetensors", 1.0)
+    pickle(folder, 2.0)
+    pickles(folder, 3.0)
+
+
+def pickles_beside_shards(folder: Path) -> None:
+    shards(folder, 1.0)
+    pickle(folder, 2.0)
+
+
+def pickle_and_another_file(folder: Path) -> None:
+    pickle(folder, 1.0)
+    write(folder / "weights.safetensors", 2.0)
+
+
+def pickle_and_an_adapter(folder: Path) -> None:
+    pickle(folder, 1.0)
+    adapter(folder)
+
+
 def named_by_the_config(folder: Path) -> None:
     write(folder / "weights.safetensors", 1.0)
     write(folder / "model.safetensors", 2.0)
@@ -124,6 +172,13 @@ LIKE_TRANSFORMERS = [
     an_adapter_beside,
     an_adapter_without_a_config_beside,
     an_adapter_beside_shards,
+    pickle_alone,
+    pickles_alone,
+    pickle_and_pickles,
+    pickles_beside,
+    pickles_beside_shards,
+    pickle_and_another_file,
+    pickle_and_an_adapter,
     another_name,  # this one and the next are refused there, for want of a known name
     one_variant_alone,
 ]
@@ -167,7 +222,61 @@ def a_shard_is_gone_and_the_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
 
 
+def a_pickle_is_gone(folder: Path) -> None:
+    pickles(folder, 1.0)
+    (folder / "pytorch_model-00003-of-00003.bin").unlink()
+
+
+def a_pickle_is_gone_and_the_index(folder: Path) -> None:
+    a_pickle_is_gone(folder)
+    (folder / "pytorch_model.bin.index.json").unlink()
+
+
+def a_name_in_two_pickles(folder: Path) -> None:
+    pickles(folder, 1.0)
+    torch.save({name: torch.ones(1) for name in NAMES}, folder / "pytorch_model-00003-of-00003.bin")
+
+
+def pickles_outside(folder: Path) -> None:
+    index = {"weight_map": {"w": "../pytorch_model.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def many_pickles(folder: Path) -> None:
+    index = {"weight_map": {f"w{number}": f"{number}.bin" for number in range(10_001)}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def no_pickles(folder: Path) -> None:
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {}}))
+
+
+def a_legacy_pickle(folder: Path) -> None:
+    torch.save({"w": torch.ones(1)}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+
+def a_pickle_of_an_adapter(folder: Path) -> None:
+    torch.save({"a.lora_A.weight": torch.ones(1)}, folder / "pytorch_model.bin")
+
+
+class Own:
+    """Of a class that nothing here knows."""
+
+
+def a_pickle_with_a_class(folder: Path) -> None:
+    torch.save({"w": torch.ones(1), "own": Own()}, folder / "pytorch_model.bin")
+
+
 REFUSED = {
+    a_pickle_is_gone: "pytorch_model-00003-of-00003.bin: No such file",
+    a_pickle_is_gone_and_the_index: "put pytorch_model.bin.index.json beside the parts",
+    a_name_in_two_pickles: "pytorch_model-00003-of-00003.bin: head.weight is in another file too",
+    pickles_outside: "pytorch_model.bin.index.json: names files outside of its folder",
+    many_pickles: "pytorch_model.bin.index.json has more than 10000 files",
+    no_pickles: "has no whole checkpoint of a format that is known",
+    a_legacy_pickle: "pytorch_model.bin: not an archive of torch.save .* of a torch before 1.6",
+    a_pickle_of_an_adapter: "is an adapter, and no whole model: merge it",
+    a_pickle_with_a_class: r"pytorch_model.bin: its pickle names .*Own, which no checkpoint needs: it is not read",
     variants_alone: "has variants of a model .*: name the file that you mean",
     a_variant_in_shards_alone: "has variants of a model .*index.VARIANT.json",
     adapter_alone: "is an adapter, and no whole model: merge it",
@@ -183,6 +292,37 @@ def test_what_is_no_whole_model_is_refused_in_a_line(tmp_path, made):
     with pytest.raises(BadCheckpoint, match=REFUSED[made]) as refused:
         opening.index_of(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+def test_a_pickle_or_its_index_is_read_by_name_and_a_part_of_a_model_is_not(tmp_path):
+    pickles(tmp_path, 1.0)
+    torch.save({"w": torch.ones(1)}, tmp_path / "pytorch_model.fp16.bin")
+    index = opening.index_of(tmp_path / "pytorch_model.bin.index.json")
+    assert (index.format, sorted(index.tensors), index.common.lost()) == ("torch", sorted(NAMES), [])
+    assert list(opening.index_of(tmp_path / "pytorch_model.fp16.bin").tensors) == ["w"]
+    assert opening.index_of(tmp_path).common.lost() == []
+    with pytest.raises(BadCheckpoint, match="is one file of a checkpoint: name its folder"):
+        opening.index_of(tmp_path / "pytorch_model-00001-of-00003.bin")
+
+
+def test_a_tensor_that_only_an_index_of_pickles_names_is_said(tmp_path):
+    pickles(tmp_path, 1.0)
+    at = tmp_path / "pytorch_model.bin.index.json"
+    told = json.loads(at.read_text())
+    told["weight_map"]["mtp.weight"] = told["weight_map"]["head.weight"]
+    at.write_text(json.dumps(told))
+    for each in (tmp_path, at):
+        said = f"{at} names tensors that are in none of its files: mtp.weight"
+        assert opening.index_of(each).common.lost() == [said]
+
+
+def test_a_folder_of_pickles_is_found_below_and_says_what_its_config_says(tmp_path):
+    (tmp_path / "checkpoint-5").mkdir()
+    pickles(tmp_path / "checkpoint-5", 1.0)
+    (tmp_path / "checkpoint-5" / "config.json").write_text(json.dumps({"num_attention_heads": 4, "vocab_size": 9}))
+    assert opening.hint(tmp_path).endswith(f" show {tmp_path / 'checkpoint-5'}")
+    facts = opening.index_of(tmp_path / "checkpoint-5").common.facts
+    assert (facts["heads"], facts["vocabulary"]) == (4, 9)
 
 
 @pytest.mark.parametrize("variant", ["", ".fp16"])
@@ -340,4 +480,6 @@ def test_the_hint_names_the_model_and_not_its_optimizer(tmp_path):
     """As accelerate writes them with FSDP."""
     for name in ("optimizer_0", "pytorch_model_fsdp_0", "optimizer_1"):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / name, no_dist=True)
-    assert opening.hint(tmp_path).endswith(f" show {tmp_path / 'pytorch_model_fsdp_0'}")
+    assert opening.hint(tmp_path).endswith(
+        f" show {tmp_path / 'pytorch_model_fsdp_0'}; its optimizer is in optimizer_0 beside it, torch DCP, too"
+    )

@@ -80,6 +80,16 @@ def test_a_llama_comes_back_bit_for_bit(tmp_path, of_llama):
     same(tmp_path / "back", llama())
 
 
+def test_a_pickled_model_is_imported_as_its_safetensors_are(tmp_path, of_llama):
+    (of_llama / "model.safetensors").unlink()
+    torch.save(llama(), of_llama / "pytorch_model.bin")
+    convert.import_(opening.index_of(of_llama), tmp_path / "own")
+    index = opening.index_of(tmp_path / "own")
+    assert index.tensors[QKV].shape == (LAYERS, (HEADS + 2 * GROUPS) * SIZE, HIDDEN)
+    convert.export(index, tmp_path / "back", "safetensors")
+    same(tmp_path / "back", llama())
+
+
 def test_queries_keys_and_values_lie_by_groups_in_megatron(of_llama):
     found = names.renamed(opening.index_of(of_llama), "", {})
     rows = torch.from_numpy(found.tensors[QKV].read().copy()).view(torch.bfloat16)[1]

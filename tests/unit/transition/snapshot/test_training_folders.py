@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from unicron.ctl.cli import checkpoint
 from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron.transition.snapshot.formats import beside, convert, opening
-from unicron.transition.snapshot.formats.index import BadCheckpoint
+from unicron.transition.snapshot.formats.index import BadCheckpoint, some
 from unicron.transition.snapshot.migrate import TrainingState
 
 WEIGHTS = {"weight": torch.arange(4.0).reshape(2, 2), "bias": torch.ones(2)}
@@ -137,9 +137,14 @@ def test_what_accelerate_saves_of_fsdp_has_the_trainers_iteration(tmp_path):
     (folder / "model.safetensors").unlink()
     dcp.save({"optimizer": {"x": torch.ones(1)}}, checkpoint_id=folder / "optimizer_0", no_dist=True)
     dcp.save({"model": WEIGHTS}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
-    with pytest.raises(BadCheckpoint, match=r": unicronctl checkpoint show .*/pytorch_model_fsdp_0$"):
+    with pytest.raises(
+        BadCheckpoint, match=r": unicronctl checkpoint show .*/pytorch_model_fsdp_0; .*in optimizer_0 .*DCP"
+    ):
         opening.index_of(folder)
     index = opening.index_of(folder / "pytorch_model_fsdp_0")
+    (folder / "optimizer.pt").unlink()
+    alone = opening.index_of(folder / "pytorch_model_fsdp_0").common
+    assert alone.unread == "optimizer_0 is a checkpoint of torch DCP by itself, which nothing here joins to the weights"
     assert index.iteration == 20 and "optimizer.pt, optimizer_0," in index.common.left[-1]
     assert "pytorch_model_fsdp_0" not in index.common.left[-1]
 
@@ -240,7 +245,8 @@ def test_a_file_of_metas_name_without_tensors_is_refused(tmp_path, content):
         ("mp_rank_00_model_states.pt", "is of DeepSpeed, and no state of ZeRO .* zero_to_fp32.py makes nothing of it"),
         ("zero_to_fp32.py", "DeepSpeed: `python zero_to_fp32.py FOLDER OUT --safe_serialization`"),
         ("pytorch_model_fsdp.bin", "is a pickle of Accelerate"),
-        ("pytorch_model.bin", "is a pickle: save it as model.safetensors with transformers"),
+        ("pytorch_model.fp16.bin", "is a variant, .*: name the variant"),
+        ("ckpt.pt", "ckpt.pt is a file of torch.save: name the file itself"),
         ("adapter_model.bin", "is an adapter, and no whole model"),
         ("model.nemo", "is an archive of NeMo: unpack it"),
     ],
@@ -257,6 +263,92 @@ def test_any_file_of_torch_is_refused_with_what_to_do(tmp_path, name):
     torch.save(WEIGHTS, tmp_path / name)
     with pytest.raises(BadCheckpoint, match=r"is a file of torch.save, which may hold anything: save its weights"):
         opening.index_of(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"model": {"a": 1}}, {"model": [1]}, {"model": {"a": WEIGHTS}}, {"model": WEIGHTS, "state_dict": WEIGHTS}],
+)
+def test_a_file_that_does_not_say_which_tensors_are_the_model_is_refused(tmp_path, content):
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(BadCheckpoint, match=r"is a file of torch.save, which may hold anything: save its weights"):
+        opening.index_of(tmp_path / "a.pt")
+
+
+def of_a_script(path: Path, model: str, optimizer: str, **counts: object) -> Path:
+    """As nanoGPT, minGPT's kin and many scripts write it, under torch.compile."""
+    module = fresh().model[0]
+    stepped = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2)).sum().backward()
+    stepped.step()
+    weights = {f"_orig_mod.{name}": each for name, each in WEIGHTS.items()}
+    more = {"x\n": 1, "best_val_loss": torch.tensor(1.5), "config": {"compile": True}}
+    torch.save({model: weights, optimizer: stepped.state_dict()} | counts | more, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "counts", "iteration", "doubt"),
+    [
+        ("model", "optimizer", {"iter_num": 2000}, 2000, ""),
+        ("state_dict", "optimizer", {"step": torch.tensor(7), "epoch": 1}, 7, ""),
+        ("model_state_dict", "optimizer_state_dict", {"iteration": 5, "global_step": 5}, 5, ""),
+        ("model", "optim", {"global_step": 90, "step": 3}, 90, "global_step is 90, step is 3: the first counts"),
+        ("model", "optim", {"epoch": 3}, 0, "nothing in it says after how many iterations it was saved"),
+        ("model", "optim", {"step": "7"}, 0, "step is '7': this counts as iteration 0"),
+    ],
+)
+def test_a_file_of_a_training_script_has_its_iteration_and_weights(
+    tmp_path, model, optimizer, counts, iteration, doubt
+):
+    """Defect: `save its weights as model.safetensors`, for files that say what is the model."""
+    path = of_a_script(tmp_path / "ckpt.pt", model, optimizer, **counts)
+    index = opening.index_of(path)
+    assert (index.format, index.iteration) == ("torch", iteration)
+    assert sorted(index.tensors) == ["_orig_mod.bias", "_orig_mod.weight"]
+    assert doubt in index.common.doubt and bool(doubt) == bool(index.common.doubt)
+    assert index.common.unread == f"{optimizer!r} in ckpt.pt: numbers, not names, say whose state it is"
+    others = ["'epoch'"] * ("epoch" in counts) + [r"'x\n'", "'best_val_loss'", "'config'"]
+    assert index.common.left == [f"what is beside the model ({some(others)})"]
+    with pytest.raises(CheckpointError, match=r"say whose state it is.*begin_with=\"model\""):
+        Checkpoints(tmp_path / "new", begin_from=path).load(fresh())
+    state = fresh()
+    Checkpoints(tmp_path / "new", begin_from=path, begin_with="model").load(state)
+    assert torch.equal(state.model[0].weight.data, WEIGHTS["weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("mp_rank_00/model_optim_rng.pt", {"iteration": 5}),
+        ("model_rank_0.pt", {}),
+        ("a.pt", {"checkpoint_version": 3.0, "iteration": 5}),
+    ],
+)
+def test_one_ranks_file_is_no_whole_model(tmp_path, name, more):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    torch.save({"model": WEIGHTS} | more, path)
+    with pytest.raises(BadCheckpoint, match="is the file of one rank, and may have a part of the model: name the fol"):
+        opening.index_of(path)
+
+
+def test_nothing_in_a_file_of_a_script_is_executed(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "executed",)
+
+    torch.save({"model": WEIGHTS, "iter_num": 1, "config": Trap()}, tmp_path / "ckpt.pt")
+    with pytest.raises(BadCheckpoint, match=r"ckpt.pt: its pickle .*it is not read|cannot be read"):
+        opening.index_of(tmp_path / "ckpt.pt")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_an_adapter_is_named_as_one(tmp_path):
+    torch.save({"a.lora_A.weight": torch.ones(1)}, tmp_path / "adapter_model.bin")
+    for at in (tmp_path, tmp_path / "adapter_model.bin"):
+        with pytest.raises(BadCheckpoint, match="is an adapter, and no whole model"):
+            opening.index_of(at)
 
 
 # ------------------------------------------------------------ in the place of a file
