@@ -33,7 +33,7 @@ def outlive_notice() -> None:
         return
     if not _rank:
         spare_helpers()
-        multiprocessing.util.register_after_fork(_go_on, lambda go_on: go_on())
+        multiprocessing.util.register_after_fork(_outlive_in_process, lambda settle: settle())
         workers.keep_handler(_outlive, _settle_process)
     _rank = os.getpid()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -47,17 +47,17 @@ def outlives_notice() -> bool:
     return signal.getsignal(signal.SIGTERM) is _outlive
 
 
-def _go_on() -> None:
+def _outlive_in_process() -> None:
     """In a process of multiprocessing."""
     global _rank
     if outlives_notice():
         _rank = os.getpid()
-        workers.go_on()
+        workers.outlive_sigterm()
 
 
 def _settle_process(outlives: bool) -> None:
     """In a process of multiprocessing that is no fork of the rank. Until now it has blocked SIGTERM."""
     if outlives:
         outlive_notice()
-    _go_on()
+    _outlive_in_process()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # that of a server that outlives it

@@ -21,7 +21,7 @@ _handler: Callable[..., None]  # of SIGTERM, which does nothing
 _of_torch = False  # this is a worker of torch's
 
 
-def go_on() -> None:
+def outlive_sigterm() -> None:
     """From here on SIGTERM does nothing to this process, and :data:`ENDS` ends it."""
     signal.signal(ENDS, _end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -38,8 +38,8 @@ def _end(*_: object) -> None:
 
 def keep_handler(handler: Callable[..., None], settle: Callable[[bool], None]) -> None:
     """What multiprocessing starts while this is the handler of SIGTERM gets it, too. A fork blocks the signal until it
-    calls :func:`go_on`, and any other process (`spawn`, `forkserver`) until it has called `settle`, before it does
-    anything else. `terminate` ends them all the same."""
+    calls :func:`outlive_sigterm`, and any other process (`spawn`, `forkserver`) until it has called `settle`, before it
+    does anything else. `terminate` ends them all the same."""
     global _handler
     _handler = handler
     _keep_in_torch()

@@ -58,7 +58,7 @@ CUT = "zero_pp_rank_"  # begins the file of a rank that has a part only: of the 
 
 def hint(folder: Path) -> str:
     """Why the files of a folder are not read, and what to do; "" where none is known."""
-    names = _names(folder)
+    names = names_in(folder)
     if is_deepspeeds(names):
         return f"; {_of_deepspeed(folder, names)}"
     known = ((why, found[0]) for pattern, why in WHY_NOT if (found := fnmatch.filter(names, pattern)))
@@ -76,7 +76,8 @@ def is_deepspeeds(names: Sequence[str]) -> bool:
     return SCRIPT in names or any(name.endswith(WEIGHTS) for name in names)
 
 
-def _names(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder, no more than are looked at; none of one that cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return sorted(each.name for each in itertools.islice(entries, MOST_ENTRIES))
@@ -98,7 +99,7 @@ def _of_deepspeed(folder: Path, names: Sequence[str]) -> str:
         if not at.is_dir():
             other = f": write {newest} into it" if newest else ""
             return f"{LATEST} of DeepSpeed names {tag}, which is not there{other}"
-    there = _names(at)
+    there = names_in(at)
     weights, states = ([name for name in there if name.endswith(end)] for end in (WEIGHTS, STATES))
     if not weights:
         return f"{at.name} of DeepSpeed has no file of weights (*{WEIGHTS}): its saving was not finished"
@@ -183,14 +184,12 @@ def counted(found: Archive) -> tuple[int, str]:
     try:
         steps = {key: _checked(step) for key, step in told.items()}
     except ValueError:
-        return (
-            0,
-            f"{', '.join(f'{key} is {repr(step)[:40]}' for key, step in told.items())}: this counts as iteration 0",
-        )
-    differ = len(set(steps.values())) > 1
-    return next(
-        iter(steps.values())
-    ), f"{', '.join(f'{k} is {n}' for k, n in steps.items())}: the first counts" * differ
+        said = ", ".join(f"{key} is {repr(step)[:40]}" for key, step in told.items())
+        return 0, f"{said}: this counts as iteration 0"
+    first = next(iter(steps.values()))
+    if len(set(steps.values())) == 1:
+        return first, ""
+    return first, ", ".join(f"{key} is {step}" for key, step in steps.items()) + ": the first counts"
 
 
 def trainers_step_in(folder: Path) -> int | None:

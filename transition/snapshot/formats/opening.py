@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
-import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,8 +37,7 @@ def hint(folder: Path, how: str = "unicronctl checkpoint show {}") -> str:
     and why newer ones are not whole. how: what people write to name one."""
     if not folder.is_dir():
         return ""
-    with os.scandir(folder) as entries:
-        names = [each.name for each in itertools.islice(entries, beside.MOST_ENTRIES)]
+    names = beside.names_in(folder)
     if why := below.without_metadata(folder, names) or (names and below.named_unfinished(folder.absolute())):
         return f"; {why}"
     found = below.Below(find)
